@@ -1,0 +1,131 @@
+# Cadenza: one command per habit. `make` alone lists them.
+#
+# Everything runs from .venv, made on demand. Two stamps say what is in it: .installed-run (enough to serve and to
+# run the demo) and .installed-dev (all of it). Both are made again when pyproject.toml or constraints.txt change.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+PIP := $(PY) -m pip --disable-pip-version-check --no-input
+# Errors only; PIP_QUIET= shows what pip does.
+PIP_QUIET ?= -qq
+
+# PYTHON=/path/to/python chooses the interpreter of a new .venv; otherwise 3.11, then 3.12, whichever runs.
+PYTHON ?=
+# Where the CPU build of torch comes from if pip's own --find-links has none. Empty: pip's default index, which
+# on Linux means CUDA and gigabytes.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Extras in each stamp. Named here because a comma inside $(call …) would end the argument.
+RUN_EXTRAS := scheduler,executor,cli
+DEV_EXTRAS := dev
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+# What mypy checks: those of its folders that exist.
+TYPED := $(wildcard client/cadenza scheduler_svc executor_svc benchmarks)
+
+.PHONY: help demo test check fix protos protos-baseline bench install clean distclean
+.PHONY: check-py312 check-format check-lint check-types check-imports check-protos check-tests
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed-run ## start both services on the embedded model on the CPU and stream answers
+	@$(BIN)/cadenza demo
+
+test: $(VENV)/.installed-dev ## the whole test suite; PYTEST_ARGS='-k name -x' passes options
+	@$(PY) -m pytest tests $(PYTEST_ARGS)
+
+check: check-format check-lint check-types check-imports check-protos check-tests ## read-only: format, lint, types, imports, protos, fast tests
+
+check-format: $(VENV)/.installed-dev
+	@echo "== format"; $(BIN)/ruff format --check .
+
+check-lint: $(VENV)/.installed-dev
+	@echo "== lint"; $(BIN)/ruff check .
+
+check-types: $(VENV)/.installed-dev
+	@echo "== types"; $(BIN)/mypy $(TYPED)
+
+check-imports: $(VENV)/.installed-dev
+	@echo "== imports"; $(BIN)/lint-imports --no-logo
+
+check-protos: $(VENV)/.installed-dev
+	@echo "== protos"
+	@$(BIN)/buf lint protos
+	@test -f protos/baseline.binpb || { echo "protos/baseline.binpb is missing: make protos-baseline" >&2; exit 1; }
+	@$(BIN)/buf breaking protos --against protos/baseline.binpb
+	@$(PY) protos/generate.py --check
+
+check-tests: $(VENV)/.installed-dev
+	@echo "== fast tests"; $(PY) -m pytest tests/unit -m 'not slow' -q
+
+check-py312: $(VENV)312/.installed ## the tests that need no torch, on Python 3.12
+	@$(VENV)312/bin/python -m pytest tests -m 'not slow' -q
+
+$(VENV)312/.installed: pyproject.toml constraints.txt
+	@python3.12 -m venv $(VENV)312
+	@$(VENV)312/bin/python -m pip install $(PIP_QUIET) -c constraints.txt -e '.[scheduler,cli]' \
+	  pytest pytest-asyncio pytest-timeout hypothesis psutil numpy
+	@touch $@
+
+fix: $(VENV)/.installed-dev ## format and repair what can be repaired by itself
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+protos: $(VENV)/.installed-dev ## make the Python stubs from the protos again
+	@$(PY) protos/generate.py
+
+protos-baseline: $(VENV)/.installed-dev ## accept today's protos as what later ones may not break: a deliberate act
+	@$(BIN)/buf build protos -o protos/baseline.binpb
+
+bench: $(VENV)/.installed-dev ## run the benchmarks; BENCH_ARGS passes options
+	@$(PY) -m benchmarks $(BENCH_ARGS)
+
+install: $(VENV)/.installed-dev ## make .venv with everything in it
+
+clean: ## remove caches and build results
+	@rm -rf dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	@rm -rf $(VENV)
+
+# ---------------------------------------------------------------- the environment
+
+$(VENV)/pyvenv.cfg:
+	@python=''; \
+	for candidate in $(or $(PYTHON),python3.11 python3.12 python3); do \
+	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then \
+	    python="$$candidate"; break; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "Cadenza needs Python 3.11 or 3.12 to make $(VENV); none of these is one: $(or $(PYTHON),python3.11 python3.12 python3)" >&2; exit 1; \
+	fi; \
+	echo "making $(VENV) with $$("$$python" --version)"; \
+	"$$python" -m venv $(VENV)
+
+# $(call install,EXTRAS). torch first, and by itself, so that no resolver takes the CUDA build; hatchling before the
+# editable install, so that nothing has to be fetched for the build, and a later run works offline.
+define install
+echo "installing cadenza[$(1)] into $(VENV): a minute or two the first time"
+$(PIP) install $(PIP_QUIET) --no-index --no-deps -c constraints.txt torch 2>/dev/null \
+  || $(PIP) install $(PIP_QUIET) --no-deps -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch \
+  || { echo "no torch for this Python from pip's find-links or '$(TORCH_INDEX)'; set TORCH_INDEX (empty: pip's default index)" >&2; exit 1; }
+$(PIP) install $(PIP_QUIET) -c constraints.txt hatchling
+$(PIP) install $(PIP_QUIET) --no-build-isolation -c constraints.txt -e '.[$(1)]'
+endef
+
+$(VENV)/.installed-run: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
+	@$(call install,$(RUN_EXTRAS))
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
+	@$(call install,$(DEV_EXTRAS))
+	@touch $(VENV)/.installed-run $@

@@ -1,0 +1,99 @@
+"""`python -m scheduler_svc --executor HOST:PORT --listen HOST:PORT`: reads arguments and environment, then serves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType, ModuleType
+from typing import cast
+
+# grpc logs a refused port in its own words, beside our line; it reads this when it is imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+# transformers loads torch wherever it finds it: 3 s and 260 MB (measured) that tokenizers have no use for.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+import logging
+
+try:
+    from pydantic import ValidationError
+    from pydantic_settings import CliApp, SettingsError
+
+    from cadenza.transport import EXECUTOR_PORT, SCHEDULER_PORT, parse_address
+    from scheduler_svc.config import SchedulerConfig
+except ModuleNotFoundError as missing:
+    sys.exit(f"error: {missing.name} is not installed: pip install 'cadenza[scheduler]'")
+
+
+def fail(message: str) -> None:
+    """Say on stderr what is wrong, in one line."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def read_config(arguments: list[str]) -> SchedulerConfig | None:
+    """The options; None if they are wrong, which has then been said on stderr."""
+    try:
+        config = CliApp.run(SchedulerConfig, cli_args=arguments, cli_exit_on_error=False)
+    except ValidationError as exc:
+        for error in exc.errors():
+            option = str(error["loc"][0]).replace("_", "-") if error["loc"] else "options"
+            fail(f"--{option}: {error['msg'].removeprefix('Value error, ')}")
+        return None
+    except SettingsError as exc:
+        fail(_option_message(str(exc)))
+        return None
+    return config if _addresses_are_right(config) else None
+
+
+def main() -> int:
+    """Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options, 3 fenced by another scheduler."""
+    config = read_config(sys.argv[1:])
+    if config is None:
+        return 2
+    # Until the event loop takes the signals over, there is nothing to clean up.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    logging.basicConfig(
+        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    sys.modules.setdefault("torch", cast(ModuleType, None))
+    # Here, so that wrong options and --help are answered before grpc is loaded.
+    import uvloop
+
+    from scheduler_svc.app import serve
+
+    code = uvloop.run(serve(config, fail))
+    # A thread may still be importing or tokenizing, and Python would wait for it.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    os._exit(0)
+
+
+def _option_message(text: str) -> str:
+    """argparse's words as `--option: message`."""
+    text = text.removeprefix("error parsing CLI: ")
+    unknown = text.removeprefix("unrecognized arguments: ")
+    if unknown != text:
+        return f"{unknown.split()[0]}: there is no such option"
+    return text.removeprefix("argument ")
+
+
+def _addresses_are_right(config: SchedulerConfig) -> bool:
+    option = "--executor"
+    try:
+        for target in config.executor:
+            parse_address(target, default_port=EXECUTOR_PORT)
+        option = "--listen"
+        parse_address(config.listen, default_port=SCHEDULER_PORT)
+    except ValueError as exc:
+        fail(f"{option}: {exc}")
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

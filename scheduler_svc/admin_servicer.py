@@ -1,0 +1,141 @@
+"""AdminService, for operators and pictures; and grpc.health.v1 with a Watch that every watcher can rely on."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cadenza.v1 import admin_pb2 as pb
+from cadenza.v1 import admin_pb2_grpc as pb_grpc
+from scheduler_svc.convert import admin as convert
+from scheduler_svc.convert.errors import NotServingError, UnknownRequestError
+from scheduler_svc.core.errors import RequestRejectedError
+from scheduler_svc.servicer import Front, abort_with
+
+_T = TypeVar("_T")
+
+
+class AdminServicer(pb_grpc.AdminServiceServicer):
+    """Step records, block tables, draining."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def WatchSteps(self, request: pb.WatchStepsRequest, context: Any) -> None:  # type: ignore[override]
+        """Stream step records from now on."""
+        try:
+            self._front.check_serving()
+            await self._until_stop(self._watch(request.include_block_tables, context))
+        except Exception as exc:
+            await abort_with(context, exc)
+
+    async def GetBlockTable(self, request: pb.GetBlockTableRequest, context: Any) -> pb.GetBlockTableResponse:
+        """The block tables of a request's live sequences."""
+        try:
+            self._front.check_serving()
+            tables = self._front.engine.block_tables(request.tenant, request.request_id)
+            if tables is None:
+                raise UnknownRequestError(f"no request {request.request_id!r} of tenant {request.tenant!r} is running")
+        except Exception as exc:
+            await abort_with(context, exc)
+        return convert.block_table_response(tables)
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        """Refuse new requests; answer when the running ones have ended, or at the timeout."""
+        timeout_s = request.timeout_s if request.HasField("timeout_s") else None
+        try:
+            self._front.check_serving()
+            if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s >= 0):
+                raise RequestRejectedError("timeout_s", f"must be 0 or more seconds, not {timeout_s}")
+            num_remaining = await self._until_stop(self._front.engine.drain(timeout_s))
+        except Exception as exc:
+            await abort_with(context, exc)
+        return pb.DrainResponse(num_remaining=num_remaining)
+
+    async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
+        """Take new requests again."""
+        try:
+            self._front.check_serving()
+        except NotServingError as exc:
+            await abort_with(context, exc)
+        self._front.engine.resume()
+        return pb.ResumeResponse()
+
+    async def _watch(self, include_block_tables: bool, context: Any) -> None:
+        async with self._front.engine.watch(include_block_tables=include_block_tables) as watch:
+            async for records, num_dropped in watch:
+                await context.write(convert.watch_response(records, num_dropped, block_tables=include_block_tables))
+
+    async def _until_stop(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """The work's result; raises NotServingError when the service stops before."""
+        wake = asyncio.Event()
+        working, stopping = asyncio.create_task(work), asyncio.create_task(wake.wait())
+        try:
+            with self._front.stream(wake, is_client=False):
+                await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+                if not working.done():
+                    self._front.check_serving()
+                return await working
+        finally:
+            working.cancel()
+            stopping.cancel()
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """grpc.health.v1: all names share one state.
+
+    Not grpc_health's own: there the first watcher that leaves takes the others' wake-up with it, and they hear no more.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        """`names`: the services; the empty name stands for the whole server."""
+        self._names = frozenset(["", *names])
+        self._serving = False
+        self._stopped = False
+        self._watchers: set[asyncio.Event] = set()
+
+    def set(self, serving: bool) -> None:
+        """Tell whether calls are served."""
+        self._serving = serving and not self._stopped
+        for wake in self._watchers:
+            wake.set()
+
+    def stop(self) -> None:
+        """NOT_SERVING for good; watches end after saying so."""
+        self._stopped = True
+        self.set(False)
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """The state now; NOT_FOUND for names that are not served."""
+        if request.service not in self._names:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r}")
+        return health_pb2.HealthCheckResponse(status=self._status(request.service))
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        """The state now and at each change; SERVICE_UNKNOWN for names that are not served."""
+        wake = asyncio.Event()
+        self._watchers.add(wake)
+        last = None
+        try:
+            while True:
+                status = self._status(request.service)
+                if status != last:
+                    await context.write(health_pb2.HealthCheckResponse(status=status))
+                    last = status
+                elif self._stopped:
+                    return
+                else:
+                    await wake.wait()
+                wake.clear()
+        finally:
+            self._watchers.discard(wake)
+
+    def _status(self, name: str) -> Any:
+        if name not in self._names:
+            return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        return health_pb2.HealthCheckResponse.SERVING if self._serving else health_pb2.HealthCheckResponse.NOT_SERVING

@@ -1,0 +1,185 @@
+"""The scheduler as a process: bind, wait for the executor, load the tokenizer, serve, stop.
+
+At a stop, streams that run end with UNAVAILABLE, so that a client can tell them from finished ones and go elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import signal
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cadenza.transport import SCHEDULER_PORT, bind, server_options
+from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from scheduler_svc.admin_servicer import AdminServicer, HealthServicer
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.errors import LimitsError
+from scheduler_svc.engine import Engine
+from scheduler_svc.executor_client import GrpcExecutor
+from scheduler_svc.ports import ExecutorFencedError, ExecutorLostError, ModelDescription
+from scheduler_svc.requests import RequestBuilder
+from scheduler_svc.servicer import Front, GenerationServicer
+from scheduler_svc.tokenizer import Tokenizer, TokenizerError, load_tokenizer, preload
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_STOP_GRACE_S = 0.5
+
+EXIT_OK, EXIT_FAILED, EXIT_FENCED = 0, 1, 3
+_SERVICES = (
+    generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+    admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+)
+
+
+class Service:
+    """The scheduler service over one event loop."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        scheduler_id = uuid.uuid4().hex
+        self._executors = [GrpcExecutor(target, scheduler_id) for target in config.executor]
+        self._engine = Engine(config, self._executors)
+        self._front = Front(self._engine, config, version=_version())
+        self._health = HealthServicer(list(_SERVICES))
+        self._tokenizer: Tokenizer | None = None
+        self._server = grpc.aio.server(options=server_options())
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self._front), self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._front), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        reflection.enable_server_reflection((*_SERVICES, health, reflection.SERVICE_NAME), self._server)
+
+    async def start(self) -> str:
+        """Bind and listen; health says NOT_SERVING and calls get UNAVAILABLE. Returns the address; raises OSError."""
+        address = bind(self._server, self._config.listen, default_port=SCHEDULER_PORT)
+        await self._server.start()
+        return address
+
+    async def open(self) -> None:
+        """Wait for the executor, load the tokenizer, let calls in. Raises ExecutorLostError, TokenizerError."""
+        importing = None if self._config.skip_tokenizer_init else _in_thread(preload)
+        await self._engine.start()
+        model = self._engine.model
+        if importing is not None:
+            await importing
+            self._tokenizer = await _in_thread(lambda: self._load_tokenizer(model))
+        max_model_len = min(self._config.max_model_len or model.max_model_len, model.max_model_len)
+        _log_choices(model, self._tokenizer, max_model_len)
+        self._front.open(RequestBuilder(model, self._tokenizer, max_model_len=max_model_len))
+        self._engine.add_health_listener(self._health.set)
+        self._health.set(self._engine.connected and not self._engine.draining)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop`; raises what has stopped the engine, if it did."""
+        failed = asyncio.create_task(self._engine.fenced.wait())
+        await _first_of(stop, failed)
+        if self._engine.failure is not None and not stop.is_set():
+            raise self._engine.failure
+
+    async def stop(self) -> None:
+        """Tell health, end the streams, close the server, the sessions and the channels; safe at any time."""
+        self._health.stop()
+        self._front.stop()
+        await self._server.stop(_STOP_GRACE_S)
+        await self._engine.stop()
+        for executor in self._executors:
+            await executor.aclose()
+        if self._tokenizer is not None:
+            self._tokenizer.close()
+
+    def _load_tokenizer(self, model: ModelDescription) -> Tokenizer | None:
+        named = self._config.tokenizer
+        return load_tokenizer(named or model.tokenizer, model_vocab_size=model.vocab_size, required=named is not None)
+
+
+async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
+    """Serve until SIGINT or SIGTERM; `report` tells the user, in one line, what went wrong. Returns the exit code."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    service = Service(config)
+    try:
+        address = await service.start()
+        if await _opened(service, stop):
+            print(f"ready {address}", flush=True)
+            await service.run(stop)
+        _LOG.info("stopping")
+        return EXIT_OK
+    except (OSError, TokenizerError, LimitsError) as exc:
+        report(str(exc))
+    except ExecutorFencedError as exc:
+        report(f"executor {config.executor[0]}: {exc}; another scheduler drives it, so this one stops")
+        return EXIT_FENCED
+    except ExecutorLostError as exc:
+        report(f"executor {config.executor[0]}: {exc}")
+    except Exception as exc:
+        _LOG.exception("the service failed")
+        report(f"{type(exc).__name__}: {exc}")
+    finally:
+        await service.stop()
+    return EXIT_FAILED
+
+
+async def _opened(service: Service, stop: asyncio.Event) -> bool:
+    """Wait until the service is open; False if `stop` came first."""
+    opening = asyncio.create_task(service.open())
+    try:
+        await _first_of(stop, opening)
+        if stop.is_set():
+            return False
+        opening.result()
+        return True
+    finally:
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+
+
+async def _first_of(stop: asyncio.Event, other: asyncio.Task[Any]) -> None:
+    """Return when the event is set or the task done."""
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((stopped, other), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+
+
+def _in_thread(work: Callable[[], _T]) -> asyncio.Future[_T]:
+    """Do blocking work in a thread that holds up no exit (asyncio.to_thread's would be waited for at the end)."""
+    result: Future[_T] = Future()
+
+    def run() -> None:
+        result.set_running_or_notify_cancel()
+        try:
+            result.set_result(work())
+        except BaseException as exc:
+            result.set_exception(exc)
+
+    threading.Thread(target=run, name="loading", daemon=True).start()
+    return asyncio.wrap_future(result)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("cadenza")
+    except importlib.metadata.PackageNotFoundError:
+        return "0"
+
+
+def _log_choices(model: ModelDescription, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    _LOG.info(
+        "serving %s (%s, %s) on %s: vocabulary %d, max_model_len %d, %d KV blocks of %d tokens, tokenizer %s",
+        model.name, model.architecture, model.dtype, model.device, model.vocab_size, max_model_len,
+        model.num_device_blocks, model.block_size, tokenizer.source if tokenizer is not None else "none",
+    )  # fmt: skip

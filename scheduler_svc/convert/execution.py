@@ -1,0 +1,127 @@
+"""execution.proto: plans to the wire, results and descriptions from it."""
+
+from __future__ import annotations
+
+from cadenza.v1 import execution_pb2 as pb
+from scheduler_svc.core.types import AdmittedSequence, Sampling, StepPlan, StepResult, StepStatus, TokenLogprobs
+from scheduler_svc.ports import ModelDescription
+
+
+class ProtocolError(Exception):
+    """An executor's message contradicts the protocol."""
+
+
+def model_description(message: pb.DescribeResponse) -> ModelDescription:
+    """What Describe says."""
+    model, kv, limits = message.model, message.kv, message.limits
+    return ModelDescription(
+        name=model.name,
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        dtype=model.dtype,
+        num_parameters=model.num_parameters,
+        tokenizer=message.tokenizer,
+        eos_token_ids=tuple(message.eos_token_ids),
+        bos_token_id=message.bos_token_id if message.HasField("bos_token_id") else None,
+        block_size=kv.block_size,
+        num_device_blocks=kv.num_device_blocks,
+        num_host_blocks=kv.num_host_blocks,
+        num_slots=limits.num_slots,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_logprobs=limits.max_logprobs,
+        max_inflight_plans=limits.max_inflight_plans,
+        device=message.device,
+        incarnation=message.incarnation,
+        fingerprint=message.fingerprint.SerializeToString(),
+    )
+
+
+def step_plan(plan: StepPlan, epoch: int) -> pb.StepPlan:
+    """A plan; what did not change is left out, so a decode-only step is a few bytes."""
+    message = pb.StepPlan(
+        step_id=plan.step_id,
+        epoch=epoch,
+        released_slots=plan.released_slots,
+        admitted=[_admitted(sequence) for sequence in plan.admitted],
+        held_slots=plan.held_slots,
+        resumed_slots=plan.resumed_slots,
+        decode_ready=plan.decode_ready,
+    )
+    if plan.append_slots:
+        message.appends.add(slots=plan.append_slots, block_ids=plan.append_block_ids)
+    if plan.scheduled_slots:
+        message.scheduled.slots.extend(plan.scheduled_slots)
+        message.scheduled.num_tokens.extend(plan.scheduled_num_tokens)
+        message.scheduled.samples.extend(plan.scheduled_samples)
+    return message
+
+
+def step_result(message: pb.StepResult) -> StepResult:
+    """A result; raises ProtocolError when its columns do not fit each other."""
+    try:
+        status = StepStatus(message.status)
+    except ValueError as exc:
+        raise ProtocolError(f"result of step {message.step_id}: status {message.status} is unknown") from exc
+    slots, counts, token_ids = list(message.slots), list(message.num_tokens), list(message.token_ids)
+    num_sampled = sum(counts) if counts else len(slots)
+    if status is StepStatus.OK and (len(counts) not in (0, len(slots)) or num_sampled != len(token_ids)):
+        raise ProtocolError(
+            f"result of step {message.step_id}: {len(slots)} slots, {len(counts)} counts, {len(token_ids)} token ids"
+        )
+    timings = message.timings
+    return StepResult(
+        step_id=message.step_id,
+        status=status,
+        error_message=message.error_message,
+        slots=slots,
+        num_tokens=counts,
+        token_ids=token_ids,
+        error_slots=list(message.error_slots),
+        logprobs={entry.slot: _token_logprobs(entry) for entry in message.logprobs},
+        queue_ns=timings.queue_ns,
+        device_ns=timings.device_ns,
+        sample_ns=timings.sample_ns,
+        total_ns=timings.total_ns,
+    )
+
+
+def _admitted(sequence: AdmittedSequence) -> pb.AdmittedSequence:
+    return pb.AdmittedSequence(
+        slot=sequence.slot,
+        token_ids=sequence.token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_computed_tokens=sequence.num_computed_tokens,
+        block_tables=[pb.BlockTable(kv_group=0, block_ids=sequence.block_ids)],
+        sampling=_sampling(sequence.sampling, sequence.sample_index),
+    )
+
+
+def _sampling(sampling: Sampling, sample_index: int) -> pb.SequenceSampling:
+    return pb.SequenceSampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=1.0,
+        seed=sampling.seed,
+        sample_index=sample_index,
+        stop_token_ids=sampling.stop_token_ids,
+        min_tokens=sampling.min_tokens,
+        num_logprobs=sampling.num_logprobs,
+    )
+
+
+def _token_logprobs(entry: pb.SlotLogprobs) -> TokenLogprobs:
+    columns = entry.columns
+    if len(columns.chosen_logprobs) != 1 or len(columns.chosen_ranks) != 1:
+        raise ProtocolError(f"slot {entry.slot}: logprobs of {len(columns.chosen_logprobs)} tokens for one")
+    if not columns.num_top == len(columns.top_token_ids) == len(columns.top_logprobs):
+        raise ProtocolError(f"slot {entry.slot}: {len(columns.top_token_ids)} top tokens for {columns.num_top}")
+    return TokenLogprobs(
+        logprob=columns.chosen_logprobs[0],
+        rank=columns.chosen_ranks[0],
+        top_token_ids=tuple(columns.top_token_ids),
+        top_logprobs=tuple(columns.top_logprobs),
+    )

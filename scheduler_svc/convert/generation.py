@@ -1,0 +1,268 @@
+"""generation.proto: requests to plain fields, what a reader takes to responses."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+
+from cadenza.v1 import generation_pb2 as pb
+from cadenza.v1 import types_pb2
+from scheduler_svc.core.types import Finish, FinishDetail, TokenLogprobs
+from scheduler_svc.live_request import LiveRequest
+from scheduler_svc.ports import ExecutorState, Load, ModelDescription
+from scheduler_svc.reader import Chunk, SampleChunk
+from scheduler_svc.requests import ChatFields, OutputMode, PromptFields, RequestFields
+from scheduler_svc.sampling_fields import SamplingFields
+
+_OUTPUT_MODES = {
+    pb.OUTPUT_MODE_UNSPECIFIED: OutputMode.DELTA,
+    pb.OUTPUT_MODE_DELTA: OutputMode.DELTA,
+    pb.OUTPUT_MODE_FINAL: OutputMode.FINAL,
+}
+_REASONS = {
+    FinishDetail.EOS: types_pb2.FINISH_REASON_STOP,
+    FinishDetail.STOP_TOKEN: types_pb2.FINISH_REASON_STOP,
+    FinishDetail.STOP_STRING: types_pb2.FINISH_REASON_STOP,
+    FinishDetail.MAX_TOKENS: types_pb2.FINISH_REASON_LENGTH,
+    FinishDetail.MAX_MODEL_LEN: types_pb2.FINISH_REASON_LENGTH,
+    FinishDetail.KV_CAPACITY: types_pb2.FINISH_REASON_LENGTH,
+    FinishDetail.ABORTED: types_pb2.FINISH_REASON_ABORT,
+    FinishDetail.DEADLINE: types_pb2.FINISH_REASON_ABORT,
+    FinishDetail.NON_FINITE_LOGITS: types_pb2.FINISH_REASON_ERROR,
+    FinishDetail.EXECUTOR_ERROR: types_pb2.FINISH_REASON_ERROR,
+}
+_DEFAULTS = SamplingFields()
+
+
+def request_fields(message: pb.GenerateRequest) -> RequestFields:
+    """A GenerateRequest, unpacked; nothing is checked here."""
+    return RequestFields(
+        request_id=message.request_id,
+        tenant=message.tenant,
+        prompt=prompt_fields(message.prompt),
+        sampling=_sampling_fields(message.sampling_params) if message.HasField("sampling_params") else _DEFAULTS,
+        timeout_s=message.timeout_s if message.HasField("timeout_s") else None,
+        resume_grace_s=message.resume_grace_s if message.HasField("resume_grace_s") else None,
+        output_mode=_OUTPUT_MODES.get(message.output_mode),
+        return_prompt_token_ids=message.return_prompt_token_ids,
+        cache_salt=message.cache_salt,
+        expected_output_tokens=message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
+        later_fields=_later_request_fields(message),
+        # A drawn id is never sent twice, so its body needs no digest.
+        body_digest=_digest(message) if message.request_id else b"",
+    )
+
+
+def prompt_fields(parts: Iterable[types_pb2.PromptPart]) -> tuple[PromptFields, ...]:
+    """The parts of a prompt."""
+    return tuple(_part_fields(part) for part in parts)
+
+
+def fill_response(message: pb.GenerateResponse, live: LiveRequest, chunk: Chunk, *, with_prompt_ids: bool) -> None:
+    """Fill in what a reader took: with info in the first response, with stats in the last."""
+    message.request_id = live.request.spec.request_id
+    token_text = live.samples[0].text.token_text if live.samples[0].text is not None else None
+    for sample in chunk.samples:
+        _fill_output(message.outputs.add(), live, sample, token_text)
+    if chunk.is_first:
+        prompt = live.request.spec.prompt_token_ids
+        message.info.seed = live.request.spec.sampling.seed
+        message.info.num_prompt_tokens = len(prompt)
+        if with_prompt_ids:
+            message.info.prompt_token_ids.extend(prompt)
+    if chunk.is_last:
+        message.stats.CopyFrom(_stats(live))
+
+
+def model_info(
+    model: ModelDescription, *, max_model_len: int, has_tokenizer: bool, has_chat_template: bool
+) -> pb.GetModelInfoResponse:
+    """The model, as clients see it."""
+    return pb.GetModelInfoResponse(
+        model=model.name,
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        dtype=model.dtype,
+        eos_token_ids=model.eos_token_ids,
+        bos_token_id=model.bos_token_id,
+        has_tokenizer=has_tokenizer,
+        has_chat_template=has_chat_template,
+        num_parameters=model.num_parameters,
+        fingerprint=types_pb2.NumericsFingerprint.FromString(model.fingerprint),
+    )
+
+
+def load(value: Load, *, num_client_tasks: int) -> pb.SchedulerLoad:
+    """Queues and memory."""
+    return pb.SchedulerLoad(
+        num_waiting=value.num_waiting,
+        num_running=value.num_running,
+        num_swapped=value.num_swapped,
+        num_device_blocks=value.num_device_blocks,
+        num_used_device_blocks=value.num_used_device_blocks,
+        num_host_blocks=value.num_host_blocks,
+        num_used_host_blocks=value.num_used_host_blocks,
+        num_stored_tokens=value.num_stored_tokens,
+        num_unused_slots=value.num_unused_slots,
+        num_used_slots=value.num_used_slots,
+        num_client_tasks=num_client_tasks,
+        num_steps=value.num_steps,
+        num_output_tokens=value.num_output_tokens,
+        num_preemptions=value.num_preemptions,
+    )
+
+
+def executor_info(state: ExecutorState) -> pb.ExecutorInfo:
+    """One executor, as the scheduler sees it."""
+    return pb.ExecutorInfo(
+        target=state.target,
+        connected=state.connected,
+        incarnation=state.incarnation,
+        epoch=state.epoch,
+        device=state.device,
+        block_size=state.block_size,
+        num_inflight_plans=state.num_inflight_plans,
+        last_step_id=state.last_step_id,
+    )
+
+
+def _part_fields(part: types_pb2.PromptPart) -> PromptFields:
+    match part.WhichOneof("part"):
+        case "text":
+            return PromptFields(text=part.text)
+        case "tokens":
+            return PromptFields(token_ids=list(part.tokens.ids))
+        case "chat":
+            chat = part.chat
+            return PromptFields(
+                chat=ChatFields(
+                    messages=tuple((message.role, message.content) for message in chat.messages),
+                    add_generation_prompt=chat.add_generation_prompt
+                    if chat.HasField("add_generation_prompt")
+                    else None,
+                    continue_final_message=(
+                        chat.continue_final_message if chat.HasField("continue_final_message") else None
+                    ),
+                )
+            )
+        case "media":
+            return PromptFields(has_media=True)
+        case _:
+            return PromptFields()
+
+
+def _sampling_fields(params: types_pb2.SamplingParams) -> SamplingFields:
+    has = params.HasField
+    return SamplingFields(
+        temperature=params.temperature if has("temperature") else _DEFAULTS.temperature,
+        top_p=params.top_p if has("top_p") else _DEFAULTS.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=params.seed if has("seed") else None,
+        max_tokens=params.max_tokens if has("max_tokens") else None,
+        min_tokens=params.min_tokens if has("min_tokens") else None,
+        stop=tuple(params.stop),
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs if has("logprobs") else None,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens if has("skip_special_tokens") else True,
+        detokenize=params.detokenize if has("detokenize") else True,
+        truncate_prompt_tokens=params.truncate_prompt_tokens if has("truncate_prompt_tokens") else None,
+        priority=params.priority,
+        n=params.n if has("n") else 1,
+        later_fields=_later_sampling_fields(params),
+    )
+
+
+def _later_sampling_fields(params: types_pb2.SamplingParams) -> tuple[str, ...]:
+    """Fields that are not built yet and ask for something else than their default."""
+    has = params.HasField
+    asked = {
+        "best_of": has("best_of") and params.best_of != 1,
+        "repetition_penalty": has("repetition_penalty") and params.repetition_penalty != 1,
+        "presence_penalty": params.presence_penalty != 0,
+        "frequency_penalty": params.frequency_penalty != 0,
+        "prompt_logprobs": has("prompt_logprobs"),
+        "logit_bias": bool(params.logit_bias),
+        "allowed_token_ids": bool(params.allowed_token_ids),
+        "bad_words": bool(params.bad_words),
+        "beam_width": has("beam_width"),
+        "length_penalty": has("length_penalty") and params.length_penalty != 1,
+        "early_stopping": params.early_stopping
+        not in (types_pb2.EARLY_STOPPING_UNSPECIFIED, types_pb2.EARLY_STOPPING_FALSE),
+        "grammar": has("grammar"),
+    }
+    return tuple(name for name, is_asked in asked.items() if is_asked)
+
+
+def _later_request_fields(message: pb.GenerateRequest) -> tuple[str, ...]:
+    asked = {
+        "resume": message.HasField("resume"),
+        "adapter": bool(message.adapter),
+        "speculation": message.speculation.num_draft_tokens > 0,
+        "extra_hash_keys": bool(message.extra_hash_keys),
+    }
+    return tuple(name for name, is_asked in asked.items() if is_asked)
+
+
+def _digest(message: pb.GenerateRequest) -> bytes:
+    return hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
+
+
+def _fill_output(
+    output: pb.SampleOutput, live: LiveRequest, chunk: SampleChunk, token_text: Callable[[int], str] | None
+) -> None:
+    output.sample_index = chunk.sample_index
+    output.first_token_index = chunk.first_token_index
+    output.token_ids.extend(chunk.token_ids)
+    output.text = chunk.text
+    output.text_offset = chunk.text_offset
+    if chunk.logprobs:
+        output.logprobs.CopyFrom(_logprob_columns(chunk.token_ids, chunk.logprobs, token_text))
+    if chunk.finish is not None:
+        output.finish.CopyFrom(_finish(chunk.finish))
+        if live.request.spec.sampling.num_logprobs is not None:
+            output.cumulative_logprob = live.samples[chunk.sample_index].cumulative_logprob
+
+
+def _logprob_columns(
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], token_text: Callable[[int], str] | None
+) -> types_pb2.LogprobColumns:
+    top_ids = [token_id for entry in logprobs for token_id in entry.top_token_ids]
+    return types_pb2.LogprobColumns(
+        chosen_logprobs=[entry.logprob for entry in logprobs],
+        chosen_ranks=[entry.rank for entry in logprobs],
+        num_top=len(logprobs[0].top_token_ids),
+        top_token_ids=top_ids,
+        top_logprobs=[logprob for entry in logprobs for logprob in entry.top_logprobs],
+        chosen_tokens=[token_text(token_id) for token_id in token_ids] if token_text else (),
+        top_tokens=[token_text(token_id) for token_id in top_ids] if token_text else (),
+    )
+
+
+def _finish(finish: Finish) -> types_pb2.Finish:
+    message = types_pb2.Finish(reason=_REASONS[finish.detail], detail=types_pb2.FinishDetail.ValueType(finish.detail))
+    if finish.detail is FinishDetail.STOP_TOKEN and finish.stop_token_id is not None:
+        message.stop_token_id = finish.stop_token_id
+    elif finish.detail is FinishDetail.STOP_STRING and finish.stop_string is not None:
+        message.stop_string = finish.stop_string
+    return message
+
+
+def _stats(live: LiveRequest) -> pb.RequestStats:
+    times, counts = live.times, live.counts
+
+    def since_arrival(moment_ns: int) -> int:
+        return max(0, moment_ns - times.arrival_ns) if moment_ns else 0
+
+    return pb.RequestStats(
+        num_prompt_tokens=len(live.request.spec.prompt_token_ids),
+        num_cached_tokens=counts.num_cached_tokens,
+        num_completion_tokens=live.num_completion_tokens,
+        num_preemptions=counts.num_preemptions,
+        queue_ns=since_arrival(times.first_plan_ns),
+        first_token_ns=since_arrival(times.first_token_ns),
+        total_ns=since_arrival(times.end_ns),
+    )

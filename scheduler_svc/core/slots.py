@@ -1,0 +1,54 @@
+"""Batch slots of one executor."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from scheduler_svc.core.errors import InvariantError
+
+
+class SlotPool:
+    """Hands out slot ids; one that was released comes back only after the results of all plans before its release."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._to_release: list[int] = []
+        self._quarantine: deque[tuple[int, int]] = deque()
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be taken now."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Slots that are not free: held, or on their way back."""
+        return self.num_slots - len(self._free)
+
+    def take(self) -> int:
+        """Take a free slot; raises InvariantError if there is none."""
+        if not self._free:
+            raise InvariantError("no free slot")
+        return self._free.pop()
+
+    def release(self, slot: int) -> None:
+        """Give a slot up: the next plan tells the executor."""
+        self._to_release.append(slot)
+
+    def releases_for(self, step_id: int) -> list[int]:
+        """The slots that the plan of this step has to release."""
+        released, self._to_release = self._to_release, []
+        self._quarantine.extend((step_id, slot) for slot in released)
+        return released
+
+    def result_seen(self, step_id: int) -> None:
+        """The result of this step is in: slots released by plans up to the next one are free."""
+        while self._quarantine and self._quarantine[0][0] <= step_id + 1:
+            self._free.append(self._quarantine.popleft()[1])
+
+    def check_integrity(self, held: list[int]) -> None:
+        """Prove that every slot is held, free or on its way back, and only one of these."""
+        everywhere = held + self._free + self._to_release + [slot for _, slot in self._quarantine]
+        if sorted(everywhere) != list(range(self.num_slots)):
+            raise InvariantError(f"slots do not add up: {sorted(everywhere)}")

@@ -1,0 +1,291 @@
+"""The engine: owns the core, between the front that submits requests and the plan loop that runs them.
+
+Everything here runs on one event loop; the core is called only from here and the plan loop, never across an await.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.errors import DrainingError, QueueFullError, RequestExistsError
+from scheduler_svc.core.lane import PlannedStep
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.types import FinishDetail, RequestKey, SampleDelta, SequenceState, StepResult
+from scheduler_svc.live_request import Listener, LiveRequest
+from scheduler_svc.plan_loop import PlanLoop
+from scheduler_svc.ports import (
+    EngineRequest,
+    ExecutorFencedError,
+    ExecutorPort,
+    ExecutorState,
+    Load,
+    ModelDescription,
+    SequenceBlockTable,
+)
+from scheduler_svc.step_watch import StepRecorder, StepWatch
+
+_LOG = logging.getLogger(__name__)
+
+
+class Engine:
+    """Requests in, live requests out. Implements PlanLoopListener."""
+
+    def __init__(self, config: SchedulerConfig, executors: Sequence[ExecutorPort]) -> None:
+        (executor,) = executors
+        self._config = config
+        self._core = Scheduler()
+        self._loop = PlanLoop(self._core, 0, executor, config, self)
+        self._live: dict[RequestKey, LiveRequest] = {}
+        self._timers: dict[RequestKey, asyncio.TimerHandle] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._connected_once = asyncio.Event()
+        self._started_at = time.monotonic()
+        self._recorder = StepRecorder(self.load, int(self._started_at * 1e9))
+        self._health_listeners: list[Callable[[bool], None]] = []
+        self._task: asyncio.Task[None] | None = None
+        self.draining = False
+        self.fenced = asyncio.Event()
+        """Set when the engine has stopped for good: fenced by another scheduler, or crashed; see `failure`."""
+        self.failure: Exception | None = None
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Wait for the executor's description, build the core, open the first session.
+
+        Raises LimitsError for options that cannot work with this executor, ExecutorFencedError if another scheduler
+        holds it.
+        """
+        await self._loop.describe()
+        self._task = asyncio.create_task(self._run(), name="engine")
+        await self._connected_once.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    async def stop(self) -> None:
+        """End all requests with ABORTED and close the session."""
+        self.draining = True
+        for tenant, request_id in list(self._live):
+            self.abort(tenant, request_id)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        try:
+            await self._loop.run()
+        except Exception as exc:
+            _LOG.error("the engine stops: %s", exc, exc_info=not isinstance(exc, ExecutorFencedError))
+            self.failure = exc
+            self.draining = True
+            for tenant, request_id in list(self._live):
+                self.abort(tenant, request_id, FinishDetail.EXECUTOR_ERROR)
+            self._connected_once.set()
+            self.fenced.set()
+
+    @property
+    def model(self) -> ModelDescription:
+        """What the executor runs; known after `start`."""
+        return self._loop.model
+
+    @property
+    def connected(self) -> bool:
+        """Is there a session with the executor now?"""
+        return self._loop.connected
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the engine was made."""
+        return time.monotonic() - self._started_at
+
+    def add_health_listener(self, callback: Callable[[bool], None]) -> None:
+        """Call `callback(healthy)` whenever the executor comes or goes, or a drain begins or ends."""
+        self._health_listeners.append(callback)
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest) -> LiveRequest:
+        """Queue a request. Same id and same body while it is known: the same live request.
+
+        Raises RequestRejectedError, QueueFullError, RequestExistsError, DrainingError.
+        """
+        spec = request.spec
+        known = self._live.get(spec.key)
+        if known is not None:
+            if known.request.body_digest != request.body_digest:
+                raise RequestExistsError(f"request id {spec.request_id!r} is in use with another body")
+            return known
+        if self.draining:
+            raise DrainingError("the service is draining and takes no new requests")
+        if len(self._core.waiting) >= self._config.max_queued_requests:
+            raise QueueFullError(
+                f"{len(self._core.waiting)} requests wait already (max_queued_requests)", self._retry_after_s()
+            )
+        self._core.add_request(spec, time.monotonic())
+        live = LiveRequest(request, time.monotonic_ns())
+        self._live[spec.key] = live
+        self._idle.clear()
+        self._set_deadline(request)
+        self._loop.wake()
+        return live
+
+    def find(self, tenant: str, request_id: str) -> LiveRequest | None:
+        """The live request of this id."""
+        return self._live.get((tenant, request_id))
+
+    def abort(self, tenant: str, request_id: str, detail: FinishDetail = FinishDetail.ABORTED) -> bool:
+        """End a request at once and free what it holds; False if it is not known."""
+        if (tenant, request_id) not in self._live:
+            return False
+        self.on_news(self._core.abort((tenant, request_id), detail))
+        self._loop.wake()
+        return True
+
+    def detach(self, live: LiveRequest, listener: Listener) -> None:
+        """A reader is gone: when nobody listens any more the request is aborted."""
+        live.unsubscribe(listener)
+        if not live.attended and not live.ended:
+            self.abort(*live.request.spec.key)
+
+    async def drain(self, timeout_s: float | None) -> int:
+        """Refuse new requests until `resume`, wait for the running ones; returns how many remain at the timeout."""
+        self._set_draining(True)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+        return len(self._live)
+
+    def resume(self) -> None:
+        """Take new requests again."""
+        self._set_draining(False)
+
+    # --- pictures ----------------------------------------------------------------------------------------------------
+
+    def load(self) -> Load:
+        """Queues and memory now."""
+        lane = self._loop.lane
+        used = lane.spec.num_blocks - lane.blocks.pool.num_free
+        stored = sum(sequence.num_computed_tokens for sequence in lane.running)
+        return Load(
+            num_waiting=len(self._core.waiting),
+            num_running=len(lane.running) + len(lane.finishing),
+            num_device_blocks=lane.spec.num_blocks,
+            num_used_device_blocks=used,
+            num_host_blocks=self.model.num_host_blocks,
+            num_stored_tokens=stored,
+            num_unused_slots=used * lane.spec.block_size - stored,
+            num_used_slots=lane.slots.num_used,
+            num_steps=self._core.last_step_id,
+            num_output_tokens=self._core.num_output_tokens,
+            num_preemptions=self._core.num_preemptions,
+        )
+
+    def executor_infos(self) -> list[ExecutorState]:
+        """The executors as they are seen from here."""
+        return [self._loop.state]
+
+    def block_tables(self, tenant: str, request_id: str) -> list[SequenceBlockTable] | None:
+        """The block tables of a request's live sequences; None if it is not known."""
+        group = self._core.groups.get((tenant, request_id))
+        if group is None:
+            return None
+        ref_counts = self._loop.lane.blocks.pool.ref_counts
+        return [
+            SequenceBlockTable(
+                sample_index=sequence.sample_index,
+                block_ids=tuple(sequence.block_ids),
+                ref_counts=tuple(ref_counts[block_id] for block_id in sequence.block_ids),
+                num_computed_tokens=sequence.num_computed_tokens,
+                swapped=sequence.state is SequenceState.SWAPPED,
+            )
+            for sequence in group.sequences
+            if sequence.state is not SequenceState.FINISHED
+        ]
+
+    def watch(self, *, include_block_tables: bool = False) -> StepWatch:
+        """Step records from now on."""
+        return StepWatch(self._recorder.watches, include_block_tables=include_block_tables)
+
+    # --- what the plan loop says -------------------------------------------------------------------------------------
+
+    def on_news(self, deltas: Sequence[SampleDelta]) -> None:
+        """Bring news to the live requests, then wake each one's readers once."""
+        now = time.monotonic_ns()
+        news: dict[RequestKey, LiveRequest] = {}
+        for delta in deltas:
+            live = self._live.get(delta.key)
+            if live is None or live.samples[delta.sample_index].finish is not None:
+                continue
+            news[delta.key] = live
+            if delta.token_ids and not live.times.first_token_ns:
+                live.times.first_token_ns = now
+            if live.samples[delta.sample_index].extend(delta) is not None:
+                self._core.stop_sample(delta.key, delta.sample_index)
+        for key, live in news.items():
+            if all(sample.finish is not None for sample in live.samples):
+                self._retire(key, live, now)
+            live.notify()
+
+    def on_planned(self, step: PlannedStep) -> None:
+        """Note the times and preemptions of the step's requests."""
+        self._recorder.planned(step.plan.step_id)
+        now = time.monotonic_ns()
+        for sequence in step.joined:
+            live = self._live.get(sequence.group.spec.key)
+            if live is not None and not live.times.first_plan_ns:
+                live.times.first_plan_ns = now
+        for sequence in step.preempted:
+            live = self._live.get(sequence.group.spec.key)
+            if live is not None:
+                live.counts.num_preemptions += 1
+
+    def on_applied(self, step: PlannedStep, result: StepResult, now: float) -> None:
+        """Hand the step to those who watch."""
+        self._recorder.applied(step, result, self._core.take_ended(), now)
+
+    def on_connected(self, connected: bool) -> None:
+        """Tell those who report health."""
+        if connected:
+            self._connected_once.set()
+        else:
+            self._recorder.forget()
+        self._tell_health()
+
+    def _retire(self, key: RequestKey, live: LiveRequest, now_ns: int) -> None:
+        live.ended = True
+        live.times.end_ns = now_ns
+        del self._live[key]
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+        if not self._live:
+            self._idle.set()
+
+    # --- small things ------------------------------------------------------------------------------------------------
+
+    def _set_deadline(self, request: EngineRequest) -> None:
+        if request.deadline is None:
+            return
+        key = request.spec.key
+        delay = max(0.0, request.deadline - time.monotonic())
+        self._timers[key] = asyncio.get_running_loop().call_later(delay, self.abort, *key, FinishDetail.DEADLINE)
+
+    def _retry_after_s(self) -> float:
+        """How long until the queue has moved: a second for every full batch that waits."""
+        waiting, batch = len(self._core.waiting), self._loop.lane.spec.max_num_seqs
+        return min(30.0, max(0.1, waiting / batch))
+
+    def _set_draining(self, draining: bool) -> None:
+        self.draining = draining
+        self._tell_health()
+
+    def _tell_health(self) -> None:
+        for callback in self._health_listeners:
+            callback(self.connected and not self.draining)

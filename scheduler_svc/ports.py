@@ -1,0 +1,205 @@
+"""What the engine asks of its surroundings, and what it hands to the front: no gRPC, no tokenizer library here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from scheduler_svc.core.types import RequestSpec, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What an executor's Describe says of model, cache and limits."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    num_parameters: int
+    tokenizer: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    block_size: int
+    num_device_blocks: int
+    num_host_blocks: int
+    num_slots: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_logprobs: int
+    max_inflight_plans: int
+    device: str
+    incarnation: int
+    fingerprint: bytes
+    """The serialized NumericsFingerprint, opaque to the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """The executor's answer to an opened session."""
+
+    incarnation: int
+    last_completed_step_id: int
+
+
+class ExecutorLostError(Exception):
+    """The plan stream to an executor broke or was refused; the message says why."""
+
+
+class ExecutorFencedError(ExecutorLostError):
+    """Another scheduler holds the executor: this one must stop, and never bid higher."""
+
+
+class PlanStream(Protocol):
+    """One session with an executor."""
+
+    opened: SessionOpened
+
+    async def send(self, plan: StepPlan) -> None:
+        """Send the next plan; raises ExecutorLostError."""
+
+    def results(self) -> AsyncIterator[StepResult]:
+        """Results in plan order; raises ExecutorLostError when the stream ends."""
+
+    async def close(self) -> None:
+        """End the session; safe to call twice."""
+
+
+class ExecutorPort(Protocol):
+    """An executor as the engine sees it."""
+
+    target: str
+
+    async def describe(self) -> ModelDescription:
+        """Wait until the executor answers, then describe it."""
+
+    async def open(self, epoch: int) -> PlanStream:
+        """Open a session; raises ExecutorLostError, ExecutorFencedError."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string was found."""
+
+    stop_string: str
+    num_tokens: int
+    """How many of the sample's tokens are kept: up to and with the one that completed the match."""
+
+
+class TextStream(Protocol):
+    """Turns one sample's tokens into text as they come."""
+
+    text: str
+    """All text that can no longer change: no half character, nothing that may be the start of a stop string."""
+    text_ends: list[int]
+    """text_ends[i]: length of `text` (code points) when i + 1 tokens were in; never falls."""
+
+    def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> StopMatch | None:
+        """Add tokens; with ends_with_stop_token the last one adds no text unless stop strings are to be included."""
+
+    def finish(self) -> None:
+        """Nothing more comes: let go of what was held back (after a stop string: nothing)."""
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone, for logprobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A request as the front hands it to the engine."""
+
+    spec: RequestSpec
+    make_text: Callable[[], TextStream] | None = None
+    """Makes the text stream of a sample; None: token ids only."""
+    deadline: float | None = None
+    """On the engine's clock (time.monotonic, seconds); None: none."""
+    body_digest: bytes = b""
+    """SHA-256 of the request's body: same id and same digest is the same request."""
+    resume_grace_s: float = 0.0
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Nanoseconds on the engine's clock; 0: not yet."""
+
+    arrival_ns: int = 0
+    first_plan_ns: int = 0
+    first_token_ns: int = 0
+    end_ns: int = 0
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """Counts of one request."""
+
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A picture of queues and memory; names as in SchedulerLoad."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_swapped: int = 0
+    num_device_blocks: int = 0
+    num_used_device_blocks: int = 0
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    num_stored_tokens: int = 0
+    num_unused_slots: int = 0
+    num_used_slots: int = 0
+    num_steps: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step as it ran, in columns; see StepRecord in admin.proto."""
+
+    step_id: int
+    executor_id: int
+    planned_ns: int
+    applied_ns: int
+    result: StepResult
+    joined: Sequence[tuple[int, str, int, int, int]] = ()
+    """(sequence_id, request_id, sample_index, num_prompt_tokens, slot)."""
+    sequence_ids: Sequence[int] = ()
+    num_tokens: Sequence[int] = ()
+    context_lens: Sequence[int] = ()
+    num_sampled: Sequence[int] = ()
+    left: Sequence[tuple[int, int]] = ()
+    """(sequence_id, num_output_tokens)."""
+    preempted_ids: Sequence[int] = ()
+    load: Load = field(default_factory=Load)
+    block_changes: Sequence[tuple[int, tuple[int, ...], bool]] = ()
+    """(sequence_id, appended block ids, the table was emptied first)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorState:
+    """One executor as the engine sees it; names as in ExecutorInfo."""
+
+    target: str
+    connected: bool
+    incarnation: int
+    epoch: int
+    device: str
+    block_size: int
+    num_inflight_plans: int
+    last_step_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBlockTable:
+    """One sequence's block table now; names as in SequenceBlocks."""
+
+    sample_index: int
+    block_ids: tuple[int, ...]
+    ref_counts: tuple[int, ...]
+    num_computed_tokens: int
+    swapped: bool

@@ -1,0 +1,161 @@
+"""The model's tokenizer: text and chats to token ids, token ids to text. From transformers, which is imported late."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_INLINE_CHARS = 4096
+"""Text up to this length is encoded on the event loop (well under a millisecond); longer text goes to a thread."""
+_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json")
+
+
+class TokenizerError(Exception):
+    """The tokenizer cannot be loaded or does not fit the model; the message says why and what to do."""
+
+
+class NoChatTemplateError(Exception):
+    """The tokenizer has no chat template."""
+
+
+_HINT = "(--tokenizer names another, --skip-tokenizer-init none)"
+
+
+class ChatTemplateError(Exception):
+    """The chat template refuses this chat; the message is the template's."""
+
+
+def preload() -> None:
+    """Import what `load_tokenizer` needs; blocking, seconds, so begin early."""
+    with contextlib.suppress(ImportError):  # `load_tokenizer` tells, if it is needed
+        importlib.import_module("transformers.models.auto.tokenization_auto")
+
+
+def load_tokenizer(source: str, *, model_vocab_size: int, required: bool = False) -> Tokenizer | None:
+    """Load from a folder or a hub id; blocking, seconds.
+
+    None when `source` is empty or a folder without a tokenizer, unless `required`. Raises TokenizerError.
+    """
+    if not source:
+        return None
+    folder = Path(source)
+    if folder.is_dir() and not any((folder / name).exists() for name in _FILES):
+        if required:
+            raise TokenizerError(f"the folder {source!r} holds no tokenizer (none of {', '.join(_FILES)})")
+        _LOG.warning("%s holds no tokenizer: token ids only", source)
+        return None
+    if not folder.is_dir() and (source.startswith(("/", ".", "~")) or source.count("/") > 1):
+        raise TokenizerError(f"there is no folder {source!r} {_HINT}")
+    try:
+        # Seconds of import, which a service for token ids only can do without.
+        from transformers import AutoTokenizer
+
+        inner = AutoTokenizer.from_pretrained(source)
+    except Exception as exc:
+        reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+        raise TokenizerError(f"cannot load a tokenizer from {source!r}: {reason} {_HINT}") from exc
+    tokenizer = Tokenizer(inner, source)
+    tokenizer.check_fits(model_vocab_size)
+    return tokenizer
+
+
+class Tokenizer:
+    """A transformers tokenizer. Methods are safe to call from several threads; `run` keeps long ones off the loop."""
+
+    def __init__(self, inner: Any, source: str) -> None:
+        self.source = source
+        self._inner = inner
+        self._fast: Any = inner.backend_tokenizer if getattr(inner, "is_fast", False) else None
+        if self._fast is not None:
+            # As transformers does before each call; set once, nothing is changed later, so threads cannot collide.
+            self._fast.no_truncation()
+            self._fast.no_padding()
+        self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1
+        """The largest token id plus one."""
+        self.special_ids = _special_ids(inner)
+        self.has_chat_template = bool(getattr(inner, "chat_template", None))
+        self._token_texts: dict[int, str] = {}
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+
+    def check_fits(self, model_vocab_size: int) -> None:
+        """Every token id must be one of the model's; raises TokenizerError. A larger model vocabulary is padding."""
+        if self.vocab_size > model_vocab_size:
+            raise TokenizerError(
+                f"the tokenizer {self.source!r} has token ids up to {self.vocab_size - 1}, the model a vocabulary of "
+                f"{model_vocab_size}: they do not belong together (--tokenizer names another)"
+            )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of text; with special tokens such as BOS if the model has them."""
+        if self._fast is None:
+            return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
+        # The batch form without offsets takes a quarter of the time, and lets go of the GIL.
+        (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
+    ) -> list[int]:
+        """Token ids of a chat, rendered with the model's template. Raises NoChatTemplateError, ChatTemplateError."""
+        if not self.has_chat_template:
+            raise NoChatTemplateError(f"the tokenizer {self.source!r} has no chat template: send text or token ids")
+        try:
+            text = self._inner.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+        except Exception as exc:  # templates are programs: they raise what they like
+            raise ChatTemplateError(f"the chat template refuses this chat: {exc}") from exc
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that are no UTF-8 come out as U+FFFD, ids without a token as nothing."""
+        if self._fast is not None:
+            return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        known = [token_id for token_id in token_ids if token_id < self.vocab_size]
+        return str(
+            self._inner.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token alone, special ones too; a word's leading space is kept."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self.decode([token_id], skip_special_tokens=False)
+            piece = self._inner.convert_ids_to_tokens(token_id) if token_id < self.vocab_size else None
+            if isinstance(piece, str) and piece.startswith("▁") and not text.startswith(" "):
+                text = " " + text
+            self._token_texts[token_id] = text
+        return text
+
+    async def run(self, work: Callable[[], _T], num_chars: int) -> _T:
+        """Do work on this many characters: here if it is short, in a thread if it would hold up the streams."""
+        if num_chars <= _INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    @staticmethod
+    def is_short(num_chars: int) -> bool:
+        """Would `run` do the work at once, without waiting?"""
+        return num_chars <= _INLINE_CHARS
+
+    def close(self) -> None:
+        """End the threads; work in progress is finished, work not begun is dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _special_ids(inner: Any) -> frozenset[int]:
+    added = getattr(inner, "added_tokens_decoder", None) or {}
+    special = {int(token_id) for token_id, token in added.items() if token.special}
+    return frozenset(special | {int(token_id) for token_id in inner.all_special_ids if token_id is not None})

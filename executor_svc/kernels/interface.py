@@ -1,0 +1,110 @@
+"""What a device offers to the layers: one method per operation, the same for every device.
+
+Names of sizes: T tokens of the step (at least two rows are always run, see `MIN_ROWS`), S sequences, H query heads,
+KVH key and value heads, D head size, DP padded head size, B block size, N blocks of the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+KEY_TILE = 64
+"""Attention walks keys in tiles of this many absolute positions: a multiple of every allowed block size."""
+
+MIN_ROWS = 2
+"""Fewest rows of a linear: one row alone takes another path in oneDNN and in sums, with other bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The sizes of attention that do not change while a model is served."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    padded_head_size: int
+    """Head size in q, k, v, the cache and the attention's output; columns from head_size on are zero."""
+    scale: float
+    """Scores are multiplied by this."""
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class Linear(Protocol):
+    """A weight made ready for this device: maps [rows, in_features] to [rows, out_features]."""
+
+    in_features: int
+    out_features: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias in the dtype of x; x is contiguous with at least MIN_ROWS rows."""
+        ...
+
+
+class AttentionPlan(Protocol):
+    """What `Kernels.plan_attention` works out once per step and every layer uses; each device has its own."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+class Kernels(Protocol):
+    """The operations of a transformer layer. Meaning of each: `kernels.reference`."""
+
+    @property
+    def name(self) -> str:
+        """Names the kernels and their version; part of the numerics fingerprint."""
+        ...
+
+    def padded_head_size(self, head_size: int) -> int:
+        """Return the head size that q, k, v and the cache have on this device."""
+        ...
+
+    def plan_attention(
+        self,
+        shape: AttentionShape,
+        block_size: int,
+        slot_mapping: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+    ) -> AttentionPlan:
+        """Work out what every layer's attention shares: arguments as in `input_batch.ForwardBatch`."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalize rows of x [T, hidden] by their root mean square, in fp32."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return (rms_norm(x + residual), x + residual); may write into x and residual."""
+        ...
+
+    def rope_write_kv(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan
+    ) -> Tensor:
+        """Rotate q and k, write k and v to the cache, return q.
+
+        Args:
+            qkv: [T, (H + 2 KVH) * DP]; may be overwritten.
+            cos: [T, D] cosine of each token's angles, in the dtype of qkv.
+            sin: [T, D] sine, its first half negated.
+            kv_layer: [N, 2, KVH, B, DP], written at the plan's slots.
+
+        Returns: q [T, H, DP].
+        """
+        ...
+
+    def attention(self, q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan) -> Tensor:
+        """Causal attention of q [T, H, DP] over each token's own sequence in the cache: [T, H * DP]."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up of gate_up [T, 2 * intermediate] as [T, intermediate]."""
+        ...

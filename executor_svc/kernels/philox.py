@@ -1,0 +1,84 @@
+"""Random numbers as pure functions: Philox4x32-10 makes a key for each row, splitmix64 spreads it over token ids.
+
+Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11; constants and known answers
+from the authors' Random123 library. splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
+OOPSLA'14, with Stafford's mix 13 as finalizer.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+
+# The largest float32 below 1: -log1p of its negative is finite.
+_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of this uint64."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+GOLDEN_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+class Purpose(IntEnum):
+    """What a draw is for: draws for different purposes are independent."""
+
+    SAMPLE = 0
+
+
+def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Ten rounds of Philox4x32: counter [4, n] and key [2, n] of 32-bit words in uint64 -> [4, n] of 32-bit words."""
+    even, odd = counter[0::2], counter[1::2]
+    for _ in range(10):
+        product = even * _MULTIPLIERS
+        even = (product >> _32)[::-1] ^ odd ^ key
+        odd = (product & _LOW)[::-1]
+        key = (key + _WEYL) & _LOW
+    out = np.empty_like(counter)
+    out[0::2], out[1::2] = even, odd
+    return out
+
+
+def row_keys(
+    seeds: NDArray[np.uint64], sample_indices: NDArray[np.int64], positions: NDArray[np.int64], purpose: Purpose
+) -> NDArray[np.int64]:
+    """A 64-bit key per row, [n] int64, from its seed, sample index, the new token's absolute position, and purpose."""
+    counter = np.zeros((4, len(seeds)), np.uint64)
+    counter[0] = positions
+    counter[1] = sample_indices
+    counter[2] = int(purpose)
+    words = philox4x32(counter, np.stack((seeds & _LOW, seeds >> _32)))
+    keys: NDArray[np.int64] = (words[0] | (words[1] << _32)).view(np.int64)
+    return keys
+
+
+def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise, float32, for each (key, token id), which broadcast against each other; both int64.
+
+    A value is a function of its key and its id alone: all steps are elementwise. With v uniform in (0, 1), -log1p(-v)
+    is exponential and exact for the small values that win a race; minus its log is Gumbel.
+    """
+    z = keys + token_ids * GOLDEN_GAMMA
+    # >> is arithmetic: the mask makes it logical.
+    z ^= (z >> 30) & ((1 << 34) - 1)
+    z *= _MIX_1
+    z ^= (z >> 27) & ((1 << 37) - 1)
+    z *= _MIX_2
+    z ^= (z >> 31) & ((1 << 33) - 1)
+    # The high 52 bits plus a half: with 53 the largest would round to 1.
+    uniform = ((z >> 12) & ((1 << 52) - 1)).to(torch.float64).add_(0.5).mul_(2.0**-52)
+    v = uniform.to(torch.float32).clamp_(max=_BELOW_ONE)
+    return v.neg_().log1p_().neg_().log_().neg_()

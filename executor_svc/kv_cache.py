@@ -1,0 +1,86 @@
+"""KV memory in blocks: a device pool and a host pool, and the moves of blocks within and between them.
+
+Layout, for each layer: [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size]. All of a block's data in a layer
+is one contiguous piece, which copies and swaps move whole; a head's block is one contiguous row, which attention
+gathers into tiles of 64 positions without a transposition, whatever the block size; and the K and V that a step
+computes for a token are written with one scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BlockIds = Sequence[int] | Tensor
+
+
+def block_bytes(num_layers: int, num_kv_heads: int, block_size: int, head_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of one block over all layers; head_size as stored, that is padded."""
+    return num_layers * 2 * num_kv_heads * block_size * head_size * dtype.itemsize
+
+
+class KVCache:
+    """Both pools of one model. Memory is not initialized: attention never reads what was not written."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_size: int,
+        block_size: int,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Reserve memory for the blocks of all layers; head_size as stored, that is padded."""
+        self.block_size = block_size
+        self.num_device_blocks = num_device_blocks
+        self.num_host_blocks = num_host_blocks
+        self.dtype = dtype
+        self.bytes_per_block = block_bytes(num_layers, num_kv_heads, block_size, head_size, dtype)
+        block = (2, num_kv_heads, block_size, head_size)
+        self._device = torch.empty(num_layers, num_device_blocks, *block, dtype=dtype, device=device)
+        self._host = torch.empty(num_layers, num_host_blocks, *block, dtype=dtype, pin_memory=device.type == "cuda")
+        self.layers: tuple[Tensor, ...] = tuple(self._device.unbind(0))
+        self._host_layers: tuple[Tensor, ...] = tuple(self._host.unbind(0))
+
+    def copy(self, sources: BlockIds, destinations: BlockIds) -> None:
+        """Copy device blocks sources[i] to destinations[i] in all layers; all sources are read before any is written.
+
+        Raises ValueError for ids out of range, lists of unequal length, or a destination named twice.
+        """
+        self._move(self.layers, sources, self.layers, destinations)
+
+    def swap_out(self, device_ids: BlockIds, host_ids: BlockIds) -> None:
+        """Copy device blocks to host blocks, pair by pair, in all layers; errors as in `copy`."""
+        self._move(self.layers, device_ids, self._host_layers, host_ids)
+
+    def swap_in(self, host_ids: BlockIds, device_ids: BlockIds) -> None:
+        """Copy host blocks to device blocks, pair by pair, in all layers; errors as in `copy`."""
+        self._move(self._host_layers, host_ids, self.layers, device_ids)
+
+    def _move(
+        self, source: tuple[Tensor, ...], sources: BlockIds, target: tuple[Tensor, ...], destinations: BlockIds
+    ) -> None:
+        read = _checked(sources, source[0].shape[0], "source")
+        written = _checked(destinations, target[0].shape[0], "destination")
+        if read.shape != written.shape:
+            raise ValueError(f"{read.numel()} source blocks for {written.numel()} destinations")
+        if written.unique().numel() != written.numel():
+            raise ValueError("a destination block is named twice")
+        if not written.numel():
+            return
+        for from_layer, to_layer in zip(source, target, strict=True):
+            blocks = from_layer.index_select(0, read.to(from_layer.device))
+            to_layer.index_copy_(0, written.to(to_layer.device), blocks.to(to_layer.device))
+
+
+def _checked(ids: BlockIds, num_blocks: int, what: str) -> Tensor:
+    """Return ids as an int64 tensor, all of them within the pool."""
+    tensor = torch.as_tensor(ids, dtype=torch.int64).reshape(-1)
+    if tensor.numel() and (int(tensor.min()) < 0 or int(tensor.max()) >= num_blocks):
+        raise ValueError(f"{what} block ids must be in 0 to {num_blocks - 1}")
+    return tensor

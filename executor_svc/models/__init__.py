@@ -1,0 +1,1 @@
+"""Model architectures, built from layers; `registry` says which ones there are."""

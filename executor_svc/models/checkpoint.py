@@ -1,0 +1,169 @@
+"""A model's files and tensors: from a local folder, the Hugging Face hub, or seeded random numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+_HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "vocab*", "merges*"]
+_DUMMY_STD = 0.02
+
+
+class LoaderError(RuntimeError):
+    """A model can not be loaded; the message names the folder or option and what is missing."""
+
+
+def _looks_like_path(model: str) -> bool:
+    return model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or model in (".", "..")
+
+
+def resolve_folder(model: str, with_weights: bool) -> Path:
+    """Return the local folder of a model given as a folder or a hub id, downloading the latter."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise LoaderError(f"--model {model}: not a folder")
+    if _looks_like_path(model):
+        raise LoaderError(f"--model {model}: no such folder")
+    return _download(model, [name for name in _HUB_FILES if with_weights or name != "*.safetensors"])
+
+
+def _download(model: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise LoaderError(
+            f"--model {model}: no such folder, and as a hub id it is not in the local cache and the Hugging Face hub "
+            "can not be reached (offline?)"
+        ) from error
+    except (HfHubHTTPError, ValueError, OSError) as error:
+        raise LoaderError(f"--model {model}: no such folder, and the Hugging Face hub says: {error}") from error
+
+
+def read_json(folder: Path, name: str, required: bool) -> dict[str, Any]:
+    """Return a JSON object of the folder; an absent file that is not required is an empty one."""
+    path = folder / name
+    if not path.is_file():
+        if required:
+            raise LoaderError(f"model folder {folder}: {name} is missing")
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoaderError(f"model folder {folder}: {name} can not be read: {error}") from error
+    if not isinstance(content, dict):
+        raise LoaderError(f"model folder {folder}: {name} holds no JSON object")
+    return content
+
+
+class Weights:
+    """Tensors by name, each read once, checked, converted and hashed. Base of the sources below."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._torch_device = device
+        self._hashes: dict[str, bytes] = {}
+        self.num_parameters = 0
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        raise NotImplementedError
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor in the model's dtype, as a copy of its own; raises LoaderError for a wrong shape or name."""
+        tensor = self._read(name, shape).to(self._dtype).contiguous()
+        content = hashlib.sha256(f"{name} {list(shape)} {self._dtype} ".encode())
+        content.update(tensor.view(torch.uint8).numpy().data)
+        self._hashes[name] = content.digest()
+        self.num_parameters += tensor.numel()
+        return tensor.to(self._torch_device)
+
+    def digest(self) -> bytes:
+        """Return sha256 over names, shapes, dtype and bytes of all tensors as loaded; their order does not matter."""
+        return hashlib.sha256(b"".join(self._hashes[name] for name in sorted(self._hashes))).digest()
+
+
+class DummyWeights(Weights):
+    """Random weights that depend on seed and tensor name only; norms are 1, biases small like the rest."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self._seed = seed
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if "norm" in name:
+            return torch.ones(shape)
+        seed = int.from_bytes(hashlib.sha256(f"{self._seed} {name}".encode()).digest()[:8], "little") >> 1
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * _DUMMY_STD
+
+
+class SafetensorsWeights(Weights):
+    """Tensors of a folder's safetensors files, single or sharded, read one at a time."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self._folder = folder
+        self._file_of = _tensor_files(folder)
+        self._open_file: tuple[Path, Any] | None = None
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        path = self._file_of.get(name)
+        if path is None:
+            raise LoaderError(f"model folder {self._folder}: tensor {name} is missing")
+        if self._open_file is None or self._open_file[0] != path:
+            self._open_file = (path, _open(path))
+        try:
+            tensor: Tensor = self._open_file[1].get_tensor(name)
+        except SafetensorError as error:
+            raise LoaderError(f"{path}: tensor {name} can not be read: {error}") from error
+        if tuple(tensor.shape) != shape:
+            raise LoaderError(f"{path}: tensor {name} has shape {list(tensor.shape)}, config.json says {list(shape)}")
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise LoaderError(f"{path}: tensor {name} is {tensor.dtype}; quantized checkpoints are not supported")
+        return tensor
+
+    def check_all_used(self, ignored: Callable[[str], bool]) -> None:
+        """Raise LoaderError if the files hold tensors that the model did not ask for: it is another model then."""
+        unused = sorted(name for name in self._file_of if name not in self._hashes and not ignored(name))
+        if unused:
+            shown = ", ".join(unused[:3]) + (", …" if len(unused) > 3 else "")
+            raise LoaderError(
+                f"model folder {self._folder}: {len(unused)} tensors that the model does not use: {shown}"
+            )
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise LoaderError(f"{path}: not a readable safetensors file: {error}") from error
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor; a sharded checkpoint's index names them, else the one file does."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if index.is_file():
+        content = read_json(folder, index.name, required=True).get("weight_map")
+        if not isinstance(content, dict) or not content:
+            raise LoaderError(f"model folder {folder}: {index.name} has no weight_map")
+        missing = sorted({file for file in content.values() if not (folder / str(file)).is_file()})
+        if missing:
+            raise LoaderError(f"model folder {folder}: weight files named by {index.name} are missing: {missing[0]}")
+        return {name: folder / file for name, file in content.items()}
+    if not single.is_file():
+        raise LoaderError(
+            f"model folder {folder}: no weights: neither model.safetensors nor model.safetensors.index.json is there "
+            "(--load-format dummy takes random ones)"
+        )
+    return dict.fromkeys(_open(single).keys(), single)

@@ -1,0 +1,70 @@
+"""The numerics fingerprint: between executors with equal ones, in exact mode, tokens are promised to be identical."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.device import Device
+from executor_svc.kv_cache import KVCache
+from executor_svc.models.base import CausalLM, ModelGeometry
+
+if TYPE_CHECKING:
+    from executor_svc.loader import LoadedModel
+
+__all__ = ["Fingerprint", "fingerprint", "probe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What the bits of logits depend on, beside the tokens."""
+
+    mode: str
+    """exact or fast."""
+    weights_digest: bytes
+    """sha256 over names, shapes and bytes of the weights as loaded."""
+    dtype: str
+    kv_dtype: str
+    kernels: str
+    isa: str
+    num_threads: int
+    versions: tuple[str, ...]
+    digest: bytes
+    """sha256 over all of the above."""
+
+
+def fingerprint(config: ExecutorConfig, loaded: LoadedModel, device: Device, kv_cache: KVCache) -> Fingerprint:
+    """Return the fingerprint of a loaded model; `load_model` has probed the device, which may choose kernels."""
+    kv_dtype = str(kv_cache.dtype).removeprefix("torch.")
+    parts: tuple[object, ...] = (
+        config.numerics,
+        loaded.weights_digest.hex(),
+        loaded.geometry.dtype,
+        kv_dtype,
+        device.kernels.name,
+        device.isa,
+        device.num_threads,
+        device.versions,
+    )
+    return Fingerprint(
+        mode=config.numerics,
+        weights_digest=loaded.weights_digest,
+        dtype=loaded.geometry.dtype,
+        kv_dtype=kv_dtype,
+        kernels=device.kernels.name,
+        isa=device.isa,
+        num_threads=device.num_threads,
+        versions=device.versions,
+        digest=hashlib.sha256(repr(parts).encode()).digest(),
+    )
+
+
+def probe(model: CausalLM, geometry: ModelGeometry, device: Device, max_rows: int) -> None:
+    """In exact mode, check that a row's bits do not depend on its batch on this machine, for steps up to max_rows.
+
+    Raises NumericsError, naming the shape that fails and `--numerics fast`.
+    """
+    if device.numerics == "exact":
+        device.probe_numerics(model.attention_shape, geometry.hidden_size, max_rows)

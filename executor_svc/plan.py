@@ -1,0 +1,203 @@
+"""What a plan asks of the executor and what a step gives back: execution.proto as plain data, without its stubs.
+
+Per-token data travels in numpy columns. Numbers of the enums are the protocol's. Fields that no executor builds yet
+(drafts, transfers, grammars, ...) are carried as names in `reserved`, so that they can be refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+def _no_ints() -> IntArray:
+    return np.zeros(0, np.int64)
+
+
+def _no_floats() -> FloatArray:
+    return np.zeros(0, np.float32)
+
+
+def _no_bools() -> BoolArray:
+    return np.zeros(0, np.bool_)
+
+
+class InvalidPlan(ValueError):
+    """The plan contradicts the executor's state or limits; the message says how."""
+
+
+class StepStatus(IntEnum):
+    """How a step ended: `cadenza.v1.StepStatus`."""
+
+    OK = 1
+    FAILED = 2
+    SKIPPED = 3
+    OUT_OF_MEMORY = 4
+    INVALID_PLAN = 5
+
+
+class SlotError(IntEnum):
+    """Why one slot failed: `cadenza.v1.SlotError`."""
+
+    NON_FINITE_LOGITS = 1
+    GRAMMAR = 2
+    TRANSFER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the executor can hold and what one plan may ask for."""
+
+    num_slots: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+    max_logprobs: int
+    block_size: int
+    num_device_blocks: int
+    num_host_blocks: int
+    max_inflight_plans: int
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Block table entries of a sequence of max_model_len tokens."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSampling:
+    """How a sequence's tokens are chosen. temperature 0 is greedy; None: no logprobs."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    sample_index: int = 0
+    stop_token_ids: IntArray = field(default_factory=_no_ints)
+    min_tokens: int = 0
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    bias_token_ids: IntArray = field(default_factory=_no_ints)
+    biases: FloatArray = field(default_factory=_no_floats)
+    allowed_token_ids: IntArray = field(default_factory=_no_ints)
+    bad_words: tuple[IntArray, ...] = ()
+    num_candidates: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedSequence:
+    """All that the executor needs to know of a sequence."""
+
+    slot: int
+    token_ids: IntArray
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: IntArray
+    sampling: SequenceSampling
+    held: bool = False
+    adapter_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMoves:
+    """Block i goes from sources[i] to destinations[i]; [n] each."""
+
+    sources: IntArray = field(default_factory=_no_ints)
+    destinations: IntArray = field(default_factory=_no_ints)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotColumns:
+    """A value for each slot named: a block to append, a given token, a fork's source; [n] each."""
+
+    slots: IntArray = field(default_factory=_no_ints)
+    values: IntArray = field(default_factory=_no_ints)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """Slots with an explicit number of tokens; [n] each."""
+
+    slots: IntArray = field(default_factory=_no_ints)
+    num_tokens: IntArray = field(default_factory=_no_ints)
+    samples: BoolArray = field(default_factory=_no_bools)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """All that changes for one step; execution.proto states the order in which its parts take effect."""
+
+    step_id: int
+    epoch: int
+    released_slots: IntArray = field(default_factory=_no_ints)
+    swap_out: BlockMoves = field(default_factory=BlockMoves)
+    copies: BlockMoves = field(default_factory=BlockMoves)
+    swap_in: BlockMoves = field(default_factory=BlockMoves)
+    admitted: tuple[AdmittedSequence, ...] = ()
+    appends: SlotColumns = field(default_factory=SlotColumns)
+    held_slots: IntArray = field(default_factory=_no_ints)
+    resumed_slots: IntArray = field(default_factory=_no_ints)
+    given: SlotColumns = field(default_factory=SlotColumns)
+    decode_ready: bool = False
+    scheduled: ScheduledTokens = field(default_factory=ScheduledTokens)
+    forks: SlotColumns = field(default_factory=SlotColumns)
+    debug_digest: bool = False
+    reserved: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLogprobs:
+    """Logprobs of one slot's tokens; `start` is the index of the first in the sequence, prompt included."""
+
+    slot: int
+    start: int
+    chosen_logprobs: FloatArray
+    """[num_tokens] float32."""
+    chosen_ranks: IntArray
+    """[num_tokens], from 1."""
+    num_top: int
+    top_token_ids: IntArray
+    """[num_tokens * num_top], best first."""
+    top_logprobs: FloatArray
+    """[num_tokens * num_top] float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """Durations in nanoseconds."""
+
+    queue_ns: int = 0
+    device_ns: int = 0
+    sample_ns: int = 0
+    total_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step made, in columns, slots ascending."""
+
+    step_id: int
+    status: StepStatus
+    error_message: str = ""
+    slots: IntArray = field(default_factory=_no_ints)
+    """[n] slots that were to sample."""
+    num_tokens: IntArray = field(default_factory=_no_ints)
+    """[n] tokens that each sampled; empty: one each."""
+    token_ids: IntArray = field(default_factory=_no_ints)
+    error_slots: IntArray = field(default_factory=_no_ints)
+    errors: tuple[SlotError, ...] = ()
+    logprobs: tuple[SlotLogprobs, ...] = ()
+    timings: StepTimings = field(default_factory=StepTimings)
+    debug_digest: bytes = b""

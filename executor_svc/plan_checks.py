@@ -1,0 +1,110 @@
+"""Checks of a plan against the executor's limits and features, apart from the state of slots. All raise InvalidPlan."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from executor_svc.plan import AdmittedSequence, BlockMoves, IntArray, InvalidPlan, Limits, SequenceSampling, StepPlan
+
+
+def check_range(values: IntArray, size: int, what: str) -> None:
+    """All of 0 to size - 1."""
+    if len(values) and (values.max() >= size or values.min() < 0):
+        bad = values[(values >= size) | (values < 0)][0]
+        raise InvalidPlan(f"{what} {bad} is out of range: there are {size}")
+
+
+def check_unique(values: IntArray, what: str) -> None:
+    """None twice."""
+    if len(values) > 1:
+        ordered = np.sort(values)
+        twice = ordered[1:] == ordered[:-1]
+        if twice.any():
+            raise InvalidPlan(f"{what} {ordered[1:][twice][0]} is named twice")
+
+
+def check_supported(plan: StepPlan) -> None:
+    """Nothing that this executor does not do."""
+    parts = [*plan.reserved]
+    if len(plan.forks.slots):
+        parts.append("forks")
+    if parts:
+        raise InvalidPlan(f"not supported by this executor: {', '.join(parts)}")
+
+
+def check_block_moves(plan: StepPlan, limits: Limits) -> None:
+    """Ids in range, no destination written twice, and no pair of moves whose outcome would depend on their order."""
+    device, host = limits.num_device_blocks, limits.num_host_blocks
+    _check_moves(plan.swap_out, device, host, "swap_out")
+    _check_moves(plan.copies, device, device, "copies")
+    _check_moves(plan.swap_in, host, device, "swap_in")
+    both = np.intersect1d(plan.copies.sources, plan.copies.destinations)
+    if len(both):
+        raise InvalidPlan(f"copies: block {both[0]} is both source and destination")
+    reused = np.intersect1d(plan.swap_out.destinations, plan.swap_in.sources)
+    if len(reused):
+        raise InvalidPlan(f"swap_out: host block {reused[0]} is freed by a swap-in of the same plan")
+
+
+def _check_moves(moves: BlockMoves, num_sources: int, num_destinations: int, part: str) -> None:
+    check_range(moves.sources, num_sources, f"{part}: source block")
+    check_range(moves.destinations, num_destinations, f"{part}: destination block")
+    check_unique(moves.destinations, f"{part}: destination block")
+
+
+def check_admission(sequence: AdmittedSequence, limits: Limits) -> None:
+    """An admission that fits the limits and asks for nothing that is not supported."""
+    where = f"admitted: slot {sequence.slot}"
+    if not 0 <= sequence.slot < limits.num_slots:
+        raise InvalidPlan(f"{where} is out of range: there are {limits.num_slots}")
+    num_tokens = len(sequence.token_ids)
+    if not 1 <= num_tokens <= limits.max_model_len:
+        raise InvalidPlan(f"{where} has {num_tokens} tokens: 1 to max_model_len {limits.max_model_len} are possible")
+    check_range(sequence.token_ids, limits.vocab_size, f"{where}: token id")
+    if not 1 <= sequence.num_prompt_tokens <= num_tokens:
+        raise InvalidPlan(f"{where}: num_prompt_tokens {sequence.num_prompt_tokens} is not 1 to {num_tokens}")
+    if not 0 <= sequence.num_computed_tokens < num_tokens:
+        raise InvalidPlan(f"{where}: num_computed_tokens {sequence.num_computed_tokens} is not below {num_tokens}")
+    num_blocks = len(sequence.block_ids)
+    if num_blocks > limits.max_blocks_per_seq:
+        raise InvalidPlan(f"{where} has {num_blocks} blocks: over the {limits.max_blocks_per_seq} of max_model_len")
+    check_range(sequence.block_ids, limits.num_device_blocks, f"{where}: block")
+    if sequence.num_computed_tokens > num_blocks * limits.block_size:
+        raise InvalidPlan(
+            f"{where}: {num_blocks} blocks are too few for {sequence.num_computed_tokens} computed tokens"
+        )
+    if sequence.adapter_index:
+        raise InvalidPlan(f"{where}: not supported by this executor: adapter_index")
+    _check_sampling(sequence.sampling, limits, where)
+
+
+def _check_sampling(sampling: SequenceSampling, limits: Limits, where: str) -> None:
+    unsupported = [
+        name
+        for name, asked in (
+            ("repetition_penalty", sampling.repetition_penalty != 1),
+            ("presence_penalty", sampling.presence_penalty != 0),
+            ("frequency_penalty", sampling.frequency_penalty != 0),
+            ("num_prompt_logprobs", sampling.num_prompt_logprobs is not None),
+            ("biases", len(sampling.bias_token_ids) > 0),
+            ("allowed_token_ids", len(sampling.allowed_token_ids) > 0),
+            ("bad_words", len(sampling.bad_words) > 0),
+            ("num_candidates", sampling.num_candidates > 0),
+        )
+        if asked
+    ]
+    if unsupported:
+        raise InvalidPlan(f"{where}: not supported by this executor: {', '.join(unsupported)}")
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise InvalidPlan(f"{where}: temperature {sampling.temperature} is not 0 or more and finite")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidPlan(f"{where}: top_p {sampling.top_p} is not above 0 and at most 1")
+    if not 0 <= sampling.min_p <= 1:
+        raise InvalidPlan(f"{where}: min_p {sampling.min_p} is not 0 to 1")
+    if sampling.num_logprobs is not None and sampling.num_logprobs > limits.max_logprobs:
+        raise InvalidPlan(f"{where}: num_logprobs {sampling.num_logprobs} is over {limits.max_logprobs}")
+    check_range(sampling.stop_token_ids, limits.vocab_size, f"{where}: stop token id")
+    if sampling.min_tokens and len(np.unique(sampling.stop_token_ids)) >= limits.vocab_size:
+        raise InvalidPlan(f"{where}: every token id is a stop token, so min_tokens leaves none to choose")

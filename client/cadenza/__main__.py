@@ -1,0 +1,8 @@
+"""`python -m cadenza`: the `cadenza` command where its script is not on the path."""
+
+from __future__ import annotations
+
+from cadenza.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""The client on grpc.aio: the one implementation, which the blocking `Client` runs on a thread."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import grpc
+
+from cadenza import convert
+from cadenza.errors import UnavailableError, from_rpc_error
+from cadenza.info import ModelInfo, ServerInfo
+from cadenza.outputs import OutputCollector, RequestOutput
+from cadenza.prompts import (
+    Messages,
+    Params,
+    Prompt,
+    Prompts,
+    SinglePrompt,
+    match_params,
+    parse_chat,
+    parse_chats,
+    parse_prompt,
+    parse_prompts,
+)
+from cadenza.sampling_params import SamplingParams
+from cadenza.session import BatchItem, SessionBatch, batch_results
+from cadenza.transport import SCHEDULER_PORT, channel_options, format_address, parse_address
+from cadenza.v1 import generation_pb2
+from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
+
+if TYPE_CHECKING:
+    from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """A client of one Cadenza server at `HOST:PORT`; use it within one event loop.
+
+    The connection is made by the first call. Every method raises a `CadenzaError` subclass for what the server
+    refuses or fails at, UnavailableError if it is not there, and ValueError for arguments that are wrong by
+    themselves. A call that is left early (an exception, cancellation, a generator closed or dropped) is cancelled, and
+    the server aborts its requests.
+    """
+
+    def __init__(self, target: str = f"127.0.0.1:{SCHEDULER_PORT}") -> None:
+        self.target = format_address(*parse_address(target, default_port=SCHEDULER_PORT))
+        self._channel: grpc.aio.Channel | None = None
+        self._streams: set[grpc.aio.Call] = set()
+        self._closed = False
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel what runs and close the connection; a second call does nothing."""
+        self._closed = True
+        # Closing the channel ends only calls that somebody is waiting on just now, and a paused generator is not.
+        for call in self._streams:
+            call.cancel()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    async def generate(self, prompts: Prompts, params: Params = None) -> list[RequestOutput]:
+        """Complete prompts, as text or token ids, without a chat template; results in the order of prompts.
+
+        All run over one stream, and no more at once than the server's queue takes: more prompts than that wait here.
+        If some prompts fail, the others are finished first; then the first failing prompt's error is raised, with
+        `prompt_index`, `errors` and `outputs`.
+        """
+        return await self._run(parse_prompts(prompts), params)
+
+    @overload
+    async def chat(self, messages: Messages, params: Params = None) -> RequestOutput: ...
+
+    @overload
+    async def chat(self, messages: Sequence[Messages], params: Params = None) -> list[RequestOutput]: ...
+
+    async def chat(
+        self, messages: Messages | Sequence[Messages], params: Params = None
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer one conversation (returns RequestOutput) or a list of them (returns a list), chat template applied.
+
+        Errors are those of `generate`.
+        """
+        chats, single = parse_chats(messages)
+        results = await self._run(chats, params)
+        return results[0] if single else results
+
+    def stream(
+        self, prompt: SinglePrompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt and yield deltas: each holds only text, tokens and logprobs that are new.
+
+        The request starts with the first delta asked for. Raises QueueFullError when the server's queue is full.
+        """
+        return self._stream(parse_prompt(prompt), match_params(params, 1)[0], request_id)
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one conversation, chat template applied, and yield deltas; as `stream` otherwise."""
+        return self._stream(parse_chat(messages), match_params(params, 1)[0], request_id)
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request at once; False if no such request was running."""
+        response = await self._call(self._stub().Abort(generation_pb2.AbortRequest(request_id=request_id)))
+        return response.aborted
+
+    async def model_info(self) -> ModelInfo:
+        """Describe the model that is served."""
+        response = await self._call(self._stub().GetModelInfo(generation_pb2.GetModelInfoRequest()))
+        return convert.model_info_from_proto(response)
+
+    async def server_info(self) -> ServerInfo:
+        """Describe the server: its options, load and executors."""
+        response = await self._call(self._stub().GetServerInfo(generation_pb2.GetServerInfoRequest()))
+        return convert.server_info_from_proto(response)
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The connection, for stubs of other services on the same server (AdminService, health, reflection)."""
+        if self._closed:
+            raise UnavailableError("the client is closed")
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self.target, options=channel_options())
+        return self._channel
+
+    def _stub(self) -> GenerationServiceAsyncStub:
+        stub: Any = GenerationServiceStub(self.channel)
+        return stub  # type: ignore[no-any-return]
+
+    async def _run(self, prompts: list[Prompt], params: Params) -> list[RequestOutput]:
+        items = []
+        for prompt, each in zip(prompts, match_params(params, len(prompts)), strict=True):
+            request = convert.request_to_proto(_new_id(), prompt, each, final_only=True)
+            items.append(BatchItem(request, _collector(request.request_id, prompt)))
+        await SessionBatch(self._stub(), self.target, items).run()
+        return batch_results(items)
+
+    async def _stream(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        request = convert.request_to_proto(request_id or _new_id(), prompt, params, final_only=False)
+        collector = _collector(request.request_id, prompt)
+        call = self._stub().Generate(request)
+        self._streams.add(call)
+        try:
+            async for response in call:
+                yield collector.add(convert.delta_from_proto(response, collector.prompt_token_ids))
+            if not collector.finished:
+                raise UnavailableError(f"{self.target} ended the stream of request {request.request_id} unfinished")
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, self.target) from None
+        finally:
+            # An abandoned aio call is never collected and its handler runs on (grpc#43462).
+            call.cancel()
+            self._streams.discard(call)
+
+    async def _call(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, self.target) from None
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _collector(request_id: str, prompt: Prompt) -> OutputCollector:
+    return OutputCollector(request_id, prompt=prompt.text, prompt_token_ids=prompt.token_ids)

@@ -1,0 +1,128 @@
+"""One service as a child process: start, wait until it is ready, pass its log on, stop."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import IO
+
+from cadenza.errors import LocalServiceError
+
+LogSink = Callable[[str, str], None]  # (service, line)
+
+_TAIL_LINES = 40
+_READY = "ready "
+_ERROR = "error: "
+
+
+class ChildService:
+    """A child process that prints `ready HOST:PORT` on stdout once it serves, and logs to stderr.
+
+    `program` is `["-m", module]` or `[script.py]`. The child is in a session of its own, so that Ctrl-C in a terminal
+    reaches the parent alone, and it ends by itself when the parent dies.
+    """
+
+    def __init__(self, name: str, program: Sequence[str], arguments: Sequence[str], on_log: LogSink) -> None:
+        self.name = name
+        self._on_log = on_log
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._ready = threading.Event()
+        self._address = ""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "cadenza.child_guard", *program, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._readers = [
+            threading.Thread(target=self._read_stdout, args=(self._process.stdout,), daemon=True),
+            threading.Thread(target=self._read_stderr, args=(self._process.stderr,), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def wait_ready(self, timeout_s: float, cancelled: threading.Event) -> str:
+        """Wait for the ready line and return `HOST:PORT`.
+
+        Raises LocalServiceError if the child exits first, or `timeout_s` seconds pass, or `cancelled` is set.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._ready.wait(0.02):
+            if self.exit_code() is not None and not self._ready.is_set():
+                raise LocalServiceError(f"the {self.name} did not start: {self.last_words()}")
+            if cancelled.is_set():
+                raise LocalServiceError(f"the {self.name} did not start: stopped")
+            if time.monotonic() > deadline:
+                raise LocalServiceError(f"the {self.name} was not ready after {timeout_s:g} s\n{self.log_tail()}")
+        return self._address
+
+    def last_words(self) -> str:
+        """How it ended: exit code or signal, and the end of its log."""
+        for reader in self._readers:
+            reader.join(timeout=1.0)
+        code = self.exit_code()
+        how = f"exit code {code}" if code is None or code >= 0 else f"killed by signal {-code}"
+        # A service says what is wrong in one line that begins so; a traceback's last line is its error.
+        lines = [line.strip() for line in self._tail if line.strip()] or ["it logged nothing"]
+        told = [line for line in lines if line.startswith(_ERROR)]
+        if not told and code is not None and -code in (signal.SIGKILL, signal.SIGTERM):
+            return how  # whoever killed it, it did not say why
+        told = told or lines
+        return f"{how}: {told[-1].removeprefix(_ERROR)}"
+
+    def log_tail(self) -> str:
+        """The last lines of its log."""
+        return "\n".join(self._tail)
+
+    def terminate(self) -> None:
+        """Ask it to stop."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    def stop(self, grace_s: float) -> None:
+        """Stop it: SIGTERM, after `grace_s` seconds SIGKILL; returns when it is gone and collected."""
+        self.terminate()
+        try:
+            self._process.wait(timeout=grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for reader in self._readers:
+            reader.join(timeout=1.0)
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def _read_stdout(self, pipe: IO[str]) -> None:
+        for line in pipe:
+            if line.startswith(_READY) and not self._ready.is_set():
+                self._address = line.removeprefix(_READY).strip()
+                self._ready.set()
+            else:
+                self._on_log(self.name, line.rstrip("\n"))
+
+    def _read_stderr(self, pipe: IO[str]) -> None:
+        for line in pipe:
+            self._tail.append(line.rstrip("\n"))
+            self._on_log(self.name, line.rstrip("\n"))

@@ -1,0 +1,22 @@
+"""The `cadenza` command."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Entry point of the console script; exits with the command's code."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except ImportError as error:
+        sys.stderr.write(f"cadenza: the command line needs {error.name}: pip install 'cadenza[cli]'\n")
+        raise SystemExit(1) from None
+    try:
+        from cadenza.cli.app import run
+    except KeyboardInterrupt:  # Ctrl-C before the command has begun
+        raise SystemExit(130) from None
+    raise SystemExit(run())

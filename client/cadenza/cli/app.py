@@ -1,0 +1,98 @@
+"""The commands, and how their errors are told: one line on stderr and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from cadenza import __version__
+from cadenza.cli import chat, generate, up
+from cadenza.cli.service_args import with_service_options
+from cadenza.errors import CadenzaError
+
+# Wrong usage as typer raises it; typer carries its own copy of click and exports only this subclass.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    help="Cadenza serves large language models with continuous batching and a paged KV cache.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # in rich's panels long option names are cut, and then they cannot be read anywhere
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("up", help=up.HELP)(with_service_options(up.up))
+app.command("generate", help=generate.HELP)(with_service_options(generate.generate, exclude={"seed"}))
+app.command("chat", help=chat.HELP)(with_service_options(chat.chat, exclude={"seed"}))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"cadenza {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def cadenza(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
+
+
+@app.command("demo")
+def demo(
+    model: Annotated[str | None, typer.Option(help="Model folder; default: the embedded models/cadenza-demo.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Batch slots; fewer than prompts, so that some must wait.")
+    ] = 4,
+) -> None:
+    """Start both services on the embedded model, send prompts at once, and draw the schedule that ran."""
+    from cadenza.demo import run_demo
+
+    run_demo(model=model, device=device, max_num_seqs=max_num_seqs)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, _terminate)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without the answer's characters shows ? in their place
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        code = app(args=list(sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False)
+    except CadenzaError as error:
+        return _fail(str(error), 1)
+    except _UsageError as error:
+        return _fail(error.format_message(), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as in `cadenza generate | head -1`
+        _discard_stdout()
+        return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return code if isinstance(code, int) else 0
+
+
+def _terminate(number: int, frame: object) -> None:
+    # As an exception, so that services started by the command are stopped on the way out.
+    raise SystemExit(128 + number)
+
+
+def _discard_stdout() -> None:
+    """Lead stdout nowhere, so that the interpreter's last flush does not fail as well."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stderr.write(f"cadenza: {message.strip()}\n")
+    return code

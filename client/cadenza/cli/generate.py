@@ -1,0 +1,161 @@
+"""`cadenza generate`: answer prompts and stream the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from cadenza.async_client import AsyncClient
+from cadenza.cli.service_args import serving
+from cadenza.cli.text import notice, printable, typed, write
+from cadenza.errors import OptionError
+from cadenza.outputs import RequestOutput
+from cadenza.sampling_params import SamplingParams
+
+HELP = (
+    "Answer prompts, several at once, and stream the answers. Reads one prompt from stdin when none is given. The "
+    "model's chat template is applied unless --raw. Options from --device on are for the server that --model starts."
+)
+Target = Annotated[str | None, typer.Option(help="HOST:PORT of a running server. [default: 127.0.0.1:50051]")]
+Model = Annotated[str | None, typer.Option(help="Start a server for this model, for this command only.")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer; 0: as many as the model allows.")]
+Temperature = Annotated[float, typer.Option(help="Randomness; 0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")]
+TopK = Annotated[int, typer.Option(help="Keep this many most likely tokens; 0: all.")]
+Seed = Annotated[int | None, typer.Option(help="Sampling seed; default: drawn.")]
+Stop = Annotated[list[str] | None, typer.Option(help="String that ends the answer; may be given again.")]
+
+
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", show_default=False)] = None,
+    target: Target = None,
+    model: Model = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Apply no chat template.")] = False,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the answer.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt, at the end.")] = False,
+    **options: Any,
+) -> None:
+    """Run the command; raises CadenzaError."""
+    if not prompts:
+        if sys.stdin.isatty():
+            raise OptionError("no prompt: give one as an argument or on stdin")
+        prompts = [sys.stdin.read().removesuffix("\n")]
+        if not prompts[0].strip():
+            raise OptionError("no prompt: stdin is empty")
+    prompts = [typed(prompt) for prompt in prompts]
+    params = make_params(
+        max_tokens=max_tokens or None,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    )
+    with serving(target, model, options) as address:
+        asyncio.run(_generate(address, prompts, params, raw=raw, as_json=as_json))
+
+
+def make_params(**values: Any) -> SamplingParams:
+    """SamplingParams whose errors are told as wrong options."""
+    try:
+        return SamplingParams(**values)
+    except ValueError as error:
+        raise OptionError(f"option {error}") from None
+
+
+async def _generate(address: str, prompts: list[str], params: SamplingParams, *, raw: bool, as_json: bool) -> None:
+    async with AsyncClient(address) as client:
+        if not raw and not (await client.model_info()).has_chat_template:
+            notice("the model has no chat template: prompts are continued as they are (--raw)")
+            raw = True
+        if as_json:
+            await _print_json(client, prompts, params, raw)
+        else:
+            await _print_streams(client, prompts, params, raw)
+
+
+async def _print_json(client: AsyncClient, prompts: list[str], params: SamplingParams, raw: bool) -> None:
+    if raw:
+        outputs = await client.generate(prompts, params)
+    else:
+        outputs = await client.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (sample,) = output.outputs
+        line = {
+            "prompt": prompt,
+            "text": sample.text,
+            "token_ids": sample.token_ids,
+            "finish_reason": sample.finish_reason,
+            "finish_detail": sample.finish_detail,
+            "stop_reason": sample.stop_reason,
+            "seed": output.seed,
+            "request_id": output.request_id,
+            "metrics": asdict(output.metrics) if output.metrics else None,
+        }
+        # Where stdout cannot carry every character, escapes keep the data whole.
+        ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
+        sys.stdout.write(json.dumps(line, ensure_ascii=ascii_only) + "\n")
+
+
+async def _print_streams(client: AsyncClient, prompts: list[str], params: SamplingParams, raw: bool) -> None:
+    """All run at once; they are printed in order, and the one whose turn it is streams live."""
+    queues: list[asyncio.Queue[str | None]] = [asyncio.Queue() for _ in prompts]
+
+    async def pump(prompt: str, queue: asyncio.Queue[str | None]) -> None:
+        try:
+            async for delta in _stream(client, prompt, params, raw):
+                for sample in delta.outputs:
+                    queue.put_nowait(sample.text)
+                    if sample.finish_reason in ("abort", "error"):
+                        notice(
+                            f"{printable(prompt)[:40]!r} ended early: {sample.finish_detail or sample.finish_reason}"
+                        )
+        finally:
+            queue.put_nowait(None)
+
+    running = [asyncio.create_task(_keep_error(pump(p, q))) for p, q in zip(prompts, queues, strict=True)]
+    try:
+        for index, (prompt, queue) in enumerate(zip(prompts, queues, strict=True)):
+            if len(prompts) > 1:
+                write(f"{'' if index == 0 else chr(10)}── {prompt}\n")
+            while (text := await queue.get()) is not None:
+                write(text)
+            write("\n")
+        errors = await asyncio.gather(*running)
+    finally:  # left early by Ctrl-C, or because the reader of our output has gone: no answer is wanted any more
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    failed = [(prompt, error) for prompt, error in zip(prompts, errors, strict=True) if error is not None]
+    if failed:
+        for prompt, error in failed[:-1]:
+            notice(f"{printable(prompt)[:40]!r}: {error}")
+        raise failed[-1][1]
+
+
+async def _keep_error(work: Any) -> Exception | None:
+    """The error as a value: one failing prompt must not cancel the others."""
+    try:
+        await work
+    except Exception as error:
+        return error
+    return None
+
+
+def _stream(client: AsyncClient, prompt: str, params: SamplingParams, raw: bool) -> AsyncIterator[RequestOutput]:
+    if raw:
+        return client.stream(prompt, params)
+    return client.stream_chat([{"role": "user", "content": prompt}], params)

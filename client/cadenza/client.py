@@ -1,0 +1,113 @@
+"""The blocking client: AsyncClient on a background event loop."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import AsyncGenerator, Generator, Sequence
+from types import TracebackType
+from typing import overload
+
+from cadenza.async_client import AsyncClient
+from cadenza.info import ModelInfo, ServerInfo
+from cadenza.loop_thread import LoopThread
+from cadenza.outputs import RequestOutput
+from cadenza.prompts import Messages, Params, Prompts, SinglePrompt
+from cadenza.sampling_params import SamplingParams
+from cadenza.transport import SCHEDULER_PORT
+
+
+class Client:
+    """A blocking client of one Cadenza server at `HOST:PORT`; may be used from several threads.
+
+    It does what AsyncClient does, raises the same errors, and Ctrl-C during a call aborts the call's requests.
+    """
+
+    def __init__(self, target: str = f"127.0.0.1:{SCHEDULER_PORT}") -> None:
+        self._loop = LoopThread.shared()
+        self._client = AsyncClient(target)
+        self._finalizer = weakref.finalize(self, _close, self._loop, self._client)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def target(self) -> str:
+        """The server's `HOST:PORT`."""
+        return self._client.target
+
+    def close(self) -> None:
+        """Cancel what runs and close the connection; a second call does nothing."""
+        self._finalizer()
+
+    def generate(self, prompts: Prompts, params: Params = None) -> list[RequestOutput]:
+        """Complete prompts, without a chat template; see `AsyncClient.generate`."""
+        return self._loop.run(self._client.generate(prompts, params))
+
+    @overload
+    def chat(self, messages: Messages, params: Params = None) -> RequestOutput: ...
+
+    @overload
+    def chat(self, messages: Sequence[Messages], params: Params = None) -> list[RequestOutput]: ...
+
+    def chat(
+        self, messages: Messages | Sequence[Messages], params: Params = None
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer one conversation (returns RequestOutput) or a list of them (returns a list)."""
+        return self._loop.run(self._chat(messages, params))
+
+    def stream(
+        self, prompt: SinglePrompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> Generator[RequestOutput, None, None]:
+        """Complete one prompt and yield deltas; closing or dropping the generator aborts the request."""
+        return self._pull(self._client.stream(prompt, params, request_id))
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> Generator[RequestOutput, None, None]:
+        """Answer one conversation and yield deltas; closing or dropping the generator aborts the request."""
+        return self._pull(self._client.stream_chat(messages, params, request_id))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request at once; False if no such request was running."""
+        return self._loop.run(self._client.abort(request_id))
+
+    def model_info(self) -> ModelInfo:
+        """Describe the model that is served."""
+        return self._loop.run(self._client.model_info())
+
+    def server_info(self) -> ServerInfo:
+        """Describe the server: its options, load and executors."""
+        return self._loop.run(self._client.server_info())
+
+    async def _chat(
+        self, messages: Messages | Sequence[Messages], params: Params
+    ) -> RequestOutput | list[RequestOutput]:
+        return await self._client.chat(messages, params)
+
+    def _pull(self, deltas: AsyncGenerator[RequestOutput, None]) -> Generator[RequestOutput, None, None]:
+        try:
+            while (delta := self._loop.run(_next(deltas))) is not None:
+                yield delta
+        finally:
+            # A generator that outlives the interpreter's main program has no loop any more; its connection is closed.
+            if not sys.is_finalizing():
+                self._loop.finish(_finish(deltas))
+
+
+async def _next(deltas: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
+    return await anext(deltas, None)
+
+
+async def _finish(deltas: AsyncGenerator[RequestOutput, None]) -> None:
+    await deltas.aclose()
+
+
+def _close(loop: LoopThread, client: AsyncClient) -> None:
+    if loop is LoopThread.shared():  # in a forked child the connection is the parent's
+        loop.finish(client.close())

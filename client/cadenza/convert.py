@@ -1,0 +1,178 @@
+"""Wire <-> client objects, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from cadenza.info import ExecutorInfo, ModelInfo, ServerInfo, ServerLoad
+from cadenza.outputs import CompletionOutput, Delta, FinishReason, Logprob, LogprobRow, RequestMetrics, RequestOutput
+from cadenza.prompts import Prompt
+from cadenza.sampling_params import SamplingParams
+from cadenza.v1 import generation_pb2, types_pb2
+
+_DEFAULTS = SamplingParams()
+# Absent means the same as the default for these; max_tokens is not among them: absent there means without limit.
+_SCALARS = (
+    "n best_of temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty seed min_tokens "
+    "ignore_eos logprobs prompt_logprobs include_stop_str_in_output skip_special_tokens detokenize "
+    "truncate_prompt_tokens beam_width length_penalty priority"
+).split()
+_LISTS = "stop stop_token_ids allowed_token_ids bad_words".split()
+_EARLY_STOPPING = {
+    True: types_pb2.EARLY_STOPPING_TRUE,
+    "never": types_pb2.EARLY_STOPPING_NEVER,
+}
+_FINISH_REASONS: dict[int, FinishReason] = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_ABORT: "abort",
+    types_pb2.FINISH_REASON_ERROR: "error",
+}
+
+
+def params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
+    """Only what differs from what the server takes for an absent field is set."""
+    message = types_pb2.SamplingParams()
+    for name in _SCALARS:
+        value = getattr(params, name)
+        if value != getattr(_DEFAULTS, name):
+            setattr(message, name, value)
+    for name in _LISTS:
+        getattr(message, name).extend(getattr(params, name) or ())
+    if params.max_tokens is not None:
+        message.max_tokens = params.max_tokens
+    for token_id, bias in (params.logit_bias or {}).items():
+        message.logit_bias[token_id] = bias
+    if params.early_stopping:
+        message.early_stopping = _EARLY_STOPPING[params.early_stopping]
+    return message
+
+
+def prompt_to_proto(prompt: Prompt) -> types_pb2.PromptPart:
+    """The prompt as its only part."""
+    if prompt.token_ids is not None:
+        return types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=prompt.token_ids))
+    if prompt.messages is not None:
+        turns = [types_pb2.ChatMessage(role=role, content=content) for role, content in prompt.messages]
+        return types_pb2.PromptPart(chat=types_pb2.Chat(messages=turns))
+    return types_pb2.PromptPart(text=prompt.text or "")
+
+
+def request_to_proto(
+    request_id: str, prompt: Prompt, params: SamplingParams, *, final_only: bool
+) -> generation_pb2.GenerateRequest:
+    """A new request; `final_only` asks for one response per sample in place of deltas."""
+    return generation_pb2.GenerateRequest(
+        request_id=request_id,
+        prompt=[prompt_to_proto(prompt)],
+        sampling_params=params_to_proto(params),
+        output_mode=generation_pb2.OUTPUT_MODE_FINAL if final_only else generation_pb2.OUTPUT_MODE_DELTA,
+        # Token ids that the client gave need not come back, unless the server may cut them.
+        return_prompt_token_ids=prompt.token_ids is None or params.truncate_prompt_tokens is not None,
+        cache_salt=(prompt.cache_salt or "").encode(),
+    )
+
+
+def delta_from_proto(response: generation_pb2.GenerateResponse, prompt_token_ids: list[int] | None) -> Delta:
+    """What one response says; its stats mark the end of the request.
+
+    `prompt_token_ids` are the prompt's as far as they are known from earlier: prompt logprobs come without them.
+    """
+    output = RequestOutput(response.request_id)
+    if response.HasField("info"):
+        output.seed = response.info.seed
+        if response.info.prompt_token_ids:
+            output.prompt_token_ids = list(response.info.prompt_token_ids)
+    if response.HasField("prompt_logprobs"):
+        start, columns = response.prompt_logprobs_start, response.prompt_logprobs
+        known = output.prompt_token_ids or prompt_token_ids or []
+        output.prompt_logprobs = list(_rows(columns, known[start : start + len(columns.chosen_logprobs)]))
+    if response.HasField("stats"):
+        output.finished = True
+        output.metrics = _metrics(response.stats)
+        output.num_cached_tokens = response.stats.num_cached_tokens
+    output.outputs = [_sample(sample) for sample in response.outputs]
+    return Delta(
+        output,
+        first_token_index=[sample.first_token_index for sample in response.outputs],
+        text_offset=[sample.text_offset for sample in response.outputs],
+        prompt_logprobs_start=response.prompt_logprobs_start,
+    )
+
+
+def model_info_from_proto(message: generation_pb2.GetModelInfoResponse) -> ModelInfo:
+    """The model's description."""
+    return ModelInfo(
+        model=message.model,
+        architecture=message.architecture,
+        vocab_size=message.vocab_size,
+        max_model_len=message.max_model_len,
+        dtype=message.dtype,
+        eos_token_ids=list(message.eos_token_ids),
+        bos_token_id=message.bos_token_id if message.HasField("bos_token_id") else None,
+        has_tokenizer=message.has_tokenizer,
+        has_chat_template=message.has_chat_template,
+        num_parameters=message.num_parameters,
+        exact_numerics=message.fingerprint.mode == types_pb2.NUMERICS_MODE_EXACT,
+        fingerprint=message.fingerprint.digest,
+    )
+
+
+def server_info_from_proto(message: generation_pb2.GetServerInfoResponse) -> ServerInfo:
+    """The server's options and state."""
+    return ServerInfo(
+        version=message.version,
+        protocol_version=message.protocol_version,
+        options=dict(message.options),
+        load=ServerLoad(**_same_names(ServerLoad, message.load)),
+        executors=[ExecutorInfo(**_same_names(ExecutorInfo, executor)) for executor in message.executors],
+        uptime_s=message.uptime_s,
+        draining=message.draining,
+    )
+
+
+def _same_names(kind: Any, message: object) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in fields(kind)}
+
+
+def _sample(message: generation_pb2.SampleOutput) -> CompletionOutput:
+    sample = CompletionOutput(message.sample_index, message.text, list(message.token_ids))
+    if message.HasField("logprobs"):
+        sample.logprobs = _rows(message.logprobs, sample.token_ids)
+    if message.HasField("cumulative_logprob"):
+        sample.cumulative_logprob = message.cumulative_logprob
+    if message.HasField("finish"):
+        finish = message.finish
+        sample.finish_reason = _FINISH_REASONS.get(finish.reason, "error")
+        detail = types_pb2.FinishDetail.Name(finish.detail) if finish.detail else ""
+        sample.finish_detail = detail.removeprefix("FINISH_DETAIL_").lower() or None
+        kind = finish.WhichOneof("stop_reason")
+        sample.stop_reason = getattr(finish, kind) if kind else None
+    return sample
+
+
+def _rows(columns: types_pb2.LogprobColumns, token_ids: list[int]) -> list[LogprobRow]:
+    """One row per token: the chosen token, then the top ones; as vLLM has it, a token is in a row once."""
+    rows: list[LogprobRow] = []
+    width = columns.num_top
+    for index, (token_id, logprob) in enumerate(zip(token_ids, columns.chosen_logprobs, strict=True)):
+        text = columns.chosen_tokens[index] if columns.chosen_tokens else None
+        row = {token_id: Logprob(logprob, columns.chosen_ranks[index] if columns.chosen_ranks else None, text)}
+        for rank, place in enumerate(range(index * width, (index + 1) * width), start=1):
+            top_text = columns.top_tokens[place] if columns.top_tokens else None
+            row.setdefault(columns.top_token_ids[place], Logprob(columns.top_logprobs[place], rank, top_text))
+        rows.append(row)
+    return rows
+
+
+def _metrics(stats: generation_pb2.RequestStats) -> RequestMetrics:
+    return RequestMetrics(
+        num_prompt_tokens=stats.num_prompt_tokens,
+        num_cached_tokens=stats.num_cached_tokens,
+        num_completion_tokens=stats.num_completion_tokens,
+        num_preemptions=stats.num_preemptions,
+        queue_s=stats.queue_ns / 1e9,
+        first_token_s=stats.first_token_ns / 1e9,
+        total_s=stats.total_ns / 1e9,
+    )

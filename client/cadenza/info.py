@@ -1,0 +1,74 @@
+"""Descriptions of the model and of the server, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model that a server serves."""
+
+    model: str  # folder or hub id, as the executor was told
+    architecture: str
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and output together
+    dtype: str
+    eos_token_ids: list[int]
+    bos_token_id: int | None
+    has_tokenizer: bool  # text prompts and text output work
+    has_chat_template: bool  # chat works
+    num_parameters: int
+    exact_numerics: bool  # a token does not depend on what it was batched with
+    fingerprint: bytes  # digest of all that decides bits; empty if the server does not say
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """A server's queues and memory now, and its counts since start; the proto's names."""
+
+    num_waiting: int
+    num_running: int
+    num_swapped: int
+    num_device_blocks: int
+    num_used_device_blocks: int
+    num_cached_device_blocks: int
+    num_host_blocks: int
+    num_used_host_blocks: int
+    num_stored_tokens: int
+    num_unused_slots: int
+    num_reserved_slots: int
+    num_used_slots: int
+    num_client_tasks: int
+    num_steps: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_prefix_queries: int
+    num_prefix_hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorInfo:
+    """One executor as the scheduler sees it."""
+
+    target: str
+    connected: bool
+    incarnation: int
+    epoch: int
+    device: str
+    block_size: int  # tokens
+    num_inflight_plans: int
+    last_step_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A server's version, options and state."""
+
+    version: str
+    protocol_version: int
+    options: dict[str, str]
+    load: ServerLoad
+    executors: list[ExecutorInfo]
+    uptime_s: float
+    draining: bool

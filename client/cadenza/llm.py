@@ -1,0 +1,81 @@
+"""Offline use: both services as child processes, behind vLLM's `LLM`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+from cadenza.client import Client
+from cadenza.errors import LocalServiceError, UnavailableError
+from cadenza.info import ModelInfo, ServerInfo
+from cadenza.local import LocalServices
+from cadenza.outputs import RequestOutput
+from cadenza.prompts import Messages, Params, Prompts, parse_chats
+
+T = TypeVar("T")
+
+
+class LLM:
+    """A model, loaded and served on this machine for as long as this object lives.
+
+    `options` are those of the two services: dtype, device, block_size, num_gpu_blocks, max_model_len, max_num_seqs,
+    skip_tokenizer_init … (`cadenza up --help` lists them). Raises OptionError for an unknown or bad option before
+    anything starts, and LocalServiceError with a service's own words when one does not start. Use it with `with`, or
+    call `close`; otherwise the services end when the object is collected or the program ends.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        self._services = LocalServices(model, **options)
+        self._client = Client(self._services.target)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs and stop both services; a second call does nothing."""
+        self._client.close()
+        self._services.close()
+
+    @property
+    def target(self) -> str:
+        """`HOST:PORT` of the scheduler, for other clients on this machine."""
+        return self._services.target
+
+    def generate(self, prompts: Prompts, sampling_params: Params = None) -> list[RequestOutput]:
+        """Complete one prompt or many, without a chat template; a list, in the order of prompts.
+
+        Prompts are a str, {"prompt": str}, a list of token ids, {"prompt_token_ids": [...]}, or a list of these; one
+        SamplingParams for all or a list with one for each. Raises what `AsyncClient.generate` raises.
+        """
+        return self._guarded(lambda: self._client.generate(prompts, sampling_params))
+
+    def chat(self, messages: Messages | Sequence[Messages], sampling_params: Params = None) -> list[RequestOutput]:
+        """Answer one conversation or many with the model's chat template; always a list, as in vLLM."""
+        _, single = parse_chats(messages)
+        many = cast(Sequence[Messages], [messages] if single else messages)
+        return self._guarded(lambda: self._client.chat(many, sampling_params))
+
+    def model_info(self) -> ModelInfo:
+        """Describe the model."""
+        return self._guarded(self._client.model_info)
+
+    def server_info(self) -> ServerInfo:
+        """Describe the scheduler: its options, load and executor."""
+        return self._guarded(self._client.server_info)
+
+    def _guarded(self, call: Callable[[], T]) -> T:
+        """Name the service that died in place of the lost connection."""
+        try:
+            return call()
+        except UnavailableError as error:
+            # The watcher notices within a moment of the connection's end.
+            if self._services.wait_failure(0.5) and self._services.failure is not None:
+                raise LocalServiceError(self._services.failure.message) from error
+            raise

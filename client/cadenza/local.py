@@ -1,0 +1,231 @@
+"""Both services as child processes of this one: started, watched, restarted when they die, stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from cadenza.child_process import ChildService, LogSink
+from cadenza.errors import LocalServiceError, OptionError
+from cadenza.local_options import EXECUTOR, SCHEDULER, ServiceArguments, check_model, route_options
+from cadenza.transport import format_address
+
+_logger = logging.getLogger("cadenza.local")
+
+MAX_QUICK_DEATHS = 5
+QUICK_DEATHS_S = 60.0
+_FIRST_BACKOFF_S = 0.2
+_WATCH_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """What is run: `["-m", module]` or `[script.py]`; tests put small scripts in place of the services."""
+
+    executor: Sequence[str] = ("-m", "executor_svc")
+    scheduler: Sequence[str] = ("-m", "scheduler_svc")
+
+
+@dataclass(slots=True)
+class _Family:
+    """The children and what is needed to start them again; shared with the watching thread, so no LocalServices."""
+
+    arguments: ServiceArguments
+    programs: Programs
+    addresses: dict[str, str]  # where each listens; port 0 until it has chosen
+    start_timeout_s: float
+    stop_grace_s: float
+    on_log: LogSink
+    on_event: Callable[[str], None]
+    children: dict[str, ChildService] = field(default_factory=dict)
+    deaths: dict[str, deque[float]] = field(default_factory=lambda: {EXECUTOR: deque(), SCHEDULER: deque()})
+    stopping: threading.Event = field(default_factory=threading.Event)
+    failed: threading.Event = field(default_factory=threading.Event)
+    failure: LocalServiceError | None = None
+    watcher: threading.Thread | None = None
+
+
+class LocalServices:
+    """An executor and a scheduler on this machine, for as long as this object (or this process) lives.
+
+    `options` are those of the two services, by their names in `executor_svc.config` and `scheduler_svc.config`; each
+    goes to the services that have it. Everything is checked before anything is started: OptionError names the option.
+    LocalServiceError says which service did not start and why. A service that dies later is started again at the same
+    port, with a message to `on_event`; five deaths within a minute are the end of both, and `failure` says so.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        start_timeout_s: float = 1800.0,
+        stop_grace_s: float = 10.0,
+        on_log: LogSink | None = None,
+        on_event: Callable[[str], None] | None = None,
+        programs: Programs | None = None,
+        **options: Any,
+    ) -> None:
+        arguments = route_options(check_model(model), options)
+        _check_port(port)
+        if port:
+            _check_port_is_free(host, port)
+        self._family = _Family(
+            arguments,
+            programs or Programs(),
+            {EXECUTOR: "127.0.0.1:0", SCHEDULER: format_address(host, port)},
+            start_timeout_s,
+            stop_grace_s,
+            on_log or _log_line,
+            on_event or _logger.warning,
+        )
+        # Also at exit: no child outlives the program, whether or not close was called.
+        self._finalizer = weakref.finalize(self, _stop, self._family)
+        try:
+            for service in (EXECUTOR, SCHEDULER):
+                _start(self._family, service)
+        except BaseException:
+            self.close()
+            raise
+        self._family.watcher = threading.Thread(target=_watch, args=(self._family,), name="cadenza-local", daemon=True)
+        self._family.watcher.start()
+
+    def __enter__(self) -> LocalServices:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def target(self) -> str:
+        """`HOST:PORT` of the scheduler."""
+        return self._family.addresses[SCHEDULER]
+
+    @property
+    def failure(self) -> LocalServiceError | None:
+        """Why the services were given up; None while all is well."""
+        return self._family.failure
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by service, "executor" and "scheduler"."""
+        return {name: child.pid for name, child in self._family.children.items()}
+
+    def wait_failure(self, timeout_s: float) -> bool:
+        """Wait until the services are given up; False if they were not within `timeout_s` seconds."""
+        return self._family.failed.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop both: SIGTERM, then SIGKILL; returns when they are gone. A second call does nothing."""
+        self._finalizer()
+
+
+def _start(family: _Family, service: str) -> None:
+    """Start one service at its address and wait until it is ready; its port stays its own from then on."""
+    arguments = ["--listen", family.addresses[service]]
+    if service == EXECUTOR:
+        program, arguments = family.programs.executor, [*family.arguments.executor, *arguments]
+    else:
+        arguments += ["--executor", family.addresses[EXECUTOR]]
+        program, arguments = family.programs.scheduler, [*family.arguments.scheduler, *arguments]
+    child = ChildService(service, program, arguments, family.on_log)
+    family.children[service] = child
+    family.addresses[service] = child.wait_ready(family.start_timeout_s, family.stopping)
+
+
+def _watch(family: _Family) -> None:
+    """Restart what dies until told to stop."""
+    try:
+        while not family.stopping.wait(_WATCH_S):
+            for service, child in list(family.children.items()):
+                if child.exit_code() is not None and not family.stopping.is_set():
+                    _restart(family, service, child)
+    except LocalServiceError as error:
+        if family.stopping.is_set():
+            return
+        family.failure = error
+        _stop_children(family)
+        family.on_event(str(error))
+        family.failed.set()
+
+
+def _restart(family: _Family, service: str, child: ChildService) -> None:
+    """Start a dead service again, more slowly each time; raises LocalServiceError when it is time to give up."""
+    words = child.last_words()
+    child.stop(0)
+    deaths = family.deaths[service]
+    while True:
+        now = time.monotonic()
+        deaths.append(now)
+        while deaths[0] < now - QUICK_DEATHS_S:
+            deaths.popleft()
+        if len(deaths) >= MAX_QUICK_DEATHS:
+            raise LocalServiceError(
+                f"the {service} died {len(deaths)} times within {QUICK_DEATHS_S:.0f} s and is given up ({words})"
+            )
+        delay_s = _FIRST_BACKOFF_S * 2 ** (len(deaths) - 1)
+        family.on_event(f"the {service} died ({words}); starting it again in {delay_s:.1f} s")
+        if family.stopping.wait(delay_s):
+            return
+        try:
+            _start(family, service)
+        except LocalServiceError as error:
+            words = str(error)
+            family.children[service].stop(0)
+            if family.stopping.is_set():
+                return
+            continue
+        family.on_event(f"the {service} is back at {family.addresses[service]}")
+        return
+
+
+def _stop(family: _Family) -> None:
+    family.stopping.set()
+    if family.watcher is not None and family.watcher is not threading.current_thread():
+        family.watcher.join(timeout=family.stop_grace_s)
+    _stop_children(family)
+
+
+def _stop_children(family: _Family) -> None:
+    """The scheduler first: its clients see it go, and not their executor."""
+    for service in (SCHEDULER, EXECUTOR):
+        child = family.children.get(service)
+        if child is not None:
+            child.stop(family.stop_grace_s)
+
+
+def _check_port(port: object) -> None:
+    if not isinstance(port, int) or not 0 <= port <= 65535:
+        raise OptionError(f"option port: must be an integer from 0 to 65535, not {port!r}")
+
+
+def _check_port_is_free(host: str, port: int) -> None:
+    """Fail before a model is loaded for nothing; raises OptionError."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise OptionError(f"option host: {host!r}: {error.strerror or error}") from None
+    kind, _, _, _, address = found[0]
+    with contextlib.closing(socket.socket(kind, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise OptionError(f"option port: cannot listen on {format_address(host, port)}: {reason}") from None
+
+
+def _log_line(service: str, line: str) -> None:
+    logging.getLogger(f"cadenza.{service}").info(line)

@@ -1,0 +1,104 @@
+"""One background event loop for all blocking clients of a process (grpc.aio wants one loop, grpc#42357)."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, ClassVar, TypeVar
+
+T = TypeVar("T")
+
+_CANCEL_TIMEOUT_S = 5.0
+
+
+class _PollerNoise(logging.Filter):
+    """Drops one harmless record of asyncio's log, which two event loops in one process would fill the screen with.
+
+    grpc.aio wakes every loop for every event; all but the first find nothing to read any more (grpc#42357).
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not (
+            isinstance(error, BlockingIOError) and "PollerCompletionQueue._handle_events" in record.getMessage()
+        )
+
+
+_POLLER_NOISE = _PollerNoise()  # one object: a logger takes the same filter once only
+
+
+class LoopThread:
+    """An event loop on a daemon thread."""
+
+    _shared: ClassVar[LoopThread | None] = None
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._pid = os.getpid()
+        self._finishing: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
+        self._thread = threading.Thread(target=self._run_loop, name="cadenza-client", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def shared(cls) -> LoopThread:
+        """The process's one; made on first use, and anew in a forked child, where threads do not live on."""
+        with cls._lock:
+            if cls._shared is None or cls._shared._pid != os.getpid():
+                cls._shared = cls()
+                logging.getLogger("asyncio").addFilter(_POLLER_NOISE)
+            return cls._shared
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run on the loop and wait.
+
+        An exception in the waiting thread, such as KeyboardInterrupt, cancels the work, waits until it has ended (5
+        seconds at most) and goes on. Raises RuntimeError when called on the loop itself: waiting would never end.
+        """
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError("the blocking client was called on its own event loop: use AsyncClient")
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            task = self.loop.create_task(work)
+            tasks.append(task)
+            task.add_done_callback(lambda done: _settle(outcome, done))
+
+        self.loop.call_soon_threadsafe(start)
+        try:
+            return outcome.result()
+        except BaseException:
+            if not outcome.done():
+                self.loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+                with contextlib.suppress(Exception, asyncio.CancelledError):
+                    outcome.result(timeout=_CANCEL_TIMEOUT_S)
+            raise
+
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run clean-up and wait; where waiting is impossible (garbage collection on the loop itself), only start it."""
+        if threading.current_thread() is self._thread:
+            task = self.loop.create_task(work)
+            self._finishing.add(task)
+            task.add_done_callback(self._finishing.discard)
+        else:
+            self.run(work)
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+
+def _settle(outcome: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
+    if task.cancelled():
+        outcome.set_exception(asyncio.CancelledError())
+    elif (error := task.exception()) is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(task.result())

@@ -1,0 +1,190 @@
+"""The forms in which prompts, chats and their parameters are taken: vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, TypedDict
+
+from cadenza.sampling_params import SamplingParams
+
+_FORMS = 'a str, {"prompt": str}, a list of token ids or {"prompt_token_ids": [...]}'
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text, with vLLM's key."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, with vLLM's key."""
+
+    prompt_token_ids: list[int]
+
+
+SinglePrompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
+Prompts = SinglePrompt | Sequence[SinglePrompt]
+Message = Mapping[str, Any]  # {"role": str, "content": str or a list of {"type": "text", "text": str}}
+Messages = Sequence[Message]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt in exactly one of its three forms."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    messages: list[tuple[str, str]] | None = None  # (role, content)
+    cache_salt: str | None = None  # only requests with the same salt share cached blocks
+
+
+def parse_prompts(prompts: object) -> list[Prompt]:
+    """One prompt or many, as a list. A list of integers is one prompt, a list of lists many.
+
+    Raises ValueError, naming the index, for anything that is no prompt.
+    """
+    if isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts):
+        return [parse_prompt(prompts)]
+    if isinstance(prompts, (bytes, set, frozenset)) or not isinstance(prompts, Iterable):
+        raise ValueError(f"a prompt is {_FORMS}, or a list of these, not {_short(prompts)}")
+    items = list(prompts)
+    if not items:
+        raise ValueError("no prompts: give at least one")
+    return [parse_prompt(item, f"prompt {index}: ") for index, item in enumerate(items)]
+
+
+def parse_prompt(prompt: object, where: str = "") -> Prompt:
+    """Exactly one prompt; raises ValueError that begins with `where`."""
+    if isinstance(prompt, Prompt):
+        return prompt
+    if isinstance(prompt, str):
+        return Prompt(text=_text(prompt, f"{where}the prompt"))
+    if isinstance(prompt, Mapping):
+        return _parse_mapping(prompt, where)
+    if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, set, frozenset)):
+        return Prompt(token_ids=_token_ids(prompt, where))
+    raise ValueError(f"{where}a prompt is {_FORMS}, not {_short(prompt)}")
+
+
+def parse_chats(messages: object) -> tuple[list[Prompt], bool]:
+    """One conversation or many as prompts, and whether it was a single one; raises ValueError."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        raise ValueError(f'a conversation is a list of {{"role": ..., "content": ...}}, not {_short(messages)}')
+    items = list(messages)
+    if not items:
+        raise ValueError("no messages: give at least one")
+    if isinstance(items[0], Mapping):
+        return [parse_chat(items)], True
+    return [parse_chat(item, f"conversation {index}: ") for index, item in enumerate(items)], False
+
+
+def parse_chat(messages: object, where: str = "") -> Prompt:
+    """One conversation as a prompt; raises ValueError that begins with `where`."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        raise ValueError(f'{where}a conversation is a list of {{"role": ..., "content": ...}}, not {_short(messages)}')
+    turns: list[tuple[str, str]] = []
+    for index, message in enumerate(messages):
+        spot = f"{where}message {index}"
+        if not isinstance(message, Mapping):
+            raise ValueError(f'{spot} must be {{"role": ..., "content": ...}}, not {_short(message)}')
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise ValueError(f"{spot} has no role")
+        turns.append((_text(role, f"{spot}: role"), _text(_content(message.get("content"), spot), f"{spot}: content")))
+    if not turns:
+        raise ValueError(f"{where}no messages: give at least one")
+    return Prompt(messages=turns)
+
+
+def match_params(params: object, count: int) -> list[SamplingParams]:
+    """One SamplingParams for each of `count` prompts; raises ValueError or TypeError."""
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if isinstance(params, (str, bytes, Mapping)) or not isinstance(params, Iterable):
+        raise TypeError(f"params must be a SamplingParams or a list of them, not {_short(params)}")
+    items = list(params)
+    if len(items) != count:
+        raise ValueError(f"{len(items)} SamplingParams for {count} prompts: give one, or one for each")
+    for index, item in enumerate(items):
+        if not isinstance(item, SamplingParams):
+            raise TypeError(f"params {index} must be a SamplingParams, not {_short(item)}")
+    return items
+
+
+def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
+    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+    if unknown:
+        raise ValueError(f"{where}a prompt cannot have {', '.join(sorted(map(str, unknown)))}: it is {_FORMS}")
+    salt = prompt.get("cache_salt")
+    if salt is not None and not isinstance(salt, str):
+        raise ValueError(f"{where}cache_salt must be a str, not {_short(salt)}")
+    _text(salt or "", f"{where}cache_salt")
+    if prompt.get("prompt_token_ids") is not None:  # as in vLLM, token ids go before the text beside them
+        return Prompt(token_ids=_token_ids(prompt["prompt_token_ids"], where), cache_salt=salt)
+    text = prompt.get("prompt")
+    if not isinstance(text, str):
+        raise ValueError(f"{where}a prompt is {_FORMS}, not {_short(prompt)}")
+    return Prompt(text=_text(text, f"{where}the prompt"), cache_salt=salt)
+
+
+def _text(text: str, spot: str) -> str:
+    """The text, if it can be sent; raises ValueError for lone surrogates, which are no characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{spot} holds a lone surrogate, {text[error.start]!r}, at position {error.start}") from None
+    return text
+
+
+def _is_token_ids(value: object) -> bool:
+    """Is it a non-empty flat sequence of integers: one prompt and not many."""
+    # An array of numpy or torch is no Sequence, and its elements are no int, but it can be had as a list.
+    items = value.tolist() if hasattr(value, "tolist") else value
+    return isinstance(items, Sequence) and not isinstance(items, (str, bytes)) and isinstance(_first(items), Integral)
+
+
+def _first(items: Sequence[object]) -> object:
+    return items[0] if items else None
+
+
+def _token_ids(value: Any, where: str) -> list[int]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"{where}prompt_token_ids must be a list of integers, not {_short(value)}")
+    ids = value.tolist() if hasattr(value, "tolist") else list(value)
+    if not ids:
+        raise ValueError(f"{where}a prompt of token ids needs at least one")
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+            raise ValueError(f"{where}a list prompt holds token ids only, not {_short(token_id)}")
+        if not 0 <= int(token_id) <= _MAX_TOKEN_ID:
+            raise ValueError(f"{where}{int(token_id)} is no token id")
+    return [int(token_id) for token_id in ids]
+
+
+def _content(content: object, spot: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Iterable) or isinstance(content, Mapping):
+        raise ValueError(f"{spot}: content must be a str or a list of text parts, not {_short(content)}")
+    texts: list[str] = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            raise ValueError(f"{spot}: only text parts are supported, not {_short(part)}")
+    return "".join(texts)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

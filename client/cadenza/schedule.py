@@ -1,0 +1,157 @@
+"""The schedule that really ran, from step records: who was computed in which step, and what it cost.
+
+Pure functions of StepRecords; `schedule_picture` draws what these return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from cadenza.v1 import admin_pb2, execution_pb2
+
+
+class Cell(IntEnum):
+    """What one sequence did in one step; where steps share a column, the largest is shown."""
+
+    ABSENT = 0
+    WAITING = 1  # not yet admitted, or preempted
+    IDLE = 2  # in the batch, but not computed in this step
+    UNUSED = 3  # computed, but after its end: planned before that was known, and dropped
+    DECODE = 4
+    PREFILL = 5  # prompt tokens, or recompute after preemption
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence over all steps."""
+
+    sequence_id: int
+    label: str
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    cells: list[Cell] = field(default_factory=list)  # one per step
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Rows in the order of joining; columns are steps."""
+
+    rows: list[Row]
+    step_ids: list[int]
+    occupancy: list[int]  # sequences computed in each step
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleStats:
+    """What the step records measure; shares are 0 to 1, NaN-free: 0 where nothing was measured."""
+
+    num_steps: int
+    duration_s: float  # from the first plan to the last result
+    num_prefill_tokens: int
+    num_output_tokens: int
+    mean_occupancy: float  # sequences per step
+    max_occupancy: int
+    num_unused: int  # computed sequence-steps whose token was dropped
+    num_preemptions: int
+    mean_used_blocks: float
+    peak_used_blocks: int
+    num_blocks: int
+    waste: float  # share of slots in held blocks without a token: internal fragmentation
+    num_static_steps: int  # steps that static batches of the same sequences would have taken
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Output tokens per second over the whole run."""
+        return self.num_output_tokens / self.duration_s if self.duration_s > 0 else 0.0
+
+
+def ran(records: Sequence[admin_pb2.StepRecord]) -> list[admin_pb2.StepRecord]:
+    """The records of steps that computed something, in order."""
+    done = [r for r in records if r.status == execution_pb2.STEP_STATUS_OK and any(r.num_tokens)]
+    return sorted(done, key=lambda record: record.step_id)
+
+
+def build_schedule(records: Sequence[admin_pb2.StepRecord], labels: Mapping[str, str]) -> Schedule:
+    """The schedule of all sequences in `records`; `labels` are by request id, which stands in where one is missing."""
+    joined = {join.sequence_id: join for record in records for join in record.joined}
+    left = {leave.sequence_id: leave.num_output_tokens for record in records for leave in record.left}
+    steps = ran(records)
+    rows: dict[int, Row] = {}
+    for record in steps:
+        for sequence_id in record.sequence_ids:
+            if sequence_id not in rows:
+                rows[sequence_id] = _new_row(sequence_id, joined.get(sequence_id), labels, left)
+    for row in rows.values():
+        row.cells = _cells(row, steps)
+    occupancy = [sum(1 for count in record.num_tokens if count) for record in steps]
+    return Schedule(list(rows.values()), [record.step_id for record in steps], occupancy)
+
+
+def summarize(records: Sequence[admin_pb2.StepRecord], *, block_size: int, batch_size: int) -> ScheduleStats:
+    """Measure a run; `batch_size` is that of the static batches it is compared with."""
+    steps = ran(records)
+    schedule = build_schedule(records, {})
+    held = sum(record.load.num_used_blocks for record in steps) * block_size
+    stored = sum(record.load.num_stored_tokens for record in steps)
+    prompts = {join.sequence_id: join.num_prompt_tokens for record in records for join in record.joined}
+    count = max(1, len(steps))
+    return ScheduleStats(
+        num_steps=len(steps),
+        duration_s=(max(r.applied_ns for r in steps) - min(r.planned_ns for r in steps)) / 1e9 if steps else 0.0,
+        num_prefill_tokens=sum(prompts.values()),
+        num_output_tokens=sum(leave.num_output_tokens for record in records for leave in record.left),
+        mean_occupancy=sum(schedule.occupancy) / count,
+        max_occupancy=max(schedule.occupancy, default=0),
+        num_unused=sum(row.cells.count(Cell.UNUSED) for row in schedule.rows),
+        num_preemptions=sum(len(record.preempted_ids) for record in records),
+        mean_used_blocks=sum(record.load.num_used_blocks for record in steps) / count,
+        peak_used_blocks=max((record.load.num_used_blocks for record in steps), default=0),
+        num_blocks=max((record.load.num_blocks for record in steps), default=0),
+        waste=max(0.0, 1.0 - stored / held) if held else 0.0,
+        num_static_steps=_static_steps(schedule, batch_size),
+    )
+
+
+def _new_row(
+    sequence_id: int, join: admin_pb2.SequenceJoined | None, labels: Mapping[str, str], left: Mapping[int, int]
+) -> Row:
+    num_output_tokens = left.get(sequence_id, 0)
+    if join is None:  # it joined before the watch began, or that record was lost
+        return Row(sequence_id, f"sequence {sequence_id}", 0, num_output_tokens)
+    label = labels.get(join.request_id, join.request_id)
+    if join.sample_index:
+        label = f"{label} #{join.sample_index}"
+    return Row(sequence_id, label, join.num_prompt_tokens, num_output_tokens)
+
+
+def _cells(row: Row, steps: Sequence[admin_pb2.StepRecord]) -> list[Cell]:
+    cells: list[Cell] = []
+    resting = Cell.WAITING
+    last = -1
+    for column, record in enumerate(steps):
+        if row.sequence_id in record.preempted_ids:
+            resting = Cell.WAITING
+        cell = _cell(row, record)
+        if cell is None:
+            cells.append(resting)
+        else:
+            cells.append(cell)
+            resting, last = Cell.IDLE, column
+    return cells[: last + 1] + [Cell.ABSENT] * (len(steps) - last - 1)
+
+
+def _cell(row: Row, record: admin_pb2.StepRecord) -> Cell | None:
+    for index, sequence_id in enumerate(record.sequence_ids):
+        if sequence_id == row.sequence_id and record.num_tokens[index]:
+            if record.context_lens[index] < row.num_prompt_tokens or record.num_tokens[index] > 1:
+                return Cell.PREFILL
+            return Cell.DECODE if record.num_sampled[index] else Cell.UNUSED
+    return None
+
+
+def _static_steps(schedule: Schedule, batch_size: int) -> int:
+    """Batches in the order of joining, each as long as its longest sequence, by the steps each sequence really took."""
+    lengths = [sum(cell in (Cell.DECODE, Cell.PREFILL) for cell in row.cells) for row in schedule.rows]
+    return sum(max(lengths[start : start + batch_size]) for start in range(0, len(lengths), batch_size))

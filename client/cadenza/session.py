@@ -1,0 +1,154 @@
+"""Many requests over one Session stream, with a window that follows what the server's queue takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc
+
+from cadenza.convert import delta_from_proto
+from cadenza.errors import CadenzaError, InternalError, QueueFullError, UnavailableError, from_rpc_error, from_status
+from cadenza.outputs import OutputCollector, RequestOutput
+from cadenza.v1 import generation_pb2
+
+if TYPE_CHECKING:
+    from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+# More in flight than any executor computes at once, less than the server's queue holds by default (1,024).
+MAX_IN_FLIGHT = 512
+_DEFAULT_RETRY_S = 0.2
+_SessionCall = grpc.aio.StreamStreamCall[generation_pb2.SessionRequest, generation_pb2.SessionResponse]
+
+
+@dataclass(slots=True)
+class BatchItem:
+    """One request of a batch and what has come of it."""
+
+    request: generation_pb2.GenerateRequest
+    collector: OutputCollector
+    error: CadenzaError | None = None
+    done: bool = False
+
+
+@dataclass(slots=True)
+class _Window:
+    """How many requests may be in flight: halts at what the queue took, grows by one with each that ends."""
+
+    size: int = MAX_IN_FLIGHT
+    pending: deque[int] = field(default_factory=deque)
+    in_flight: set[int] = field(default_factory=set)
+    not_before: float = 0.0  # on the event loop's clock
+
+    def refused(self, index: int, now: float, retry_after_s: float | None) -> None:
+        self.in_flight.discard(index)
+        # Refusals come in the order of sending, so the first waits at the front.
+        position = next((at for at, other in enumerate(self.pending) if other > index), len(self.pending))
+        self.pending.insert(position, index)
+        self.size = max(1, len(self.in_flight))
+        self.not_before = max(self.not_before, now + (_DEFAULT_RETRY_S if retry_after_s is None else retry_after_s))
+
+    def ended(self, index: int) -> None:
+        self.in_flight.discard(index)
+        self.size = min(MAX_IN_FLIGHT, self.size + 1)
+
+
+class SessionBatch:
+    """Runs requests over one Session stream until every one has ended.
+
+    A request that finds the server's queue full is sent again after the server's RetryInfo, for as long as it takes;
+    any other error ends that request only. Leaving `run` early, in whichever way, cancels the stream and so aborts
+    what still runs.
+    """
+
+    def __init__(self, stub: GenerationServiceAsyncStub, target: str, items: Sequence[BatchItem]) -> None:
+        self._stub = stub
+        self._target = target
+        self._items = items
+        self._index_of = {item.request.request_id: index for index, item in enumerate(items)}
+        self._window = _Window(pending=deque(range(len(items))))
+        self._num_open = len(items)
+        self._wake = asyncio.Event()
+
+    async def run(self) -> None:
+        """Fill in every item; raises the CadenzaError of a stream that broke."""
+        call: _SessionCall = self._stub.Session()
+        writer = asyncio.create_task(self._write(call))
+        try:
+            async for response in call:
+                for event in response.events:
+                    self._take(event)
+                if self._num_open == 0:
+                    break
+            if self._num_open > 0:
+                raise UnavailableError(f"{self._target} ended the session with {self._num_open} requests unfinished")
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, self._target) from None
+        finally:
+            # An abandoned aio call is never collected and its handler runs on (grpc#43462).
+            call.cancel()
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(self, call: _SessionCall) -> None:
+        window, loop = self._window, asyncio.get_running_loop()
+        try:
+            while self._num_open > 0:
+                delay = window.not_before - loop.time()
+                if not window.pending or len(window.in_flight) >= window.size:
+                    self._wake.clear()
+                    await self._wake.wait()
+                elif delay > 0:
+                    await asyncio.sleep(delay)
+                else:
+                    index = window.pending.popleft()
+                    window.in_flight.add(index)
+                    await call.write(generation_pb2.SessionRequest(generate=self._items[index].request))
+            await call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the reader sees why the call ended
+
+    def _take(self, event: generation_pb2.SessionEvent) -> None:
+        index = self._index_of.get(event.request_id)
+        if index is None or self._items[index].done:
+            raise InternalError(
+                f"{self._target} sent output of request {event.request_id!r}, which this session has not"
+            )
+        item = self._items[index]
+        kind = event.WhichOneof("event")
+        if kind == "error":
+            error = from_status(event.error)
+            if isinstance(error, QueueFullError):
+                self._window.refused(index, asyncio.get_running_loop().time(), error.retry_after_s)
+                self._wake.set()
+                return
+            item.error = error
+        elif kind == "response":
+            item.collector.add(delta_from_proto(event.response, item.collector.prompt_token_ids))
+        if event.done or item.error is not None:
+            if item.error is None and not item.collector.finished:
+                item.error = InternalError(f"request {event.request_id} ended without its last response")
+            self._end(index)
+
+    def _end(self, index: int) -> None:
+        self._items[index].done = True
+        self._num_open -= 1
+        self._window.ended(index)
+        self._wake.set()
+
+
+def batch_results(items: Sequence[BatchItem]) -> list[RequestOutput]:
+    """The results in the order of the items; raises the first failing item's error, with all that the rest produced."""
+    errors = {index: item.error for index, item in enumerate(items) if item.error is not None}
+    if not errors:
+        return [item.collector.result() for item in items]
+    first = min(errors)
+    error = errors[first]
+    if len(items) > 1:
+        error.prompt_index = first
+    error.errors = errors
+    error.outputs = [None if index in errors else item.collector.result() for index, item in enumerate(items)]
+    raise error

@@ -1,0 +1,75 @@
+"""A watch over a server's steps: AdminService.WatchSteps, for the demo's picture and `cadenza top`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from cadenza.async_client import AsyncClient
+from cadenza.errors import InternalError, from_rpc_error
+from cadenza.v1 import admin_pb2
+from cadenza.v1.admin_pb2_grpc import AdminServiceStub
+
+
+@dataclass(slots=True)
+class StepWatch:
+    """The step records since the watch began, as they come in."""
+
+    records: list[admin_pb2.StepRecord] = field(default_factory=list)
+    num_dropped: int = 0  # records that the server lost to this watch
+    num_left: int = 0  # sequences that have ended
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, response: admin_pb2.WatchStepsResponse) -> None:
+        """Take what one message brings."""
+        self.records.extend(response.records)
+        self.num_left += sum(len(record.left) for record in response.records)
+        self.num_dropped = response.num_dropped
+        self._changed.set()
+
+    async def wait_left(self, count: int, timeout_s: float) -> None:
+        """Wait until `count` sequences have left, `timeout_s` seconds at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.num_left < count:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+
+@contextlib.asynccontextmanager
+async def watch_steps(client: AsyncClient) -> AsyncIterator[StepWatch]:
+    """A watch that stands before the body begins: the server's first message says so.
+
+    Raises CadenzaError if it cannot stand, or broke while the body ran.
+    """
+    watch = StepWatch()
+    stub: Any = AdminServiceStub(client.channel)
+    call = stub.WatchSteps(admin_pb2.WatchStepsRequest())
+    reader: asyncio.Task[None] | None = None
+    try:
+        first = await call.read()
+        if first is grpc.aio.EOF:
+            raise InternalError(f"{client.target} ended the watch of steps at once")
+        watch.add(first)
+        reader = asyncio.create_task(_read(call, watch))
+        yield watch
+        if reader.done():
+            reader.result()
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, client.target) from None
+    finally:
+        # An abandoned aio call is never collected and its handler runs on (grpc#43462).
+        call.cancel()
+        if reader is not None:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+
+async def _read(call: Any, watch: StepWatch) -> None:
+    while (response := await call.read()) is not grpc.aio.EOF:
+        watch.add(response)

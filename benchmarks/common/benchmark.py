@@ -1,0 +1,37 @@
+"""What a benchmark is to `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from benchmarks.common.rows import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One question and how it is answered."""
+
+    name: str
+    question: str
+    add_options: Callable[[argparse.ArgumentParser], None]  # besides --repeats, --seed, --json, --record
+    run: Callable[[argparse.Namespace], Iterator[Row]]  # raises BenchmarkError rather than give a wrong row
+    describe: Callable[[Row], str]  # a row for people, one line or a few
+
+
+def progress(text: str) -> None:
+    """Say on stderr what is going on: stdout is for results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def positive(text: str) -> int:
+    """An option's value as an integer of at least 1; raises ArgumentTypeError."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
+    return value

@@ -1,0 +1,94 @@
+"""Bursts against both services of Cadenza over real gRPC, timed by the client's clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.rows import BenchmarkError
+from benchmarks.common.stats import percentile
+from benchmarks.common.workload import Request
+from cadenza import AsyncClient, LocalServices, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTimes:
+    """One request of a burst; seconds since the burst began."""
+
+    first_s: float  # the first token is here
+    last_s: float  # the last token is here
+    num_tokens: int
+
+
+@contextmanager
+def running_services(model: Path, **options: Any) -> Iterator[str]:
+    """Both services as processes on the CPU, token ids only; yields the scheduler's address.
+
+    Raises BenchmarkError if a service died meanwhile: a restart would be in the times.
+    """
+    events: list[str] = []
+    services = LocalServices(str(model), on_event=events.append, device="cpu", skip_tokenizer_init=True, **options)
+    with services:
+        yield services.target
+    if events:
+        raise BenchmarkError("; ".join(events))
+
+
+async def stream_burst(target: str, requests: Sequence[Request]) -> tuple[list[StreamTimes], float]:
+    """All requests at once, each a stream of its own; times of each, and seconds until the last has ended."""
+    async with AsyncClient(target) as client:
+        await client.model_info()  # so that connecting is not in the times
+        start = time.perf_counter()
+        times = await asyncio.gather(*(_stream(client, request, start) for request in requests))
+        return list(times), time.perf_counter() - start
+
+
+async def generate_burst(target: str, requests: Sequence[Request]) -> tuple[list[list[int]], float]:
+    """All requests at once over one session, finished results only; output tokens, and seconds until all have ended."""
+    async with AsyncClient(target) as client:
+        await client.model_info()
+        start = time.perf_counter()
+        prompts = [request.prompt for request in requests]
+        outputs = await client.generate(prompts, [_params(request) for request in requests])
+        wall_s = time.perf_counter() - start
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    for request, made in zip(requests, tokens, strict=True):
+        _check_length(request, len(made))
+    return tokens, wall_s
+
+
+def latencies(times: Sequence[StreamTimes]) -> dict[str, float]:
+    """TTFT and TPOT (time per output token after the first, of requests with two or more), p50 and p99, in ms."""
+    ttft = [1e3 * each.first_s for each in times]
+    tpot = [1e3 * (each.last_s - each.first_s) / (each.num_tokens - 1) for each in times if each.num_tokens > 1]
+    metrics = {"ttft_p50_ms": percentile(ttft, 50), "ttft_p99_ms": percentile(ttft, 99)}
+    if tpot:
+        metrics |= {"tpot_p50_ms": percentile(tpot, 50), "tpot_p99_ms": percentile(tpot, 99)}
+    return metrics
+
+
+async def _stream(client: AsyncClient, request: Request, start: float) -> StreamTimes:
+    first_s = last_s = 0.0
+    num_tokens = 0
+    async for delta in client.stream(request.prompt, _params(request)):
+        new = sum(len(sample.token_ids) for sample in delta.outputs)
+        if new:
+            last_s = time.perf_counter() - start
+            first_s = first_s or last_s
+            num_tokens += new
+    _check_length(request, num_tokens)
+    return StreamTimes(first_s, last_s, num_tokens)
+
+
+def _params(request: Request) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True, detokenize=False)
+
+
+def _check_length(request: Request, num_tokens: int) -> None:
+    if num_tokens != request.output_len:
+        raise BenchmarkError(f"request {request.request_id}: {num_tokens} tokens instead of {request.output_len}")

@@ -1,0 +1,79 @@
+"""The requests of a burst: seeded, so that every system and every run gets the same ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.rows import BenchmarkError
+
+MIN_PROMPT, MAX_PROMPT = 16, 256
+MIN_OUTPUT, MEAN_OUTPUT, MAX_OUTPUT = 8, 64, 256
+_FIRST_ID, _END_ID = 300, 8000  # past special tokens and single bytes; within the smallest usual vocabularies
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and how many tokens to make for it, EOS or not."""
+
+    request_id: int
+    prompt: list[int]  # token ids
+    output_len: int  # tokens
+
+
+def make_workload(num_requests: int, seed: int, vocab_size: int) -> list[Request]:
+    """Prompts of uniform length and outputs of exponential length, clipped; random token ids of the vocabulary.
+
+    For vocabularies of 8,000 ids or more, and the same seed, these are the requests that the project's peers were
+    measured with. Raises BenchmarkError for a vocabulary that is too small.
+    """
+    end = min(_END_ID, vocab_size)
+    if end <= _FIRST_ID:
+        raise BenchmarkError(f"a vocabulary of {vocab_size} tokens is too small: over {_FIRST_ID} are needed")
+    rng = random.Random(seed)
+    requests = []
+    for index in range(num_requests):
+        num_prompt = rng.randint(MIN_PROMPT, MAX_PROMPT)
+        num_output = max(MIN_OUTPUT, min(MAX_OUTPUT, round(rng.expovariate(1 / MEAN_OUTPUT))))
+        prompt = [rng.randrange(_FIRST_ID, end) for _ in range(num_prompt)]
+        requests.append(Request(index, prompt, num_output))
+    return requests
+
+
+def load_workload(path: Path, vocab_size: int) -> list[Request]:
+    """Requests from a JSON list of {"id", "prompt": [token ids], "output_len"}; raises BenchmarkError."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BenchmarkError(f"workload {path}: {error}") from None
+    if not isinstance(entries, list) or not entries:
+        raise BenchmarkError(f"workload {path}: a list with at least one request is needed")
+    return [_request(entry, f"workload {path}, entry {index}", vocab_size) for index, entry in enumerate(entries)]
+
+
+def digest(requests: Sequence[Request]) -> str:
+    """Twelve hex digits that tell workloads apart."""
+    content = [(request.prompt, request.output_len) for request in requests]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+
+
+def _request(entry: Any, where: str, vocab_size: int) -> Request:
+    if not isinstance(entry, dict) or not {"id", "prompt", "output_len"} <= entry.keys():
+        raise BenchmarkError(f'{where}: {{"id", "prompt", "output_len"}} is needed')
+    request_id, prompt, output_len = entry["id"], entry["prompt"], entry["output_len"]
+    if not _is_int(request_id) or not _is_int(output_len) or output_len < 1:
+        raise BenchmarkError(f"{where}: id must be an integer, output_len one of at least 1")
+    if not isinstance(prompt, list) or not prompt or not all(_is_int(token_id) for token_id in prompt):
+        raise BenchmarkError(f"{where}: prompt must be a list of token ids")
+    if not all(0 <= token_id < vocab_size for token_id in prompt):
+        raise BenchmarkError(f"{where}: token ids must be 0 to {vocab_size - 1} for this model")
+    return Request(request_id, prompt, output_len)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

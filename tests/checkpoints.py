@@ -1,0 +1,102 @@
+"""Tiny seeded checkpoints, made by transformers itself: what tests of the executor and of the whole server run on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BOS, EOS = "<s>", "</s>"
+
+_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def make_llama(
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shards: bool = False,
+    tokenizer: bool = False,
+    **shape: Any,
+) -> Path:
+    """Save a random LlamaForCausalLM checkpoint to a folder and return it.
+
+    Args:
+        folder: made if need be.
+        seed: of the weights. They are wide enough that greedy continuations wander, norms and biases included.
+        dtype: of the weights as saved.
+        shards: save several safetensors files and their index.
+        tokenizer: add a byte-level tokenizer with a chat template; the vocabulary must hold at least 261 ids.
+        shape: fields of transformers' LlamaConfig, over those of a tiny model.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**{**_SHAPE, **shape})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+                elif name.endswith("bias"):
+                    parameter.normal_(0, 0.1)
+    model = model.to(dtype)
+    model.config.dtype = dtype
+    folder.mkdir(parents=True, exist_ok=True)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(folder, max_shard_size=max(1, size // 3) if shards else "50GB")
+    if tokenizer:
+        add_tokenizer(folder, config.vocab_size)
+    return folder
+
+
+def add_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Save a tokenizer with one token per byte, `<s>` 0, `</s>` 1, role markers, and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    specials = [BOS, EOS, "<|system|>", "<|user|>", "<|assistant|>"]
+    vocabulary = {token: i for i, token in enumerate([*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    if vocab_size < len(vocabulary):
+        raise ValueError(f"vocab_size must be at least {len(vocabulary)} for a byte-level tokenizer")
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "chat_template": _CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    """Change fields of a folder's config.json; None removes one."""
+    path = folder / "config.json"
+    content = {**json.loads(path.read_text(encoding="utf-8")), **fields}
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}), encoding="utf-8")

@@ -1,0 +1,43 @@
+"""Settings for the whole suite. Fixtures live in the folders that use them; shared helpers are `tests.…` modules."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Tests pass without a network, so a hub is never asked; and test processes must not fight over two cores.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# The same examples on every machine and run, and no deadline, since CI's cores are shared.
+# To look for new ones: make test PYTEST_ARGS='--hypothesis-profile=explore'
+settings.register_profile("cadenza", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` in a script; tests send Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not config.getoption("--hypothesis-profile"):
+        settings.load_profile("cadenza")
+
+
+_HAS_TORCH = importlib.util.find_spec("torch") is not None
+_NEEDS_TORCH = re.compile(
+    r"^\s*(?:from|import) (?:torch|tests\.checkpoints|tests\.helpers\.services|executor_svc(?!\.config))\b",
+    re.MULTILINE,
+)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without torch (make check-py312) leave out the files that need it."""
+    if _HAS_TORCH or collection_path.suffix != ".py":
+        return None
+    return True if _NEEDS_TORCH.search(collection_path.read_text(encoding="utf-8")) else None

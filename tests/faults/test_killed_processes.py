@@ -1,0 +1,116 @@
+"""Real processes, really killed: `cadenza up` restarts them, and streams go on without losing or repeating a token."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cadenza import Client, SamplingParams
+from tests.checkpoints import make_llama
+
+PARAMS = SamplingParams(max_tokens=600, temperature=0.8, seed=5, ignore_eos=True)
+
+
+class Up:
+    """A running `cadenza up`."""
+
+    def __init__(self, model: Path, log: Path, *options: str) -> None:
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "cadenza", "up", "--model", str(model), "--port", "0", *options],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+        self._log = log
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("ready "), self.log
+        self.target = line.split()[1]
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def service(self, name: str) -> psutil.Process:
+        """The process of `executor_svc` or `scheduler_svc`."""
+        (found,) = [
+            child
+            for child in psutil.Process(self.process.pid).children(recursive=True)
+            if name in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE
+        ]
+        return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("model"), tokenizer=True, vocab_size=300, max_position_embeddings=4096)
+
+
+@pytest.fixture
+def up(model: Path, tmp_path: Path) -> Iterator[Up]:
+    running = Up(model, tmp_path / "log", "--num-gpu-blocks", "1000", "--max-num-seqs", "8")
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    yield running
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(15) == 0, running.log
+    assert running.process.stdout is not None
+    assert running.process.stdout.read() == "", "stdout holds the ready line alone"
+    running.process.stdout.close()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+
+
+def test_a_killed_executor_costs_no_token(up: Up) -> None:
+    prompts = [[7, 8, 9], [11] * 40, [250, 3]]
+    with Client(up.target) as client:
+        expected = [output.outputs[0].token_ids for output in client.generate(prompts, PARAMS)]
+        streams = [client.stream(prompt, PARAMS) for prompt in prompts]
+        found = [list(next(stream).outputs[0].token_ids) for stream in streams]
+        victim = up.service("executor_svc")
+        os.kill(victim.pid, signal.SIGKILL)
+        for tokens, stream in zip(found, streams, strict=True):
+            for delta in stream:
+                tokens += delta.outputs[0].token_ids
+    assert found == expected
+    assert up.service("executor_svc").pid != victim.pid
+    assert "executor" in up.log
+
+
+def test_an_executor_that_stops_responding_is_no_loss(up: Up) -> None:
+    """Frozen, not dead: nothing is lost while it sleeps, and it goes on where it was."""
+    with Client(up.target) as client:
+        expected = client.generate([[7, 8, 9]], PARAMS)[0].outputs[0].token_ids
+        stream = client.stream([7, 8, 9], PARAMS)
+        tokens = list(next(stream).outputs[0].token_ids)
+        sleeper = up.service("executor_svc")
+        sleeper.suspend()
+        assert client.server_info().load.num_running == 1
+        sleeper.resume()
+        for delta in stream:
+            tokens += delta.outputs[0].token_ids
+    assert tokens == expected
+
+
+def test_a_killed_scheduler_is_restarted(up: Up) -> None:
+    with Client(up.target) as client:
+        before = client.generate([[7, 8, 9]], PARAMS)[0].outputs[0].token_ids
+    victim = up.service("scheduler_svc")
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.wait(10)
+    with grpc.insecure_channel(up.target) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        assert any(answer.status == health_pb2.HealthCheckResponse.SERVING for answer in watch)
+        watch.cancel()
+    with Client(up.target) as client:
+        after = client.generate([[7, 8, 9]], PARAMS)[0].outputs[0].token_ids
+    assert after == before

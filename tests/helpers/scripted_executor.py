@@ -1,0 +1,171 @@
+"""An executor behind gRPC that says what it was told to: no model, no KV, real plans and results."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import grpc
+
+from cadenza import transport
+from cadenza.v1 import execution_pb2 as pb
+from cadenza.v1 import execution_pb2_grpc, types_pb2
+
+VOCAB_SIZE = 512
+EOS = 0
+
+
+@dataclass
+class _Slot:
+    admitted: pb.AdmittedSequence
+    num_tokens: int
+    num_computed: int
+    stopped: bool = False
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.admitted.num_prompt_tokens
+
+
+@dataclass
+class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
+    """Each sequence gets the tokens of `scripts[its seed]`, then token 100 + seed % 100 for ever."""
+
+    scripts: dict[int, list[int]] = field(default_factory=dict)
+    max_model_len: int = 256
+    num_blocks: int = 256
+    max_num_seqs: int = 64
+    incarnation: int = 7
+    protocol_version: int = 1
+    silent: bool = False
+    """Say nothing: no heartbeats, no results."""
+    going: asyncio.Event = field(default_factory=asyncio.Event)
+    """While clear, no step runs."""
+    holder: str = ""
+    refuse: tuple[grpc.StatusCode, str] | None = None
+    num_plans: int = 0
+    num_heartbeats: int = 0
+    last_epoch: int = 0
+    slots: dict[int, _Slot] = field(default_factory=dict)
+    fail_with: pb.StepResult | None = None
+    breaking: tuple[grpc.StatusCode, str] | None = None
+    running: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.going.set()
+
+    async def Describe(self, request, context):
+        return pb.DescribeResponse(
+            protocol_version=self.protocol_version,
+            incarnation=self.incarnation,
+            model=pb.ModelGeometry(
+                name="toy", architecture="Toy", vocab_size=VOCAB_SIZE, max_model_len=self.max_model_len,
+                dtype="float32", num_parameters=11,
+            ),
+            eos_token_ids=[EOS],
+            kv=pb.KvGeometry(block_size=16, num_device_blocks=self.num_blocks, num_groups=1),
+            limits=pb.ExecutorLimits(
+                num_slots=2 * self.max_num_seqs, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=512,
+                max_logprobs=20, max_inflight_plans=4,
+            ),
+            fingerprint=types_pb2.NumericsFingerprint(mode=types_pb2.NUMERICS_MODE_EXACT, digest=b"d" * 32),
+            device="cpu",
+            version="test",
+        )  # fmt: skip
+
+    async def Execute(self, request_iterator, context):
+        first = await anext(aiter(request_iterator))
+        assert first.WhichOneof("message") == "open"
+        if self.refuse is not None:
+            await context.abort(*self.refuse)
+        if first.open.epoch <= self.last_epoch:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the epoch is not larger")
+        self.last_epoch = epoch = first.open.epoch
+        self.slots.clear()
+        opened = pb.SessionOpened(epoch=epoch, incarnation=self.incarnation, last_completed_step_id=self.num_plans)
+        await context.write(pb.ExecuteResponse(opened=opened))
+        beating = asyncio.create_task(self._beat(context))
+        self.running.add(asyncio.current_task())
+        try:
+            async for request in request_iterator:
+                if request.WhichOneof("message") == "heartbeat":
+                    self.num_heartbeats += 1
+                    continue
+                await self.going.wait()
+                self.num_plans += 1
+                assert request.plan.epoch == epoch
+                result = self.fail_with or self.run(request.plan)
+                result.step_id, result.epoch, result.incarnation = request.plan.step_id, epoch, self.incarnation
+                if not self.silent:
+                    await context.write(pb.ExecuteResponse(result=result))
+        except asyncio.CancelledError:
+            if self.breaking is None:
+                raise
+            status, self.breaking = self.breaking, None
+            await context.abort(*status)
+        finally:
+            beating.cancel()
+            self.running.discard(asyncio.current_task())
+
+    def break_up(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
+        """End the session with this status."""
+        self.breaking = code, "broken by the test"
+        (task,) = self.running
+        task.cancel()
+
+    async def _beat(self, context):
+        while not self.silent:
+            await asyncio.sleep(0.1)
+            await context.write(pb.ExecuteResponse(heartbeat=pb.Heartbeat(running_step_id=self.num_plans)))
+
+    def run(self, plan: pb.StepPlan) -> pb.StepResult:
+        for slot_id in plan.released_slots:
+            del self.slots[slot_id]
+        for admitted in plan.admitted:
+            assert admitted.slot not in self.slots
+            self.slots[admitted.slot] = _Slot(admitted, len(admitted.token_ids), admitted.num_computed_tokens)
+        scheduled = plan.scheduled
+        work = dict(zip(scheduled.slots, zip(scheduled.num_tokens, scheduled.samples, strict=True), strict=True))
+        if plan.decode_ready:
+            for slot_id, slot in self.slots.items():
+                if slot_id not in work and slot.num_tokens - slot.num_computed == (0 if slot.stopped else 1):
+                    work[slot_id] = (1, True)
+        result = pb.StepResult(status=pb.STEP_STATUS_OK, timings=pb.StepTimings(total_ns=1000, device_ns=900))
+        for slot_id, (count, samples) in work.items():
+            self._step(result, slot_id, self.slots[slot_id], count, samples)
+        return result
+
+    def _step(self, result: pb.StepResult, slot_id: int, slot: _Slot, count: int, samples: bool) -> None:
+        if not slot.stopped:
+            slot.num_computed += count
+            assert slot.num_computed <= slot.num_tokens
+        if not samples:
+            return
+        result.slots.append(slot_id)
+        result.num_tokens.append(0 if slot.stopped else 1)
+        if slot.stopped:
+            return
+        sampling = slot.admitted.sampling
+        script = self.scripts.get(sampling.seed, [])
+        token = script[slot.num_output] if slot.num_output < len(script) else 100 + sampling.seed % 100
+        slot.num_tokens += 1
+        result.token_ids.append(token)
+        if token in sampling.stop_token_ids and slot.num_output >= sampling.min_tokens:
+            slot.stopped, slot.num_computed = True, slot.num_tokens
+        if sampling.HasField("num_logprobs"):
+            top = range(sampling.num_logprobs)
+            result.logprobs.add(slot=slot_id, start=slot.num_tokens - 1).columns.MergeFrom(
+                types_pb2.LogprobColumns(
+                    chosen_logprobs=[-0.5], chosen_ranks=[1], num_top=len(top), top_token_ids=top,
+                    top_logprobs=[-0.5 - i for i in top],
+                )
+            )  # fmt: skip
+
+
+async def serve(executor: ScriptedExecutor, address: str = "127.0.0.1:0") -> tuple[grpc.aio.Server, str]:
+    """Serve it; returns the server, to be stopped, and its address."""
+    server = grpc.aio.server(options=transport.server_options())
+    execution_pb2_grpc.add_ExecutionServiceServicer_to_server(executor, server)
+    bound = transport.bind(server, address, default_port=0)
+    await server.start()
+    return server, bound

@@ -1,0 +1,323 @@
+"""AsyncClient and Client against a scripted GenerationService over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+import time
+
+import grpc
+import pytest
+
+from cadenza.async_client import AsyncClient
+from cadenza.client import Client
+from cadenza.errors import (
+    CadenzaError,
+    InvalidRequestError,
+    NotFoundError,
+    QueueFullError,
+    UnavailableError,
+)
+from cadenza.loop_thread import LoopThread
+from cadenza.sampling_params import SamplingParams
+from cadenza.step_watch import watch_steps
+from tests.helpers.scripted_server import Script, interrupt_when, start
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+async def client(script):
+    server, address = await start(script)
+    async with AsyncClient(address) as client:
+        yield client
+    await server.stop(0)
+
+
+@pytest.fixture
+def blocking(script):
+    """A blocking client; its server runs on the same background loop."""
+    loop = LoopThread.shared()
+    server, address = loop.run(start(script))
+    with Client(address) as client:
+        yield client
+    loop.run(server.stop(0))
+
+
+async def until(condition, timeout_s=5.0):
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - the condition is any
+            await asyncio.sleep(0.005)
+
+
+# ---------------------------------------------------------------- streams
+
+
+async def test_stream_yields_deltas(client, script):
+    params = SamplingParams(temperature=0, max_tokens=None)
+    deltas = [delta async for delta in client.stream("one two three", params, request_id="mine")]
+    assert [[s.text for s in delta.outputs] for delta in deltas] == [[], ["one "], ["two "], ["three "]]
+    assert [[s.token_ids for s in delta.outputs] for delta in deltas] == [[], [[0]], [[1]], [[2]]]
+    assert [delta.finished for delta in deltas] == [False, False, False, True]
+    assert deltas[-1].outputs[0].finish_reason == "stop"
+    assert deltas[-1].prompt == "one two three"
+    assert deltas[-1].prompt_token_ids == [1, 2, 3]
+    assert deltas[-1].seed == 42
+    (sent,) = script.params
+    assert {field.name for field, _ in sent.ListFields()} == {"temperature"}
+
+
+async def test_leaving_a_stream_aborts_the_request(client, script):
+    async for delta in client.stream("hang on", request_id="broken-off"):
+        if delta.outputs:
+            break
+    gc.collect()
+    await until(lambda: script.cancelled == ["broken-off"])
+
+
+async def test_closing_the_client_aborts_a_stream_that_nobody_waits_on(client, script):
+    deltas = client.stream("hang on", request_id="paused")
+    while not (await anext(deltas)).outputs:
+        pass
+    await client.close()
+    await until(lambda: script.cancelled == ["paused"])
+    await deltas.aclose()
+
+
+async def test_an_exception_in_the_readers_body_aborts_the_request(client, script):
+    with contextlib.suppress(ZeroDivisionError):
+        async with contextlib.aclosing(client.stream("hang on", request_id="failed")) as deltas:
+            async for delta in deltas:
+                if delta.outputs:
+                    raise ZeroDivisionError
+    await until(lambda: script.cancelled == ["failed"])
+
+
+async def test_cancelling_the_reading_task_aborts_the_request(client, script):
+    async def read():
+        async for _ in client.stream("hang on", request_id="cancelled"):
+            pass
+
+    task = asyncio.create_task(read())
+    await until(script.hanging.is_set)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: script.cancelled == ["cancelled"])
+
+
+async def test_errors_carry_their_details(client):
+    with pytest.raises(InvalidRequestError) as caught:
+        await anext(client.stream("bad"))
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    (violation,) = caught.value.field_violations
+    assert (violation.field, violation.description) == ("prompt", "has 9 tokens, max_model_len is 4")
+    assert "max_model_len is 4" in str(caught.value)
+    with pytest.raises(QueueFullError) as caught:
+        await anext(client.stream("full"))
+    assert caught.value.retry_after_s == pytest.approx(0.02)
+
+
+async def test_a_stream_that_ends_unfinished_is_an_error(client):
+    with pytest.raises(UnavailableError, match="unfinished"):
+        async for _ in client.stream("vanish"):
+            pass
+
+
+async def test_no_server():
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+            await client.model_info()
+        with pytest.raises(UnavailableError):
+            await client.generate("a")
+    with pytest.raises(UnavailableError, match="closed"):
+        await client.model_info()
+
+
+# ---------------------------------------------------------------- batches
+
+
+async def test_generate_keeps_the_order_on_one_stream(client, script):
+    prompts = [f"{'slow' if index % 7 == 0 else 'quick'} {index}" for index in range(300)]
+    outputs = await client.generate(prompts, SamplingParams(max_tokens=5))
+    assert [output.outputs[0].text.split() for output in outputs] == [prompt.split() for prompt in prompts]
+    assert all(output.finished and output.outputs[0].token_ids == [0, 1] for output in outputs)
+    assert [output.prompt for output in outputs] == prompts
+    assert script.num_sessions == 1
+
+
+async def test_generate_takes_every_form_and_params_for_each(client, script):
+    params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)]
+    first, second = await client.generate(["a", [7, 8]], params)
+    assert (first.outputs[0].text, second.outputs[0].text) == ("a ", "7 8 ")
+    assert second.prompt is None
+    assert [sent.max_tokens for sent in script.params] == [1, 2]
+    (single,) = await client.generate([4, 5, 6])
+    assert single.outputs[0].text == "4 5 6 "
+
+
+async def test_one_failing_prompt_leaves_the_others(client):
+    with pytest.raises(InvalidRequestError, match=r"^prompt 1: .*too long") as caught:
+        await client.generate(["a", "bad", "slow b", "bad"])
+    error = caught.value
+    assert error.prompt_index == 1
+    assert sorted(error.errors) == [1, 3]
+    assert [output and output.outputs[0].text for output in error.outputs] == ["a ", None, "slow b ", None]
+    with pytest.raises(InvalidRequestError, match=r"^the prompt is too long"):
+        await client.generate("bad")
+
+
+async def test_a_request_that_ends_without_its_last_response_is_an_error(client):
+    with pytest.raises(CadenzaError, match="without its last response"):
+        await client.generate("vanish")
+
+
+async def test_a_full_queue_is_waited_for(client, script):
+    script.capacity = 5
+    outputs = await client.generate([f"slow {index}" for index in range(60)])
+    assert [output.outputs[0].text for output in outputs] == [f"slow {index} " for index in range(60)]
+    assert script.most_active == 5
+    # The window learns: the first burst is refused, later ones hardly.
+    assert 0 < script.num_refused < 60 + 60
+
+
+async def test_cancelling_a_batch_aborts_it(client, script):
+    task = asyncio.create_task(client.generate(["a", "hang"]))
+    await until(script.hanging.is_set)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: script.cancelled == ["session"])
+
+
+async def test_chat(client):
+    one = [{"role": "user", "content": "hello you"}]
+    output = await client.chat(one)
+    assert (output.outputs[0].text, output.prompt) == ("hello you ", None)
+    outputs = await client.chat([one, one])
+    assert [each.outputs[0].text for each in outputs] == ["hello you "] * 2
+    deltas = [delta async for delta in client.stream_chat(one)]
+    assert "".join(s.text for delta in deltas for s in delta.outputs) == "hello you "
+
+
+# ---------------------------------------------------------------- the rest
+
+
+async def test_abort_and_infos(client):
+    assert await client.abort("running") is True
+    assert await client.abort("other") is False
+    info = await client.model_info()
+    assert (info.model, info.vocab_size, info.eos_token_ids, info.bos_token_id) == ("m", 7, [2], 0)
+    assert info.has_chat_template
+    assert info.exact_numerics
+    server = await client.server_info()
+    assert server.options == {"max_num_seqs": "4"}
+    assert server.load.num_running == 3
+    assert server.executors[0].block_size == 16
+
+
+async def test_watch_of_steps(client, script):
+    async with watch_steps(client) as watch:
+        await watch.wait_left(1, 5.0)
+        assert [record.step_id for record in watch.records] == [1]
+        assert watch.num_dropped == 2
+        started = time.monotonic()
+        await watch.wait_left(2, 0.05)
+        assert time.monotonic() - started < 2
+    await until(lambda: script.cancelled == ["watch"])
+
+
+# ---------------------------------------------------------------- blocking
+
+
+def test_blocking_client_does_the_same(blocking):
+    outputs = blocking.generate(["a b", "c"])
+    assert [output.outputs[0].text for output in outputs] == ["a b ", "c "]
+    assert blocking.chat([{"role": "user", "content": "hi"}]).outputs[0].text == "hi "
+    texts = [s.text for delta in blocking.stream("x y") for s in delta.outputs]
+    assert texts == ["x ", "y "]
+    assert blocking.abort("running")
+    assert blocking.model_info().model == "m"
+    assert blocking.server_info().load.num_running == 3
+    with pytest.raises(InvalidRequestError):
+        blocking.generate("bad")
+    with pytest.raises(ValueError, match="at least one"):
+        blocking.stream([])
+
+
+def test_a_dropped_blocking_stream_aborts_the_request(blocking, script):
+    for delta in blocking.stream("hang on", request_id="dropped"):
+        if delta.outputs:
+            break
+    gc.collect()
+    assert script.was_cancelled.wait(5)
+    assert script.cancelled == ["dropped"]
+
+
+def test_ctrl_c_in_a_blocking_stream_aborts_the_request(blocking, script):
+    interrupt_when(script.hanging)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in blocking.stream("hang on", request_id="interrupted"):
+            pass
+    assert script.was_cancelled.wait(5)
+    assert script.cancelled == ["interrupted"]
+    assert blocking.generate("a")[0].outputs[0].text == "a "
+
+
+def test_ctrl_c_in_a_blocking_batch_aborts_it(blocking, script):
+    interrupt_when(script.hanging)
+    with pytest.raises(KeyboardInterrupt):
+        blocking.generate(["hang", "a"])
+    assert script.was_cancelled.wait(5)
+    assert script.cancelled == ["session"]
+
+
+def test_blocking_calls_on_their_own_loop_are_refused(blocking):
+    async def call():
+        return blocking.model_info()
+
+    with pytest.raises(RuntimeError, match="AsyncClient"):
+        LoopThread.shared().run(call())
+
+
+def test_threads_share_one_client(blocking):
+    results: dict[int, str] = {}
+
+    def work(index):
+        results[index] = blocking.generate(f"thread {index}")[0].outputs[0].text
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {index: f"thread {index} " for index in range(8)}
+
+
+def test_two_event_loops_do_not_fill_the_log(blocking, caplog):
+    """grpc.aio wakes both loops for every event, and asyncio logs that one of them found nothing to read."""
+
+    async def streams() -> None:
+        async with AsyncClient(blocking.target) as client:
+            for _ in range(5):
+                await asyncio.gather(*(client.generate(f"a {index}") for index in range(20)))
+
+    asyncio.run(streams())
+    assert not caplog.records
+
+
+async def test_unknown_statuses_keep_their_code(script):
+    class Missing(Script):
+        async def Abort(self, request, context):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such request")
+
+    server, address = await start(Missing())
+    async with AsyncClient(address) as client:
+        with pytest.raises(NotFoundError, match="no such request"):
+            await client.abort("x")
+    await server.stop(0)

@@ -1,0 +1,141 @@
+"""`python -m scheduler_svc` as a process: its ready line, its signals, its exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+
+import grpc
+import pytest
+
+from cadenza.transport import channel_options
+from cadenza.v1 import generation_pb2 as pb
+from cadenza.v1 import generation_pb2_grpc, types_pb2
+from tests.helpers.scripted_executor import ScriptedExecutor, serve
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+
+
+@contextlib.asynccontextmanager
+async def started(*arguments):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "scheduler_svc", "--listen", "127.0.0.1:0", "--skip-tokenizer-init", *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": ""},
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        process._transport.close()
+
+
+@contextlib.asynccontextmanager
+async def executor_served(**options):
+    executor = ScriptedExecutor(**options)
+    server, target = await serve(executor)
+    try:
+        yield executor, target
+    finally:
+        await server.stop(0)
+
+
+async def address_of(process):
+    line = (await process.stdout.readline()).decode()
+    assert line.startswith("ready 127.0.0.1:"), (line, (await process.stderr.read()).decode())
+    return line.split()[1]
+
+
+async def ended(process):
+    """Exit code, and what is left on stderr."""
+    async with asyncio.timeout(10):
+        errors = (await process.stderr.read()).decode()
+        return await process.wait(), errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_serves_until_a_signal(number):
+    async with (
+        executor_served() as (executor, target),
+        started("--executor", target) as process,
+        grpc.aio.insecure_channel(await address_of(process), options=channel_options()) as channel,
+    ):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        request = pb.GenerateRequest(
+            prompt=[types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[1, 2]))],
+            sampling_params=types_pb2.SamplingParams(seed=1, max_tokens=3),
+        )
+        responses = [r async for r in stub.Generate(request)]
+        assert [i for r in responses for o in r.outputs for i in o.token_ids] == [101] * 3
+        executor.going.clear()
+        call = stub.Generate(request)
+        async with asyncio.timeout(10):
+            while (await stub.GetServerInfo(pb.GetServerInfoRequest())).load.num_running == 0:
+                pass
+        began = asyncio.get_running_loop().time()
+        process.send_signal(number)
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        code, errors = await ended(process)
+        assert code == 0, errors
+        assert asyncio.get_running_loop().time() - began < 2
+        assert "Traceback" not in errors
+        assert "serving toy" in errors
+        executor.going.set()
+
+
+async def test_signal_while_it_waits_for_the_executor():
+    async with started("--executor", "127.0.0.1:1") as process:
+        async with asyncio.timeout(20):
+            while b"waiting for the executor at 127.0.0.1:1" not in await process.stderr.readline():
+                pass
+        process.terminate()
+        code, errors = await ended(process)
+        assert code == 0, errors
+        assert "Traceback" not in errors
+
+
+async def test_another_scheduler_at_the_start():
+    refusal = (grpc.StatusCode.PERMISSION_DENIED, "scheduler x holds this executor")
+    async with executor_served(refuse=refusal) as (_, target), started("--executor", target) as process:
+        code, errors = await ended(process)
+        assert code == 3
+        assert "scheduler x holds this executor" in errors.splitlines()[-1]
+        assert errors.splitlines()[-1].startswith("error: executor ")
+
+
+async def test_fenced_later():
+    async with executor_served() as (executor, target), started("--executor", target) as process:
+        await address_of(process)
+        async with asyncio.timeout(10):  # ready is said before the plan stream is open
+            while not executor.running:  # noqa: ASYNC110 - the scripted executor has no event for it
+                await asyncio.sleep(0.01)
+        executor.break_up(grpc.StatusCode.ABORTED)
+        code, errors = await ended(process)
+        assert code == 3, errors
+
+
+async def test_taken_port():
+    async with executor_served() as (_, target), started("--executor", target, "--listen", target) as process:
+        code, errors = await ended(process)
+        assert code == 1
+        assert errors.splitlines()[-1] == f"error: cannot listen on {target}: the port is taken or not permitted"
+        assert "Traceback" not in errors
+
+
+async def test_wrong_option():
+    async with started("--max-num-seqs", "0") as process:
+        code, errors = await ended(process)
+        assert code == 2
+        assert errors == "error: --max-num-seqs: Input should be greater than or equal to 1\n"
+
+
+async def test_a_tokenizer_that_is_not_there(tmp_path):
+    arguments = ("--no-skip-tokenizer-init", "--tokenizer", str(tmp_path))
+    async with executor_served() as (_, target), started("--executor", target, *arguments) as process:
+        code, errors = await ended(process)
+        assert code == 1
+        assert "holds no tokenizer" in errors.splitlines()[-1]

@@ -1,0 +1,122 @@
+"""Drives a ModelRunner by hand: sequences, their blocks, and batches of any mixture. For tests only."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.device import Device, make_device
+from executor_svc.input_batch import ForwardBatch
+from executor_svc.kv_cache import KVCache
+from executor_svc.loader import LoadedModel, load_model
+from executor_svc.model_runner import ModelRunner
+
+# One thread: beside other processes, OpenMP's spinning barriers make two threads many times slower than one on two
+# cores. What threads change is tested in a process of its own, with OMP_WAIT_POLICY=PASSIVE.
+NUM_THREADS = 1
+
+
+def flat_batch(
+    chunks: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]], block_size: int, token_ids: Sequence[int]
+) -> ForwardBatch:
+    """Return the batch of chunks (context length, tokens) with these block tables; logits of all tokens."""
+    starts = [0]
+    positions: list[int] = []
+    slots: list[int] = []
+    for (context, count), table in zip(chunks, tables, strict=True):
+        starts.append(starts[-1] + count)
+        for position in range(context, context + count):
+            positions.append(position)
+            slots.append(table[position // block_size] * block_size + position % block_size)
+    width = max(len(table) for table in tables)
+    return ForwardBatch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor([context + count for context, count in chunks], dtype=torch.int32),
+        block_tables=torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32),
+        logits_rows=torch.arange(starts[-1]),
+        max_query_len=max(count for _, count in chunks),
+        max_seq_len=max(context + count for context, count in chunks),
+    )
+
+
+@dataclass
+class Tokens:
+    """Tokens, how many of them are in the cache, and the blocks that hold them."""
+
+    tokens: list[int]
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class Driver:
+    """A loaded model with a cache whose free blocks come in random order and are full of NaN."""
+
+    def __init__(self, loaded: LoadedModel, device: Device, config: ExecutorConfig, seed: int = 0) -> None:
+        self.loaded = loaded
+        self.block_size = config.block_size
+        self.cache: KVCache = device.new_kv_cache(loaded.geometry, config)
+        for layer in self.cache.layers:
+            layer.fill_(float("nan"))
+        self.runner = ModelRunner(loaded, device, self.cache)
+        self._free = list(range(self.cache.num_device_blocks))
+        random.Random(seed).shuffle(self._free)
+
+    def release(self, sequence: Tokens) -> None:
+        """Give a sequence's blocks back, to be reused last in first out; their content stays as garbage."""
+        self._free.extend(sequence.blocks)
+        sequence.blocks, sequence.num_computed = [], 0
+
+    def step(self, work: Sequence[tuple[Tokens, int]], logits: str = "all") -> list[Tensor]:
+        """Compute the next tokens of some sequences in one batch; return each one's logits [tokens or 1, vocabulary].
+
+        `logits`: all, or last for those of each sequence's last token only.
+        """
+        chunks, tables, ids = [], [], []
+        for sequence, count in work:
+            end = sequence.num_computed + count
+            assert count > 0
+            assert end <= len(sequence.tokens)
+            while len(sequence.blocks) * self.block_size < end:
+                sequence.blocks.append(self._free.pop())
+            chunks.append((sequence.num_computed, count))
+            tables.append(sequence.blocks)
+            ids.extend(sequence.tokens[sequence.num_computed : end])
+        batch = flat_batch(chunks, tables, self.block_size, ids)
+        if logits == "last":
+            rows = batch.query_start_loc[1:].long() - 1
+            batch = ForwardBatch(
+                **{name: getattr(batch, name) for name in ForwardBatch.__dataclass_fields__ if name != "logits_rows"},
+                logits_rows=rows,
+            )
+        out = self.runner.forward(batch)
+        for sequence, count in work:
+            sequence.num_computed += count
+        return list(out.split([1 if logits == "last" else count for _, count in work]))
+
+
+class Model:
+    """A checkpoint loaded once, from which drivers of any block size are made."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.options = {"model": str(folder), "num_gpu_blocks": 128, "num_threads": NUM_THREADS, **options}
+        self.device = make_device(ExecutorConfig(**self.options))
+        self.loaded = load_model(ExecutorConfig(**self.options), self.device)
+
+    def driver(self, seed: int = 0, **options: Any) -> Driver:
+        """Return a driver with a cache of its own."""
+        return Driver(self.loaded, self.device, ExecutorConfig(**{**self.options, **options}), seed)
+
+    def whole(self, tokens: list[int]) -> Tensor:
+        """Return the logits [tokens, vocabulary] of tokens computed alone, in one chunk."""
+        (logits,) = self.driver().step([(Tokens(tokens), len(tokens))])
+        return logits

@@ -1,0 +1,274 @@
+"""LocalServices and `cadenza up` with small scripts in place of the two services."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from cadenza.errors import LocalServiceError, OptionError
+from cadenza.local import LocalServices, Programs
+
+pytestmark = pytest.mark.slow
+
+# Listens, notes how it was called in its folder, says ready, and waits. A file `NAME.fail` makes it fail at start;
+# SIGTERM is heeded unless a file `NAME.deaf` is there.
+SERVICE = """
+import json, os, pathlib, signal, socket, sys, time
+folder, name = pathlib.Path(__file__).parent, pathlib.Path(__file__).stem
+with open(folder / f"{name}.log", "a") as log:
+    print(json.dumps({"pid": os.getpid(), "arguments": sys.argv[1:]}), file=log)
+print("loading", file=sys.stderr, flush=True)
+if (folder / f"{name}.fail").exists():
+    print(f"{name}: no such model", file=sys.stderr)
+    sys.exit(3)
+if (folder / f"{name}.deaf").exists():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+host, _, port = sys.argv[sys.argv.index("--listen") + 1].rpartition(":")
+listener = socket.create_server((host, int(port)))
+print("chatter on stdout", flush=True)
+print(f"ready {host}:{listener.getsockname()[1]}", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+class Fakes:
+    def __init__(self, folder):
+        self.folder = folder
+        for name in ("executor", "scheduler"):
+            (folder / f"{name}.py").write_text(SERVICE)
+        self.programs = Programs((str(folder / "executor.py"),), (str(folder / "scheduler.py"),))
+        self.events: list[str] = []
+        self.lines: list[tuple[str, str]] = []
+
+    def start(self, **options) -> LocalServices:
+        options = {"stop_grace_s": 5.0, "on_event": self.events.append} | options
+        return LocalServices("model", programs=self.programs, on_log=lambda *line: self.lines.append(line), **options)
+
+    def starts(self, name: str) -> list[dict]:
+        path = self.folder / f"{name}.log"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def fakes(tmp_path) -> Fakes:
+    return Fakes(tmp_path)
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def until(condition, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_both_start_with_their_arguments_and_stop(fakes):
+    with fakes.start(block_size=8, max_num_seqs=2) as services:
+        (executor,), (scheduler,) = fakes.starts("executor"), fakes.starts("scheduler")
+        assert executor["arguments"][-2:] == ["--listen", "127.0.0.1:0"]
+        assert {"--model=model", "--block-size=8", "--max-num-seqs=2"} <= set(executor["arguments"])
+        assert "--max-num-seqs=2" in scheduler["arguments"]
+        target = scheduler["arguments"][scheduler["arguments"].index("--executor") + 1]
+        for address in (services.target, target):
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port))).close()
+        pids = services.pids()
+        assert pids == {"executor": executor["pid"], "scheduler": scheduler["pid"]}
+        until(lambda: ("executor", "chatter on stdout") in fakes.lines)
+        assert ("scheduler", "loading") in fakes.lines
+    assert not any(alive(pid) for pid in pids.values())  # gone and collected: a zombie would still be there
+    assert fakes.events == []
+    services.close()
+
+
+def test_a_service_that_does_not_start(fakes):
+    (fakes.folder / "scheduler.fail").touch()
+    with pytest.raises(
+        LocalServiceError, match=r"^the scheduler did not start: exit code 3: scheduler: no such model$"
+    ):
+        fakes.start()
+    (executor,) = fakes.starts("executor")
+    assert not alive(executor["pid"])
+
+
+def test_nothing_starts_with_a_bad_option(fakes):
+    with pytest.raises(OptionError, match="block_size"):
+        fakes.start(block_size=3)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OptionError, match="port: cannot listen"):
+        fakes.start(port=taken.getsockname()[1])
+    for port in (-1, 70000, "http"):
+        with pytest.raises(OptionError, match=f"^option port: must be an integer from 0 to 65535, not {port!r}$"):
+            fakes.start(port=port)
+    assert fakes.starts("executor") == []
+
+
+@pytest.mark.parametrize("name", ["executor", "scheduler"])
+def test_a_dead_service_comes_back_at_its_port(fakes, name):
+    with fakes.start() as services:
+        target, pid = services.target, services.pids()[name]
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: any("is back" in text for text in fakes.events))
+        assert services.pids()[name] != pid
+        assert services.target == target
+        _, second = fakes.starts(name)
+        assert second["arguments"][second["arguments"].index("--listen") + 1] in fakes.events[-1]
+        assert f"the {name} died (killed by signal 9)" in fakes.events[0]
+        assert services.failure is None
+
+
+def test_a_service_that_keeps_dying_is_given_up(fakes):
+    services = fakes.start()
+    pids = services.pids()
+    (fakes.folder / "executor.fail").touch()
+    os.kill(pids["executor"], signal.SIGKILL)
+    assert services.wait_failure(30)
+    assert "the executor died 5 times within 60 s and is given up" in str(services.failure)
+    assert "no such model" in str(services.failure)
+    assert not alive(pids["scheduler"])
+    services.close()
+
+
+def test_a_deaf_service_is_killed(fakes):
+    (fakes.folder / "executor.deaf").touch()
+    services = fakes.start(stop_grace_s=0.3)
+    pids = services.pids()
+    services.close()
+    assert not any(alive(pid) for pid in pids.values())
+
+
+PARENT = """
+import sys, time
+from cadenza.local import LocalServices, Programs
+services = LocalServices("model", programs=Programs((sys.argv[1] + "/executor.py",), (sys.argv[1] + "/scheduler.py",)))
+print("up", flush=True)
+{then}
+"""
+
+
+def run_parent(fakes, then: str) -> subprocess.Popen:
+    code = PARENT.format(then=textwrap.dedent(then))
+    return subprocess.Popen([sys.executable, "-c", code, str(fakes.folder)], stdout=subprocess.PIPE, text=True)
+
+
+def children(fakes) -> list[int]:
+    return [fakes.starts(name)[0]["pid"] for name in ("executor", "scheduler")]
+
+
+def test_children_end_when_the_parent_is_killed(fakes):
+    with run_parent(fakes, "time.sleep(60)") as parent:
+        assert parent.stdout.readline() == "up\n"
+        parent.kill()
+    until(lambda: not any(map(alive, children(fakes))))
+
+
+def test_children_end_with_a_program_that_never_closes(fakes):
+    with run_parent(fakes, "") as parent:
+        assert parent.wait(timeout=20) == 0
+    assert not any(map(alive, children(fakes)))
+
+
+UP = """
+import sys
+import cadenza.local
+from cadenza.cli.app import run
+folder = sys.argv[1]
+cadenza.local.Programs.__init__.__defaults__ = ((folder + "/executor.py",), (folder + "/scheduler.py",))
+sys.exit(run(sys.argv[2:]))
+"""
+
+
+def run_up(fakes, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", UP, str(fakes.folder), "up", "--model", "model", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_says_ready_and_stops_at_a_signal(fakes, number):
+    with run_up(fakes, "--port", "0", "--max-num-seqs", "3", "--no-enable-prefix-caching") as up:
+        ready = up.stdout.readline()
+        assert ready.startswith("ready 127.0.0.1:")
+        pids = children(fakes)
+        up.send_signal(number)
+        out, err = up.communicate(timeout=20)
+        assert up.returncode == 0
+    assert out == ""
+    assert "executor  │ loading" in err
+    assert "scheduler │ loading" in err
+    assert not any(map(alive, pids))
+    assert {"--max-num-seqs=3", "--no-enable-prefix-caching"} <= set(fakes.starts("scheduler")[0]["arguments"])
+
+
+def test_up_stops_while_it_starts(fakes):
+    (fakes.folder / "executor.py").write_text("import time; time.sleep(60)")
+    with run_up(fakes, "--port", "0") as up:
+        time.sleep(1.5)
+        up.send_signal(signal.SIGTERM)
+        assert up.wait(timeout=20) == 0
+
+
+def test_up_restarts_visibly_and_gives_up_in_the_end(fakes):
+    with run_up(fakes, "--port", "0") as up:
+        up.stdout.readline()
+        (fakes.folder / "scheduler.fail").touch()
+        os.kill(fakes.starts("scheduler")[0]["pid"], signal.SIGKILL)
+        _, err = up.communicate(timeout=40)
+        assert up.returncode == 1
+    assert "cadenza   │ the scheduler died" in err
+    assert err.strip().splitlines()[-1].startswith("cadenza: the scheduler died 5 times within 60 s")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--block-size", "7"], "cadenza: option block_size: must be 8, 16, 32 or 64"),
+        (["--dtype", "int3"], "cadenza: option dtype: input should be"),
+        (["--model", "/no/such"], "cadenza: option model: '/no/such' is not a folder"),
+        (["--blok-size", "8"], "cadenza: No such option: --blok-size"),
+    ],
+)
+def test_up_tells_errors_in_one_line(fakes, arguments, message):
+    with run_up(fakes, *arguments) as up:
+        out, err = up.communicate(timeout=20)
+    assert (up.returncode != 0, out) == (True, "")
+    assert err.startswith(message)
+    assert len(err.splitlines()) == 1
+    assert fakes.starts("executor") == []
+
+
+def test_a_service_that_is_never_ready(fakes):
+    (fakes.folder / "scheduler.py").write_text("import time; time.sleep(60)")
+    failure: list[BaseException] = []
+
+    def start():
+        try:
+            fakes.start(start_timeout_s=0.5)
+        except LocalServiceError as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join(20)
+    assert "was not ready after 0.5 s" in str(failure[0])
+    assert not alive(fakes.starts("executor")[0]["pid"])

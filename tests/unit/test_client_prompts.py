@@ -1,0 +1,105 @@
+"""The forms of prompts, chats and their parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cadenza.convert import prompt_to_proto, request_to_proto
+from cadenza.prompts import Prompt, match_params, parse_chats, parse_prompts
+from cadenza.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("a", [Prompt(text="a")]),
+        ({"prompt": "a"}, [Prompt(text="a")]),
+        ([1, 2], [Prompt(token_ids=[1, 2])]),
+        ((1, 2), [Prompt(token_ids=[1, 2])]),
+        (np.array([1, 2]), [Prompt(token_ids=[1, 2])]),
+        ({"prompt_token_ids": [3]}, [Prompt(token_ids=[3])]),
+        ({"prompt_token_ids": [3], "prompt": "x"}, [Prompt(token_ids=[3])]),
+        ({"prompt": "a", "cache_salt": "s"}, [Prompt(text="a", cache_salt="s")]),
+        (["a", "b"], [Prompt(text="a"), Prompt(text="b")]),
+        ([[1], [2, 3]], [Prompt(token_ids=[1]), Prompt(token_ids=[2, 3])]),
+        (np.array([[1], [2]]), [Prompt(token_ids=[1]), Prompt(token_ids=[2])]),
+        (["a", [1], {"prompt": "c"}], [Prompt(text="a"), Prompt(token_ids=[1]), Prompt(text="c")]),
+        ((text for text in ["a", "b"]), [Prompt(text="a"), Prompt(text="b")]),
+    ],
+)
+def test_forms(prompts, expected):
+    assert parse_prompts(prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "at least one"),
+        (None, "a prompt is"),
+        (5, "a prompt is"),
+        (b"x", "a prompt is"),
+        ([1, "a"], "token ids only"),
+        (["a", 1], "prompt 1"),
+        (["a", []], "prompt 1: .*at least one"),
+        ([[1], [True]], "prompt 1"),
+        ([-1], "-1 is no token id"),
+        ({"text": "a"}, "cannot have text"),
+        ({"prompt": "a", "multi_modal_data": 1}, "cannot have multi_modal_data"),
+        ({"prompt": 3}, "a prompt is"),
+        ({"prompt_token_ids": "12"}, "list of integers"),
+        (["a", "b\ud800"], r"prompt 1: the prompt holds a lone surrogate, '\\ud800', at position 1"),
+        ({"prompt": "\udcff"}, "^the prompt holds a lone surrogate"),
+        ({"prompt": "a", "cache_salt": "\udcff"}, "^cache_salt holds a lone surrogate"),
+    ],
+)
+def test_what_is_no_prompt(prompts, message):
+    with pytest.raises(ValueError, match=message):
+        parse_prompts(prompts)
+
+
+def test_chats():
+    chat = [{"role": "user", "content": "a"}]
+    assert parse_chats(chat) == ([Prompt(messages=[("user", "a")])], True)
+    assert parse_chats([chat, chat]) == ([Prompt(messages=[("user", "a")])] * 2, False)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert parse_chats(parts)[0][0].messages == [("user", "ab")]
+    for bad, message in (
+        ("hello", "conversation"),
+        ([], "at least one"),
+        ([{"content": "x"}], "message 0 has no role"),
+        ([{"role": "user", "content": "\ud800"}], "message 0: content holds a lone surrogate"),
+        ([chat, [{"role": "user", "content": 3}]], "conversation 1: message 0"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "only text parts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_chats(bad)
+
+
+def test_params_for_each_prompt():
+    one, two = SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)
+    assert match_params(None, 2) == [SamplingParams()] * 2
+    assert match_params(one, 2) == [one, one]
+    assert match_params([one, two], 2) == [one, two]
+    with pytest.raises(ValueError, match="1 SamplingParams for 2 prompts"):
+        match_params([one], 2)
+    with pytest.raises(TypeError, match="params 1"):
+        match_params([one, {}], 2)
+    with pytest.raises(TypeError, match="SamplingParams"):
+        match_params({"max_tokens": 3}, 1)
+
+
+def test_prompts_on_the_wire():
+    assert prompt_to_proto(Prompt(text="a")).text == "a"
+    assert list(prompt_to_proto(Prompt(token_ids=[1, 2])).tokens.ids) == [1, 2]
+    (turn,) = prompt_to_proto(Prompt(messages=[("user", "a")])).chat.messages
+    assert (turn.role, turn.content) == ("user", "a")
+
+
+def test_prompt_ids_come_back_only_when_they_are_not_known():
+    def asked(prompt, **params):
+        return request_to_proto("r", prompt, SamplingParams(**params), final_only=False).return_prompt_token_ids
+
+    assert asked(Prompt(text="a"))
+    assert not asked(Prompt(token_ids=[1]))
+    assert asked(Prompt(token_ids=[1]), truncate_prompt_tokens=1)

@@ -1,0 +1,141 @@
+"""SamplingParams: vLLM's defaults, checks that name the field, and what goes on the wire."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from cadenza.convert import params_to_proto
+from cadenza.sampling_params import SamplingParams
+from cadenza.v1 import types_pb2
+
+
+def test_defaults_set_max_tokens_alone():
+    message = params_to_proto(SamplingParams())
+    assert [field.name for field, _ in message.ListFields()] == ["max_tokens"]
+    assert message.max_tokens == 16
+    assert not params_to_proto(SamplingParams(max_tokens=None)).ListFields()
+
+
+def test_every_field_reaches_the_wire():
+    values = {
+        "n": 2,
+        "best_of": 3,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 2.0,
+        "seed": 0,
+        "max_tokens": 9,
+        "min_tokens": 4,
+        "stop": ["a", "b"],
+        "stop_token_ids": [1, 2],
+        "ignore_eos": True,
+        "logprobs": 0,
+        "prompt_logprobs": -1,
+        "logit_bias": {3: -2.0},
+        "allowed_token_ids": [4],
+        "bad_words": ["x"],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "truncate_prompt_tokens": -1,
+        "beam_width": 4,
+        "length_penalty": 0.5,
+        "priority": -3,
+    }
+    message = params_to_proto(SamplingParams(**values))
+    for name, value in values.items():
+        sent = getattr(message, name)
+        assert (dict(sent) if isinstance(value, dict) else list(sent) if isinstance(value, list) else sent) == value
+    named = {field.name for field, _ in message.ListFields()}
+    assert named == set(values)
+    missing = {f.name for f in dataclasses.fields(SamplingParams)} - named
+    assert missing == {"detokenize", "early_stopping"}
+    assert params_to_proto(SamplingParams(detokenize=False)).detokenize is False
+    assert params_to_proto(SamplingParams(early_stopping="never")).early_stopping == types_pb2.EARLY_STOPPING_NEVER
+    assert params_to_proto(SamplingParams(early_stopping=True)).early_stopping == types_pb2.EARLY_STOPPING_TRUE
+
+
+def test_forms_are_normalized():
+    params = SamplingParams(stop="END", seed=-1, top_k=-1, logprobs=True, temperature=1, logit_bias={"5": 1})
+    assert params.stop == ["END"]
+    assert params.seed is None
+    assert params.logprobs == 1
+    assert isinstance(params.temperature, float)
+    assert params.logit_bias == {5: 1.0}
+    assert SamplingParams(stop=None).stop == []
+    assert dataclasses.replace(params, max_tokens=3).max_tokens == 3
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.max_tokens = 4
+
+
+def test_a_list_given_is_not_shared():
+    stop = ["a"]
+    params = SamplingParams(stop=stop)
+    stop.append("b")
+    assert params.stop == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", 1.5),
+        ("n", True),
+        ("best_of", 0),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -3),
+        ("seed", -2),
+        ("seed", 2**64),
+        ("max_tokens", 0),
+        ("max_tokens", 2.0),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("stop", [""]),
+        ("stop", [1]),
+        ("stop", 5),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", "12"),
+        ("logprobs", -2),
+        ("prompt_logprobs", -2),
+        ("logit_bias", {1: 101}),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", [1]),
+        ("allowed_token_ids", []),
+        ("bad_words", [""]),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
+        ("beam_width", 1),
+        ("length_penalty", math.inf),
+        ("early_stopping", "always"),
+        ("ignore_eos", 1),
+        ("priority", 2**31),
+    ],
+)
+def test_bad_values_name_the_field(field, value):
+    with pytest.raises(ValueError, match=rf"^{field} "):
+        SamplingParams(**{field: value})
+
+
+def test_best_of_is_at_least_n():
+    with pytest.raises(ValueError, match=r"best_of .*n=3"):
+        SamplingParams(n=3, best_of=2)
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(ValueError, match="detokenize"):
+        SamplingParams(stop="a", detokenize=False)

@@ -1,0 +1,65 @@
+"""Options of the executor: one line on stderr for each that is wrong, named as it was typed."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from executor_svc.__main__ import read_config
+from executor_svc.config import ExecutorConfig
+
+
+def test_options_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CADENZA_MAX_NUM_SEQS", "7")
+    monkeypatch.setenv("CADENZA_BLOCK_SIZE", "8")
+    config = read_config(["--model", "some/model", "--block-size", "32", "--numerics", "fast"])
+    assert config is not None
+    assert (config.model, config.block_size, config.max_num_seqs, config.numerics) == ("some/model", 32, 7, "fast")
+    assert config.num_gpu_blocks is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "error: --model: Field required"),
+        (["--model", " "], "error: --model: must be a folder or a hub id"),
+        (["--model", "m", "--block-size", "5"], "error: --block-size: must be 8, 16, 32 or 64"),
+        (["--model", "m", "--max-num-seqs", "0"], "error: --max-num-seqs: Input should be greater than or equal to 1"),
+        (["--model", "m", "--num-threads", "x"], "error: --num-threads: Input should be a valid integer"),
+        (["--model", "m", "--dtype", "int3"], "error: --dtype: Input should be 'auto', 'float32', 'bfloat16' or"),
+        (["--model", "m", "--listen", "h:99999"], "error: --listen: 'h:99999' is not HOST:PORT"),
+    ],
+)
+def test_wrong_values_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert read_config(arguments) is None
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(message)
+
+
+def test_every_wrong_value_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert read_config(["--model", "m", "--block-size", "5", "--max-num-seqs", "0"]) is None
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_unknown_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        read_config(["--model", "m", "--bogus", "1"])
+    assert caught.value.code == 2
+    assert "--bogus" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        read_config(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "usage: python -m executor_svc" in text
+    assert "--max-num-batched-tokens" in text
+
+
+def test_the_token_budget_covers_every_sequence() -> None:
+    with pytest.raises(ValidationError, match="less than max_num_seqs 600") as caught:
+        ExecutorConfig(model="m", max_num_seqs=600)
+    assert caught.value.errors()[0]["loc"] == ("max_num_batched_tokens",)
+    assert ExecutorConfig(model="m", max_num_seqs=600, max_num_batched_tokens=600).max_num_seqs == 600

@@ -1,0 +1,52 @@
+"""Options of `python -m scheduler_svc`: what is wrong is said as `error: --option: message`."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler_svc.__main__ import read_config
+
+
+def test_defaults():
+    config = read_config([])
+    assert config.executor == ["127.0.0.1:50052"]
+    assert config.listen == "127.0.0.1:50051"
+    assert not config.skip_tokenizer_init
+
+
+def test_options_and_environment(monkeypatch):
+    monkeypatch.setenv("CADENZA_MAX_NUM_SEQS", "7")
+    monkeypatch.setenv("CADENZA_LOG_LEVEL", "error")
+    config = read_config(["--executor", "a:1", "--log-level", "debug", "--skip-tokenizer-init", "--listen", "[::1]:0"])
+    assert (config.executor, config.max_num_seqs, config.log_level) == (["a:1"], 7, "debug")
+    assert config.skip_tokenizer_init
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-num-seqs", "0"], "--max-num-seqs: Input should be greater than or equal to 1"),
+        (["--max-num-seqs", "x"], "--max-num-seqs: Input should be a valid integer"),
+        (["--max-num-seqs"], "--max-num-seqs: expected one argument"),
+        (["--batching", "static"], "--batching: is not built yet; use continuous"),
+        (["--batching", "none"], "--batching: Input should be 'continuous'"),
+        (["--enable-prefix-caching"], "--enable-prefix-caching: is not built yet"),
+        (["--executor", "a:1", "--executor", "b:2"], "--executor: exactly one executor"),
+        (["--executor", "a:b"], "--executor: 'a:b' is not HOST:PORT"),
+        (["--listen", "a:70000"], "--listen: 'a:70000' is not HOST:PORT"),
+        (["--bogus", "1"], "--bogus: there is no such option"),
+        (["--tokeni", "x"], "--tokeni: there is no such option"),
+        (["--watermark", "1"], "--watermark: Input should be less than 1"),
+    ],
+)
+def test_what_is_wrong_is_named(arguments, message, capsys):
+    assert read_config(arguments) is None
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("value", ["127.0.0.1:7", '["127.0.0.1:7"]'])
+def test_executor_from_the_environment(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("CADENZA_EXECUTOR", value)
+    config = read_config([])
+    assert config is not None
+    assert config.executor == ["127.0.0.1:7"]

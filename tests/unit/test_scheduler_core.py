@@ -1,0 +1,283 @@
+"""Directed tests of the core: the traps that random histories meet too rarely."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import pytest
+
+from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExistsError, RequestRejectedError
+from scheduler_svc.core.scheduler import MAX_STRIKES, Scheduler
+from scheduler_svc.core.slots import SlotPool
+from scheduler_svc.core.types import (
+    ExecutorSpec,
+    FinishDetail,
+    RequestSpec,
+    SampleDelta,
+    Sampling,
+    SequenceState,
+    StepPlan,
+    StepResult,
+    StepStatus,
+)
+from tests.helpers.simulated_executor import SimulatedExecutor, expected_tokens
+
+
+class Bench:
+    """A core and a simulated executor with the plans between them."""
+
+    def __init__(self, **changes: int | float) -> None:
+        limits = {
+            "block_size": 4,
+            "num_blocks": 64,
+            "num_slots": 8,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 16,
+            "max_model_len": 128,
+            "watermark": 0.0,
+        }
+        self.spec = ExecutorSpec(**{**limits, **changes})  # type: ignore[arg-type]
+        self.core = Scheduler()
+        self.core.add_executor(0, self.spec)
+        self.executor = SimulatedExecutor(self.spec)
+        self.plans: deque[StepPlan] = deque()
+        self.tokens: dict[str, list[int]] = {}
+        self.details: dict[str, FinishDetail] = {}
+
+    def add(self, request_id: str, num_prompt: int, max_tokens: int | None = 5, **sampling: object) -> RequestSpec:
+        spec = RequestSpec(
+            request_id=request_id,
+            prompt_token_ids=tuple(range(1, num_prompt + 1)),
+            sampling=Sampling(**sampling),  # type: ignore[arg-type]
+            max_tokens=max_tokens,
+        )
+        self.core.add_request(spec, 0.0)
+        self.tokens[request_id] = []
+        return spec
+
+    def plan(self) -> StepPlan | None:
+        plan = self.core.plan_step(0, 0.0)
+        self.take(self.core.take_deltas())
+        self.core.check_integrity()
+        if plan is not None:
+            self.plans.append(plan)
+        return plan
+
+    def apply(self) -> StepResult:
+        result = self.executor.run(self.plans.popleft())
+        self.take(self.core.apply_result(0, result, 0.0)[1])
+        self.core.check_integrity()
+        return result
+
+    def take(self, deltas: list[SampleDelta]) -> None:
+        for delta in deltas:
+            self.tokens[delta.key[1]] += delta.token_ids
+            if delta.finish is not None:
+                self.details[delta.key[1]] = delta.finish.detail
+
+    def run(self, depth: int = 2) -> None:
+        while True:
+            while len(self.plans) < depth and self.plan() is not None:
+                pass
+            if not self.plans:
+                return
+            self.apply()
+
+
+def test_chunks_and_decodes_share_a_step_within_the_budget() -> None:
+    bench = Bench(max_num_batched_tokens=8)
+    bench.add("short", 3)
+    bench.add("long", 20)
+    first = bench.plan()
+    assert first is not None
+    assert first.scheduled_num_tokens == [3, 5]
+    bench.apply()
+    second = bench.plan()
+    assert second is not None
+    assert second.decode_ready
+    assert second.scheduled_num_tokens == [7], "one token of eight goes to the decode"
+
+
+def test_a_steady_decode_plan_carries_nothing_per_sequence() -> None:
+    bench = Bench(block_size=64)
+    for index in range(4):
+        bench.add(f"r{index}", 2, max_tokens=20)
+    bench.plan()
+    bench.apply()
+    plan = bench.plan()
+    assert plan is not None
+    assert plan == StepPlan(plan.step_id, 0, decode_ready=True)
+
+
+def test_a_stop_token_learnt_late_costs_one_dropped_token() -> None:
+    bench = Bench()
+    stop = expected_tokens(range(1, 4), 0, 2)[1]
+    bench.add("r", 3, max_tokens=10, stop_token_ids=(stop,))
+    bench.run(depth=2)
+    expected = expected_tokens(range(1, 4), 0, 10, frozenset({stop}))
+    assert bench.tokens["r"] == expected
+    assert bench.details["r"] is FinishDetail.STOP_TOKEN
+    assert not bench.executor.slots
+
+
+def test_a_preempted_sequence_waits_for_its_late_token() -> None:
+    """Preempted with a token under way, and blocks free again before it arrives: it must not come back too early."""
+    bench = Bench(block_size=1, num_blocks=8, max_num_batched_tokens=8)
+    bench.add("old", 2, max_tokens=3)
+    bench.add("young", 3, max_tokens=3)
+    bench.plan()
+    young = bench.core.groups["", "young"].sequences[0]
+    for _ in range(6):
+        if young.state is SequenceState.WAITING and young.num_pending:
+            break
+        bench.plan()
+    assert young.state is SequenceState.WAITING
+    assert young.num_pending > 0
+    bench.plan()  # "old" is fully planned and gives its blocks up
+    bench.plan()
+    assert young.state is SequenceState.WAITING, "its token has not arrived"
+    bench.run()
+    for request_id, count in (("old", 2), ("young", 3)):
+        assert bench.tokens[request_id] == expected_tokens(range(1, count + 1), 0, 3)
+
+
+def test_an_old_sequence_is_never_preempted_for_a_young_one() -> None:
+    bench = Bench(num_blocks=6)
+    bench.add("old", 8, max_tokens=14)
+    bench.add("young", 8, max_tokens=14)
+    bench.run()
+    assert bench.core.num_preemptions > 0
+    assert bench.tokens["old"] == bench.tokens["young"] == expected_tokens(range(1, 9), 0, 14)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_sequence_that_fills_the_pool_ends_with_the_reason(depth: int) -> None:
+    bench = Bench(num_blocks=3)
+    bench.add("r", 4, max_tokens=None)
+    bench.run(depth)
+    assert bench.details["r"] is FinishDetail.KV_CAPACITY
+    assert bench.tokens["r"] == expected_tokens(range(1, 5), 0, 9), "12 positions and one token more"
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+    bench = Bench(num_blocks=3)
+    with pytest.raises(RequestRejectedError, match="12 prompt tokens need 4 KV blocks of 4 tokens; the pool has 3"):
+        bench.add("big", 12)
+    with pytest.raises(RequestRejectedError, match="exceed max_model_len = 128"):
+        bench.add("long", 128)
+    assert not bench.core.groups
+
+
+def test_ids_are_unique_within_a_tenant_only() -> None:
+    bench = Bench()
+    spec = bench.add("r", 3)
+    with pytest.raises(RequestExistsError):
+        bench.core.add_request(spec, 0.0)
+    bench.core.add_request(RequestSpec("r", (1, 2), Sampling(), max_tokens=1, tenant="other"), 0.0)
+
+
+def test_a_lost_executor_costs_no_token() -> None:
+    bench = Bench()
+    bench.add("a", 5, max_tokens=50)
+    bench.add("b", 30, max_tokens=50)
+    for life in range(2, 8):
+        for _ in range(life):
+            bench.plan()
+            bench.plan()
+            bench.apply()
+        bench.plans.clear()
+        bench.executor = SimulatedExecutor(bench.spec)
+        bench.take(bench.core.executor_lost(0, 0.0))
+        bench.core.check_integrity()
+    bench.run()
+    assert bench.tokens["a"] == expected_tokens(range(1, 6), 0, 50)
+    assert bench.tokens["b"] == expected_tokens(range(1, 31), 0, 50)
+
+
+def test_an_executor_that_comes_back_with_a_shorter_model_ends_what_has_grown_too_long() -> None:
+    bench = Bench()
+    bench.add("long", 8, max_tokens=50)
+    bench.add("short", 3, max_tokens=50)
+    for _ in range(6):
+        bench.plan()
+        bench.apply()
+    bench.take(bench.core.executor_lost(0, 0.0))
+    assert len(bench.tokens["long"]) == 6
+    shorter = replace(bench.spec, max_model_len=12)
+    bench.core.add_executor(0, shorter)
+    bench.executor = SimulatedExecutor(shorter)
+    bench.run()
+    assert bench.tokens["long"] == expected_tokens(range(1, 9), 0, 6), "no token more"
+    assert bench.tokens["short"] == expected_tokens(range(1, 4), 0, 9)
+    assert set(bench.details.values()) == {FinishDetail.MAX_MODEL_LEN}
+    assert not bench.core.groups
+
+
+def test_a_request_that_kills_every_executor_is_ended() -> None:
+    bench = Bench()
+    bench.add("poison", 5)
+    for _ in range(MAX_STRIKES):
+        assert bench.plan() is not None
+        bench.plans.clear()
+        bench.take(bench.core.executor_lost(0, 0.0))
+    assert bench.details["poison"] is FinishDetail.EXECUTOR_ERROR
+    assert not bench.core.groups
+
+
+def test_a_result_is_read_against_its_own_plan() -> None:
+    bench = Bench()
+    bench.add("r", 3)
+    plan = bench.plan()
+    assert plan is not None
+    (slot,) = plan.scheduled_slots
+    bad = [
+        StepResult(plan.step_id + 1, slots=[slot], token_ids=[1]),
+        StepResult(plan.step_id, slots=[slot + 1], token_ids=[1]),
+        StepResult(plan.step_id, slots=[], token_ids=[]),
+        StepResult(plan.step_id, slots=[slot], num_tokens=[2], token_ids=[1, 2]),
+        StepResult(plan.step_id, slots=[slot], num_tokens=[0], token_ids=[]),
+        StepResult(plan.step_id, status=StepStatus.FAILED),
+    ]
+    for result in bad:
+        with pytest.raises(InvariantError):
+            bench.core.apply_result(0, result, 0.0)
+    assert bench.core.groups["", "r"].sequences[0].num_pending == 1, "nothing was changed"
+    bench.run()
+    assert bench.tokens["r"] == expected_tokens(range(1, 4), 0, 5)
+
+
+def test_non_finite_logits_end_their_sequence_alone() -> None:
+    bench = Bench()
+    bench.add("bad", 3)
+    bench.add("good", 4)
+    bench.plan()
+    result = bench.executor.run(bench.plans.popleft())
+    bad_slot = bench.core.groups["", "bad"].sequences[0].slot
+    assert bad_slot is not None
+    tokens = [t for s, t in zip(result.slots, result.token_ids, strict=True) if s != bad_slot]
+    counts = [int(s != bad_slot) for s in result.slots]
+    failed = StepResult(result.step_id, slots=result.slots, num_tokens=counts, token_ids=tokens, error_slots=[bad_slot])
+    bench.take(bench.core.apply_result(0, failed, 0.0)[1])
+    bench.run()
+    assert bench.details == {"bad": FinishDetail.NON_FINITE_LOGITS, "good": FinishDetail.MAX_TOKENS}
+    assert bench.tokens["good"] == expected_tokens(range(1, 5), 0, 5)
+
+
+def test_a_slot_comes_back_after_the_results_of_all_earlier_plans() -> None:
+    slots = SlotPool(2)
+    first = slots.take()
+    slots.take()
+    slots.release(first)
+    assert slots.releases_for(step_id=7) == [first]
+    slots.result_seen(5)
+    assert slots.num_free == 0, "step 6 may still write there"
+    slots.result_seen(6)
+    assert slots.num_free == 1
+
+
+def test_limits_that_could_not_make_progress_are_refused() -> None:
+    with pytest.raises(LimitsError, match="max_num_batched_tokens"):
+        Bench(max_num_batched_tokens=2)
+    with pytest.raises(LimitsError, match="num_slots"):
+        Bench(num_slots=2)

@@ -50,6 +50,7 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
     fail_with: pb.StepResult | None = None
     breaking: tuple[grpc.StatusCode, str] | None = None
     running: set[asyncio.Task[None]] = field(default_factory=set)
+    in_session: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.going.set()
@@ -86,6 +87,7 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
         await context.write(pb.ExecuteResponse(opened=opened))
         beating = asyncio.create_task(self._beat(context))
         self.running.add(asyncio.current_task())
+        self.in_session.set()
         try:
             async for request in request_iterator:
                 if request.WhichOneof("message") == "heartbeat":
@@ -106,9 +108,11 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
         finally:
             beating.cancel()
             self.running.discard(asyncio.current_task())
+            self.in_session.clear()
 
-    def break_up(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
-        """End the session with this status."""
+    async def break_up(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
+        """End the session with this status, once it is past its opening: the other side may hear of that first."""
+        await self.in_session.wait()
         self.breaking = code, "broken by the test"
         (task,) = self.running
         task.cancel()

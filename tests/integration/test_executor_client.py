@@ -155,7 +155,7 @@ async def test_breaks(code, error):
     executor = ScriptedExecutor()
     async with connected(executor) as client:
         stream = await client.open(1)
-        executor.break_up(code)
+        await executor.break_up(code)
         with pytest.raises(ExecutorLostError, match="broken by the test") as caught:
             await anext(stream.results())
         assert type(caught.value) is error

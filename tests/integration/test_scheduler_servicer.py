@@ -540,7 +540,7 @@ async def test_health_watch_follows_the_executor_for_every_watcher(w):
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
     watches[0].cancel()
     await w.until(lambda: len(w.service._health._watchers) == 1)
-    w.executor.break_up()
+    await w.executor.break_up()
     assert (await watches[1].read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
     assert (await watches[1].read()).status == health_pb2.HealthCheckResponse.SERVING
     out = await collect(w.stub.Generate(request()))
@@ -554,7 +554,7 @@ async def test_health_watch_follows_the_executor_for_every_watcher(w):
 async def test_streams_survive_a_new_session_with_the_executor(w):
     call = w.stub.Generate(request(max_tokens=200, request_id="a"))
     out = Output().add(await call.read())
-    w.executor.break_up()
+    await w.executor.break_up()
     while (response := await call.read()) is not grpc.aio.EOF:
         out.add(response)
     assert out.ids == [101] * 200

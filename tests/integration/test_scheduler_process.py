@@ -113,7 +113,7 @@ async def test_fenced_later():
         async with asyncio.timeout(10):  # ready is said before the plan stream is open
             while not executor.running:  # noqa: ASYNC110 - the scripted executor has no event for it
                 await asyncio.sleep(0.01)
-        executor.break_up(grpc.StatusCode.ABORTED)
+        await executor.break_up(grpc.StatusCode.ABORTED)
         code, errors = await ended(process)
         assert code == 3, errors
 

@@ -328,9 +328,9 @@ class GetBlockTableRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Its id."""
+    """Its id; 1 to 128 characters, no control characters."""
     tenant: _builtins.str
-    """Its tenant."""
+    """Its tenant; at most 128 characters, no control characters."""
     def __init__(
         self,
         *,
@@ -419,7 +419,7 @@ class DrainRequest(_message.Message):
 
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     timeout_s: _builtins.float
-    """Seconds to wait for running requests; absent: without limit."""
+    """Seconds to wait for running requests; 0 or more, finite; absent: without limit."""
     def __init__(
         self,
         *,

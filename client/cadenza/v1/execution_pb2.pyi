@@ -186,6 +186,8 @@ class _SlotErrorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SlotError.V
     """Its grammar could not be followed."""
     SLOT_ERROR_TRANSFER: _SlotError.ValueType  # 3
     """A KV transfer failed."""
+    SLOT_ERROR_NO_ALLOWED_TOKEN: _SlotError.ValueType  # 4
+    """Its allowed_token_ids, bad_words and min_tokens together leave no token to choose, and no candidate."""
 
 class SlotError(_SlotError, metaclass=_SlotErrorEnumTypeWrapper):
     """SlotError says why one slot failed."""
@@ -198,6 +200,8 @@ SLOT_ERROR_GRAMMAR: SlotError.ValueType  # 2
 """Its grammar could not be followed."""
 SLOT_ERROR_TRANSFER: SlotError.ValueType  # 3
 """A KV transfer failed."""
+SLOT_ERROR_NO_ALLOWED_TOKEN: SlotError.ValueType  # 4
+"""Its allowed_token_ids, bad_words and min_tokens together leave no token to choose, and no candidate."""
 Global___SlotError: _TypeAlias = SlotError  # noqa: Y015
 
 @_typing.final
@@ -419,7 +423,7 @@ class ExecutorLimits(_message.Message):
     num_slots: _builtins.int
     """Batch slots, ids 0 to this minus 1: max_num_seqs and the spare ones that pipelining needs."""
     max_num_seqs: _builtins.int
-    """Most sequences computed in one step."""
+    """Most sequences computed in one step, and most slots that sample in it, forks included."""
     max_num_batched_tokens: _builtins.int
     """Most tokens computed in one step."""
     max_logprobs: _builtins.int
@@ -619,7 +623,7 @@ class StepPlan(_message.Message):
     order swap-out, copy, swap-in; admissions; block appends; holds; given tokens; compute; sample; forks.
 
     A slot is *ready* when it is admitted, not held, has not sampled one of its stop ids, and lacks the KV of exactly one
-    of its known tokens.
+    of its known tokens. A slot named in forks is not ready in that plan.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -646,7 +650,7 @@ class StepPlan(_message.Message):
     epoch: _builtins.int
     """The session's epoch."""
     decode_ready: _builtins.bool
-    """Every ready slot that is not named in scheduled computes one token and samples."""
+    """Every ready slot that is not named in scheduled or as a fork computes one token and samples."""
     debug_digest: _builtins.bool
     """Answer with a digest of the slots."""
     @_builtins.property
@@ -875,7 +879,10 @@ class SequenceSampling(_message.Message):
     num_prompt_logprobs: _builtins.int
     """The same for prompt tokens."""
     num_candidates: _builtins.int
-    """Return this many best candidates in place of a sampled token (beams); 0: sample."""
+    """Tell this many best candidates in place of sampling a token (beams): at most 256, and the vocabulary; 0: sample.
+    Then temperature, top_p, top_k, min_p, seed, sample_index and num_logprobs mean nothing. Afterwards the slot has
+    all its tokens computed, and is not ready before a token is given.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end the sequence, EOS included unless ignored; [n]."""
@@ -1020,7 +1027,9 @@ class ScheduledTokens(_message.Message):
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """Does the slot sample after its last token; [n]. Only where all known tokens are then computed."""
+        """Does the slot sample, or have candidates told, after its last token; [n]. Only where all known tokens are then
+        computed.
+        """
 
     def __init__(
         self,
@@ -1039,7 +1048,9 @@ Global___ScheduledTokens: _TypeAlias = ScheduledTokens  # noqa: Y015
 
 @_typing.final
 class GivenTokens(_message.Message):
-    """GivenTokens sets the next token of slots."""
+    """GivenTokens sets the next token of slots whose known tokens are all computed. A given token never stops its slot,
+    whatever its stop ids.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1069,7 +1080,12 @@ Global___GivenTokens: _TypeAlias = GivenTokens  # noqa: Y015
 
 @_typing.final
 class SampleForks(_message.Message):
-    """SampleForks makes slots sample from the logits row of another, each with its own sampling."""
+    """SampleForks makes slots sample from the logits row of another, each with its own sampling and its own history: the
+    token, logprobs or candidates are those that it would have had alone. It takes no other part in the step, held or
+    not, and must not be named in scheduled. Afterwards it has all tokens computed that it had before, in blocks that it
+    shares with its source, and is a slot like others; the KV of a partial last block comes by a copy in the next plan,
+    and so may the block. Forks of a source that has stopped report 0 tokens and stop too.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1077,11 +1093,15 @@ class SampleForks(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def source_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Slots whose logits are read; [n]."""
+        """Slots whose logits are read, each by one fork or several; [n]. They sample in this step, named in scheduled or as
+        ready ones under decode_ready, and are no forks.
+        """
 
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Slots that sample from them and go on with that token; [n]."""
+        """Slots that sample from them and go on with that token, none twice; [n]. They have as many known tokens as their
+        source, the same ones, and have not stopped. They count towards max_num_seqs.
+        """
 
     def __init__(
         self,
@@ -1246,11 +1266,13 @@ class StepResult(_message.Message):
     """SHA-256 over the slots' token ids, counts and block tables, if asked for."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Slots that were to sample; one that has stopped by itself is not ready and may be missing; [n]."""
+        """Slots that were to sample, forks included, ascending; [n]. One that has stopped by itself is not ready and may be
+        missing.
+        """
 
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that each sampled, 0 allowed; [n], or empty: one each."""
+        """Tokens that each sampled; [n], or empty: one each. 0 for one that has failed or stopped, or has candidates told."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1274,7 +1296,7 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotCandidates]:
-        """Best candidates, for slots with num_candidates."""
+        """Best candidates, for slots with num_candidates that have not failed."""
 
     @_builtins.property
     def num_accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1351,7 +1373,10 @@ Global___SlotLogprobs: _TypeAlias = SlotLogprobs  # noqa: Y015
 
 @_typing.final
 class SlotCandidates(_message.Message):
-    """SlotCandidates are the best next tokens of one slot."""
+    """SlotCandidates are the best next tokens of one slot. They are scored as in transformers' beam search: log_softmax of
+    the raw logits, then the slot's processors (allowed tokens, bad words, min_tokens, bias, penalties) on these
+    log-probabilities.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1362,11 +1387,11 @@ class SlotCandidates(_message.Message):
     """The slot."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids, best first, ties to the lowest id; [num_candidates]."""
+        """Token ids, best first, ties to the lowest id; [1 to num_candidates]: tokens that are ruled out are left out."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Their logprobs; [num_candidates]."""
+        """Their scores; the same shape."""
 
     def __init__(
         self,

@@ -67,8 +67,9 @@ class GenerateRequest(_message.Message):
     EXTRA_HASH_KEYS_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Chosen by the client, at most 128 characters, unique within the tenant while the request is known; empty: the
-    server draws one. The same id with the same body is the same request.
+    """Chosen by the client, at most 128 characters, no control characters; unique within the tenant while the request is
+    known, and within a session whatever the tenant; empty: the server draws one, but in a session it must be given. The
+    same id with the same body is the same request.
     """
     resume_grace_s: _builtins.float
     """Seconds for which an unattended request runs on and its results are kept after its stream is lost; 0 or more;
@@ -81,7 +82,7 @@ class GenerateRequest(_message.Message):
     return_prompt_token_ids: _builtins.bool
     """Return the prompt's token ids in the first response."""
     tenant: _builtins.str
-    """Whom the request counts for; at most 128 characters."""
+    """Whom the request counts for; at most 128 characters, no control characters."""
     cache_salt: _builtins.bytes
     """Separates prefix-cache entries; only requests with the same salt share blocks; at most 128 bytes."""
     enable_prefix_caching: _builtins.bool
@@ -92,7 +93,7 @@ class GenerateRequest(_message.Message):
     """Output tokens that the client expects, 1 or more: a hint for orders that go by length; others make no use of it."""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PromptPart]:
-        """The prompt's parts, in order; empty only with resume."""
+        """The prompt's parts, in order; 1 to 1,024, none only with resume."""
 
     @_builtins.property
     def sampling_params(self) -> _types_pb2.SamplingParams:
@@ -477,7 +478,9 @@ class SessionEvent(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Which request; as the client named it."""
+    """Which request; as the client named it, cut to 4,096 characters. Empty: an error of no request, such as a message that
+    cannot be read.
+    """
     done: _builtins.bool
     """Nothing more comes for this request."""
     @_builtins.property
@@ -486,7 +489,9 @@ class SessionEvent(_message.Message):
 
     @_builtins.property
     def error(self) -> _status_pb2.Status:
-        """The request ended with this error, and it alone."""
+        """The request ended with this error, and it alone; without done: what came later under its id was refused, and it
+        goes on.
+        """
 
     def __init__(
         self,
@@ -515,9 +520,9 @@ class AbortRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Its id."""
+    """Its id; 1 to 128 characters, no control characters."""
     tenant: _builtins.str
-    """Its tenant."""
+    """Its tenant; at most 128 characters, no control characters."""
     def __init__(
         self,
         *,
@@ -888,7 +893,7 @@ class TokenizeRequest(_message.Message):
     """Add the model's special tokens to text; default true."""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PromptPart]:
-        """Text or a chat, as in GenerateRequest."""
+        """Text or a chat, as in GenerateRequest; 1 to 1,024 parts."""
 
     def __init__(
         self,
@@ -942,7 +947,7 @@ class DetokenizeRequest(_message.Message):
     """Leave special tokens out; default true."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids, each below the vocabulary size."""
+        """Token ids, each below the vocabulary size; at most 1,048,576."""
 
     def __init__(
         self,

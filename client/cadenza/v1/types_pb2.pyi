@@ -107,6 +107,8 @@ class _FinishDetailEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishDe
     """Its logits were not finite."""
     FINISH_DETAIL_EXECUTOR_ERROR: _FinishDetail.ValueType  # 10
     """The executor refused or lost it beyond repair."""
+    FINISH_DETAIL_NO_ALLOWED_TOKEN: _FinishDetail.ValueType  # 11
+    """allowed_token_ids, bad_words and min_tokens together left no token to choose."""
 
 class FinishDetail(_FinishDetail, metaclass=_FinishDetailEnumTypeWrapper):
     """FinishDetail is the exact reason why a sample ended."""
@@ -133,6 +135,8 @@ FINISH_DETAIL_NON_FINITE_LOGITS: FinishDetail.ValueType  # 9
 """Its logits were not finite."""
 FINISH_DETAIL_EXECUTOR_ERROR: FinishDetail.ValueType  # 10
 """The executor refused or lost it beyond repair."""
+FINISH_DETAIL_NO_ALLOWED_TOKEN: FinishDetail.ValueType  # 11
+"""allowed_token_ids, bad_words and min_tokens together left no token to choose."""
 Global___FinishDetail: _TypeAlias = FinishDetail  # noqa: Y015
 
 class _NumericsMode:
@@ -222,7 +226,7 @@ class SamplingParams(_message.Message):
     best_of: _builtins.int
     """Number of samples drawn, of which the n best by cumulative logprob are returned; at least n. Later wave."""
     temperature: _builtins.float
-    """Divides the logits; 0 is greedy; 0 or more, finite; default 1."""
+    """Divides the logits; 0 is greedy; 0 or more, finite as a 32-bit float; default 1."""
     top_p: _builtins.float
     """Smallest set of most likely tokens whose probability reaches this; over 0, at most 1; default 1 (off)."""
     top_k: _builtins.int
@@ -267,23 +271,25 @@ class SamplingParams(_message.Message):
     """Smaller goes first under --order priority; any value; default 0."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end the output where they first appear; none may be empty; matched across token borders."""
+        """Strings that end the output where they first appear; matched across token borders. At most 128, each of 1 to 1,024
+        characters.
+        """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end the output, beside EOS; each below the vocabulary size."""
+        """Token ids that end the output, beside EOS; each below the vocabulary size; at most 1,024."""
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these token ids; each -100 to 100."""
+        """Added to the logits of these token ids, each below the vocabulary size; each -100 to 100; at most 16,384 entries."""
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Only these token ids may be chosen; empty: all."""
+        """Only these token ids may be chosen, each below the vocabulary size; at most 262,144; empty: all."""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Words that never appear in the output, each a whole token sequence."""
+        """Words that never appear in the output, each a whole token sequence. At most 128, each of 1 to 128 characters."""
 
     @_builtins.property
     def grammar(self) -> Global___GrammarSpec:
@@ -503,7 +509,9 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class PromptPart(_message.Message):
-    """PromptPart is one piece of a prompt. Parts are joined in order; a prompt has at least one token."""
+    """PromptPart is one piece of a prompt. Parts are joined in order. A prompt has at least one token, and in all at most
+    16,777,216 characters of text and 4,194,304 token ids, before it is truncated.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -558,7 +566,7 @@ class Chat(_message.Message):
     """Let the last message be continued rather than answered; default false."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """The turns so far; one or more."""
+        """The turns so far; 1 to 4,096."""
 
     def __init__(
         self,
@@ -591,7 +599,7 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks: system, user, assistant, tool, or what else the template knows."""
+    """Who speaks: system, user, assistant, tool, or what else the template knows; 1 to 64 characters."""
     content: _builtins.str
     """What is said."""
     def __init__(

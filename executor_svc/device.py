@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -12,17 +13,18 @@ import torch
 from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
+from executor_svc.description import ModelGeometry
+from executor_svc.errors import StartError
 from executor_svc.kernels.cpu import QUERY_TILES, SMALL_TILE, CpuKernels, CpuLinear
 from executor_svc.kernels.cpu.linear import packing_available
-from executor_svc.kernels.cpu.probe import probe_attention, probe_elementwise, probe_linear
+from executor_svc.kernels.cpu.probe import probe_attention, probe_elementwise, probe_linear, probe_norm_heads
 from executor_svc.kernels.interface import AttentionShape, Kernels, Linear
 from executor_svc.kv_cache import KVCache, block_bytes
-from executor_svc.models.base import ModelGeometry
 
 Numerics = Literal["exact", "fast"]
 
 
-class DeviceError(RuntimeError):
+class DeviceError(StartError):
     """The device can not do what the options ask; the message names the option."""
 
 
@@ -70,7 +72,7 @@ class Device(Protocol):
         """Return the memory that this process could still take on the device."""
         ...
 
-    def probe_numerics(self, shape: AttentionShape, hidden_size: int, max_rows: int) -> None:
+    def probe_numerics(self, shapes: Sequence[AttentionShape], hidden_size: int, max_rows: int) -> None:
         """Check that a row's bits do not depend on its batch for every prepared linear, attention and elementwise code.
 
         Raises NumericsError naming the shape that does not hold.
@@ -86,14 +88,22 @@ def _resolve_dtype(option: str, checkpoint: str) -> torch.dtype:
     return torch.bfloat16 if chosen == "bfloat16" else torch.float32
 
 
-def _cgroup_free_bytes() -> int | None:
+_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_FILES = (
+    ("memory.max", "memory.current"),  # cgroup v2
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # v1, whose "no limit" is a huge number
+)
+
+
+def _cgroup_free_bytes(root: Path = _CGROUP) -> int | None:
     """Return what a memory limit of the container leaves, or None without one."""
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-        return None if limit == "max" else max(0, int(limit) - int(used))
-    except (OSError, ValueError):
-        return None
+    for limit_file, used_file in _CGROUP_FILES:
+        try:
+            limit, used = (int((root / name).read_text()) for name in (limit_file, used_file))
+        except (OSError, ValueError):  # "max" is no number
+            continue
+        return max(0, limit - used)
+    return None
 
 
 def _cores() -> int:
@@ -110,6 +120,11 @@ def _processor() -> str:
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     named = {key.strip(): value.strip() for key, value in fields.items()}
     return " ".join(f"{key} {named[key]}" for key in wanted if key in named)
+
+
+def _first_fault(probed: Iterable[str | None]) -> str | None:
+    """Return the first fault that probes found, or None; those after it are not made."""
+    return next((fault for fault in probed if fault is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +225,7 @@ class CpuDevice:
         useful = config.max_num_seqs * -(-geometry.max_model_len // config.block_size)
         return _Budget(max(0, int(for_kv // size)), useful)
 
-    def probe_numerics(self, shape: AttentionShape, hidden_size: int, max_rows: int) -> None:
+    def probe_numerics(self, shapes: Sequence[AttentionShape], hidden_size: int, max_rows: int) -> None:
         for name, linear in self._linears.values():
             found = probe_linear(linear, max_rows)
             if found is not None:
@@ -218,15 +233,18 @@ class CpuDevice:
                     f"linear {name} (in {linear.in_features}, out {linear.out_features}, {self.dtype}): {found}; "
                     "exact numerics can not be held on this CPU, use --numerics fast"
                 )
-        found = probe_elementwise(hidden_size) or self._choose_query_tiles(shape)
+        # Window and softcap change nothing that is probed: a model's shapes mostly differ in those alone.
+        sizes = list(dict.fromkeys(replace(shape, window=None, softcap=None) for shape in shapes))
+        found = probe_elementwise(hidden_size) or _first_fault(map(probe_norm_heads, sizes))
+        found = found or self._choose_query_tiles(sizes)
         if found is not None:
             raise NumericsError(f"{found}; exact numerics can not be held on this CPU, use --numerics fast")
 
-    def _choose_query_tiles(self, shape: AttentionShape) -> str | None:
-        """Keep the fast mix of query tiles if its bits agree here, else take one size for everything."""
+    def _choose_query_tiles(self, shapes: Sequence[AttentionShape]) -> str | None:
+        """Keep the fast mix of query tiles if its bits agree here for all shapes, else take one size for everything."""
         found = None
         for tiles in (QUERY_TILES, (SMALL_TILE,)):
-            found = probe_attention(shape, tiles)
+            found = _first_fault(probe_attention(shape, tiles) for shape in shapes)
             if found is None:
                 self._kernels.use_query_tiles(tiles)
                 break

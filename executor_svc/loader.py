@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from executor_svc.config import ExecutorConfig
+from executor_svc.description import ModelGeometry
 from executor_svc.device import Device
-from executor_svc.models.base import Architecture, CausalLM, ModelConfigError, ModelGeometry
-from executor_svc.models.checkpoint import (
-    TOKENIZER_FILES,
-    DummyWeights,
-    LoaderError,
-    SafetensorsWeights,
-    read_json,
-    resolve_folder,
-)
+from executor_svc.model_folder import LoaderError, read_json, resolve_folder, token_ids_of, tokenizer_of
+from executor_svc.models.base import CausalLM, ModelConfigError
+from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
+from executor_svc.models.decoder import Decoder, ignored_tensors
 from executor_svc.models.registry import ARCHITECTURES
+from executor_svc.models.spec import DecoderSpec
 from executor_svc.numerics import probe
 
 __all__ = ["LoadedModel", "LoaderError", "ModelGeometry", "load_model"]
@@ -36,6 +33,8 @@ class LoadedModel:
     """Folder or hub id to load the tokenizer from; empty where the model has none."""
     weights_digest: bytes
     """sha256 over names, shapes and bytes of all tensors as loaded."""
+    spec_digest: bytes
+    """sha256 over what config.json says of the computation."""
 
 
 def load_model(config: ExecutorConfig, device: Device) -> LoadedModel:
@@ -47,54 +46,69 @@ def load_model(config: ExecutorConfig, device: Device) -> LoadedModel:
     dummy = config.load_format == "dummy"
     folder = resolve_folder(config.model, with_weights=not dummy)
     content = read_json(folder, "config.json", required=True)
-    generation = read_json(folder, "generation_config.json", required=False)
-    name, architecture = _architecture(folder, content)
+    name, spec = _read_spec(folder, content)
+    files = {
+        "config.json": content,
+        "generation_config.json": read_json(folder, "generation_config.json", required=False),
+    }
+    eos, bos = token_ids_of(folder, files, "eos_token_id"), token_ids_of(folder, files, "bos_token_id")
+    max_model_len = _max_model_len(config, spec.context_limit)
     device.adopt_dtype(_checkpoint_dtype(content))
+    _check_memory(folder, spec, max_model_len, device)
     weights: DummyWeights | SafetensorsWeights
     if dummy:
         weights = DummyWeights(config.seed, device.dtype, device.torch_device)
     else:
         weights = SafetensorsWeights(folder, device.dtype, device.torch_device)
-    try:
-        sizes = architecture.sizes(content)
-        max_model_len = _max_model_len(config, architecture.max_positions(content))
-        model = architecture.build(content, max_model_len, weights, device)
-    except ModelConfigError as error:
-        raise LoaderError(f"model folder {folder}: {error}") from error
+    model = Decoder(spec, max_model_len, weights, device)
     if isinstance(weights, SafetensorsWeights):
-        ignored = architecture.ignored_tensors(content)
+        ignored = ignored_tensors(spec)
         weights.check_all_used(lambda tensor: tensor.endswith(ignored))
-    geometry = ModelGeometry(
-        name=config.model,
-        architecture=name,
-        max_model_len=max_model_len,
-        dtype=str(device.dtype).removeprefix("torch."),
-        num_parameters=weights.num_parameters,
-        weight_bytes=weights.num_parameters * device.dtype.itemsize,
-        **sizes,
-    )
+    geometry = _geometry(config.model, name, spec, max_model_len, device, weights.num_parameters)
     probe(model, geometry, device, max(config.max_num_batched_tokens, config.max_num_seqs))
-    eos = {*_token_ids(content, "eos_token_id"), *_token_ids(generation, "eos_token_id")}
-    bos = [*_token_ids(content, "bos_token_id"), *_token_ids(generation, "bos_token_id")]
     return LoadedModel(
         model=model,
         geometry=geometry,
-        eos_token_ids=tuple(sorted(token for token in eos if token < geometry.vocab_size)),
+        eos_token_ids=tuple(sorted(token for token in set(eos) if token < geometry.vocab_size)),
         bos_token_id=bos[0] if bos else None,
-        tokenizer=_tokenizer(config.model, folder),
+        tokenizer=tokenizer_of(config.model, folder),
         weights_digest=weights.digest(),
+        spec_digest=spec.digest(max_model_len),
     )
 
 
-def _architecture(folder: Path, content: dict[str, Any]) -> tuple[str, Architecture]:
-    named = content.get("architectures") or []
-    for name in named:
+def _read_spec(folder: Path, content: dict[str, Any]) -> tuple[str, DecoderSpec]:
+    """Return the first supported architecture that config.json names, and what the file says of the model."""
+    named = content.get("architectures")
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    for name in names:
         if name in ARCHITECTURES:
-            return name, ARCHITECTURES[name]
-    given = ", ".join(map(str, named)) or "none"
-    supported = ", ".join(sorted(ARCHITECTURES))
+            try:
+                return name, ARCHITECTURES[name](content)
+            except ModelConfigError as error:
+                raise LoaderError(f"model folder {folder}: {error}") from error
+    given, supported = ", ".join(names) or "none", ", ".join(sorted(ARCHITECTURES))
     raise LoaderError(
         f"model folder {folder}: architecture {given} in config.json is not supported; supported: {supported}"
+    )
+
+
+def _geometry(
+    model: str, architecture: str, spec: DecoderSpec, max_model_len: int, device: Device, num_parameters: int
+) -> ModelGeometry:
+    return ModelGeometry(
+        name=model,
+        architecture=architecture,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        max_model_len=max_model_len,
+        dtype=str(device.dtype).removeprefix("torch."),
+        num_parameters=num_parameters,
+        weight_bytes=num_parameters * device.dtype.itemsize,
     )
 
 
@@ -112,15 +126,11 @@ def _max_model_len(config: ExecutorConfig, limit: int) -> int:
     return config.max_model_len
 
 
-def _token_ids(content: dict[str, Any], field: str) -> list[int]:
-    """Return a field that may hold one id, a list of them, or nothing."""
-    value = content.get(field)
-    listed = value if isinstance(value, list) else [value]
-    return [token for token in listed if isinstance(token, int) and not isinstance(token, bool) and token >= 0]
-
-
-def _tokenizer(model: str, folder: Path) -> str:
-    """Return what to load the tokenizer from: the folder's full path, or the hub id, or nothing."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return ""
-    return str(folder.resolve()) if Path(model).expanduser().is_dir() else model
+def _check_memory(folder: Path, spec: DecoderSpec, max_model_len: int, device: Device) -> None:
+    """Refuse what can not fit before minutes of loading end in the kernel's out-of-memory killer."""
+    needed, free = spec.least_numbers(max_model_len) * device.dtype.itemsize, device.free_memory_bytes()
+    if needed > free:
+        raise LoaderError(
+            f"model folder {folder}: weights and rotary tables for --max-model-len {max_model_len} take {needed} bytes "
+            f"in {str(device.dtype).removeprefix('torch.')}, {free} bytes of memory are free"
+        )

@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from executor_svc.config import ExecutorConfig
+from executor_svc.description import Fingerprint, ModelGeometry
 from executor_svc.device import Device
 from executor_svc.kv_cache import KVCache
-from executor_svc.models.base import CausalLM, ModelGeometry
+from executor_svc.models.base import CausalLM
 
 if TYPE_CHECKING:
     from executor_svc.loader import LoadedModel
-
-__all__ = ["Fingerprint", "fingerprint", "probe"]
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """What the bits of logits depend on, beside the tokens."""
-
-    mode: str
-    """exact or fast."""
-    weights_digest: bytes
-    """sha256 over names, shapes and bytes of the weights as loaded."""
-    dtype: str
-    kv_dtype: str
-    kernels: str
-    isa: str
-    num_threads: int
-    versions: tuple[str, ...]
-    digest: bytes
-    """sha256 over all of the above."""
 
 
 def fingerprint(config: ExecutorConfig, loaded: LoadedModel, device: Device, kv_cache: KVCache) -> Fingerprint:
@@ -41,6 +21,7 @@ def fingerprint(config: ExecutorConfig, loaded: LoadedModel, device: Device, kv_
     parts: tuple[object, ...] = (
         config.numerics,
         loaded.weights_digest.hex(),
+        loaded.spec_digest.hex(),
         loaded.geometry.dtype,
         kv_dtype,
         device.kernels.name,
@@ -67,4 +48,4 @@ def probe(model: CausalLM, geometry: ModelGeometry, device: Device, max_rows: in
     Raises NumericsError, naming the shape that fails and `--numerics fast`.
     """
     if device.numerics == "exact":
-        device.probe_numerics(model.attention_shape, geometry.hidden_size, max_rows)
+        device.probe_numerics(model.attention_shapes, geometry.hidden_size, max_rows)

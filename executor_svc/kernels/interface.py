@@ -29,6 +29,10 @@ class AttentionShape:
     """Head size in q, k, v, the cache and the attention's output; columns from head_size on are zero."""
     scale: float
     """Scores are multiplied by this."""
+    window: int | None = None
+    """At least 1: a token at position p sees only positions above p - window up to its own; None: all up to its own."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap) before the mask; None: they stay."""
 
     @property
     def group(self) -> int:
@@ -75,15 +79,30 @@ class Kernels(Protocol):
         seq_lens: Tensor,
         block_tables: Tensor,
     ) -> AttentionPlan:
-        """Work out what every layer's attention shares: arguments as in `input_batch.ForwardBatch`."""
+        """Work out what every layer's attention shares: arguments as in `input_batch.ForwardBatch`.
+
+        With a window, blocks wholly before the one of a sequence's first token are not needed: their entries may be
+        any valid block, with any content.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalize rows of x [T, hidden] by their root mean square, in fp32."""
+        """Normalize rows of x [T, hidden] by their root mean square, in fp32, and multiply by weight [hidden].
+
+        A weight in the dtype of x multiplies rows that are rounded to it (Llama), one in fp32 while x is narrower
+        multiplies before the rounding (Gemma).
+        """
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return (rms_norm(x + residual), x + residual); may write into x and residual."""
+        ...
+
+    def norm_heads(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, shape: AttentionShape) -> Tensor:
+        """RMS-normalize each query and key head of qkv [T, (H + 2 KVH) * DP] over its first D columns.
+
+        Weights [D] are shared by all heads and follow the rule of `rms_norm`; values stay. May write into qkv.
+        """
         ...
 
     def rope_write_kv(
@@ -93,8 +112,9 @@ class Kernels(Protocol):
 
         Args:
             qkv: [T, (H + 2 KVH) * DP]; may be overwritten.
-            cos: [T, D] cosine of each token's angles, in the dtype of qkv.
-            sin: [T, D] sine, its first half negated.
+            cos: [T, R] cosine of each token's angles, in the dtype of qkv; R is even and at most D. Only the first R
+                columns of a head are rotated, the others stay.
+            sin: [T, R] sine, its first half negated.
             kv_layer: [N, 2, KVH, B, DP], written at the plan's slots.
 
         Returns: q [T, H, DP].
@@ -102,9 +122,20 @@ class Kernels(Protocol):
         ...
 
     def attention(self, q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan) -> Tensor:
-        """Causal attention of q [T, H, DP] over each token's own sequence in the cache: [T, H * DP]."""
+        """Causal attention of q [T, H, DP] over each token's own sequence in the cache: [T, H * DP].
+
+        The shape's window and softcap apply; plan must be made for this very shape.
+        """
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up of gate_up [T, 2 * intermediate] as [T, intermediate]."""
+        ...
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        """Return gelu(gate) * up, with the tanh form of gelu, of gate_up [T, 2 * intermediate] as [T, intermediate]."""
+        ...
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """Return cap * tanh(x / cap) of x [R, columns], rounded to its dtype after each operation; may write into x."""
         ...

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from executor_svc.kernels.interface import AttentionShape
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -12,17 +16,45 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
 
 
+def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, shape: AttentionShape) -> Tensor:
+    """Return qkv [T, (H + 2 KVH) * DP] in float64 with `rms_norm` on the first D columns of each query and key head."""
+    heads = qkv.double().view(qkv.shape[0], -1, shape.padded_head_size)
+    parts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    q, k, v = heads[..., : shape.head_size].split(parts, 1)
+    normed = torch.cat([rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), v], 1)
+    return torch.cat([normed, heads[..., shape.head_size :]], -1).flatten(1)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Return gate * sigmoid(gate) * up, where gate and up are the halves of the last dimension, in float64."""
     gate, up = gate_up.double().chunk(2, -1)
     return gate / (1 + torch.exp(-gate)) * up
 
 
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up in float64, gate and up the halves of the last dimension.
+
+    gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) (Hendrycks and Gimpel, 2016), where
+    (1 + tanh(u)) / 2 is written sigmoid(2u), which does not cancel.
+    """
+    gate, up = gate_up.double().chunk(2, -1)
+    return gate * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)) * up
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(x / cap) in float64 (Gemma 2)."""
+    return torch.tanh(x.double() / cap) * cap
+
+
 def rope(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate pairs (x[i], x[i + D/2]) of x [T, heads, D] by angles [T, D/2] radians (Su et al., 2021), in float64."""
-    first, second = x.double().chunk(2, -1)
+    """Rotate pairs (x[i], x[i + R/2]) of x [T, heads, D] by angles [T, R/2] radians (Su et al., 2021), in float64.
+
+    Columns from R on stay (partial rotary embedding).
+    """
+    size = angles.shape[1]
+    first, second, rest = x.double().split([size, size, x.shape[-1] - 2 * size], -1)
     cos, sin = angles.double().cos()[:, None], angles.double().sin()[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
 def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
@@ -43,14 +75,23 @@ def read_kv(kv_layer: Tensor, block_table: Tensor, length: int) -> tuple[Tensor,
 
 
 def attention(
-    q: Tensor, kv_layer: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor, scale: float
+    q: Tensor,
+    kv_layer: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return softmax(q k^T * scale) v [T, H, D] in float64, each token over the positions up to its own.
 
     Args:
         q: [T, H, D]; head h reads KV head h // (H / KVH).
-        kv_layer: [N, 2, KVH, B, D].
+        kv_layer: [N, 2, KVH, B, D]; what no token sees may be anything.
         query_start_loc, seq_lens, block_tables: as in `input_batch.ForwardBatch`.
+        window: a token at position p sees positions above p - window only; None: from 0 on.
+        softcap: scores s become softcap * tanh(s / softcap) before the mask; None: they stay.
     """
     out = torch.zeros(q.shape, dtype=torch.float64)
     group = q.shape[1] // kv_layer.shape[2]
@@ -59,8 +100,14 @@ def attention(
         if end == start:
             continue
         k, v = (t.repeat_interleave(group, 1) for t in read_kv(kv_layer, block_tables[s], length))
+        position, key = torch.arange(length - (end - start), length)[:, None], torch.arange(length)
+        seen = key <= position
+        if window is not None:
+            seen &= key > position - window
+        v = v.masked_fill(~seen.any(0)[:, None, None], 0.0)  # their weight is 0, but 0 * NaN is NaN
         scores = torch.einsum("qhd,khd->hqk", q[start:end].double(), k) * scale
-        position = torch.arange(length - (end - start), length)
-        scores.masked_fill_(torch.arange(length)[None, :] > position[:, None], float("-inf"))
-        out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        out[start:end] = torch.einsum("hqk,khd->qhd", weights, v)
     return out

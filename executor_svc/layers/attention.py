@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -18,19 +20,34 @@ def pad_heads(weight: Tensor, head_size: int, padded_head_size: int) -> Tensor:
     return padded.flatten(0, 1)
 
 
-class Attention:
-    """qkv linear, rotary embedding, cache write, paged attention, output linear."""
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights [head_size] of the norms of query and key heads, before the rotary embedding."""
 
-    def __init__(self, shape: AttentionShape, qkv: Linear, output: Linear, kernels: Kernels) -> None:
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+class Attention:
+    """qkv linear, norms of heads where the model has them, rotary embedding, cache write, attention, output linear."""
+
+    def __init__(
+        self, shape: AttentionShape, qkv: Linear, output: Linear, norms: HeadNorms | None, kernels: Kernels
+    ) -> None:
         self._shape = shape
         self._qkv = qkv
         self._output = output
+        self._norms = norms
         self._kernels = kernels
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """Return [T, hidden] for x [T, hidden]; writes this step's keys and values to kv_layer."""
         cos, sin = rope
-        q = self._kernels.rope_write_kv(self._qkv(x), cos, sin, kv_layer, self._shape, plan)
+        qkv = self._qkv(x)
+        if self._norms is not None:
+            qkv = self._kernels.norm_heads(qkv, self._norms.q, self._norms.k, self._norms.eps, self._shape)
+        q = self._kernels.rope_write_kv(qkv, cos, sin, kv_layer, self._shape, plan)
         return self._output(self._kernels.attention(q, kv_layer, self._shape, plan))
 
 

@@ -1,70 +1,114 @@
-"""Tables of rotary position embedding, made once by absolute position."""
+"""Rotary position embedding: cos and sin of each token's angles, from a table or from the length of its sequence."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-RopeType = Literal["default", "linear", "llama3"]
-ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3")
+from executor_svc.layers.rope_scaling import DynamicScaling, NoScaling, Scaling
+
+_TILE_ROWS = 64
+"""cos, sin and pow are taken on tiles of this many rows, always full: vector code may differ in bits from the scalar
+code that finishes a tensor, so a row's bits would depend on how many rows there are."""
+
+_NO_SCALING = NoScaling()
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How positions become angles; the fields after factor are for llama3 only."""
+    """How positions become angles."""
 
-    rope_type: RopeType
     theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    size: int
+    """The leading dimensions of each head that are rotated, an even number: all of them, or a part."""
+    scaling: Scaling = _NO_SCALING
 
 
-def inverse_frequencies(config: RopeConfig, head_size: int) -> Tensor:
-    """Return [head_size / 2] fp32 radians per position, as transformers computes them (`modeling_rope_utils`)."""
-    exponents = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
-    frequencies = 1.0 / (config.theta**exponents)
-    if config.rope_type == "linear":
-        return frequencies / config.factor
-    if config.rope_type == "llama3":
-        return _llama3(frequencies, config)
-    return frequencies
+class Rotary(Protocol):
+    """cos and sin by position: a pure function of position and length, whatever batch or chunk a token is in."""
+
+    def at(self, positions: Tensor, rope_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [T, size] in the model's dtype, the first half of sin negated.
+
+        So rotating x is x * cos + swap_halves(x) * sin.
+
+        Args:
+            positions: [T] int64, absolute.
+            rope_lens: [T] int64, the length of each token's sequence as `input_batch.ForwardBatch` defines it.
+        """
+        ...
 
 
-def _llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
-    """Divide long wavelengths by the factor, keep short ones, blend between (Llama 3.1)."""
-    wavelengths = 2 * math.pi / frequencies
-    longest_kept = config.original_max_position / config.high_freq_factor
-    shortest_divided = config.original_max_position / config.low_freq_factor
-    share = (config.original_max_position / wavelengths - config.low_freq_factor) / (
-        config.high_freq_factor - config.low_freq_factor
-    )
-    blended = (1 - share) * frequencies / config.factor + share * frequencies
-    result = torch.where(wavelengths > shortest_divided, frequencies / config.factor, frequencies)
-    between = (wavelengths >= longest_kept) & (wavelengths <= shortest_divided)
-    return torch.where(between, blended, result)
+def make_rotary(config: RopeConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> Rotary:
+    """Return cos and sin for positions below max_model_len."""
+    if isinstance(config.scaling, DynamicScaling):
+        return DynamicRotary(config, config.scaling, dtype)
+    return RotaryTables(config, max_model_len, dtype, device)
+
+
+def inverse_frequencies(config: RopeConfig, max_model_len: int) -> Tensor:
+    """Return [size / 2] fp32 radians per position of an embedding whose angles do not depend on lengths."""
+    assert not isinstance(config.scaling, DynamicScaling)
+    return config.scaling.frequencies(config.theta, config.size, max_model_len)
+
+
+def _halves(angles: Tensor, attention_factor: float, dtype: torch.dtype) -> Tensor:
+    """Return cos beside sin, [rows, size], of angles [rows, size / 2] fp32: taken in float64, rounded to fp32."""
+    wide = angles.double()
+    both = torch.cat([wide.cos(), wide.sin()], -1).float()
+    return (both if attention_factor == 1.0 else both * attention_factor).to(dtype)
+
+
+def _spread(halves: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [T, size] of [T, size] with cos in the first half and sin in the second."""
+    cos, sin = halves.chunk(2, -1)
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 class RotaryTables:
-    """cos and sin for every position up to max_model_len, [max_model_len, head_size] in the model's dtype.
+    """A table of max_model_len rows: its bytes are max_model_len * size in the model's dtype."""
 
-    The first half of sin is negated, so that rotating x is x * cos + swap_halves(x) * sin.
+    def __init__(self, config: RopeConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Angles are rounded to fp32, as in transformers."""
+        frequencies = inverse_frequencies(config, max_model_len)
+        tiles = -(-max_model_len // _TILE_ROWS)
+        table = torch.empty(tiles * _TILE_ROWS, config.size, dtype=dtype)
+        for tile in table.split(_TILE_ROWS):
+            start = tile.storage_offset() // config.size
+            angles = torch.arange(start, start + _TILE_ROWS).float()[:, None] * frequencies
+            tile.copy_(_halves(angles, config.scaling.attention_factor, dtype))
+        self._table = table.to(device)
+
+    def at(self, positions: Tensor, rope_lens: Tensor) -> tuple[Tensor, Tensor]:
+        return _spread(self._table.index_select(0, positions))
+
+
+class DynamicRotary:
+    """Computes each token's angles from its position and the length of its sequence, as transformers' generate does.
+
+    transformers makes the frequencies anew for every forward pass: for a prompt those of its length, for each token
+    after it those of the length with it. Keys in the cache keep the angles that they were given.
     """
 
-    def __init__(
-        self, config: RopeConfig, head_size: int, max_model_len: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Angles are rounded to fp32, as in transformers; cos and sin of them are taken in float64 and rounded."""
-        angles = torch.arange(max_model_len).float()[:, None] * inverse_frequencies(config, head_size)
-        cos, sin = angles.double().cos(), angles.double().sin()
-        self._cos = torch.cat([cos, cos], -1).float().to(dtype).to(device)
-        self._sin = torch.cat([-sin, sin], -1).float().to(dtype).to(device)
+    def __init__(self, config: RopeConfig, scaling: DynamicScaling, dtype: torch.dtype) -> None:
+        self._config = config
+        self._scaling = scaling
+        self._dtype = dtype
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [T, head_size] at positions [T] int64."""
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+    def at(self, positions: Tensor, rope_lens: Tensor) -> tuple[Tensor, Tensor]:
+        rows = positions.shape[0]
+        padding = (0, -rows % _TILE_ROWS)
+        tiles = zip(
+            functional.pad(positions, padding).split(_TILE_ROWS),
+            functional.pad(rope_lens, padding).split(_TILE_ROWS),
+            strict=True,
+        )
+        return _spread(torch.cat([self._tile(*tile) for tile in tiles])[:rows])
+
+    def _tile(self, positions: Tensor, lengths: Tensor) -> Tensor:
+        frequencies = self._scaling.frequencies_at(self._config.theta, self._config.size, lengths)
+        return _halves(positions.float()[:, None] * frequencies, self._scaling.attention_factor, self._dtype)

@@ -1,9 +1,8 @@
-"""A model's files and tensors: from a local folder, the Hugging Face hub, or seeded random numbers."""
+"""A model's tensors: from the files of its folder, or seeded random numbers."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,60 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
-_HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "vocab*", "merges*"]
+from executor_svc.model_folder import LoaderError, read_json
+
+_OTHER_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
 _DUMMY_STD = 0.02
-
-
-class LoaderError(RuntimeError):
-    """A model can not be loaded; the message names the folder or option and what is missing."""
-
-
-def _looks_like_path(model: str) -> bool:
-    return model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or model in (".", "..")
-
-
-def resolve_folder(model: str, with_weights: bool) -> Path:
-    """Return the local folder of a model given as a folder or a hub id, downloading the latter."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise LoaderError(f"--model {model}: not a folder")
-    if _looks_like_path(model):
-        raise LoaderError(f"--model {model}: no such folder")
-    return _download(model, [name for name in _HUB_FILES if with_weights or name != "*.safetensors"])
-
-
-def _download(model: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise LoaderError(
-            f"--model {model}: no such folder, and as a hub id it is not in the local cache and the Hugging Face hub "
-            "can not be reached (offline?)"
-        ) from error
-    except (HfHubHTTPError, ValueError, OSError) as error:
-        raise LoaderError(f"--model {model}: no such folder, and the Hugging Face hub says: {error}") from error
-
-
-def read_json(folder: Path, name: str, required: bool) -> dict[str, Any]:
-    """Return a JSON object of the folder; an absent file that is not required is an empty one."""
-    path = folder / name
-    if not path.is_file():
-        if required:
-            raise LoaderError(f"model folder {folder}: {name} is missing")
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LoaderError(f"model folder {folder}: {name} can not be read: {error}") from error
-    if not isinstance(content, dict):
-        raise LoaderError(f"model folder {folder}: {name} holds no JSON object")
-    return content
 
 
 class Weights:
@@ -162,8 +111,10 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             raise LoaderError(f"model folder {folder}: weight files named by {index.name} are missing: {missing[0]}")
         return {name: folder / file for name, file in content.items()}
     if not single.is_file():
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
+        found = f", and {others[0]} is not read" if others else ""
         raise LoaderError(
-            f"model folder {folder}: no weights: neither model.safetensors nor model.safetensors.index.json is there "
-            "(--load-format dummy takes random ones)"
+            f"model folder {folder}: no weights: neither model.safetensors nor model.safetensors.index.json is there"
+            f"{found} (--load-format dummy takes random ones)"
         )
     return dict.fromkeys(_open(single).keys(), single)

@@ -3,7 +3,8 @@
 After flash attention (Dao et al., 2022) with keys in tiles at absolute positions, but with the exact maximum of each
 row taken first: a maximum has the same bits in any order, and no rescaling is needed. A row's weighted values are then
 summed tile by tile in the order of positions, in fp32. Keys and values come from the cache, within a chunk too.
-So a row's bits depend on its own query and on its sequence's cache only. No loop runs over sequences.
+So a row's bits depend on its own query and on its sequence's cache only: with a window, rows of a tile may be led
+through key tiles before their own window, whose values they add with weight 0. No loop runs over sequences.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ def _attend(
     for chunk in group.chunks:
         keys = _gather(cache_rows, group.key_rows, chunk, num_pairs, shape, work)
         left = by_pair[chunk.lo : chunk.hi] if by_pair is not None else _slice(queries, chunk)
-        torch.bmm(
-            left.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out=weights[chunk.lo : chunk.hi].flatten(0, 1)
-        )
+        scores = weights[chunk.lo : chunk.hi].flatten(0, 1)
+        torch.bmm(left.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out=scores)
+        if shape.softcap is not None:
+            scores.tanh_().mul_(shape.softcap)
     totals = _softmax_numerators(weights, group)
     values = torch.zeros(group.num_tiles, heads, rows, shape.padded_head_size)
     for chunk in group.chunks:
-        tile = _gather(cache_rows, group.value_rows, chunk, num_pairs, shape, work, chunk.beyond_rows)
+        tile = _gather(cache_rows, group.value_rows, chunk, num_pairs, shape, work, chunk.blank_rows)
         part = torch.bmm(weights[chunk.lo : chunk.hi].flatten(0, 1), tile.flatten(0, 1))
         part = part.view(chunk.hi - chunk.lo, heads, rows, -1)
         for lo, hi, first in chunk.segments:
@@ -57,16 +59,20 @@ def _attend(
 
 
 def _queries(q: Tensor, shape: AttentionShape, group: TileGroup) -> Tensor:
-    """Return [tiles, KVH, rows, DP] fp32: the scaled queries of a tile, token by token, heads of a KV head together."""
+    """Return [tiles, KVH, rows, DP] fp32: the scaled queries of a tile, token by token, heads of a KV head together.
+
+    With a softcap they are divided by it too: the scores that they give are those whose tanh is taken.
+    """
     size, heads, per_kv = group.query_tile, shape.num_kv_heads, shape.group
+    scale = shape.scale if shape.softcap is None else shape.scale / shape.softcap
     picked = q.index_select(0, group.q_rows).view(group.num_tiles, size, heads, per_kv, -1).transpose(1, 2)
     rows = tile_rows(shape, size)
     if rows == size * per_kv:
         tiles = picked.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        return tiles.view(group.num_tiles, heads, rows, -1).mul_(shape.scale)
+        return tiles.view(group.num_tiles, heads, rows, -1).mul_(scale)
     tiles = torch.zeros(group.num_tiles, heads, rows, shape.padded_head_size)
     tiles[:, :, : size * per_kv] = picked.flatten(2, 3)
-    return tiles.mul_(shape.scale)
+    return tiles.mul_(scale)
 
 
 def _slice(queries: Tensor, chunk: Chunk) -> Tensor:
@@ -82,18 +88,18 @@ def _gather(
     num_pairs: int,
     shape: AttentionShape,
     work: Workspace,
-    beyond_rows: Tensor | None = None,
+    blank_rows: Tensor | None = None,
 ) -> Tensor:
     """Return keys or values of a chunk's pairs: [pairs, KVH, KEY_TILE, DP] fp32, in scratch memory.
 
-    Values at positions beyond the sequence must be zeroed: their weight is 0, but 0 times a stale NaN is NaN.
+    Values at positions that may hold anything must be zeroed: their weight is 0, but 0 times a stale NaN is NaN.
     """
     per_pair = index.shape[0] // num_pairs
     rows = index[chunk.lo * per_pair : chunk.hi * per_pair]
     gathered = work.take("gathered", (rows.shape[0], cache_rows.shape[1]), cache_rows.dtype)
     torch.index_select(cache_rows, 0, rows, out=gathered)
-    if beyond_rows is not None:
-        gathered.view(-1, shape.padded_head_size).index_fill_(0, beyond_rows, 0.0)
+    if blank_rows is not None:
+        gathered.view(-1, shape.padded_head_size).index_fill_(0, blank_rows, 0.0)
     tiles = gathered.view(chunk.hi - chunk.lo, shape.num_kv_heads, KEY_TILE, shape.padded_head_size)
     if tiles.dtype == torch.float32:
         return tiles

@@ -1,9 +1,10 @@
 """Work lists of CPU attention: made once per step, shared by all layers.
 
 A *query tile* is up to `query_tile` consecutive tokens of one sequence with all their heads; a *pair* is a query tile
-and one of the key tiles that it sees. Key tiles lie at absolute positions. Tiles of a group are sorted by their
-number of key tiles, most first, and pairs by key tile, so that the tiles which see key tile j are the first ones,
-a slice, and a row adds up its key tiles in the order of j, whatever else is there.
+and one of the key tiles that it sees. Key tiles lie at absolute positions. A query tile counts the ones that it sees
+from the first on: key tile 0, or with a window the one where the window of its first token begins. Tiles of a group
+are sorted by their number of key tiles, most first, and pairs by that count j, so that the tiles which see a j-th
+key tile are the first ones, a slice, and a row adds up its key tiles in the order of positions, whatever else is there.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ class Chunk:
     lo: int
     hi: int
     segments: list[tuple[int, int, int]]
-    """(lo, hi, first tile) of pairs that share a key tile; their query tiles are consecutive."""
-    beyond_rows: Tensor | None
-    """Rows of the chunk's gathered [pairs * KVH * KEY_TILE, DP] beyond their sequence; None: there are none."""
+    """(lo, hi, first tile) of pairs with the same j; their query tiles are consecutive."""
+    blank_rows: Tensor | None
+    """Rows of the chunk's gathered [pairs * KVH * KEY_TILE, DP] beyond their sequence or before the window of their
+    whole query tile: what the cache holds there is not theirs. None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +60,9 @@ class TileGroup:
     hiding_pairs: Tensor | None
     """Pairs with a key that some row must not see; None: all pairs, or nearly so."""
     hidden: Tensor
-    """[hiding pairs, 1, rows of a tile, KEY_TILE] bool: keys after the row's own position."""
+    """[hiding pairs, 1, rows of a tile, KEY_TILE] bool: keys after the row's own position or before its window."""
     levels: list[tuple[int, int, int]]
-    """(lo, hi, number of tiles) of the pairs of each key tile j, in order of j."""
+    """(lo, hi, number of tiles) of the pairs with each query tile's j-th key tile, in order of j."""
     chunks: list[Chunk]
     out_source: Tensor
     """Rows of [num_tiles * query_tile] that are real, and `out_rows`, the tokens that they are."""
@@ -90,32 +92,38 @@ def _ranges(counts: _Ints) -> _Ints:
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Query tiles as columns: sequence, first token, number of tokens, position of the first token."""
+    """Query tiles as columns: sequence, first token, number of tokens, position of the first token, first key seen."""
 
     seq: _Ints
     start: _Ints
     count: _Ints
     position: _Ints
+    first_key: _Ints
 
     def take(self, index: _Ints) -> _Tiles:
-        return _Tiles(self.seq[index], self.start[index], self.count[index], self.position[index])
+        columns = (self.seq, self.start, self.count, self.position, self.first_key)
+        return _Tiles(*(column[index] for column in columns))
 
     @property
     def levels(self) -> _Ints:
         """Key tiles that each query tile sees."""
-        seen: _Ints = -(-(self.position + self.count) // KEY_TILE)
+        seen: _Ints = -(-(self.position + self.count) // KEY_TILE) - self.first_key // KEY_TILE
         return seen
 
 
-def _cut(starts: _Ints, lens: _Ints, positions: _Ints, seqs: _Ints, size: int) -> _Tiles:
+def _cut(starts: _Ints, lens: _Ints, positions: _Ints, seqs: _Ints, size: int, window: int | None) -> _Tiles:
     """Cut runs of tokens into tiles of up to `size`."""
     per_run = -(-lens // size)
     run = np.repeat(np.arange(len(lens)), per_run)
     offset = _ranges(per_run) * size
-    return _Tiles(seqs[run], starts[run] + offset, np.minimum(lens[run] - offset, size), positions[run] + offset)
+    first = positions[run] + offset
+    first_key = np.zeros_like(first) if window is None else np.maximum(first - window + 1, 0)
+    return _Tiles(seqs[run], starts[run] + offset, np.minimum(lens[run] - offset, size), first, first_key)
 
 
-def _tiles_by_size(query_start_loc: _Ints, seq_lens: _Ints, sizes: tuple[int, ...]) -> list[tuple[int, _Tiles]]:
+def _tiles_by_size(
+    query_start_loc: _Ints, seq_lens: _Ints, sizes: tuple[int, ...], window: int | None
+) -> list[tuple[int, _Tiles]]:
     """Give each sequence's tokens to tiles: as many of the largest size as are full, the rest to the next smaller."""
     starts, lens = query_start_loc[:-1], np.diff(query_start_loc)
     positions, seqs = seq_lens - lens, np.arange(len(lens))
@@ -130,7 +138,7 @@ def _tiles_by_size(query_start_loc: _Ints, seq_lens: _Ints, sizes: tuple[int, ..
             taken = lens // size * size
         chosen = taken > 0
         if chosen.any():
-            tiles = _cut(starts[chosen], taken[chosen], positions[chosen], seqs[chosen], size)
+            tiles = _cut(starts[chosen], taken[chosen], positions[chosen], seqs[chosen], size, window)
             result.append((size, tiles))
         starts, lens, positions = starts + taken, lens - taken, positions + taken
     return result
@@ -154,7 +162,7 @@ class PlanBuilder:
         lens = seq_lens.numpy().astype(np.int64)
         tables = block_tables.numpy().astype(np.int64)
         groups = []
-        for size, tiles in _tiles_by_size(starts, lens, self._query_tiles):
+        for size, tiles in _tiles_by_size(starts, lens, self._query_tiles, self._shape.window):
             ordered = tiles.take(np.argsort(-tiles.levels, kind="stable"))
             for part in self._parts(ordered, size):
                 groups.append(self._group(part, size, lens, tables))
@@ -183,6 +191,7 @@ class PlanBuilder:
         per_level = (levels[None, :] > np.arange(levels[0])[:, None]).sum(1)
         pair_tile = _ranges(per_level)
         pair_level = np.repeat(np.arange(len(per_level)), per_level)
+        key_start = (tiles.first_key[pair_tile] // KEY_TILE + pair_level) * KEY_TILE
         ends = np.cumsum(per_level)
         spans = list(zip((ends - per_level).tolist(), ends.tolist(), per_level.tolist(), strict=True))
 
@@ -191,11 +200,8 @@ class PlanBuilder:
         q_rows = (tiles.start[:, None] + within).reshape(-1)
         out_source = np.flatnonzero(real)
         positions = tiles.position[:, None] + within
-        hiding = np.flatnonzero((pair_level + 1) * KEY_TILE > positions[pair_tile, 0] + 1)
-        hides_most = 2 * len(hiding) > len(pair_tile)
-        if hides_most:
-            hiding = np.arange(len(pair_tile))
-        blocks = self._pair_blocks(tables[tiles.seq[pair_tile]], pair_level)
+        hiding, hides_most = self._hiding(positions[pair_tile], key_start)
+        blocks = self._pair_blocks(tables, tiles.seq[pair_tile], key_start)
         key_rows = blocks[:, None, :] * (2 * self._shape.num_kv_heads) + np.arange(self._shape.num_kv_heads)[:, None]
         key_rows = key_rows.reshape(-1)
         return TileGroup(
@@ -206,30 +212,51 @@ class PlanBuilder:
             key_rows=torch.from_numpy(key_rows),
             value_rows=torch.from_numpy(key_rows + self._shape.num_kv_heads),
             hiding_pairs=None if hides_most else torch.from_numpy(hiding),
-            hidden=self._hidden(positions, pair_tile[hiding], pair_level[hiding]),
+            hidden=self._hidden(positions[pair_tile[hiding]], key_start[hiding]),
             levels=spans,
-            chunks=self._chunks(spans, size, (pair_level + 1) * KEY_TILE - seq_lens[tiles.seq[pair_tile]]),
+            chunks=self._chunks(
+                spans,
+                size,
+                before=np.maximum(tiles.first_key[pair_tile] - key_start, 0),
+                beyond=np.maximum(key_start + KEY_TILE - seq_lens[tiles.seq[pair_tile]], 0),
+            ),
             out_source=torch.from_numpy(out_source),
             out_rows=torch.from_numpy(q_rows[out_source]),
         )
 
-    def _pair_blocks(self, tables: _Ints, pair_level: _Ints) -> _Ints:
+    def _pair_blocks(self, tables: _Ints, seqs: _Ints, key_start: _Ints) -> _Ints:
         """Return [pairs, KEY_TILE / B] block ids; columns beyond the table repeat its last and are hidden."""
-        per_tile = KEY_TILE // self._block_size
-        columns = pair_level[:, None] * per_tile + np.arange(per_tile)
-        return np.take_along_axis(tables, np.minimum(columns, tables.shape[1] - 1), axis=1)
+        columns = key_start[:, None] // self._block_size + np.arange(KEY_TILE // self._block_size)
+        blocks: _Ints = tables[seqs[:, None], np.minimum(columns, tables.shape[1] - 1)]
+        return blocks
 
-    def _hidden(self, positions: _Ints, pair_tile: _Ints, pair_level: _Ints) -> Tensor:
-        last_seen = positions[pair_tile] - pair_level[:, None] * KEY_TILE  # [pairs, query tile]
-        hidden = np.arange(KEY_TILE) > last_seen[:, :, None]
+    def _hiding(self, positions: _Ints, key_start: _Ints) -> tuple[_Ints, bool]:
+        """Return the pairs in which a row must not see some key, or all pairs and True if those are most.
+
+        `positions` [pairs, query tile] are those of each pair's query tile.
+        """
+        hides = key_start + KEY_TILE > positions[:, 0] + 1
+        if self._shape.window is not None:
+            hides |= key_start <= positions[:, -1] - self._shape.window
+        hiding = np.flatnonzero(hides)
+        most = 2 * len(hiding) > len(hides)
+        return (np.arange(len(hides)) if most else hiding), most
+
+    def _hidden(self, positions: _Ints, key_start: _Ints) -> Tensor:
+        """Return `TileGroup.hidden` of pairs: the positions [pairs, query tile] of their rows, and where keys begin."""
+        last_seen = (positions - key_start[:, None])[:, :, None]  # [pairs, query tile, 1]
+        keys = np.arange(KEY_TILE)
+        hidden = keys > last_seen
+        if self._shape.window is not None:
+            hidden |= keys <= last_seen - self._shape.window
         rows = np.repeat(hidden, self._shape.group, axis=1)  # row = token * group + head of the group
         padding = tile_rows(self._shape, positions.shape[1]) - rows.shape[1]
         if padding:
             rows = np.concatenate([rows, np.repeat(rows[:, :1], padding, axis=1)], axis=1)
         return torch.from_numpy(rows[:, None])
 
-    def _chunks(self, spans: list[tuple[int, int, int]], size: int, beyond: _Ints) -> list[Chunk]:
-        """Cut pairs into chunks; those of larger query tiles never hold two key tiles, so that queries are a slice."""
+    def _chunks(self, spans: list[tuple[int, int, int]], size: int, before: _Ints, beyond: _Ints) -> list[Chunk]:
+        """Cut pairs into chunks; those of larger query tiles never hold two levels, so that queries are a slice."""
         runs = [(0, spans[-1][1])] if size == DECODE_TILE else [(lo, hi) for lo, hi, _ in spans]
         chunks = []
         for lo, hi in runs:
@@ -239,16 +266,17 @@ class PlanBuilder:
                 segments = [
                     (max(a, start), min(b, end), max(a, start) - a) for a, b, _ in spans if a < end and b > start
                 ]
-                chunks.append(Chunk(start, end, segments, self._beyond_rows(beyond[start:end])))
+                chunks.append(Chunk(start, end, segments, self._blank_rows(before[start:end], beyond[start:end])))
         return chunks
 
-    def _beyond_rows(self, beyond: _Ints) -> Tensor | None:
-        """Return the rows of gathered values whose position is one of the last `beyond` of its pair's key tile."""
-        pairs = np.flatnonzero(beyond > 0)
+    def _blank_rows(self, before: _Ints, beyond: _Ints) -> Tensor | None:
+        """Return the rows of gathered values that are the first `before` or last `beyond` of their pair's key tile."""
+        pairs = np.flatnonzero(before + beyond)
         if not len(pairs):
             return None
-        counts = np.minimum(beyond[pairs], KEY_TILE)
-        head_tiles = (pairs[:, None] * self._shape.num_kv_heads + np.arange(self._shape.num_kv_heads)).reshape(-1)
-        per_head = np.repeat(counts, self._shape.num_kv_heads)
-        rows = np.repeat((head_tiles + 1) * KEY_TILE - per_head, per_head) + _ranges(per_head)
-        return torch.from_numpy(rows)
+        heads = self._shape.num_kv_heads
+        tile_start = (pairs[:, None] * heads + np.arange(heads)).reshape(-1) * KEY_TILE
+        first, last = np.repeat(before[pairs], heads), np.repeat(beyond[pairs], heads)
+        starts = np.concatenate([tile_start, tile_start + KEY_TILE - last])
+        counts = np.concatenate([first, last])
+        return torch.from_numpy(np.repeat(starts, counts) + _ranges(counts))

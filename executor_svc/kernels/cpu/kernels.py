@@ -64,6 +64,9 @@ class CpuKernels:
         residual.add_(x)
         return elementwise.rms_norm(residual, weight, eps), residual
 
+    def norm_heads(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, shape: AttentionShape) -> Tensor:
+        return elementwise.norm_heads(qkv, q_weight, k_weight, eps, shape)
+
     def rope_write_kv(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan
     ) -> Tensor:
@@ -76,3 +79,9 @@ class CpuKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return elementwise.silu_mul(gate_up)
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        return elementwise.gelu_tanh_mul(gate_up)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return elementwise.softcap(x, cap)

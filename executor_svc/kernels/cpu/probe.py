@@ -5,6 +5,8 @@ Libraries choose code by processor, thread count and version, so what holds on o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from executor_svc.kernels.interface import KEY_TILE, MIN_ROWS, AttentionShape
 
 _ROW_COUNTS = (2, 3, 16, 17, 64, 129)
 _BATCHES = (2, 3, 8, 17)
+_MOST_ROWS = 129
 
 
 def _random(generator: torch.Generator, *shape: int) -> Tensor:
@@ -63,24 +66,49 @@ def probe_attention(shape: AttentionShape, query_tiles: tuple[int, ...]) -> str 
 
 
 def probe_elementwise(hidden_size: int) -> str | None:
-    """Compare exp, silu and norms of single elements and rows with those of the whole, at many places and lengths."""
+    """Compare exp, tanh, norms and sums of few elements or rows with those of the whole, at many places."""
     generator = torch.Generator().manual_seed(0)
     flat = _random(generator, 1 << 16) * 8
-    expected = flat.exp()
+    for name, function in (("exp", torch.exp), ("tanh", torch.tanh)):
+        for dtype in (torch.float32, torch.bfloat16):
+            found = _probe_elements(function, flat.to(dtype))
+            if found is not None:
+                return f"{name} in {dtype}: {found}"
+    rows, weight = _random(generator, _MOST_ROWS, hidden_size), _random(generator, hidden_size)
+    found = _probe_rows(lambda part: elementwise.rms_norm(part, weight, 1e-6), rows)
+    if found is not None:
+        return f"rms_norm (hidden size {hidden_size}): {found}"
+    found = _probe_rows(lambda part: part.sum(-1), _random(generator, _MOST_ROWS, KEY_TILE))
+    return None if found is None else f"sum: {found}"
+
+
+def probe_norm_heads(shape: AttentionShape) -> str | None:
+    """Compare norms of the heads of tokens among few others with those among many."""
+    generator = torch.Generator().manual_seed(0)
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    qkv, weight = _random(generator, _MOST_ROWS, heads * shape.padded_head_size), _random(generator, shape.head_size)
+    found = _probe_rows(lambda part: elementwise.norm_heads(part.clone(), weight, weight, 1e-6, shape), qkv)
+    return None if found is None else f"norm_heads (head size {shape.head_size}): {found}"
+
+
+def _probe_elements(function: Callable[[Tensor], Tensor], flat: Tensor) -> str | None:
+    """Compare function of short stretches of flat, at any alignment, with those parts of its whole."""
+    expected = function(flat)
     for length in (1, 3, 7, 15, 17, 31, 33, 100):
         for start in range(length, 2000, 211):
-            if not _same(flat[start : start + length].clone().exp_(), expected[start : start + length]):
-                return f"exp: an element has other bits among {length} than among {flat.numel()}"
-    most = 129
-    rows, weight = _random(generator, most, hidden_size), _random(generator, hidden_size)
-    normed, summed = elementwise.rms_norm(rows, weight, 1e-6), rows[:, :KEY_TILE].contiguous().sum(-1)
+            part = slice(start, start + length)
+            for few in (flat[part], flat[part].clone()):
+                if not _same(function(few), expected[part]):
+                    return f"an element has other bits among {length} than among {flat.numel()}"
+    return None
+
+
+def _probe_rows(function: Callable[[Tensor], Tensor], rows: Tensor) -> str | None:
+    """Compare function of few rows with those rows of function of all."""
+    expected, most = function(rows), rows.shape[0]
     for count in (2, 3, 16, 65):
         for start in (0, most - count):
-            part = rows[start : start + count].contiguous()
-            if not _same(elementwise.rms_norm(part, weight, 1e-6), normed[start : start + count]):
-                return (
-                    f"rms_norm (hidden size {hidden_size}): a row has other bits among {count} rows than among {most}"
-                )
-            if not _same(part[:, :KEY_TILE].contiguous().sum(-1), summed[start : start + count]):
-                return f"sum: a row has other bits among {count} rows than among {most}"
+            part = slice(start, start + count)
+            if not _same(function(rows[part]), expected[part]):
+                return f"a row has other bits among {count} rows than among {most}"
     return None

@@ -13,12 +13,13 @@ def rope_write_kv(
 ) -> Tensor:
     """Rotate q and k of qkv [T, (H + 2 KVH) * DP] in place, write k and v of num_tokens tokens, return q [T, H, DP].
 
-    cos and sin are [T, D] with the first half of sin negated; kv_layer is [N, 2, KVH, B, DP]; write_rows are rows of
-    it seen as [-1, DP]. Rounds to the dtype after each product, as transformers does.
+    cos and sin are [T, R] with the first half of sin negated, for the first R columns of a head, the others stay;
+    kv_layer is [N, 2, KVH, B, DP]; write_rows are rows of it seen as [-1, DP]. Rounds to the dtype after each product,
+    as transformers does.
     """
     heads = qkv.view(qkv.shape[0], -1, shape.padded_head_size)
-    rotated = heads[:, : shape.num_heads + shape.num_kv_heads, : shape.head_size]
-    half = shape.head_size // 2
+    rotated = heads[:, : shape.num_heads + shape.num_kv_heads, : cos.shape[1]]
+    half = cos.shape[1] // 2
     swapped = torch.cat([rotated[..., half:], rotated[..., :half]], -1).mul_(sin[:, None])
     rotated.mul_(cos[:, None]).add_(swapped)
     new = heads[:num_tokens, shape.num_heads :].reshape(-1, shape.padded_head_size)

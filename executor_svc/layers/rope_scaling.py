@@ -1,0 +1,146 @@
+"""Frequencies of rotary position embedding, and the ways in which checkpoints stretch them to longer contexts.
+
+Every type gives the values of transformers' `modeling_rope_utils`, in the same fp32 operations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def plain_frequencies(theta: float, size: int) -> Tensor:
+    """Return [size / 2] fp32 radians per position: theta^(-2i / size) (Su et al., 2021)."""
+    return 1.0 / (theta ** _exponents(size))
+
+
+def _exponents(size: int) -> Tensor:
+    return torch.arange(0, size, 2, dtype=torch.int64).float() / size
+
+
+@dataclass(frozen=True, slots=True)
+class NoScaling:
+    """Positions as they are."""
+
+    attention_factor: float = 1.0
+    """cos and sin are multiplied by this, here and in the other types."""
+
+    def frequencies(self, theta: float, size: int, max_model_len: int) -> Tensor:
+        """Return [size / 2] fp32 radians per position, here and in the other types, for a context of max_model_len."""
+        return plain_frequencies(theta, size)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Positions divided by a factor (Chen et al., 2023)."""
+
+    factor: float
+    attention_factor: float = 1.0
+
+    def frequencies(self, theta: float, size: int, max_model_len: int) -> Tensor:
+        return plain_frequencies(theta, size) / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Long wavelengths divided by a factor, short ones kept, a blend between (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+    attention_factor: float = 1.0
+
+    def frequencies(self, theta: float, size: int, max_model_len: int) -> Tensor:
+        frequencies = plain_frequencies(theta, size)
+        wavelengths = 2 * math.pi / frequencies
+        longest_kept = self.original_max_position / self.high_freq_factor
+        shortest_divided = self.original_max_position / self.low_freq_factor
+        share = (self.original_max_position / wavelengths - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        blended = (1 - share) * frequencies / self.factor + share * frequencies
+        result = torch.where(wavelengths > shortest_divided, frequencies / self.factor, frequencies)
+        between = (wavelengths >= longest_kept) & (wavelengths <= shortest_divided)
+        return torch.where(between, blended, result)
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """High frequencies kept, low ones divided by a factor, a ramp over dimensions between (Peng et al., 2023)."""
+
+    factor: float
+    original_max_position: int
+    attention_factor: float
+    beta_fast: float
+    """Dimensions that turn more often than this within the original length are kept."""
+    beta_slow: float
+    """Dimensions that turn less often than this are divided."""
+    truncate: bool
+    """Whether the ramp begins and ends at whole dimensions."""
+
+    def frequencies(self, theta: float, size: int, max_model_len: int) -> Tensor:
+        wavelengths = theta ** _exponents(size)
+        low, high = self._dimension(self.beta_fast, theta, size), self._dimension(self.beta_slow, theta, size)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        if low == high:
+            high += 0.001  # as transformers keeps the ramp from dividing by zero
+        divided = torch.clamp((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+        kept = 1 - divided
+        return 1.0 / (self.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+    def _dimension(self, turns: float, theta: float, size: int) -> float:
+        """Return the dimension whose angle makes so many turns within the original length."""
+        return size * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """A factor for each frequency, from one of two lists (LongRoPE: Ding et al., 2024).
+
+    transformers takes the long list once a sequence exceeds the original length, and computes all of its keys again.
+    Here the list is chosen once, by max_model_len, as vLLM does: keys in the cache must stay valid.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position: int
+    attention_factor: float
+
+    def is_long(self, max_model_len: int) -> bool:
+        """Return whether the long list is the one to take."""
+        return max_model_len > self.original_max_position
+
+    def frequencies(self, theta: float, size: int, max_model_len: int) -> Tensor:
+        chosen = self.long_factor if self.is_long(max_model_len) else self.short_factor
+        return 1.0 / (torch.tensor(chosen, dtype=torch.float32) * theta ** _exponents(size))
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """A theta that grows with the length of the sequence once it exceeds the original one (dynamic NTK).
+
+    Its frequencies belong to a length, not to the model: see `layers.rope.DynamicRotary`.
+    """
+
+    factor: float
+    original_max_position: int
+    attention_factor: float = 1.0
+
+    def frequencies_at(self, theta: float, size: int, lengths: Tensor) -> Tensor:
+        """Return [rows, size / 2] fp32 radians per position for sequences of these lengths [rows] int64."""
+        share = lengths.float().mul(self.factor).div(self.original_max_position).sub(self.factor - 1)
+        stretched = share.pow(size / (size - 2)).mul(theta)
+        bases = torch.where(lengths > self.original_max_position, stretched, theta)
+        # In float64, so that rounding to fp32 hides how pow was computed.
+        powers = bases.double()[:, None] ** _exponents(size).to(lengths.device).double()
+        return powers.float().reciprocal()
+
+
+StaticScaling = NoScaling | LinearScaling | Llama3Scaling | YarnScaling | LongScaling
+Scaling = StaticScaling | DynamicScaling

@@ -1,0 +1,87 @@
+"""The files of a model's folder, or of the Hugging Face hub, that are no tensors. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from executor_svc.errors import StartError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+_HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "vocab*", "merges*"]
+_HUB_COPIES = ["consolidated*", "original/*"]
+"""The same weights once more, in the makers' own format: Mistral's and Meta's."""
+
+
+class LoaderError(StartError):
+    """A model can not be loaded; the message names the folder or option and what is missing."""
+
+
+def looks_like_path(model: str) -> bool:
+    """Can this be no hub id."""
+    return model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or model in (".", "..")
+
+
+def resolve_folder(model: str, with_weights: bool) -> Path:
+    """Return the local folder of a model given as a folder or a hub id, downloading the latter."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise LoaderError(f"--model {model}: not a folder")
+    if looks_like_path(model):
+        raise LoaderError(f"--model {model}: no such folder")
+    return _download(model, [name for name in _HUB_FILES if with_weights or name != "*.safetensors"])
+
+
+def _download(model: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=_HUB_COPIES))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise LoaderError(
+            f"--model {model}: no such folder, and as a hub id it is not in the local cache and the Hugging Face hub "
+            "can not be reached (offline?)"
+        ) from error
+    except (HfHubHTTPError, ValueError, OSError) as error:
+        raise LoaderError(f"--model {model}: no such folder, and the Hugging Face hub says: {error}") from error
+
+
+def read_json(folder: Path, name: str, required: bool) -> dict[str, Any]:
+    """Return a JSON object of the folder; an absent file that is not required is an empty one."""
+    path = folder / name
+    try:
+        if not path.is_file():
+            if required:
+                raise LoaderError(f"model folder {folder}: {name} is missing")
+            return {}
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoaderError(f"model folder {folder}: {name} can not be read: {error}") from error
+    if not isinstance(content, dict):
+        raise LoaderError(f"model folder {folder}: {name} holds no JSON object")
+    return content
+
+
+def token_ids_of(folder: Path, files: dict[str, dict[str, Any]], field: str) -> list[int]:
+    """Return what files, by name, have in a field that may hold one id, a list of them, or nothing."""
+    ids: list[int] = []
+    for name, content in files.items():
+        value = content.get(field)
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in listed):
+            raise LoaderError(
+                f"model folder {folder}: {name}: {field} must be a token id or a list of them, not {value!r}"
+            )
+        ids += [token for token in listed if token >= 0]
+    return ids
+
+
+def tokenizer_of(model: str, folder: Path) -> str:
+    """Return what to load the tokenizer from: the folder's full path, or the hub id, or nothing."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return ""
+    return str(folder.resolve()) if Path(model).expanduser().is_dir() else model

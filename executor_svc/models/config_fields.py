@@ -1,0 +1,88 @@
+"""Checked reading of config.json: a value that is missing, of a wrong kind or out of range names its field."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from executor_svc.models.base import ModelConfigError
+
+
+class Fields:
+    """The fields of config.json, or of an object in it. A field that is null is as good as absent."""
+
+    def __init__(self, content: dict[str, Any], path: str = "") -> None:
+        """Take an object and where it lies in config.json: "" for the whole, else "name." """
+        self._content = content
+        self._path = path
+
+    def error(self, name: str, problem: str) -> ModelConfigError:
+        """Return an error about a field, to be raised."""
+        return ModelConfigError(f"config.json: {self._path}{name} {problem}")
+
+    def has(self, name: str) -> bool:
+        """Return whether the field is there, null or not."""
+        return name in self._content
+
+    def get(self, name: str) -> Any:
+        """Return a field as it is, None if it is absent."""
+        return self._content.get(name)
+
+    def integer(self, name: str, default: int | None = None, at_most: int | None = None) -> int:
+        """Return a positive integer, up to `at_most`; without a default the field must be there."""
+        value = self.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(name, f"must be a positive integer, not {value!r}")
+        if at_most is not None and value > at_most:
+            raise self.error(name, f"must be at most {at_most}, not {value}")
+        return value
+
+    def number(self, name: str, default: float | None = None, at_least: float | None = None) -> float:
+        """Return a finite number, above 0 or at least `at_least`; without a default the field must be there."""
+        value: Any = self.get(name)
+        value = default if value is None else value
+        wanted = "above 0" if at_least is None else f"of at least {at_least:g}"
+        if not _is_number(value) or (value <= 0 if at_least is None else value < at_least):
+            raise self.error(name, f"must be a number {wanted}, not {value!r}")
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        """Return a number above 0, or None if the field is absent."""
+        return None if self.get(name) is None else self.number(name)
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """Return a list of so many finite numbers above 0."""
+        value = self.get(name)
+        if not isinstance(value, list) or len(value) != count or not all(_is_number(v) and v > 0 for v in value):
+            shown = f"{len(value)} entries" if isinstance(value, list) else repr(value)
+            raise self.error(name, f"must be a list of {count} numbers above 0, not {shown}")
+        return tuple(map(float, value))
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return true or false."""
+        value = self.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.error(name, f"must be true or false, not {value!r}")
+        return value
+
+    def section(self, name: str) -> Fields:
+        """Return the object in a field; an absent one is empty."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(name, f"must be an object, not {value!r}")
+        return Fields(value or {}, f"{self._path}{name}.")
+
+    def sections(self) -> list[str]:
+        """Return the names of fields that hold objects."""
+        return [name for name, value in self._content.items() if isinstance(value, dict)]
+
+    def refuse(self, name: str, problem: str) -> None:
+        """Raise an error if a field is there and asks for something: is not null, false, 0 or empty."""
+        if self.get(name):
+            raise self.error(name, f"is {self.get(name)!r}: {problem}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

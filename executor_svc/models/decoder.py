@@ -1,0 +1,98 @@
+"""A decoder-only transformer, assembled from its `DecoderSpec`: the one model behind all supported architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from executor_svc.kernels.interface import AttentionPlan, AttentionShape
+from executor_svc.layers.rope import make_rotary
+from executor_svc.models.base import Builder, WeightSource
+from executor_svc.models.decoder_weights import DecoderWeights
+from executor_svc.models.spec import DecoderSpec, LayerSpec
+
+
+class Decoder:
+    """Implements `models.base.CausalLM`. Rounds where transformers rounds, to stay close to it in bf16."""
+
+    def __init__(self, spec: DecoderSpec, max_model_len: int, weights: WeightSource, builder: Builder) -> None:
+        """Load the weights; raises LoaderError, from the weights, for a tensor that is missing or has another shape."""
+        self._spec = spec
+        self._kernels = builder.kernels
+        self.num_layers = spec.num_layers
+        self.vocab_size = spec.vocab_size
+        shapes = [self._shape_of(layer) for layer in spec.layers]
+        ropes = [layer.rope for layer in spec.layers]
+        self.attention_shapes: tuple[AttentionShape, ...] = tuple(dict.fromkeys(shapes))
+        distinct_ropes = list(dict.fromkeys(ropes))
+        self._rotaries = [
+            make_rotary(rope, max_model_len, builder.dtype, builder.torch_device) for rope in distinct_ropes
+        ]
+        self._plan_of = [self.attention_shapes.index(shape) for shape in shapes]
+        self._rotary_of = [distinct_ropes.index(rope) for rope in ropes]
+        reader = DecoderWeights(spec, weights, builder)
+        self._embedding = reader.embedding()
+        self._layers = [reader.layer(index, shape) for index, shape in enumerate(shapes)]
+        self._final_norm = reader.final_norm()
+        self._head = reader.head(self._embedding)
+        self._embedding_scale = spec.embedding_scale
+        if spec.embedding_scale_rounded:
+            self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=builder.dtype))
+
+    def _shape_of(self, layer: LayerSpec) -> AttentionShape:
+        return AttentionShape(
+            self._spec.num_heads,
+            self._spec.num_kv_heads,
+            self._spec.head_size,
+            self._kernels.padded_head_size(self._spec.head_size),
+            self._spec.attention_scale,
+            layer.window,
+            self._spec.attention_softcap,
+        )
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rope_lens: Tensor,
+        kv_layers: Sequence[Tensor],
+        plans: Sequence[AttentionPlan],
+    ) -> Tensor:
+        """Return hidden states [T, hidden] before the final norm; arguments as in `models.base.CausalLM`."""
+        kernels, eps = self._kernels, self._spec.rms_norm_eps
+        ropes = [rotary.at(positions, rope_lens) for rotary in self._rotaries]
+        residual = self._embedding.index_select(0, token_ids)
+        if self._embedding_scale != 1.0:
+            residual.mul_(self._embedding_scale)
+        delta: Tensor | None = None
+        for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_layers, strict=True)):
+            if delta is None:
+                normed = kernels.rms_norm(residual, layer.before_attention, eps)
+            else:
+                normed, residual = kernels.add_rms_norm(delta, residual, layer.before_attention, eps)
+            attended = layer.attention(normed, ropes[self._rotary_of[index]], kv_layer, plans[self._plan_of[index]])
+            attended = self._contribution(attended, layer.after_attention)
+            normed, residual = kernels.add_rms_norm(attended, residual, layer.before_mlp, eps)
+            delta = self._contribution(layer.mlp(normed), layer.after_mlp)
+        return residual if delta is None else residual.add_(delta)
+
+    def _contribution(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """Return what is added to the residual for an output x of attention or feed-forward; may write into x."""
+        if norm is not None:
+            x = self._kernels.rms_norm(x, norm, self._spec.rms_norm_eps)
+        return x if self._spec.residual_scale == 1.0 else x.mul_(self._spec.residual_scale)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [R, vocab_size] in the model's dtype for hidden [R, hidden], R at least two."""
+        spec = self._spec
+        logits = self._head(self._kernels.rms_norm(hidden, self._final_norm, spec.rms_norm_eps))
+        if spec.logits_divisor != 1.0:
+            logits.div_(spec.logits_divisor)
+        return logits if spec.logits_softcap is None else self._kernels.softcap(logits, spec.logits_softcap)
+
+
+def ignored_tensors(spec: DecoderSpec) -> tuple[str, ...]:
+    """Return endings of names of tensors that checkpoints may hold and the model does not need."""
+    return ("rotary_emb.inv_freq", "lm_head.weight") if spec.tied else ("rotary_emb.inv_freq",)

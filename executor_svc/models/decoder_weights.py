@@ -1,0 +1,116 @@
+"""Reads a decoder's tensors by their names in transformers' checkpoints and makes layers of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from executor_svc.kernels.interface import AttentionShape, Linear
+from executor_svc.layers.attention import Attention, HeadNorms, fuse_qkv, pad_output
+from executor_svc.layers.mlp import GatedMlp
+from executor_svc.models.base import Builder, WeightSource
+from executor_svc.models.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """A layer, ready to run."""
+
+    attention: Attention
+    mlp: GatedMlp
+    before_attention: Tensor
+    """Norm weights, these and the following; None: there is no such norm."""
+    after_attention: Tensor | None
+    before_mlp: Tensor
+    after_mlp: Tensor | None
+
+
+class DecoderWeights:
+    """Loads layer by layer; linears are made ready at once, so that no second copy of them stays."""
+
+    def __init__(self, spec: DecoderSpec, weights: WeightSource, builder: Builder) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._builder = builder
+
+    def embedding(self) -> Tensor:
+        """Return [vocab_size, hidden]."""
+        return self._weights.get("model.embed_tokens.weight", (self._spec.vocab_size, self._spec.hidden_size))
+
+    def final_norm(self) -> Tensor:
+        return self._norm("model.norm", self._spec.hidden_size)
+
+    def head(self, embedding: Tensor) -> Linear:
+        """Return the linear from hidden states to logits, which may be the embedding's weight."""
+        weight = embedding
+        if not self._spec.tied:
+            weight = self._weights.get("lm_head.weight", (self._spec.vocab_size, self._spec.hidden_size))
+        return self._builder.prepare_linear("lm_head", weight)
+
+    def layer(self, index: int, shape: AttentionShape) -> LayerWeights:
+        prefix, hidden = f"model.layers.{index}", self._spec.hidden_size
+        sandwiched = self._spec.norms_after
+        before_mlp = "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm"
+        return LayerWeights(
+            before_attention=self._norm(f"{prefix}.input_layernorm", hidden),
+            attention=self._attention(f"{prefix}.self_attn", shape),
+            after_attention=self._norm(f"{prefix}.post_attention_layernorm", hidden) if sandwiched else None,
+            before_mlp=self._norm(f"{prefix}.{before_mlp}", hidden),
+            mlp=self._mlp(f"{prefix}.mlp"),
+            after_mlp=self._norm(f"{prefix}.post_feedforward_layernorm", hidden) if sandwiched else None,
+        )
+
+    def _norm(self, name: str, size: int) -> Tensor:
+        """Return a norm's weight, in fp32 where something is added to it: the kernels then multiply in fp32."""
+        weight = self._weights.get(f"{name}.weight", (size,))
+        offset = self._spec.norm_weight_offset
+        return weight.float() + offset if offset else weight
+
+    def _attention(self, prefix: str, shape: AttentionShape) -> Attention:
+        spec = self._spec
+        q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        sizes = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        qkv = fuse_qkv(self._parts(prefix, "qkv_proj", sizes, "weight", (spec.hidden_size,)), shape)
+        qkv_bias = output_bias = norms = None
+        if spec.qkv_bias:
+            qkv_bias = fuse_qkv(self._parts(prefix, "qkv_proj", sizes, "bias", ()), shape)
+        output = self._weights.get(f"{prefix}.o_proj.weight", (spec.hidden_size, q))
+        if spec.output_bias:
+            output_bias = self._weights.get(f"{prefix}.o_proj.bias", (spec.hidden_size,))
+        if spec.head_norms:
+            q_norm, k_norm = (self._norm(f"{prefix}.{name}", spec.head_size) for name in ("q_norm", "k_norm"))
+            norms = HeadNorms(q_norm, k_norm, spec.rms_norm_eps)
+        return Attention(
+            shape,
+            self._builder.prepare_linear("attention.qkv", qkv, qkv_bias),
+            self._builder.prepare_linear("attention.output", pad_output(output, shape), output_bias),
+            norms,
+            self._builder.kernels,
+        )
+
+    def _mlp(self, prefix: str) -> GatedMlp:
+        spec = self._spec
+        hidden, sizes = spec.hidden_size, dict.fromkeys(("gate_proj", "up_proj"), spec.intermediate_size)
+        gate_up = torch.cat(self._parts(prefix, "gate_up_proj", sizes, "weight", (hidden,)))
+        down = self._weights.get(f"{prefix}.down_proj.weight", (hidden, spec.intermediate_size))
+        gate_up_bias = down_bias = None
+        if spec.mlp_bias:
+            gate_up_bias = torch.cat(self._parts(prefix, "gate_up_proj", sizes, "bias", ()))
+            down_bias = self._weights.get(f"{prefix}.down_proj.bias", (hidden,))
+        return GatedMlp(
+            self._builder.prepare_linear("mlp.gate_up", gate_up, gate_up_bias),
+            self._builder.prepare_linear("mlp.down", down, down_bias),
+            spec.activation,
+            self._builder.kernels,
+        )
+
+    def _parts(
+        self, prefix: str, fused: str, sizes: dict[str, int], kind: str, columns: tuple[int, ...]
+    ) -> list[Tensor]:
+        """Return tensors [size, *columns] that one linear will hold together: one by one, or split from one tensor."""
+        if self._spec.fused_tensors:
+            whole = self._weights.get(f"{prefix}.{fused}.{kind}", (sum(sizes.values()), *columns))
+            return list(whole.split(list(sizes.values())))
+        return [self._weights.get(f"{prefix}.{name}.{kind}", (size, *columns)) for name, size in sizes.items()]

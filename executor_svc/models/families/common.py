@@ -1,0 +1,136 @@
+"""What the config.json of all families have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from executor_svc.layers.mlp import Activation
+from executor_svc.layers.rope import RopeConfig
+from executor_svc.models.config_fields import Fields
+from executor_svc.models.rope_fields import DEFAULT_THETA, context_limit, read_rope, rope_section
+from executor_svc.models.spec import DecoderSpec, LayerSpec
+
+RopeReader = Callable[[Fields, int, int], RopeConfig]
+
+_SILU: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
+_MOST_LAYERS = 10_000
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok")
+
+
+def read_common(
+    config: dict[str, Any],
+    *,
+    max_positions: int,
+    head_size: int | None = None,
+    eps: float = 1e-6,
+    tied: bool = False,
+    read_rotary: RopeReader | None = None,
+    activation: tuple[str, str, dict[str, Activation]] = ("hidden_act", "silu", _SILU),
+) -> DecoderSpec:
+    """Return the parts that all families read alike, with full attention in all layers; `dataclasses.replace` the rest.
+
+    Args:
+        config: all of config.json.
+        max_positions, head_size, eps, tied: what transformers takes where the fields are absent; the head size
+            defaults to hidden_size / num_attention_heads.
+        read_rotary: reads the rotary embedding from (all fields, head size, max_position_embeddings).
+        activation: its field, its default, and the names that are supported.
+    """
+    fields = Fields(config)
+    _refuse_unsupported(fields)
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_attention_heads", f"{num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+    head_size = _head_size(fields, hidden_size, num_heads, head_size)
+    positions = fields.integer("max_position_embeddings", max_positions)
+    rope = (read_rotary or _uniform_rope)(fields, head_size, positions)
+    return DecoderSpec(
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        layers=(LayerSpec(rope),) * fields.integer("num_hidden_layers", at_most=_MOST_LAYERS),
+        context_limit=context_limit(positions, rope),
+        rms_norm_eps=fields.number("rms_norm_eps", eps),
+        attention_scale=head_size**-0.5,
+        activation=_activation(fields, *activation),
+        tied=fields.flag("tie_word_embeddings", tied),
+    )
+
+
+def _uniform_rope(fields: Fields, head_size: int, max_positions: int) -> RopeConfig:
+    """Return the rotary embedding of a family whose layers all have the same, over whole heads."""
+    partial = fields.number("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise fields.error("partial_rotary_factor", f"{partial:g} is not supported here; supported: 1")
+    original = fields.get("original_max_position_embeddings")
+    return read_rope(
+        rope_section(fields),
+        head_size,
+        max_positions=max_positions,
+        theta=fields.number("rope_theta", DEFAULT_THETA),
+        original=None if original is None else fields.integer("original_max_position_embeddings"),
+    )
+
+
+def _head_size(fields: Fields, hidden_size: int, num_heads: int, default: int | None) -> int:
+    if default is None and fields.get("head_dim") is None and hidden_size % num_heads:
+        raise fields.error("hidden_size", f"{hidden_size} is no multiple of num_attention_heads {num_heads}")
+    head_size = fields.integer("head_dim", default or hidden_size // num_heads)
+    if head_size % 2:
+        raise fields.error("head_dim", f"{head_size} is odd; rotary embedding needs an even one")
+    return head_size
+
+
+def _activation(fields: Fields, name: str, default: str, supported: dict[str, Activation]) -> Activation:
+    named = default if fields.get(name) is None else fields.get(name)
+    if not isinstance(named, str) or named not in supported:
+        raise fields.error(name, f"{named!r} is not supported; supported: {', '.join(supported)}")
+    return supported[named]
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    fields.refuse("quantization_config", "quantized checkpoints are not supported")
+    for name in _EXPERTS:
+        fields.refuse(name, "mixtures of experts are not supported")
+    fields.refuse("use_bidirectional_attention", "attention must be causal")
+
+
+def with_windows(spec: DecoderSpec, windows: Iterable[int | None]) -> DecoderSpec:
+    """Return the spec with these windows of its layers."""
+    layers = zip(spec.layers, windows, strict=True)
+    return replace(spec, layers=tuple(replace(layer, window=window) for layer, window in layers))
+
+
+def layer_windows(
+    fields: Fields, num_layers: int, window: int | None, default: Callable[[int], bool]
+) -> list[int | None]:
+    """Return the window of each layer by `layer_types`; where it is absent, `default` says whether layer i has one."""
+    types = fields.get("layer_types")
+    if types is None:
+        types = ["sliding_attention" if default(i) else "full_attention" for i in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers:
+        shown = f"{len(types)} entries" if isinstance(types, list) else repr(types)
+        raise fields.error("layer_types", f"must be a list with num_hidden_layers {num_layers} entries, not {shown}")
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise fields.error(
+                "layer_types", f"{kind!r} is not supported; supported: full_attention, sliding_attention"
+            )
+    if window is None and "sliding_attention" in types:
+        raise fields.error("sliding_window", "must be a positive integer: layer_types has sliding_attention")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def optional_window(fields: Fields, default: int | None) -> int | None:
+    """Return `sliding_window`: null means none, absent means the family's default."""
+    if fields.has("sliding_window") and fields.get("sliding_window") is None:
+        return None
+    if not fields.has("sliding_window") and default is None:
+        return None
+    return fields.integer("sliding_window", default)

@@ -1,0 +1,150 @@
+"""Reads what config.json says of rotary embeddings: `rope_parameters` since transformers 5, `rope_scaling` before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from executor_svc.layers.rope import RopeConfig
+from executor_svc.layers.rope_scaling import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    NoScaling,
+    Scaling,
+    YarnScaling,
+)
+from executor_svc.models.config_fields import Fields
+
+_YARN_FAST, _YARN_SLOW = 32.0, 1.0
+
+DEFAULT_THETA = 10_000.0
+
+
+def rope_section(config: Fields) -> Fields:
+    """Return the object that describes the rotary embedding; the older form wins, as in transformers."""
+    section = config.section("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
+    nested = section.sections()
+    if nested:
+        raise section.error(nested[0], "is an object: rotary embeddings by layer type are not supported here")
+    return section
+
+
+def read_rope(
+    rope: Fields,
+    head_size: int,
+    *,
+    max_positions: int,
+    theta: float = DEFAULT_THETA,
+    original: int | None = None,
+    partial: float | None = None,
+    kinds: dict[str, str] | None = None,
+) -> RopeConfig:
+    """Return the embedding that an object describes; raises ModelConfigError naming the field that is wrong.
+
+    Args:
+        rope: with `rope_type`, or `type` in older checkpoints, and the fields of that type.
+        max_positions: max_position_embeddings.
+        theta: where the object has no `rope_theta`.
+        original: original_max_position_embeddings beside the object, which goes before the one in it.
+        partial: the share of a head's dimensions that is rotated; None: it must be all of them.
+        kinds: the types that are allowed, and which each is called here; None: all.
+    """
+    names = kinds or {name: name for name in ROPE_TYPES}
+    field = "rope_type" if rope.get("rope_type") else "type"
+    kind = rope.get(field) or "default"
+    if not isinstance(kind, str) or kind not in names:
+        raise rope.error(field, f"{kind!r} is not supported; supported: {', '.join(names)}")
+    if partial is None and rope.number("partial_rotary_factor", 1.0) != 1.0:
+        raise rope.error("partial_rotary_factor", "other than 1 is not supported here")
+    size = int(head_size * rope.number("partial_rotary_factor", partial or 1.0))
+    if size % 2 or not 0 < size <= head_size:
+        raise rope.error(
+            "partial_rotary_factor",
+            f"gives {size} rotated dimensions of head_dim {head_size}: they must be even, 2 to {head_size}",
+        )
+    original = original or rope.integer("original_max_position_embeddings", max_positions)
+    theta = rope.number("rope_theta", theta)
+    if theta <= 1 or original <= 1:
+        field, value = ("rope_theta", theta) if theta <= 1 else ("original_max_position_embeddings", original)
+        raise rope.error(field, f"{value:g} must be above 1")
+    return RopeConfig(theta, size, ROPE_TYPES[names[kind]](rope, size, max_positions, original))
+
+
+def _factor(rope: Fields) -> float:
+    return rope.number("factor", at_least=1.0)
+
+
+def _default(rope: Fields, size: int, max_positions: int, original: int) -> Scaling:
+    return NoScaling()
+
+
+def _linear(rope: Fields, size: int, max_positions: int, original: int) -> Scaling:
+    return LinearScaling(_factor(rope))
+
+
+def _dynamic(rope: Fields, size: int, max_positions: int, original: int) -> Scaling:
+    """The original length is max_position_embeddings itself."""
+    if size < 4:
+        raise rope.error("rope_type", f"'dynamic' needs at least 4 rotated dimensions in a head, not {size}")
+    return DynamicScaling(_factor(rope), max_positions)
+
+
+def _llama3(rope: Fields, size: int, max_positions: int, original: int) -> Scaling:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise rope.error("high_freq_factor", f"{high:g} must be above low_freq_factor {low:g}")
+    return Llama3Scaling(_factor(rope), low, high, original)
+
+
+def _yarn(rope: Fields, size: int, max_positions: int, original: int) -> Scaling:
+    factor = _factor(rope) if rope.get("factor") is not None else max_positions / original
+    attention_factor = rope.optional_number("attention_factor")
+    if attention_factor is None:
+        mscale = rope.number("mscale", 0.0, at_least=0.0)
+        mscale_all = rope.number("mscale_all_dim", 0.0, at_least=0.0)
+        attention_factor = _mscale(factor)
+        if mscale and mscale_all:
+            attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all)
+    fast, slow = rope.number("beta_fast", _YARN_FAST), rope.number("beta_slow", _YARN_SLOW)
+    if fast < slow:
+        raise rope.error("beta_fast", f"{fast:g} must be at least beta_slow {slow:g}")
+    return YarnScaling(factor, original, attention_factor, fast, slow, rope.flag("truncate", True))
+
+
+def _mscale(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(rope: Fields, size: int, max_positions: int, original: int) -> Scaling:
+    factor = rope.number("factor", max_positions / original)
+    attention_factor = rope.optional_number("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = rope.numbers("short_factor", size // 2), rope.numbers("long_factor", size // 2)
+    return LongScaling(short, long, original, attention_factor)
+
+
+ROPE_TYPES: dict[str, Callable[[Fields, int, int, int], Scaling]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+}
+"""Every type that is supported, by its name in config.json, and what reads it."""
+
+
+def context_limit(max_positions: int, rope: RopeConfig) -> int:
+    """Return how long sequences may get, as vLLM counts: linear, dynamic and yarn stretch the original length.
+
+    For llama3 and longrope max_position_embeddings is the stretched length already.
+    """
+    scaling = rope.scaling
+    if isinstance(scaling, LinearScaling | DynamicScaling):
+        return int(max_positions * scaling.factor)
+    if isinstance(scaling, YarnScaling):
+        return int(scaling.original_max_position * scaling.factor)
+    return max_positions

@@ -1,4 +1,4 @@
-"""`python -m executor_svc --model … --listen HOST:PORT`: reads arguments and environment, then serves."""
+"""`python -m executor_svc --model … --listen HOST:PORT`, or `--simulate …`: reads its options, then serves."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ import logging
 
 try:
     import uvloop
-    from pydantic import ValidationError
-    from pydantic_settings import CliApp, SettingsError
 
+    from cadenza.settings import service as settings
     from cadenza.transport import EXECUTOR_PORT, parse_address
     from executor_svc.config import ExecutorConfig
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing.name} is not installed: pip install 'cadenza[executor]'")
+
+
+_LOG = logging.getLogger("executor_svc")
 
 
 def fail(message: str) -> None:
@@ -38,20 +40,14 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
 
 def read_config(arguments: list[str]) -> ExecutorConfig | None:
     """The options; None if they are wrong, which has then been said on stderr."""
+    config = settings.read_config(ExecutorConfig, arguments, fail)
     try:
-        config = CliApp.run(ExecutorConfig, cli_args=arguments)
-        parse_address(config.listen, default_port=EXECUTOR_PORT)
-    except ValidationError as exc:
-        for error in exc.errors():
-            option = "--" + "-".join(str(part) for part in error["loc"]).replace("_", "-")
-            fail(f"{option}: {error['msg'].removeprefix('Value error, ')}")
-    except SettingsError as exc:
-        fail(str(exc))
+        if config is not None:
+            parse_address(config.listen, default_port=EXECUTOR_PORT)
     except ValueError as exc:
         fail(f"--listen: {exc}")
-    else:
-        return config
-    return None
+        return None
+    return config
 
 
 def main() -> int:
@@ -65,6 +61,8 @@ def main() -> int:
     logging.basicConfig(
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    for warning in settings.unheard(config, os.environ):
+        _LOG.warning(warning)
     # Here, so that wrong options and --help are answered before torch is loaded.
     from executor_svc.app import serve
 

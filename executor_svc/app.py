@@ -4,90 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.metadata
 import logging
-import secrets
 import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import grpc
-import torch
 
-from cadenza.transport import EXECUTOR_PORT, MAX_MESSAGE_BYTES, PROTOCOL_VERSION, bind, server_options
+from cadenza.transport import EXECUTOR_PORT, bind, server_options
 from executor_svc.config import ExecutorConfig
-from executor_svc.convert import Description
-from executor_svc.device import DeviceError, make_device
-from executor_svc.loader import LoaderError, load_model
-from executor_svc.model_runner import ModelRunner
-from executor_svc.numerics import fingerprint
-from executor_svc.plan import Limits
+from executor_svc.description import Description
+from executor_svc.errors import StartError
 from executor_svc.servicer import add_services
-from executor_svc.step import StepExecutor
-from executor_svc.worker import Worker
+from executor_svc.worker import Executor, Worker
 
 _log = logging.getLogger(__name__)
 
 # How long a stop waits for streams and then for the running step.
 _STOP_GRACE_S = 0.2
 _STOP_STEP_S = 1.5
-# A top logprob in a result: a float, and an id of up to 21 bits; with some room for the rest of the result.
-_LOGPROB_BYTES = 8
 
 
-def build_executor(config: ExecutorConfig, described: Future[Description]) -> StepExecutor:
-    """Load the model and make everything that computes; to run on the device thread.
+def build_executor(config: ExecutorConfig, described: Future[Description]) -> Executor:
+    """Load the model and make everything that computes, or the simulated executor; to run on the device thread.
 
-    Puts the description into `described`; raises LoaderError or DeviceError, whose messages are for the user.
+    Puts the description into `described`; raises StartError, whose message is for the user.
     """
-    began = time.monotonic()
-    device = make_device(config)
-    torch.set_num_threads(device.num_threads)
-    loaded = load_model(config, device)
-    geometry = loaded.geometry
-    _log.info(
-        "model %s: %s, %d parameters, %s, %d bytes, vocabulary %d, max_model_len %d",
-        geometry.name, geometry.architecture, geometry.num_parameters, geometry.dtype, geometry.weight_bytes,
-        geometry.vocab_size, geometry.max_model_len,
-    )  # fmt: skip
-    pools = device.new_kv_cache(geometry, config)
-    prints = fingerprint(config, loaded, device, pools)
-    limits = Limits(
-        # As many spare slots as sequences: all of a batch may end in one step and be replaced in the next.
-        num_slots=2 * config.max_num_seqs,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=geometry.max_model_len,
-        vocab_size=geometry.vocab_size,
-        # All sequences of a step may ask for as many, and their result is one message.
-        max_logprobs=min(geometry.vocab_size, MAX_MESSAGE_BYTES // (_LOGPROB_BYTES * config.max_num_seqs)),
-        block_size=pools.block_size,
-        num_device_blocks=pools.num_device_blocks,
-        num_host_blocks=pools.num_host_blocks,
-        max_inflight_plans=config.max_inflight_plans,
-    )
-    _log.info(
-        "device %s: %d threads, numerics %s, KV blocks of %d tokens: %d on the device, %d on the host, %d bytes each",
-        device.name, device.num_threads, prints.mode, limits.block_size, limits.num_device_blocks,
-        limits.num_host_blocks, pools.bytes_per_block,
-    )  # fmt: skip
-    _log.info("loaded in %.1f s; fingerprint %s", time.monotonic() - began, prints.digest.hex()[:16])
-    described.set_result(
-        Description(
-            protocol_version=PROTOCOL_VERSION,
-            # Never 0, which would read as absent.
-            incarnation=secrets.randbelow(2**64 - 1) + 1,
-            loaded=loaded,
-            limits=limits,
-            bytes_per_block=pools.bytes_per_block,
-            fingerprint=prints,
-            device=device.name,
-            version=importlib.metadata.version("cadenza"),
-        )
-    )
-    return StepExecutor(ModelRunner(loaded, device, pools), pools, limits)
+    executor, description = _build(config)
+    described.set_result(description)
+    return executor
+
+
+def _build(config: ExecutorConfig) -> tuple[Executor, Description]:
+    # Imported here, because only one of them needs torch.
+    if config.simulate is not None:
+        from executor_svc.simulated.build import build_simulated
+
+        return build_simulated(config)
+    from executor_svc.model_build import build_model
+
+    return build_model(config)
 
 
 async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[int, bool]:
@@ -132,7 +89,7 @@ async def _loaded(stop: asyncio.Event, worker: Worker, report: Callable[[str], N
         return False
     try:
         ready.result()
-    except (LoaderError, DeviceError) as exc:
+    except StartError as exc:
         report(str(exc))
         return False
     return True

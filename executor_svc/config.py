@@ -2,54 +2,130 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+
+from cadenza.settings.help import about
+from cadenza.settings.service import ServiceSettings
 
 
-class ExecutorConfig(BaseSettings):
-    """Serve a model to a Cadenza scheduler. Every option can also be set in the environment: CADENZA_BLOCK_SIZE=32."""
+class ExecutorConfig(ServiceSettings):
+    """Serve a model to a Cadenza scheduler.
 
-    model_config = SettingsConfigDict(
-        frozen=True,
-        extra="forbid",
-        env_prefix="CADENZA_",
-        cli_prog_name="python -m executor_svc",
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_hide_none_type=True,
-        cli_avoid_json=True,
-        protected_namespaces=(),
+    Example: python -m executor_svc --model models/cadenza-demo --listen :50052
+
+    Prints `ready HOST:PORT` on stdout once it serves; logs go to stderr. Every
+    option can also be set in the environment, as in CADENZA_BLOCK_SIZE=32, or
+    in a TOML file (--config), as in block_size = 32.
+    """
+
+    model_config = SettingsConfigDict(cli_prog_name="python -m executor_svc")
+    service: ClassVar[str] = "executor"
+    exit_codes: ClassVar[str] = "Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options."
+
+    # Before `model`, whose check asks for it.
+    simulate: str | None = Field(
+        None,
+        min_length=1,
+        description="Run no model: plans take no time (instant), or what a JSON file of costs says; docs/simulated.md.",
+        json_schema_extra=about("Model", values="instant, COSTS.json"),
     )
-
-    model: str = Field(min_length=1, description="Folder or Hugging Face hub id of the model.")
-    listen: str = Field("127.0.0.1:50052", description="HOST:PORT to listen on; port 0 takes any free one.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
+    simulate_vocab_size: int = Field(
+        32768,
+        ge=2,
+        le=2**21,
+        description="Token ids of the simulated model; a config.json in the folder that --model names goes before it.",
+        json_schema_extra=about("Model", "tokens"),
+    )
+    simulate_eos_token_id: int | None = Field(
+        None,
+        ge=0,
+        description="Token id that ends outputs of the simulated model; a config.json goes before it.",
+        json_schema_extra=about("Model"),
+    )
+    model: str = Field(
+        "",
+        validate_default=True,
+        description="Folder or Hugging Face hub id of the model; required, but not with --simulate.",
+        json_schema_extra=about("Basics"),
+    )
+    listen: str = Field(
+        "127.0.0.1:50052",
+        description="HOST:PORT to listen on; port 0 takes any free one.",
+        json_schema_extra=about("Basics"),
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="Where the model runs; auto: on the CPU (cuda is not built yet).",
+        json_schema_extra=about("Basics"),
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Data type of weights, activations and KV; auto: the checkpoint's own."
+        "auto",
+        description="Data type of weights, activations and KV; auto: the checkpoint's own.",
+        json_schema_extra=about("Model"),
     )
     numerics: Literal["exact", "fast"] = Field(
-        "exact", description="exact: a token's bits never depend on what it was batched with."
+        "exact",
+        description="exact: a token's bits never depend on what it was batched with; fast: no such promise.",
+        json_schema_extra=about("Model"),
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
-        "auto", description="Where weights come from; dummy: seeded random ones."
+        "auto",
+        description="Where weights come from; auto: safetensors files; dummy: random ones, from config.json alone.",
+        json_schema_extra=about("Model"),
     )
-    seed: int = Field(0, ge=0, description="Seed of dummy weights.")
-    block_size: int = Field(16, description="Tokens per KV block: 8, 16, 32 or 64.")
-    num_gpu_blocks: int | None = Field(None, ge=1, description="Device KV blocks, on the CPU too; default: what fits.")
-    num_cpu_blocks: int = Field(0, ge=0, description="Host KV blocks, to swap to.")
+    seed: int = Field(0, ge=0, description="Seed of dummy weights.", json_schema_extra=about("Model"))
+    num_threads: int | None = Field(
+        None,
+        ge=1,
+        description="Compute threads; without it, one for each core at hand.",
+        json_schema_extra=about("Model", "threads"),
+    )
+    block_size: int = Field(
+        16,
+        description="Tokens per KV block: 8, 16, 32 or 64.",
+        json_schema_extra=about("Memory", "tokens", "8, 16, 32, 64"),
+    )
+    num_gpu_blocks: int | None = Field(
+        None,
+        ge=1,
+        description="KV blocks on the device, on the CPU too; without it, as many as gpu_memory_utilization allows.",
+        json_schema_extra=about("Memory", "blocks"),
+    )
+    num_cpu_blocks: int = Field(
+        0, ge=0, description="KV blocks in host memory, to swap to.", json_schema_extra=about("Memory", "blocks")
+    )
     gpu_memory_utilization: float = Field(
-        0.5, gt=0, le=1, description="Share of free device memory that weights and KV may take."
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the free device memory that weights and KV may take, on the CPU too.",
+        json_schema_extra=about("Memory", "share"),
     )
-    max_model_len: int | None = Field(None, ge=1, description="Most tokens of a sequence; default: the model's own.")
-    max_num_seqs: int = Field(64, ge=1, description="Most sequences computed in one step.")
+    max_model_len: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of a sequence, prompt and output together; without it, the model's own limit.",
+        json_schema_extra=about("Memory", "tokens"),
+    )
+    max_num_seqs: int = Field(
+        64, ge=1, description="Most sequences computed in one step.", json_schema_extra=about("Batching", "sequences")
+    )
     max_num_batched_tokens: int = Field(
-        512, ge=1, validate_default=True, description="Most tokens computed in one step; at least max_num_seqs."
+        512,
+        ge=1,
+        validate_default=True,
+        description="Most tokens computed in one step; at least max_num_seqs.",
+        json_schema_extra=about("Batching", "tokens"),
     )
-    max_inflight_plans: int = Field(4, ge=1, le=4, description="Most plans queued at once.")
-    num_threads: int | None = Field(None, ge=1, description="Compute threads; default: the cores at hand.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged to stderr.")
+    max_inflight_plans: int = Field(
+        4, ge=1, le=4, description="Most plans queued at once.", json_schema_extra=about("Batching", "plans")
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="What is logged to stderr.", json_schema_extra=about("Logging")
+    )
 
     @field_validator("block_size")
     @classmethod
@@ -60,9 +136,11 @@ class ExecutorConfig(BaseSettings):
 
     @field_validator("model")
     @classmethod
-    def _model_is_named(cls, value: str) -> str:
+    def _model_is_named(cls, value: str, info: ValidationInfo) -> str:
         if not value.strip():
-            raise ValueError("must be a folder or a hub id")
+            if info.data.get("simulate", "") is None:
+                raise ValueError("must be a folder or a hub id")
+            return "simulated"
         return value
 
     @field_validator("max_num_batched_tokens")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -11,8 +10,7 @@ import numpy as np
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from executor_svc import plan as p
-from executor_svc.loader import LoadedModel
-from executor_svc.numerics import Fingerprint
+from executor_svc.description import Description, Fingerprint
 from executor_svc.plan import FloatArray, IntArray, InvalidPlan
 
 
@@ -159,6 +157,8 @@ def result_to_wire(result: p.StepResult, epoch: int, incarnation: int) -> pb.Ste
         error_slots=result.error_slots.tolist(),
         errors=[cast(pb.SlotError.ValueType, int(error)) for error in result.errors],
         logprobs=[_slot_logprobs(item) for item in result.logprobs],
+        prompt_logprobs=[_slot_logprobs(item) for item in result.prompt_logprobs],
+        candidates=[_slot_candidates(item) for item in result.candidates],
         timings=pb.StepTimings(
             queue_ns=timings.queue_ns,
             device_ns=timings.device_ns,
@@ -183,24 +183,22 @@ def _slot_logprobs(item: p.SlotLogprobs) -> pb.SlotLogprobs:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What does not change while the process lives."""
-
-    protocol_version: int
-    incarnation: int
-    loaded: LoadedModel
-    limits: p.Limits
-    bytes_per_block: int
-    fingerprint: Fingerprint
-    device: str
-    version: str
+def _slot_candidates(item: p.SlotCandidates) -> pb.SlotCandidates:
+    return pb.SlotCandidates(slot=item.slot, token_ids=item.token_ids.tolist(), logprobs=item.logprobs.tolist())
 
 
 def description_to_wire(description: Description) -> pb.DescribeResponse:
-    """Write the description; prompt logprobs, logits processors, forks and beams are for a later wave."""
+    """Write the description."""
     loaded, limits, geometry = description.loaded, description.limits, description.loaded.geometry
-    features = [pb.EXECUTOR_FEATURE_LOGPROBS, pb.EXECUTOR_FEATURE_BLOCK_COPY, pb.EXECUTOR_FEATURE_DEBUG_DIGEST]
+    features = [
+        pb.EXECUTOR_FEATURE_LOGPROBS,
+        pb.EXECUTOR_FEATURE_PROMPT_LOGPROBS,
+        pb.EXECUTOR_FEATURE_LOGITS_PROCESSORS,
+        pb.EXECUTOR_FEATURE_BLOCK_COPY,
+        pb.EXECUTOR_FEATURE_SAMPLE_FORK,
+        pb.EXECUTOR_FEATURE_BEAMS,
+        pb.EXECUTOR_FEATURE_DEBUG_DIGEST,
+    ]
     if limits.num_host_blocks:
         features.append(pb.EXECUTOR_FEATURE_SWAP)
     return pb.DescribeResponse(

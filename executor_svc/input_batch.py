@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from executor_svc.candidates import CandidateColumns
+from executor_svc.logits_edits import logits_edits
 from executor_svc.plan import IntArray
 from executor_svc.sampler import SamplingColumns
 from executor_svc.slots import Scheduled, Slots
@@ -30,7 +32,9 @@ class ForwardBatch:
     block_tables: Tensor
     """[S, max_blocks_per_seq] int32, rows padded with any valid block id."""
     logits_rows: Tensor
-    """[R] int64: the tokens whose logits are wanted, as indices into T."""
+    """[L] int64: the tokens whose logits are wanted, as indices into T."""
+    rope_lens: Tensor
+    """[T] int64: max(prompt length, position + 1), the length that length-dependent rotary embeddings go by."""
     max_query_len: int
     max_seq_len: int
 
@@ -48,6 +52,7 @@ def build_batch(slots: Slots, scheduled: Scheduled) -> ForwardBatch | None:
     # Token t of sequence s stands at context[s] + t - starts[s].
     owner = np.repeat(rows, counts)
     positions = np.arange(starts[-1]) + np.repeat(context - starts[:-1], counts)
+    rope_lens = np.maximum(slots.num_prompt_tokens[owner], positions + 1)
     blocks = slots.block_tables[owner, positions // block_size].astype(np.int64)
     max_seq_len = int(seq_lens.max())
     width = -(-max_seq_len // block_size)
@@ -60,34 +65,42 @@ def build_batch(slots: Slots, scheduled: Scheduled) -> ForwardBatch | None:
         seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
         block_tables=torch.from_numpy(slots.block_tables[rows, :width]),
         logits_rows=torch.from_numpy(starts[1:][scheduled.samples] - 1),
+        rope_lens=torch.from_numpy(rope_lens),
         max_query_len=int(counts.max()),
         max_seq_len=max_seq_len,
     )
 
 
 def sampling_columns(slots: Slots, scheduled: Scheduled) -> SamplingColumns:
-    """Parameters of the slots that sample, in columns [R]; before `commit`."""
-    rows = scheduled.slots[scheduled.samples]
-    position = slots.num_tokens[rows]
-    masked_rows, masked_ids = _masked_stop_ids(slots, rows, position)
+    """Parameters of the slots that sample a token, in columns, slots ascending; before `commit`."""
+    rows, sources, sampling = scheduled.sampling_slots, scheduled.sources, slots.sampling
+    if len(scheduled.candidates):
+        sources = np.delete(_sources(scheduled), scheduled.candidates)
+        rows = np.delete(rows, scheduled.candidates)
     return SamplingColumns(
-        temperature=slots.temperature[rows],
-        top_p=slots.top_p[rows],
-        top_k=slots.top_k[rows],
-        log_min_p=slots.log_min_p[rows],
-        seed=slots.seed[rows],
-        sample_index=slots.sample_index[rows],
-        position=position,
-        num_logprobs=slots.num_logprobs[rows],
-        masked_rows=masked_rows,
-        masked_ids=masked_ids,
+        temperature=sampling.temperature[rows],
+        top_p=sampling.top_p[rows],
+        top_k=sampling.top_k[rows],
+        log_min_p=sampling.log_min_p[rows],
+        seed=sampling.seed[rows],
+        sample_index=sampling.sample_index[rows],
+        position=slots.num_tokens[rows],
+        num_logprobs=sampling.num_logprobs[rows],
+        edits=logits_edits(slots, rows),
+        sources=sources,
     )
 
 
-def _masked_stop_ids(slots: Slots, rows: IntArray, position: IntArray) -> tuple[IntArray, IntArray]:
-    """(index into rows, token id) of every stop token that min_tokens still forbids."""
-    early = np.flatnonzero(position - slots.num_prompt_tokens[rows] < slots.min_tokens[rows])
-    width = int(slots.num_stop_ids[rows[early]].max(initial=0))
-    stop_ids = slots.stop_ids[rows[early], :width]
-    which, column = np.nonzero(stop_ids)
-    return early[which], stop_ids[which, column].astype(np.int64) - 1
+def candidate_columns(slots: Slots, scheduled: Scheduled) -> CandidateColumns:
+    """What the slots that have candidates told ask for [C], slots ascending; before `commit`."""
+    rows = scheduled.sampling_slots[scheduled.candidates]
+    return CandidateColumns(
+        sources=_sources(scheduled)[scheduled.candidates],
+        num_candidates=slots.sampling.num_candidates[rows],
+        edits=logits_edits(slots, rows),
+    )
+
+
+def _sources(scheduled: Scheduled) -> IntArray:
+    """[R] the logits row that each of sampling_slots reads, spelled out."""
+    return np.arange(len(scheduled.sampling_slots)) if scheduled.sources is None else scheduled.sources

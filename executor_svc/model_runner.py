@@ -27,24 +27,36 @@ class ModelRunner:
         self._kv_cache = kv_cache
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Write the batch's keys and values to the cache and return logits [R, vocab_size] fp32 of its logits_rows."""
-        num_logits = batch.logits_rows.shape[0]
-        # Made outside of inference mode, so that callers may write into it.
-        logits = torch.empty(num_logits, self._vocab_size, device=self._device.torch_device)
-        if not batch.token_ids.shape[0]:
-            return logits
+        """Write the batch's keys and values to the cache; return hidden states [T or 2, hidden] of its tokens."""
         with torch.inference_mode():
-            plan = self._device.kernels.plan_attention(
-                self._model.attention_shape,
-                self._kv_cache.block_size,
-                batch.slot_mapping,
-                batch.query_start_loc,
-                batch.seq_lens,
-                batch.block_tables,
+            plans = [
+                self._device.kernels.plan_attention(
+                    shape,
+                    self._kv_cache.block_size,
+                    batch.slot_mapping,
+                    batch.query_start_loc,
+                    batch.seq_lens,
+                    batch.block_tables,
+                )
+                for shape in self._model.attention_shapes
+            ]
+            return self._model.forward(
+                _at_least_two(batch.token_ids),
+                _at_least_two(batch.positions),
+                _at_least_two(batch.rope_lens),
+                self._kv_cache.layers,
+                plans,
             )
-            token_ids, positions = _at_least_two(batch.token_ids), _at_least_two(batch.positions)
-            hidden = self._model.forward(token_ids, positions, self._kv_cache.layers, plan)
-            if num_logits:
-                wanted = _at_least_two(hidden.index_select(0, batch.logits_rows))
-                logits.copy_(self._model.logits(wanted)[:num_logits])
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Return the logits [R, vocab_size] fp32 of these rows [R] int64 of hidden states.
+
+        A row's bits do not depend on the others, so many rows can be asked for piece by piece.
+        """
+        # Made outside of inference mode, so that callers may write into it.
+        logits = torch.empty(len(rows), self._vocab_size, device=self._device.torch_device)
+        if len(rows):
+            with torch.inference_mode():
+                wanted = _at_least_two(hidden.index_select(0, rows.to(hidden.device)))
+                logits.copy_(self._model.logits(wanted)[: len(rows)])
         return logits

@@ -49,6 +49,7 @@ class SlotError(IntEnum):
     NON_FINITE_LOGITS = 1
     GRAMMAR = 2
     TRANSFER = 3
+    NO_ALLOWED_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class SequenceSampling:
     allowed_token_ids: IntArray = field(default_factory=_no_ints)
     bad_words: tuple[IntArray, ...] = ()
     num_candidates: int = 0
+    """Best next tokens told in place of a sampled one; 0: sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,17 @@ class SlotLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotCandidates:
+    """The best next tokens of one slot that asked for candidates."""
+
+    slot: int
+    token_ids: IntArray
+    """[1 to num_candidates], best first, ties to the lowest id."""
+    logprobs: FloatArray
+    """The same shape."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepTimings:
     """Durations in nanoseconds."""
 
@@ -199,5 +212,10 @@ class StepResult:
     error_slots: IntArray = field(default_factory=_no_ints)
     errors: tuple[SlotError, ...] = ()
     logprobs: tuple[SlotLogprobs, ...] = ()
+    """Of sampled tokens, for slots that asked."""
+    prompt_logprobs: tuple[SlotLogprobs, ...] = ()
+    """Of the prompt tokens that the step's chunks predict, for slots that asked."""
+    candidates: tuple[SlotCandidates, ...] = ()
+    """For slots that asked; they sample no token."""
     timings: StepTimings = field(default_factory=StepTimings)
     debug_digest: bytes = b""

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from executor_svc.plan import AdmittedSequence, BlockMoves, IntArray, InvalidPlan, Limits, SequenceSampling, StepPlan
-
-
-def check_range(values: IntArray, size: int, what: str) -> None:
-    """All of 0 to size - 1."""
-    if len(values) and (values.max() >= size or values.min() < 0):
-        bad = values[(values >= size) | (values < 0)][0]
-        raise InvalidPlan(f"{what} {bad} is out of range: there are {size}")
-
-
-def check_unique(values: IntArray, what: str) -> None:
-    """None twice."""
-    if len(values) > 1:
-        ordered = np.sort(values)
-        twice = ordered[1:] == ordered[:-1]
-        if twice.any():
-            raise InvalidPlan(f"{what} {ordered[1:][twice][0]} is named twice")
+from executor_svc.column_checks import check_range, check_unique
+from executor_svc.plan import AdmittedSequence, BlockMoves, InvalidPlan, Limits, StepPlan
+from executor_svc.sampling_checks import check_sampling
 
 
 def check_supported(plan: StepPlan) -> None:
     """Nothing that this executor does not do."""
-    parts = [*plan.reserved]
-    if len(plan.forks.slots):
-        parts.append("forks")
-    if parts:
-        raise InvalidPlan(f"not supported by this executor: {', '.join(parts)}")
+    if plan.reserved:
+        raise InvalidPlan(f"not supported by this executor: {', '.join(plan.reserved)}")
 
 
 def check_block_moves(plan: StepPlan, limits: Limits) -> None:
@@ -77,34 +58,4 @@ def check_admission(sequence: AdmittedSequence, limits: Limits) -> None:
         )
     if sequence.adapter_index:
         raise InvalidPlan(f"{where}: not supported by this executor: adapter_index")
-    _check_sampling(sequence.sampling, limits, where)
-
-
-def _check_sampling(sampling: SequenceSampling, limits: Limits, where: str) -> None:
-    unsupported = [
-        name
-        for name, asked in (
-            ("repetition_penalty", sampling.repetition_penalty != 1),
-            ("presence_penalty", sampling.presence_penalty != 0),
-            ("frequency_penalty", sampling.frequency_penalty != 0),
-            ("num_prompt_logprobs", sampling.num_prompt_logprobs is not None),
-            ("biases", len(sampling.bias_token_ids) > 0),
-            ("allowed_token_ids", len(sampling.allowed_token_ids) > 0),
-            ("bad_words", len(sampling.bad_words) > 0),
-            ("num_candidates", sampling.num_candidates > 0),
-        )
-        if asked
-    ]
-    if unsupported:
-        raise InvalidPlan(f"{where}: not supported by this executor: {', '.join(unsupported)}")
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise InvalidPlan(f"{where}: temperature {sampling.temperature} is not 0 or more and finite")
-    if not 0 < sampling.top_p <= 1:
-        raise InvalidPlan(f"{where}: top_p {sampling.top_p} is not above 0 and at most 1")
-    if not 0 <= sampling.min_p <= 1:
-        raise InvalidPlan(f"{where}: min_p {sampling.min_p} is not 0 to 1")
-    if sampling.num_logprobs is not None and sampling.num_logprobs > limits.max_logprobs:
-        raise InvalidPlan(f"{where}: num_logprobs {sampling.num_logprobs} is over {limits.max_logprobs}")
-    check_range(sampling.stop_token_ids, limits.vocab_size, f"{where}: stop token id")
-    if sampling.min_tokens and len(np.unique(sampling.stop_token_ids)) >= limits.vocab_size:
-        raise InvalidPlan(f"{where}: every token id is a stop token, so min_tokens leaves none to choose")
+    check_sampling(sequence.sampling, limits, where)

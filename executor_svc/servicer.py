@@ -16,7 +16,8 @@ from grpc_reflection.v1alpha import reflection
 from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, execution_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
-from executor_svc.convert import Description, description_to_wire, plan_from_wire, result_to_wire
+from executor_svc.convert import description_to_wire, plan_from_wire, result_to_wire
+from executor_svc.description import Description
 from executor_svc.plan import InvalidPlan, StepPlan, StepResult
 from executor_svc.worker import RejectedPlan, Session, Worker
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from executor_svc.column_checks import check_range, check_unique
 from executor_svc.plan import (
     AdmittedSequence,
     BoolArray,
@@ -22,13 +23,8 @@ from executor_svc.plan import (
     SlotColumns,
     StepPlan,
 )
-from executor_svc.plan_checks import (
-    check_admission,
-    check_block_moves,
-    check_range,
-    check_supported,
-    check_unique,
-)
+from executor_svc.plan_checks import check_admission, check_block_moves, check_supported
+from executor_svc.slot_sampling import SlotSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +36,23 @@ class Scheduled:
     num_tokens: IntArray
     """[S]."""
     samples: BoolArray
-    """[S]: does it sample after its last token."""
+    """[S]: is its last token a logits row. There are L of these, in the order of slots."""
     idle_slots: IntArray
-    """Slots that the plan lets sample but that have stopped: they compute nothing and report no token."""
+    """Slots that the plan lets sample but that have stopped, and forks of such: they report no token."""
+    sampling_slots: IntArray
+    """[R] slots that read a logits row, forks included."""
+    sources: IntArray | None
+    """[R] the logits row that each reads; None: its own, as there are no forks and R is L."""
+    candidates: IntArray
+    """[C] indices into sampling_slots, ascending: those that have candidates told and sample no token."""
+
+    def takes_token(self, valid: BoolArray) -> BoolArray:
+        """[R]: which of sampling_slots have sampled a token, given which have not failed."""
+        if not len(self.candidates):
+            return valid
+        taken = valid.copy()
+        taken[self.candidates] = False
+        return taken
 
 
 class Slots:
@@ -63,21 +73,14 @@ class Slots:
         self.held = np.zeros(n, np.bool_)
         # Has sampled a stop token, or failed alone: computes nothing more.
         self.stopped = np.zeros(n, np.bool_)
-        self.temperature = np.zeros(n, np.float32)
-        self.top_p = np.ones(n, np.float32)
-        self.top_k = np.zeros(n, np.int64)
-        self.log_min_p = np.full(n, -np.inf, np.float32)
-        self.seed = np.zeros(n, np.uint64)
-        self.sample_index = np.zeros(n, np.int64)
-        self.min_tokens = np.zeros(n, np.int64)
-        self.num_logprobs = np.full(n, -1, np.int64)
-        # Stop ids plus one, so that the padding is 0 and costs no page.
-        self.stop_ids = np.zeros((n, 8), np.int32)
-        self.num_stop_ids = np.zeros(n, np.int64)
+        # Prompt logits that were not finite: the slot fails when it samples.
+        self.prompt_failed = np.zeros(n, np.bool_)
+        self.sampling = SlotSampling(limits)
 
     def clear(self) -> None:
         """Free every slot."""
         self.admitted[:] = False
+        self.sampling.release(np.arange(self.limits.num_slots))
 
     def ready(self) -> BoolArray:
         """[n]: admitted, not held, not stopped, and lacking the KV of exactly one known token."""
@@ -108,10 +111,11 @@ class Slots:
         self._check_admitted(slots, "released_slots")
         check_unique(slots, "released_slots: slot")
         self.admitted[slots] = False
+        self.sampling.release(slots)
 
     def _admit(self, sequence: AdmittedSequence) -> None:
         check_admission(sequence, self.limits)
-        slot, sampling = sequence.slot, sequence.sampling
+        slot = sequence.slot
         if self.admitted[slot]:
             raise InvalidPlan(f"admitted: slot {slot} is not free")
         num_tokens, num_blocks = len(sequence.token_ids), len(sequence.block_ids)
@@ -124,25 +128,8 @@ class Slots:
         self.admitted[slot] = True
         self.held[slot] = sequence.held
         self.stopped[slot] = False
-        self.temperature[slot] = sampling.temperature
-        self.top_p[slot] = sampling.top_p
-        self.top_k[slot] = sampling.top_k
-        self.log_min_p[slot] = np.log(sampling.min_p) if sampling.min_p > 0 else -np.inf
-        self.seed[slot] = sampling.seed
-        self.sample_index[slot] = sampling.sample_index
-        self.min_tokens[slot] = sampling.min_tokens
-        self.num_logprobs[slot] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
-        self._set_stop_ids(slot, sampling.stop_token_ids)
-
-    def _set_stop_ids(self, slot: int, ids: IntArray) -> None:
-        if len(ids) > self.stop_ids.shape[1]:
-            wider = np.zeros((len(self.stop_ids), max(len(ids), 2 * self.stop_ids.shape[1])), np.int32)
-            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
-            self.stop_ids = wider
-        self.stop_ids[slot, : len(ids)] = ids + 1
-        # Behind the new ids those of an earlier sequence would remain.
-        self.stop_ids[slot, len(ids) : max(len(ids), int(self.num_stop_ids[slot]))] = 0
-        self.num_stop_ids[slot] = len(ids)
+        self.prompt_failed[slot] = False
+        self.sampling.admit(sequence)
 
     def _append_blocks(self, appends: SlotColumns) -> None:
         if not len(appends.slots):
@@ -176,24 +163,74 @@ class Slots:
             raise InvalidPlan(f"given: slot {slots[known.argmax()]} has max_model_len tokens already")
         self.token_ids[slots, known] = given.values
         self.num_tokens[slots] += 1
+        self.sampling.add_tokens(slots, given.values)
 
     def schedule(self, plan: StepPlan) -> Scheduled:
         """What the plan computes, after `apply`: the explicit slots and, if asked for, every other ready slot."""
         part, n = plan.scheduled, self.limits.num_slots
         self._check_scheduled(part)
+        self._check_forks(plan.forks, part)
         counts = np.zeros(n, np.int64)
         samples = np.zeros(n, np.bool_)
         if plan.decode_ready:
             ready = self.ready()
+            ready[plan.forks.slots] = False
             counts[ready] = 1
             samples[ready] = True
         stopped = self.stopped[part.slots]
         counts[part.slots] = np.where(stopped, 0, part.num_tokens)
         samples[part.slots] = part.samples
         slots = np.flatnonzero(counts)
-        scheduled = Scheduled(slots, counts[slots], samples[slots], np.sort(part.slots[stopped & part.samples]))
+        readers = slots[samples[slots]]
+        idle, sources = np.sort(part.slots[stopped & part.samples]), None
+        if len(plan.forks.slots):
+            readers, sources, idle = self._fork(plan, readers, idle)
+        candidates = np.flatnonzero(self.sampling.num_candidates[readers])
+        scheduled = Scheduled(slots, counts[slots], samples[slots], idle, readers, sources, candidates)
         self._check_room(scheduled)
         return scheduled
+
+    def _fork(self, plan: StepPlan, readers: IntArray, idle: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Add forks to the slots that read their own logits row [L] and to the idle ones, ascending each.
+
+        Returns (reading slots [R], the row that each reads [R], idle slots).
+        """
+        forks, sources = plan.forks.slots, plan.forks.values
+        reads, is_idle = np.isin(sources, readers), np.isin(sources, idle)
+        if plan.decode_ready:
+            # Such a source would be ready had it not stopped, which the scheduler may not know yet.
+            unnamed = ~np.isin(sources, plan.scheduled.slots)
+            is_idle |= self.stopped[sources] & ~self.held[sources] & unnamed
+        silent = ~(reads | is_idle)
+        if silent.any():
+            i = silent.argmax()
+            raise InvalidPlan(f"forks: the source {sources[i]} of slot {forks[i]} does not sample in this step")
+        uneven = reads & (self.num_tokens[forks] != self.num_tokens[sources])
+        if uneven.any():
+            i = uneven.argmax()
+            raise InvalidPlan(
+                f"forks: slot {forks[i]} has {self.num_tokens[forks[i]]} known tokens, its source {sources[i]} "
+                f"{self.num_tokens[sources[i]]}"
+            )
+        slots = np.concatenate((readers, forks[reads]))
+        rows = np.concatenate((np.arange(len(readers)), np.searchsorted(readers, sources[reads])))
+        order = np.argsort(slots)
+        return slots[order], rows[order], np.sort(np.concatenate((idle, forks[is_idle])))
+
+    def _check_forks(self, forks: SlotColumns, part: ScheduledTokens) -> None:
+        """What can be said of forks before it is known who samples."""
+        if not len(forks.slots):
+            return
+        self._check_admitted(forks.slots, "forks")
+        self._check_admitted(forks.values, "forks: source")
+        check_unique(forks.slots, "forks: slot")
+        for wrong, reason in (
+            (np.isin(forks.values, forks.slots), "reads from a slot that is a fork itself"),
+            (self.stopped[forks.slots], "has stopped"),
+            (np.isin(forks.slots, part.slots), "is named in scheduled too"),
+        ):
+            if wrong.any():
+                raise InvalidPlan(f"forks: slot {forks.slots[wrong][0]} {reason}")
 
     def _check_scheduled(self, part: ScheduledTokens) -> None:
         """Explicit counts must fit what is known; a stopped slot computes nothing, so any count is an upper bound."""
@@ -228,6 +265,9 @@ class Slots:
             raise InvalidPlan(
                 f"{counts.sum()} tokens are scheduled: over max_num_batched_tokens {limits.max_num_batched_tokens}"
             )
+        num_rows = len(scheduled.sampling_slots)
+        if num_rows > limits.max_num_seqs:
+            raise InvalidPlan(f"forks: {num_rows} slots would sample: over max_num_seqs {limits.max_num_seqs}")
         ends = self.num_computed_tokens[slots] + counts
         too_long = ends > limits.max_model_len
         if too_long.any():
@@ -243,20 +283,24 @@ class Slots:
     def commit(self, scheduled: Scheduled, token_ids: IntArray, valid: BoolArray) -> None:
         """After the step: context lengths grow by what was computed, sampled tokens become known.
 
-        token_ids and valid: [R], for the slots that sample; a slot without a valid token has failed and stops.
+        token_ids and valid: [R], for scheduled.sampling_slots; one that is not valid has failed and stops. A slot that
+        has candidates told takes no token, and waits until its next one is given. A fork of a stopped slot stops too.
         """
         self.num_computed_tokens[scheduled.slots] += scheduled.num_tokens
-        slots = scheduled.slots[scheduled.samples]
+        self.stopped[scheduled.idle_slots] = True
+        slots = scheduled.sampling_slots
+        if scheduled.sources is not None:
+            # A fork shares all that its source has computed.
+            self.num_computed_tokens[slots] = self.num_tokens[slots]
         self.stopped[slots[~valid]] = True
-        slots, token_ids = slots[valid], token_ids[valid]
+        taken = scheduled.takes_token(valid)
+        slots, token_ids = slots[taken], token_ids[taken]
         places = self.num_tokens[slots]
         self.token_ids[slots, places] = token_ids
         self.num_tokens[slots] = places + 1
-        widths = self.num_stop_ids[slots]
-        if len(slots) and (width := int(widths.max())):
-            hit = (self.stop_ids[slots, :width] == token_ids[:, None] + 1).any(axis=1)
-            enough = places + 1 - self.num_prompt_tokens[slots] >= self.min_tokens[slots]
-            self.stopped[slots[hit & enough]] = True
+        self.sampling.add_tokens(slots, token_ids)
+        enough = places + 1 - self.num_prompt_tokens[slots] >= self.sampling.min_tokens[slots]
+        self.stopped[slots[enough & self.sampling.are_stop_ids(slots, token_ids)]] = True
 
     def digest(self) -> bytes:
         """SHA-256 over the admitted slots in order.

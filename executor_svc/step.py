@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from executor_svc.input_batch import ForwardBatch, build_batch, sampling_columns
-from executor_svc.plan import IntArray, Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepStatus, StepTimings
-from executor_svc.sampler import RowLogprobs, SampledTokens, sample
+from executor_svc.choosing import choose
+from executor_svc.input_batch import ForwardBatch, build_batch
+from executor_svc.plan import Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
+from executor_svc.prompt_logprobs import prompt_logprobs
+from executor_svc.prompt_rows import prompt_rows
 from executor_svc.slots import Scheduled, Slots
+from executor_svc.step_result import Computed, SampledTokens, make_result
 
 
 class Runner(Protocol):
-    """What computes logits: `model_runner.ModelRunner`."""
+    """What computes: `model_runner.ModelRunner`."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Write the batch's KV; returns [R, vocab] float32 logits of its logits rows."""
+        """Write the batch's KV; returns hidden states [T or more, hidden]."""
+        ...
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """[R, vocab] float32 logits of rows [R] int64 of hidden states."""
         ...
 
 
@@ -43,6 +52,15 @@ class StepExecutor:
         """Free all slots; KV stays."""
         self.slots.clear()
 
+    def is_out_of_memory(self, exc: Exception) -> bool:
+        """Did a step fail for want of memory. On the CPU torch raises a plain RuntimeError from its allocator."""
+        return isinstance(exc, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(exc)
+
+    def is_lost(self, exc: Exception) -> bool:
+        """Is the device lost for this process, as after an illegal access on a GPU."""
+        return isinstance(exc, torch.AcceleratorError)
+
+    @torch.inference_mode()
     def execute(self, plan: StepPlan, received_ns: int) -> StepResult:
         """Run one step; received_ns is the plan's arrival on the monotonic clock.
 
@@ -52,24 +70,46 @@ class StepExecutor:
         self.slots.apply(plan)
         scheduled = self.slots.schedule(plan)
         self._move_blocks(plan)
-        batch = build_batch(self.slots, scheduled)
-        forward_at = sample_at = sampled_at = time.monotonic_ns()
-        sampled, positions = None, scheduled.slots[:0]
-        if batch is not None:
-            logits = self._runner.forward(batch)
-            sample_at = sampled_at = time.monotonic_ns()
-            if len(batch.logits_rows):
-                columns = sampling_columns(self.slots, scheduled)
-                positions = columns.position
-                sampled = sample(logits.contiguous(), columns)
-                sampled_at = time.monotonic_ns()
-        if sampled is None:
-            sampled = SampledTokens(positions, np.ones(0, np.bool_), None)
-        self.slots.commit(scheduled, sampled.token_ids, sampled.finite)
+        computed = self._compute(scheduled)
+        sampled = computed.sampled
+        self.slots.commit(scheduled, sampled.token_ids, sampled.valid)
         digest = self.slots.digest() if plan.debug_digest else b""
         ended = time.monotonic_ns()
-        timings = StepTimings(started - received_ns, sample_at - forward_at, sampled_at - sample_at, ended - started)
-        return _result(plan.step_id, scheduled, sampled, positions, timings, digest)
+        timings = StepTimings(started - received_ns, computed.device_ns, computed.sample_ns, ended - started)
+        return make_result(plan.step_id, scheduled, computed, timings, digest)
+
+    def _compute(self, scheduled: Scheduled) -> Computed:
+        """Run the model over what is scheduled, then tell prompt logprobs and sample."""
+        batch = build_batch(self.slots, scheduled)
+        none = scheduled.slots[:0]
+        sampled, positions = SampledTokens(none, none, None), none
+        if batch is None:
+            return Computed(sampled, positions)
+        began = time.monotonic_ns()
+        hidden = self._runner.forward(batch)
+        logits = self._runner.logits(hidden, batch.logits_rows)
+        forward_done = time.monotonic_ns()
+        prompts = self._prompt_logprobs(scheduled, hidden)
+        if len(batch.logits_rows):
+            positions = self.slots.num_tokens[scheduled.sampling_slots]
+            sampled = self._without_failed_prompts(scheduled, choose(logits.contiguous(), self.slots, scheduled))
+        return Computed(sampled, positions, prompts, forward_done - began, time.monotonic_ns() - forward_done)
+
+    def _prompt_logprobs(self, scheduled: Scheduled, hidden: Tensor) -> tuple[SlotLogprobs, ...]:
+        asked = prompt_rows(self.slots, scheduled)
+        if asked is None:
+            return ()
+        found, failed = prompt_logprobs(
+            asked, self.limits.vocab_size, lambda rows: self._runner.logits(hidden, torch.from_numpy(rows))
+        )
+        self.slots.prompt_failed[failed] = True
+        return found
+
+    def _without_failed_prompts(self, scheduled: Scheduled, sampled: SampledTokens) -> SampledTokens:
+        """Fail slots whose prompt logits were not finite: only now, as results have errors of sampling slots alone."""
+        failed = self.slots.prompt_failed[scheduled.sampling_slots] & sampled.valid
+        errors = np.where(failed, int(SlotError.NON_FINITE_LOGITS), sampled.errors)
+        return replace(sampled, errors=errors)
 
     def _move_blocks(self, plan: StepPlan) -> None:
         """Swap-out, copy, swap-in, in this order."""
@@ -80,51 +120,3 @@ class StepExecutor:
         ):
             if len(moves.sources):
                 move(moves.sources.tolist(), moves.destinations.tolist())
-
-
-def _result(
-    step_id: int,
-    scheduled: Scheduled,
-    sampled: SampledTokens,
-    positions: IntArray,
-    timings: StepTimings,
-    digest: bytes,
-) -> StepResult:
-    rows = scheduled.slots[scheduled.samples]
-    slots = np.concatenate((rows, scheduled.idle_slots))
-    num_tokens = np.zeros(len(slots), np.int64)
-    num_tokens[: len(rows)] = sampled.finite
-    order = np.argsort(slots)
-    failed = rows[~sampled.finite]
-    return StepResult(
-        step_id=step_id,
-        status=StepStatus.OK,
-        slots=slots[order],
-        num_tokens=num_tokens[:0] if num_tokens.all() else num_tokens[order],
-        token_ids=sampled.token_ids[sampled.finite],
-        error_slots=failed,
-        errors=(SlotError.NON_FINITE_LOGITS,) * len(failed),
-        logprobs=_logprobs(sampled.logprobs, rows, positions) if sampled.logprobs is not None else (),
-        timings=timings,
-        debug_digest=digest,
-    )
-
-
-def _logprobs(
-    logprobs: RowLogprobs,
-    slots: IntArray,
-    positions: IntArray,
-) -> tuple[SlotLogprobs, ...]:
-    """One entry for each slot that asked, in slot order."""
-    return tuple(
-        SlotLogprobs(
-            slot=int(slots[row]),
-            start=int(positions[row]),
-            chosen_logprobs=logprobs.chosen[i : i + 1],
-            chosen_ranks=logprobs.ranks[i : i + 1],
-            num_top=int(logprobs.num_top[i]),
-            top_token_ids=logprobs.top_ids[i, : logprobs.num_top[i]],
-            top_logprobs=logprobs.top[i, : logprobs.num_top[i]],
-        )
-        for i, row in enumerate(logprobs.rows)
-    )

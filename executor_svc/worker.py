@@ -9,13 +9,36 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
-
-from executor_svc.plan import InvalidPlan, StepPlan, StepResult, StepStatus, StepTimings
-from executor_svc.step import StepExecutor
+from executor_svc.plan import InvalidPlan, Limits, StepPlan, StepResult, StepStatus, StepTimings
 
 _log = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """What runs plans: `step.Executor`, or a simulated one."""
+
+    limits: Limits
+
+    def clear(self) -> None:
+        """Free all slots; KV stays."""
+        ...
+
+    def execute(self, plan: StepPlan, received_ns: int) -> StepResult:
+        """Run one step; received_ns is the plan's arrival on the monotonic clock.
+
+        Raises InvalidPlan before anything is computed or moved, and whatever the device raises.
+        """
+        ...
+
+    def is_out_of_memory(self, exc: Exception) -> bool:
+        """Did `execute` raise this for want of device memory."""
+        ...
+
+    def is_lost(self, exc: Exception) -> bool:
+        """Does this error of `execute` mean that the device is lost for this process."""
+        ...
 
 
 class Session:
@@ -63,9 +86,9 @@ class _Step:
 class Worker:
     """Owns the device thread. Its methods may be called from any thread and do not wait, but for `stop`."""
 
-    def __init__(self, build: Callable[[], StepExecutor]) -> None:
+    def __init__(self, build: Callable[[], Executor]) -> None:
         """`build` makes the executor, on the device thread; its result or error is in `ready`."""
-        self.ready: Future[StepExecutor] = Future()
+        self.ready: Future[Executor] = Future()
         # Set when the device is lost for this process, as after an illegal access on a GPU.
         self.lost: Future[BaseException] = Future()
         self._build = build
@@ -148,14 +171,13 @@ class Worker:
             self.ready.set_exception(exc)
             return
         self.ready.set_result(executor)
-        with torch.inference_mode():
-            while (item := self._next()) is not None:
-                if isinstance(item, _Open):
-                    if item.last_completed_step_id.set_running_or_notify_cancel():
-                        executor.clear()
-                        item.last_completed_step_id.set_result(self._last_completed)
-                else:
-                    self._answer(item, self._step(executor, item))
+        while (item := self._next()) is not None:
+            if isinstance(item, _Open):
+                if item.last_completed_step_id.set_running_or_notify_cancel():
+                    executor.clear()
+                    item.last_completed_step_id.set_result(self._last_completed)
+            else:
+                self._answer(item, self._step(executor, item))
 
     def _next(self) -> _Open | _Step | None:
         with self._changed:
@@ -170,7 +192,7 @@ class Worker:
                 return
         item.session.on_result(result)
 
-    def _step(self, executor: StepExecutor, item: _Step) -> StepResult:
+    def _step(self, executor: Executor, item: _Step) -> StepResult:
         """Run one plan; every failure becomes a result, after which the session runs nothing more."""
         session, plan = item.session, item.plan
         started = time.monotonic_ns()
@@ -183,7 +205,7 @@ class Worker:
                 status, message = StepStatus.INVALID_PLAN, str(exc)
                 _log.error("step %d: invalid plan: %s", plan.step_id, message)
             except Exception as exc:
-                status, message = self._failure(plan.step_id, exc)
+                status, message = self._failure(executor, plan.step_id, exc)
             else:
                 self._last_completed = plan.step_id
                 return result
@@ -207,16 +229,11 @@ class Worker:
         session.last_step_id = plan.step_id
         return plan
 
-    def _failure(self, step_id: int, exc: Exception) -> tuple[StepStatus, str]:
+    def _failure(self, executor: Executor, step_id: int, exc: Exception) -> tuple[StepStatus, str]:
         _log.error("step %d failed", step_id, exc_info=exc)
         message = f"{type(exc).__name__}: {exc}"
-        if _is_out_of_memory(exc):
+        if executor.is_out_of_memory(exc):
             return StepStatus.OUT_OF_MEMORY, message
-        if isinstance(exc, torch.AcceleratorError) and not self.lost.done():
+        if executor.is_lost(exc) and not self.lost.done():
             self.lost.set_result(exc)
         return StepStatus.FAILED, message
-
-
-def _is_out_of_memory(exc: Exception) -> bool:
-    # On the CPU torch raises a plain RuntimeError from its allocator.
-    return isinstance(exc, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(exc)

@@ -1,0 +1,46 @@
+"""Makes the executor that runs a model: device, weights, KV pools."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.description import Description, describe, limits_of
+from executor_svc.device import make_device
+from executor_svc.loader import load_model
+from executor_svc.model_runner import ModelRunner
+from executor_svc.numerics import fingerprint
+from executor_svc.step import StepExecutor
+
+_log = logging.getLogger(__name__)
+
+
+def build_model(config: ExecutorConfig) -> tuple[StepExecutor, Description]:
+    """Load the model and make everything that computes.
+
+    Raises LoaderError or DeviceError, whose messages are for the user.
+    """
+    began = time.monotonic()
+    device = make_device(config)
+    torch.set_num_threads(device.num_threads)
+    loaded = load_model(config, device)
+    geometry = loaded.geometry
+    _log.info(
+        "model %s: %s, %d parameters, %s, %d bytes, vocabulary %d, max_model_len %d",
+        geometry.name, geometry.architecture, geometry.num_parameters, geometry.dtype, geometry.weight_bytes,
+        geometry.vocab_size, geometry.max_model_len,
+    )  # fmt: skip
+    pools = device.new_kv_cache(geometry, config)
+    prints = fingerprint(config, loaded, device, pools)
+    limits = limits_of(config, geometry, pools)
+    _log.info(
+        "device %s: %d threads, numerics %s, KV blocks of %d tokens: %d on the device, %d on the host, %d bytes each",
+        device.name, device.num_threads, prints.mode, limits.block_size, limits.num_device_blocks,
+        limits.num_host_blocks, pools.bytes_per_block,
+    )  # fmt: skip
+    _log.info("loaded in %.1f s; fingerprint %s", time.monotonic() - began, prints.digest.hex()[:16])
+    executor = StepExecutor(ModelRunner(loaded, device, pools), pools, limits)
+    return executor, describe(loaded, limits, pools, prints, device.name)

@@ -1,0 +1,1 @@
+"""An executor without a model: the plan protocol with real bookkeeping, modelled times, and tokens known in advance."""

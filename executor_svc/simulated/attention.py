@@ -1,0 +1,71 @@
+"""What the forward pass of a real model is here: digests written to block tables, and sums of what tables read."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from executor_svc.plan import IntArray
+from executor_svc.prompt_rows import PromptRows
+from executor_svc.ragged import spans
+from executor_svc.simulated.hashing import U64, contributions, position_keys, token_hashes
+from executor_svc.simulated.memory import DigestPools
+from executor_svc.slots import Scheduled, Slots
+
+
+class Attention:
+    """Slots and pools, and what is read from the one through the other."""
+
+    def __init__(self, slots: Slots, pools: DigestPools) -> None:
+        self._slots = slots
+        self._pools = pools
+        places = np.arange(slots.limits.max_blocks_per_seq * pools.block_size)
+        self._keys = position_keys(places).reshape(-1, pools.block_size)
+
+    def write(self, scheduled: Scheduled) -> None:
+        """Put the digests of all scheduled tokens into their slots' blocks.
+
+        Each goes on from the digest before its chunk, which must be there when the step begins.
+        """
+        rows, counts = scheduled.slots, scheduled.num_tokens
+        context = self._slots.num_computed_tokens[rows]
+        owner, positions = spans(context, counts)
+        added = token_hashes(self._slots.token_ids[rows[owner], positions].astype(np.int64), positions)
+        running, first = np.cumsum(added), np.cumsum(counts) - counts
+        before = np.zeros(len(rows), np.uint64)
+        late = context > 0
+        before[late] = self._pools.read(self._places(rows[late], context[late] - 1))
+        chunk_starts = before - (running[first] - added[first])
+        self._pools.write(self._places(rows[owner], positions), running + chunk_starts[owner])
+
+    def contexts(self, rows: IntArray, lengths: IntArray) -> U64:
+        """[n] the sums over the first lengths[i], one or more, positions of the block tables of slots rows[i]."""
+        found, first = self._contributions(rows, lengths)
+        sums: U64 = np.add.reduceat(found.sum(axis=1), first)
+        return sums
+
+    def prompt_contexts(self, asked: PromptRows) -> U64:
+        """[Q] the sum that each of the prompt tokens asked for follows from: over all positions before it."""
+        found, first = self._contributions(asked.slots, asked.starts + asked.counts - 1)
+        running = np.cumsum(found)
+        size = self._pools.block_size
+        # A sum up to a position, less what other slots had before.
+        others = running[first * size] - found[first, 0]
+        owner, places = spans(first * size + asked.starts - 1, asked.counts)
+        sums: U64 = running[places] - others[owner]
+        return sums
+
+    def _contributions(self, rows: IntArray, lengths: IntArray) -> tuple[U64, IntArray]:
+        """What positions add, block by block [B, block_size], 0 behind lengths; and each row's first block [n]."""
+        size = self._pools.block_size
+        num_blocks = -(-lengths // size)
+        owner, index = spans(np.zeros(len(rows), np.int64), num_blocks)
+        found = contributions(self._pools.device[self._slots.block_tables[rows[owner], index]], self._keys[index])
+        ends = np.cumsum(num_blocks)
+        tails = lengths - (num_blocks - 1) * size
+        found[ends - 1] *= np.arange(size) < tails[:, None]
+        return found, ends - num_blocks
+
+    def _places(self, rows: IntArray, positions: IntArray) -> IntArray:
+        """[n] where positions of slots lie in the device pool: block * block_size + offset."""
+        size = self._pools.block_size
+        return self._slots.block_tables[rows, positions // size].astype(np.int64) * size + positions % size

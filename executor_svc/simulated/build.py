@@ -1,0 +1,46 @@
+"""Makes the simulated executor from options."""
+
+from __future__ import annotations
+
+import logging
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.description import Description, describe, limits_of
+from executor_svc.errors import StartError
+from executor_svc.simulated.clock import sharpen_sleep
+from executor_svc.simulated.costs import read_costs
+from executor_svc.simulated.executor import SimulatedStepExecutor
+from executor_svc.simulated.memory import PoolSizes
+from executor_svc.simulated.model import fingerprint, simulated_model
+
+_log = logging.getLogger(__name__)
+
+
+def build_simulated(config: ExecutorConfig) -> tuple[SimulatedStepExecutor, Description]:
+    """Make the executor, on the thread that is to run it; raises StartError, whose message is for the user."""
+    costs = read_costs(config.simulate or "instant")
+    model = simulated_model(config)
+    geometry = model.geometry
+    sizes = _pool_sizes(config, geometry.max_model_len)
+    limits = limits_of(config, geometry, sizes)
+    try:
+        executor = SimulatedStepExecutor(limits, costs)
+    except MemoryError as error:
+        raise StartError(
+            f"--num-gpu-blocks {sizes.num_device_blocks} and --num-cpu-blocks {sizes.num_host_blocks} need "
+            f"{sizes.num_bytes} bytes even in simulation, which are not free"
+        ) from error
+    sharpen_sleep()
+    _log.info(
+        "simulated model %s: vocabulary %d, max_model_len %d, %s; KV blocks of %d tokens: %d on the device, %d on the "
+        "host", geometry.name, geometry.vocab_size, geometry.max_model_len,
+        "steps take no time" if costs.instant else f"costs {costs!r}",
+        limits.block_size, limits.num_device_blocks, limits.num_host_blocks,
+    )  # fmt: skip
+    return executor, describe(model, limits, sizes, fingerprint(geometry.vocab_size), "simulated")
+
+
+def _pool_sizes(config: ExecutorConfig, max_model_len: int) -> PoolSizes:
+    """As many blocks as options say, or as all sequences of a step could use."""
+    most = config.max_num_seqs * -(-max_model_len // config.block_size)
+    return PoolSizes(config.block_size, config.num_gpu_blocks or most, config.num_cpu_blocks)

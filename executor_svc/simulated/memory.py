@@ -1,0 +1,61 @@
+"""KV pools of the simulated executor: a digest per token position in place of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from executor_svc.plan import BlockMoves, IntArray, StepPlan
+from executor_svc.simulated.hashing import U64
+
+_DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """How large the pools are."""
+
+    block_size: int
+    num_device_blocks: int
+    num_host_blocks: int
+
+    @property
+    def bytes_per_block(self) -> int:
+        return _DIGEST_BYTES * self.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.bytes_per_block * (self.num_device_blocks + self.num_host_blocks)
+
+
+class DigestPools:
+    """A device and a host pool, [num_blocks, block_size] uint64 each; 0 is a place never written."""
+
+    def __init__(self, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.device: U64 = np.zeros((num_device_blocks, block_size), np.uint64)
+        self.host: U64 = np.zeros((num_host_blocks, block_size), np.uint64)
+
+    def move(self, plan: StepPlan) -> int:
+        """Swap-out, copies, swap-in, in this order; returns the number of blocks moved."""
+        return (
+            _move(self.device, self.host, plan.swap_out)
+            + _move(self.device, self.device, plan.copies)
+            + _move(self.host, self.device, plan.swap_in)
+        )
+
+    def write(self, places: IntArray, digests: U64) -> None:
+        """Put digests to places of the device pool, block * block_size + offset; [n] each."""
+        self.device.reshape(-1)[places] = digests
+
+    def read(self, places: IntArray) -> U64:
+        """[n] what is at places of the device pool."""
+        return self.device.reshape(-1)[places]
+
+
+def _move(source: U64, target: U64, moves: BlockMoves) -> int:
+    if len(moves.sources):
+        # All sources are read before any destination is written.
+        target[moves.destinations] = source[moves.sources]
+    return len(moves.sources)

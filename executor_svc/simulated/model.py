@@ -1,0 +1,109 @@
+"""What a simulated model is said to be: by options, or by the config.json of a folder, whose weights are not read."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.description import Fingerprint, ModelGeometry
+from executor_svc.model_folder import LoaderError, looks_like_path, read_json, token_ids_of, tokenizer_of
+from executor_svc.simulated import hashing
+
+_DTYPE = "uint64"
+_DEFAULT_MAX_MODEL_LEN = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """`description.ModelFacts` without a model."""
+
+    geometry: ModelGeometry
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    tokenizer: str
+
+
+def simulated_model(config: ExecutorConfig) -> SimulatedModel:
+    """Read the options, and the folder that --model names if it names one; raises LoaderError."""
+    folder = Path(config.model).expanduser()
+    files: dict[str, dict[str, Any]] = {}
+    tokenizer = ""
+    if folder.is_dir():
+        files = {name: read_json(folder, name, required=False) for name in ("config.json", "generation_config.json")}
+        tokenizer = tokenizer_of(config.model, folder)
+    elif looks_like_path(config.model):
+        raise LoaderError(f"--model {config.model}: no such folder")
+    content = files.get("config.json", {})
+    nested = content.get("text_config")
+    sizes = content | nested if isinstance(nested, dict) else content
+    vocab_size = _size(folder, sizes, "vocab_size", config.simulate_vocab_size, least=2)
+    limit = _size(folder, sizes, "max_position_embeddings", _DEFAULT_MAX_MODEL_LEN)
+    bos = token_ids_of(folder, files, "bos_token_id")
+    return SimulatedModel(
+        geometry=_geometry(config.model, folder, sizes, vocab_size, config.max_model_len or limit),
+        eos_token_ids=_eos(config, set(token_ids_of(folder, files, "eos_token_id")), vocab_size),
+        bos_token_id=bos[0] if bos else None,
+        tokenizer=tokenizer,
+    )
+
+
+def fingerprint(vocab_size: int) -> Fingerprint:
+    """Equal for all simulated executors of one vocabulary size, on every machine."""
+    name = f"simulated {hashing.VERSION}"
+    digest = hashlib.sha256(f"{name} {vocab_size}".encode()).digest()
+    return Fingerprint(
+        mode="exact",
+        weights_digest=digest,
+        dtype=_DTYPE,
+        kv_dtype=_DTYPE,
+        kernels=name,
+        isa="any",
+        num_threads=1,
+        versions=(name,),
+        digest=digest,
+    )
+
+
+def _geometry(name: str, folder: Path, sizes: dict[str, Any], vocab_size: int, max_model_len: int) -> ModelGeometry:
+    num_heads = _size(folder, sizes, "num_attention_heads", 1)
+    hidden_size = _size(folder, sizes, "hidden_size", 1)
+    return ModelGeometry(
+        name=name,
+        architecture="Simulated",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=_size(folder, sizes, "num_hidden_layers", 1),
+        num_heads=num_heads,
+        num_kv_heads=_size(folder, sizes, "num_key_value_heads", num_heads),
+        head_size=_size(folder, sizes, "head_dim", max(1, hidden_size // num_heads)),
+        max_model_len=max_model_len,
+        dtype=_DTYPE,
+        num_parameters=0,
+        weight_bytes=0,
+    )
+
+
+def _size(folder: Path, sizes: dict[str, Any], name: str, default: int, least: int = 1) -> int:
+    value = sizes.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise LoaderError(
+            f"model folder {folder}: {name} {value!r} in config.json is not an integer of {least} or more"
+        )
+    return value
+
+
+def _eos(config: ExecutorConfig, found: set[int], vocab_size: int) -> tuple[int, ...]:
+    if found:
+        return tuple(sorted(token for token in found if token < vocab_size))
+    if config.simulate_eos_token_id is None:
+        return ()
+    if config.simulate_eos_token_id >= vocab_size:
+        raise LoaderError(
+            f"--simulate-eos-token-id {config.simulate_eos_token_id}: there are {vocab_size} token ids, from 0"
+        )
+    return (config.simulate_eos_token_id,)

@@ -1,0 +1,176 @@
+"""What the simulated executor must answer, known in advance: from the tokens alone, one by one, without any KV.
+
+Written apart from the executor's arrays, in plain integers: the same model said twice, so that one checks the other.
+A token costs O(1) by the two running sums of `hashing`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from executor_svc.simulated.hashing import GAMMA, MIX_1, MIX_2
+from executor_svc.simulated.ranking import strides
+
+_MASK = (1 << 64) - 1
+
+
+class Sampling(Protocol):
+    """What of a sequence's sampling matters here: `plan.SequenceSampling`, or the scheduler's own."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def min_tokens(self) -> int: ...
+
+    @property
+    def allowed_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def bad_words(self) -> Sequence[Sequence[int]]: ...
+
+
+class SimulatedContext:
+    """A sequence so far, as the simulated model knows it."""
+
+    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+        self.length = 0
+        self._digest = 0
+        self._sum = 0
+        for token_id in token_ids:
+            self.append(token_id)
+
+    def append(self, token_id: int) -> None:
+        """The next token."""
+        token = _mix((int(token_id) + GAMMA) & _MASK)
+        self._digest = (self._digest + _mix((token + self.length * GAMMA) & _MASK)) & _MASK
+        self._sum = (self._sum + _mix((self._digest + _position_key(self.length)) & _MASK)) & _MASK
+        self.length += 1
+
+    def logits_hash(self) -> int:
+        """What stands for the logits of the token that follows; there must be one before it."""
+        return _mix((self._sum + GAMMA) & _MASK)
+
+
+def expected_tokens(
+    prompt: Sequence[int],
+    sampling: Sampling,
+    count: int,
+    vocab_size: int,
+    *,
+    sample_index: int = 0,
+    output: Sequence[int] = (),
+) -> list[int]:
+    """The next `count` tokens after prompt and output; the last is a stop token, or what none may follow."""
+    context, tokens = SimulatedContext([*prompt, *output]), [int(token) for token in output]
+    stops = set(map(int, sampling.stop_token_ids))
+    key = _mix((int(sampling.seed) + _mix((sample_index + GAMMA) & _MASK)) & _MASK)
+    while len(tokens) < len(output) + count:
+        value = context.logits_hash()
+        if sampling.temperature > 0:
+            value = _mix((value + key) & _MASK)
+        token = next(_allowed(value, sampling, tokens, vocab_size), None)
+        if token is None:
+            break
+        tokens.append(token[0])
+        if token[0] in stops and len(tokens) >= sampling.min_tokens:
+            break
+        context.append(token[0])
+    return tokens[len(output) :]
+
+
+def expected_candidates(
+    prompt: Sequence[int], output: Sequence[int], sampling: Sampling, count: int, vocab_size: int
+) -> list[tuple[int, float]]:
+    """The `count` best candidates (token id, logprob) after prompt and output, best first; fewer if fewer are left."""
+    value = SimulatedContext([*prompt, *output]).logits_hash()
+    ranked = _allowed(value, sampling, output, vocab_size)
+    return [(token, rank_logprob(value, rank, vocab_size)) for (token, rank), _ in zip(ranked, range(count))]  # noqa: B905
+
+
+def expected_logprobs(
+    token_ids: Sequence[int], index: int, num_top: int, vocab_size: int
+) -> tuple[float, int, list[int], list[float]]:
+    """Of token_ids[index], 1 or more: logprob, rank from 1, the best token ids, and their logprobs."""
+    value = SimulatedContext(token_ids[:index]).logits_hash()
+    ranks = range(min(num_top, vocab_size))
+    rank = _rank(value, int(token_ids[index]), vocab_size)
+    return (
+        rank_logprob(value, rank, vocab_size),
+        rank + 1,
+        [_token(value, other, vocab_size) for other in ranks],
+        [rank_logprob(value, other, vocab_size) for other in ranks],
+    )
+
+
+def rank_logprob(logits_hash: int, rank: int, vocab_size: int) -> float:
+    """The logprob at a rank, from 0: the best has 0.5 to 0.9, rank r shares the rest by 1 / (r (r + 1))."""
+    first = 0.5 + 0.4 * ((logits_hash >> 40) + 1) / 2.0**24
+    if rank == 0:
+        return math.log(first)
+    return math.log((1 - first) * vocab_size / ((vocab_size - 1) * rank * (rank + 1)))
+
+
+def _allowed(value: int, sampling: Sampling, output: Sequence[int], vocab_size: int) -> Iterator[tuple[int, int]]:
+    """(token, rank) from the best on, without those that are ruled out."""
+    ruled_out = _ruled_out(sampling, [int(token) for token in output])
+    only = set(map(int, sampling.allowed_token_ids))
+    if only:
+        ranked = sorted((_rank(value, token, vocab_size), token) for token in only)
+    else:
+        ranked = ((rank, _token(value, rank, vocab_size)) for rank in range(vocab_size))  # type: ignore[assignment]
+    for rank, token in ranked:
+        if token not in ruled_out:
+            yield token, rank
+
+
+def _ruled_out(sampling: Sampling, output: list[int]) -> set[int]:
+    """Stop tokens that come too early, and the last tokens of bad words that have begun."""
+    tokens = set(map(int, sampling.stop_token_ids)) if len(output) < sampling.min_tokens else set()
+    for word in sampling.bad_words:
+        *begin, last = map(int, word)
+        if not begin or output[-len(begin) :] == begin:
+            tokens.add(last)
+    return tokens
+
+
+def _token(value: int, rank: int, vocab_size: int) -> int:
+    return (value % vocab_size + _stride(value, vocab_size)[0] * rank) % vocab_size
+
+
+def _rank(value: int, token_id: int, vocab_size: int) -> int:
+    return (token_id - value % vocab_size) * _stride(value, vocab_size)[1] % vocab_size
+
+
+def _stride(value: int, vocab_size: int) -> tuple[int, int]:
+    """The ranking's stride and its inverse."""
+    choices = _strides(vocab_size)
+    return choices[(value >> 32) % len(choices)]
+
+
+@functools.cache
+def _strides(vocab_size: int) -> list[tuple[int, int]]:
+    forward, inverse = strides(vocab_size)
+    return list(zip(forward.tolist(), inverse.tolist(), strict=True))
+
+
+@functools.lru_cache(1 << 16)
+def _position_key(position: int) -> int:
+    return _mix((position + GAMMA) & _MASK)
+
+
+def _mix(x: int) -> int:
+    x ^= x >> 30
+    x = x * MIX_1 & _MASK
+    x ^= x >> 27
+    x = x * MIX_2 & _MASK
+    return x ^ (x >> 31)

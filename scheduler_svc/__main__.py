@@ -1,4 +1,4 @@
-"""`python -m scheduler_svc --executor HOST:PORT --listen HOST:PORT`: reads arguments and environment, then serves."""
+"""`python -m scheduler_svc --executor HOST:PORT --listen HOST:PORT`: reads its options, then serves."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 import logging
 
 try:
-    from pydantic import ValidationError
-    from pydantic_settings import CliApp, SettingsError
-
+    from cadenza.settings import service as settings
     from cadenza.transport import EXECUTOR_PORT, SCHEDULER_PORT, parse_address
     from scheduler_svc.config import SchedulerConfig
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing.name} is not installed: pip install 'cadenza[scheduler]'")
+
+
+_LOG = logging.getLogger("scheduler_svc")
 
 
 def fail(message: str) -> None:
@@ -32,17 +33,8 @@ def fail(message: str) -> None:
 
 def read_config(arguments: list[str]) -> SchedulerConfig | None:
     """The options; None if they are wrong, which has then been said on stderr."""
-    try:
-        config = CliApp.run(SchedulerConfig, cli_args=arguments, cli_exit_on_error=False)
-    except ValidationError as exc:
-        for error in exc.errors():
-            option = str(error["loc"][0]).replace("_", "-") if error["loc"] else "options"
-            fail(f"--{option}: {error['msg'].removeprefix('Value error, ')}")
-        return None
-    except SettingsError as exc:
-        fail(_option_message(str(exc)))
-        return None
-    return config if _addresses_are_right(config) else None
+    config = settings.read_config(SchedulerConfig, arguments, fail)
+    return config if config is not None and _addresses_are_right(config) else None
 
 
 def main() -> int:
@@ -56,6 +48,8 @@ def main() -> int:
     logging.basicConfig(
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    for warning in settings.unheard(config, os.environ):
+        _LOG.warning(warning)
     sys.modules.setdefault("torch", cast(ModuleType, None))
     # Here, so that wrong options and --help are answered before grpc is loaded.
     import uvloop
@@ -71,15 +65,6 @@ def main() -> int:
 
 def _leave(_number: int, _frame: FrameType | None) -> None:
     os._exit(0)
-
-
-def _option_message(text: str) -> str:
-    """argparse's words as `--option: message`."""
-    text = text.removeprefix("error parsing CLI: ")
-    unknown = text.removeprefix("unrecognized arguments: ")
-    if unknown != text:
-        return f"{unknown.split()[0]}: there is no such option"
-    return text.removeprefix("argument ")
 
 
 def _addresses_are_right(config: SchedulerConfig) -> bool:

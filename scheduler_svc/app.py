@@ -28,7 +28,7 @@ from scheduler_svc.engine import Engine
 from scheduler_svc.executor_client import GrpcExecutor
 from scheduler_svc.ports import ExecutorFencedError, ExecutorLostError, ModelDescription
 from scheduler_svc.requests import RequestBuilder
-from scheduler_svc.servicer import Front, GenerationServicer
+from scheduler_svc.servicer import Front, GenerationServicer, UnreadableMessages
 from scheduler_svc.tokenizer import Tokenizer, TokenizerError, load_tokenizer, preload
 
 _LOG = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Service:
         self._front = Front(self._engine, config, version=_version())
         self._health = HealthServicer(list(_SERVICES))
         self._tokenizer: Tokenizer | None = None
-        self._server = grpc.aio.server(options=server_options())
+        self._server = grpc.aio.server(interceptors=[UnreadableMessages()], options=server_options())
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self._front), self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._front), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

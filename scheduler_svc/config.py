@@ -2,50 +2,169 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import NoDecode, SettingsConfigDict
+
+from cadenza.settings.help import about
+from cadenza.settings.service import ServiceSettings
 
 _LATER = "is not built yet; use {}"
 
 
-class SchedulerConfig(BaseSettings):
-    """Serve clients by a Cadenza executor. Options can also be set in the environment, as in CADENZA_MAX_NUM_SEQS=8."""
+def read_weights(text: str) -> dict[str, float]:
+    """`NAME=WEIGHT,…` as a dict; raises ValueError naming the entry that is wrong."""
+    weights: dict[str, float] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, _, number = entry.partition("=")
+        try:
+            weights[name] = float(number)
+        except ValueError:
+            raise ValueError(f"{entry!r} is not NAME=WEIGHT") from None
+        if not 0 < weights[name] < float("inf"):
+            raise ValueError(f"the weight of {name!r} must be over 0, not {number}")
+    return weights
 
-    model_config = SettingsConfigDict(
-        frozen=True,
-        extra="forbid",
-        env_prefix="CADENZA_",
-        cli_prog_name="python -m scheduler_svc",
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_hide_none_type=True,
-        cli_avoid_json=True,
+
+class SchedulerConfig(ServiceSettings):
+    """Serve clients by a Cadenza executor.
+
+    Example: python -m scheduler_svc --executor 127.0.0.1:50052 --listen :50051
+
+    Prints `ready HOST:PORT` on stdout once it serves; logs go to stderr. Every
+    option can also be set in the environment, as in CADENZA_MAX_NUM_SEQS=8, or
+    in a TOML file (--config), as in max_num_seqs = 8.
+    """
+
+    model_config = SettingsConfigDict(cli_prog_name="python -m scheduler_svc")
+    service: ClassVar[str] = "scheduler"
+    exit_codes: ClassVar[str] = (
+        "Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options, 3 another scheduler took the executor."
     )
 
-    executor: Annotated[list[str], NoDecode] = Field(["127.0.0.1:50052"], description="HOST:PORT of an executor.")
-    listen: str = Field("127.0.0.1:50051", description="HOST:PORT to listen on; port 0 takes any free one.")
+    executor: Annotated[list[str], NoDecode] = Field(
+        ["127.0.0.1:50052"], description="HOST:PORT of an executor.", json_schema_extra=about("Basics")
+    )
+    listen: str = Field(
+        "127.0.0.1:50051",
+        description="HOST:PORT to listen on; port 0 takes any free one.",
+        json_schema_extra=about("Basics"),
+    )
     tokenizer: str | None = Field(
-        None, description="Folder or hub id of the tokenizer; default: the model that the executor names."
+        None,
+        description="Folder or hub id of the tokenizer; without it, the model that the executor names.",
+        json_schema_extra=about("Model"),
     )
-    skip_tokenizer_init: bool = Field(False, description="Load no tokenizer: token ids only.")
-    max_model_len: int | None = Field(None, ge=1, description="Most tokens of a sequence; default: the executor's.")
-    max_num_seqs: int | None = Field(None, ge=1, description="Most sequences in one step; default: the executor's.")
+    skip_tokenizer_init: bool = Field(
+        False,
+        description="Load no tokenizer: prompts and outputs are token ids only.",
+        json_schema_extra=about("Model"),
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of a sequence, prompt and output together; without it, the executor's limit.",
+        json_schema_extra=about("Memory", "tokens"),
+    )
+    enable_prefix_caching: bool = Field(
+        False,
+        description="Reuse the KV of prompts that start alike (not built yet).",
+        json_schema_extra=about("Memory"),
+    )
+    watermark: float = Field(
+        0.01,
+        ge=0,
+        lt=1,
+        description="Share of KV blocks kept free when new sequences are admitted.",
+        json_schema_extra=about("Memory", "share"),
+    )
+    max_num_seqs: int | None = Field(
+        None,
+        ge=1,
+        description="Most sequences in one step; without it, the executor's limit.",
+        json_schema_extra=about("Batching", "sequences"),
+    )
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, description="Token budget of one step; default: the executor's."
+        None,
+        ge=1,
+        description="Token budget of one step; without it, the executor's limit.",
+        json_schema_extra=about("Batching", "tokens"),
+    )
+    max_inflight_plans: int = Field(
+        2, ge=1, le=4, description="Plans sent ahead of their results.", json_schema_extra=about("Batching", "plans")
+    )
+    batching: Literal["continuous", "static", "dynamic"] = Field(
+        "continuous",
+        description="When sequences join a batch; continuous: at every step; static: a full batch starts together and "
+        "runs until all have ended; dynamic: so too, or when the window is over.",
+        json_schema_extra=about("Batching"),
+    )
+    batch_size: int = Field(
+        8, ge=1, description="Requests of a static or dynamic batch.", json_schema_extra=about("Batching", "requests")
+    )
+    batch_window_ms: float = Field(
+        50.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="How long a dynamic batch waits for more requests after its first.",
+        json_schema_extra=about("Batching", "ms"),
+    )
+    waiting_served_ratio: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Continuous batches hold newcomers back until those that wait are this share of those that run; "
+        "0: never.",
+        json_schema_extra=about("Batching", "share"),
+    )
+    max_waiting_steps: int = Field(
+        20,
+        ge=0,
+        description="Steps after which newcomers are held back no longer.",
+        json_schema_extra=about("Batching", "steps"),
+    )
+    long_prefill_token_threshold: int = Field(
+        0,
+        ge=0,
+        description="Most tokens of one prompt in a step, so that a long one leaves room for others; 0: all of the "
+        "budget.",
+        json_schema_extra=about("Batching", "tokens"),
     )
     max_queued_requests: int = Field(
-        1024, ge=1, description="Most requests waiting; further ones get RESOURCE_EXHAUSTED."
+        1024,
+        ge=1,
+        description="Most requests waiting; further ones are refused with RESOURCE_EXHAUSTED.",
+        json_schema_extra=about("Scheduling", "requests"),
     )
-    max_inflight_plans: int = Field(2, ge=1, le=4, description="Plans sent ahead of their results.")
-    batching: Literal["continuous", "static", "dynamic"] = Field("continuous", description="Batching policy.")
-    preemption: Literal["recompute", "swap", "auto"] = Field("recompute", description="What happens to victims.")
-    enable_prefix_caching: bool = Field(False, description="Reuse the KV of prompts that start alike.")
-    watermark: float = Field(
-        0.01, ge=0, lt=1, description="Share of KV blocks kept free when new sequences are admitted."
+    order: Literal["fcfs", "priority", "fair", "sjf"] = Field(
+        "fcfs",
+        description="Who goes first; fcfs: the one that came first; priority: the one with the smallest priority, "
+        "which also pushes out larger ones; fair: of the tenant that was served least; sjf: the shortest output.",
+        json_schema_extra=about("Scheduling"),
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged to stderr.")
+    tenant_weights: str = Field(
+        "",
+        description="Shares of tenants under --order fair, as in gold=4,free=1; 1 for those not named.",
+        json_schema_extra=about("Scheduling"),
+    )
+    max_wait_s: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="A request that came longer ago goes first in every order; without it, orders other than fcfs "
+        "may let one wait for ever.",
+        json_schema_extra=about("Scheduling", "s"),
+    )
+    preemption: Literal["recompute", "swap", "auto"] = Field(
+        "recompute",
+        description="What a sequence does that had to give up its KV blocks; recompute: it computes them again (the "
+        "others are not built yet).",
+        json_schema_extra=about("Scheduling"),
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="What is logged to stderr.", json_schema_extra=about("Logging")
+    )
 
     @field_validator("executor", mode="before")
     @classmethod
@@ -59,11 +178,10 @@ class SchedulerConfig(BaseSettings):
             raise ValueError("exactly one executor is supported so far")
         return value
 
-    @field_validator("batching")
+    @field_validator("tenant_weights")
     @classmethod
-    def _batching_is_built(cls, value: str) -> str:
-        if value != "continuous":
-            raise ValueError(_LATER.format("continuous"))
+    def _weights_can_be_read(cls, value: str) -> str:
+        read_weights(value)
         return value
 
     @field_validator("preemption")

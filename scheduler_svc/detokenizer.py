@@ -118,8 +118,8 @@ class TextStream:
     depend on how many come at once. `context` are the prompt's last tokens, which decide about a leading space.
     """
 
-    __slots__ = ("_decoder", "_floor", "_held", "_include_stop", "_min_tokens", "_over", "_stop", "_tokenizer",
-                 "text", "text_ends")  # fmt: skip
+    __slots__ = ("_begun", "_decoder", "_floor", "_held", "_include_stop", "_min_tokens", "_over", "_stop",
+                 "_tokenizer", "text", "text_ends")  # fmt: skip
 
     def __init__(
         self,
@@ -136,6 +136,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens, context=context)
         self._stop = tuple(stop)
+        self._begun = [0] * len(stop)
+        """How much of each stop string the text ends with, but never all of it; the longest of these is held back."""
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._held = ""
@@ -182,7 +184,12 @@ class TextStream:
                 self._release(text[: start + len(stop_string)] if self._include_stop else text[:start])
                 self._held = ""
                 return stop_string
-        num_held = max(_overlap(text, stop_string) for stop_string in self._stop)
+        # A beginning grows by the new text at most: with that limit, a push costs what it adds, however much is held.
+        self._begun = [
+            _overlap(text, stop_string, begun + len(piece))
+            for stop_string, begun in zip(self._stop, self._begun, strict=True)
+        ]
+        num_held = max(self._begun)
         self._held = text[len(text) - num_held :]
         self._release(text[: len(text) - num_held])
         return None
@@ -205,9 +212,9 @@ class TextStream:
         self.text = text
 
 
-def _overlap(text: str, stop_string: str) -> int:
-    """Length of the longest end of `text` that is the start of `stop_string`, but not all of it."""
-    longest = min(len(text), len(stop_string) - 1)
+def _overlap(text: str, stop_string: str, limit: int) -> int:
+    """Length of the longest end of `text`, up to `limit`, that is the start of `stop_string`, but not all of it."""
+    longest = min(limit, len(stop_string) - 1)
     if stop_string[0] not in text[len(text) - longest :]:
         return 0
     for length in range(longest, 0, -1):

@@ -13,9 +13,13 @@ from collections.abc import Callable, Sequence
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import DrainingError, QueueFullError, RequestExistsError
 from scheduler_svc.core.lane import PlannedStep
+from scheduler_svc.core.news import News
+from scheduler_svc.core.results import context_lens
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import FinishDetail, RequestKey, SampleDelta, SequenceState, StepResult
+from scheduler_svc.core.sequence import Sequence as CoreSequence
+from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, StepResult, TokenLogprobs
 from scheduler_svc.live_request import Listener, LiveRequest
+from scheduler_svc.make_rules import make_rules
 from scheduler_svc.plan_loop import PlanLoop
 from scheduler_svc.ports import (
     EngineRequest,
@@ -37,7 +41,7 @@ class Engine:
     def __init__(self, config: SchedulerConfig, executors: Sequence[ExecutorPort]) -> None:
         (executor,) = executors
         self._config = config
-        self._core = Scheduler()
+        self._core = Scheduler(make_rules(config))
         self._loop = PlanLoop(self._core, 0, executor, config, self)
         self._live: dict[RequestKey, LiveRequest] = {}
         self._timers: dict[RequestKey, asyncio.TimerHandle] = {}
@@ -173,6 +177,7 @@ class Engine:
         lane = self._loop.lane
         used = lane.spec.num_blocks - lane.blocks.pool.num_free
         stored = sum(sequence.num_computed_tokens for sequence in lane.running)
+        reserved = lane.blocks.block_size * sum(map(lane.blocks.num_reserved, lane.running))
         return Load(
             num_waiting=len(self._core.waiting),
             num_running=len(lane.running) + len(lane.finishing),
@@ -180,7 +185,8 @@ class Engine:
             num_used_device_blocks=used,
             num_host_blocks=self.model.num_host_blocks,
             num_stored_tokens=stored,
-            num_unused_slots=used * lane.spec.block_size - stored,
+            num_unused_slots=used * lane.spec.block_size - stored - reserved,
+            num_reserved_slots=reserved,
             num_used_slots=lane.slots.num_used,
             num_steps=self._core.last_step_id,
             num_output_tokens=self._core.num_output_tokens,
@@ -215,23 +221,43 @@ class Engine:
 
     # --- what the plan loop says -------------------------------------------------------------------------------------
 
-    def on_news(self, deltas: Sequence[SampleDelta]) -> None:
+    def on_news(self, news: News) -> None:
         """Bring news to the live requests, then wake each one's readers once."""
         now = time.monotonic_ns()
-        news: dict[RequestKey, LiveRequest] = {}
-        for delta in deltas:
-            live = self._live.get(delta.key)
-            if live is None or live.samples[delta.sample_index].finish is not None:
-                continue
-            news[delta.key] = live
-            if delta.token_ids and not live.times.first_token_ns:
+        touched: dict[RequestKey, LiveRequest] = {}
+        for sequence, prompt_logprobs in news.prompt_logprobs:
+            live = self._live.get(sequence.group.key)
+            if live is not None and live.prompt_logprobs is not None:
+                touched[sequence.group.key] = live
+                live.prompt_logprobs.extend(prompt_logprobs)
+        for sequence, token_id in zip(news.sequences, news.token_ids, strict=True):
+            logprobs = news.logprobs.get(sequence)
+            self._extend(touched, sequence, (token_id,), (logprobs,) if logprobs else (), news.finishes.get(sequence))
+        for sequence, finish in news.finishes.items():
+            self._extend(touched, sequence, (), (), finish)
+        for key, live in touched.items():
+            if not live.times.first_token_ns and live.num_completion_tokens:
                 live.times.first_token_ns = now
-            if live.samples[delta.sample_index].extend(delta) is not None:
-                self._core.stop_sample(delta.key, delta.sample_index)
-        for key, live in news.items():
             if all(sample.finish is not None for sample in live.samples):
                 self._retire(key, live, now)
             live.notify()
+
+    def _extend(
+        self,
+        touched: dict[RequestKey, LiveRequest],
+        sequence: CoreSequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        finish: Finish | None,
+    ) -> None:
+        """Bring news to one sample, unless it has ended here already."""
+        key, index = sequence.group.key, sequence.sample_index
+        live = self._live.get(key)
+        if live is None or live.samples[index].finish is not None:
+            return
+        touched[key] = live
+        if live.samples[index].extend(token_ids, logprobs, finish) is not None:
+            self._core.stop_sample(key, index)
 
     def on_planned(self, step: PlannedStep) -> None:
         """Note the times and preemptions of the step's requests."""
@@ -246,9 +272,12 @@ class Engine:
             if live is not None:
                 live.counts.num_preemptions += 1
 
-    def on_applied(self, step: PlannedStep, result: StepResult, now: float) -> None:
+    def on_applied(self, step: PlannedStep, result: StepResult, news: News, now: float) -> None:
         """Hand the step to those who watch."""
-        self._recorder.applied(step, result, self._core.take_ended(), now)
+        ended = self._core.take_ended()
+        if self._recorder.watches:
+            contexts = context_lens(self._loop.lane, step, applied=set(news.sequences))
+            self._recorder.applied(step, contexts, result, ended, now)
 
     def on_connected(self, connected: bool) -> None:
         """Tell those who report health."""
@@ -284,6 +313,8 @@ class Engine:
 
     def _set_draining(self, draining: bool) -> None:
         self.draining = draining
+        self._core.drain(draining)
+        self._loop.wake()
         self._tell_health()
 
     def _tell_health(self) -> None:

@@ -6,9 +6,10 @@ and builds its message when its stream can take it, so a slow one costs no memor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 
-from scheduler_svc.core.types import Finish, FinishDetail, SampleDelta, TokenLogprobs
+from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
 from scheduler_svc.ports import EngineRequest, RequestCounts, RequestTimes, StopMatch, TextStream
 
 Listener = Callable[["LiveRequest"], None]
@@ -26,23 +27,26 @@ class LiveSample:
         self.text = text
         self.finish: Finish | None = None
 
-    def extend(self, delta: SampleDelta) -> StopMatch | None:
-        """Take a delta in; returns the stop string it completes, if it does (the tokens after it are then cut)."""
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-        self.cumulative_logprob += sum(entry.logprob for entry in delta.logprobs)
-        match = self._push_text(delta)
+    def extend(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = (), finish: Finish | None = None
+    ) -> StopMatch | None:
+        """Take new tokens in, or an end, or both.
+
+        Returns the stop string that they complete, if they do; the tokens after it are then cut.
+        """
+        self.token_ids.extend(token_ids)
+        if logprobs:
+            self.logprobs.extend(logprobs)
+            self.cumulative_logprob += sum(entry.logprob for entry in logprobs)
+        match = None
+        if self.text is not None and token_ids:
+            by_token = finish is not None and finish.detail in (FinishDetail.EOS, FinishDetail.STOP_TOKEN)
+            match = self.text.push(token_ids, ends_with_stop_token=by_token)
         if match is not None:
             self._cut(match)
-        elif delta.finish is not None:
-            self._end(delta.finish)
+        elif finish is not None:
+            self._end(finish)
         return match
-
-    def _push_text(self, delta: SampleDelta) -> StopMatch | None:
-        if self.text is None or not delta.token_ids:
-            return None
-        by_token = delta.finish is not None and delta.finish.detail in (FinishDetail.EOS, FinishDetail.STOP_TOKEN)
-        return self.text.push(delta.token_ids, ends_with_stop_token=by_token)
 
     def _cut(self, match: StopMatch) -> None:
         for entry in self.logprobs[match.num_tokens :]:
@@ -57,10 +61,40 @@ class LiveSample:
             self.text.finish()
 
 
+class LivePromptLogprobs:
+    """A prompt's logprobs as far as they are known, in compact columns; the first prompt token has none."""
+
+    __slots__ = ("_logprobs", "_ranks", "_top_logprobs", "_top_token_ids", "num_top")
+
+    def __init__(self, num_top: int) -> None:
+        self.num_top = num_top
+        self._logprobs = array("f")
+        self._ranks = array("I")
+        self._top_token_ids = array("I")
+        self._top_logprobs = array("f")
+
+    @property
+    def end(self) -> int:
+        """Index after the last prompt token whose logprob is known; 1 while none is."""
+        return 1 + len(self._logprobs)
+
+    def extend(self, new: PromptLogprobs) -> None:
+        """Add those of the next prompt tokens."""
+        self._logprobs.extend(new.logprobs)
+        self._ranks.extend(new.ranks)
+        self._top_token_ids.extend(new.top_token_ids)
+        self._top_logprobs.extend(new.top_logprobs)
+
+    def rows(self, start: int, end: int) -> PromptLogprobs:
+        """Those of the prompt tokens `start` to `end - 1`; `start` is at least 1."""
+        known = PromptLogprobs(1, self._logprobs, self._ranks, self.num_top, self._top_token_ids, self._top_logprobs)
+        return known.rows(start, end)
+
+
 class LiveRequest:
     """A request, its samples, its times, and its listeners."""
 
-    __slots__ = ("_listeners", "counts", "ended", "request", "samples", "times")
+    __slots__ = ("_listeners", "counts", "ended", "prompt_logprobs", "request", "samples", "times")
 
     def __init__(self, request: EngineRequest, arrival_ns: int) -> None:
         self.request = request
@@ -69,6 +103,8 @@ class LiveRequest:
         self.ended = False
         make_text = request.make_text
         self.samples = [LiveSample(make_text() if make_text else None) for _ in range(request.spec.num_samples)]
+        num_top = request.spec.sampling.num_prompt_logprobs
+        self.prompt_logprobs = LivePromptLogprobs(num_top) if num_top is not None else None
         self._listeners: list[Listener] = []
 
     @property

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from typing import Protocol
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lane import Lane, PlannedStep
+from scheduler_svc.core.news import News
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import ExecutorSpec, SampleDelta, StepResult, StepStatus
+from scheduler_svc.core.types import ExecutorSpec, StepResult, StepStatus
 from scheduler_svc.pacing import StepPacer
 from scheduler_svc.ports import (
     ExecutorFencedError,
@@ -34,14 +34,14 @@ _RECONNECT_S = 0.2
 class PlanLoopListener(Protocol):
     """Who hears of what the loop does; called on the event loop, never concurrently."""
 
-    def on_news(self, deltas: Sequence[SampleDelta]) -> None:
+    def on_news(self, news: News) -> None:
         """Samples have new tokens or have ended."""
 
     def on_planned(self, step: PlannedStep) -> None:
         """A step was planned and is about to be sent."""
 
-    def on_applied(self, step: PlannedStep, result: StepResult, now: float) -> None:
-        """A step's result was applied."""
+    def on_applied(self, step: PlannedStep, result: StepResult, news: News, now: float) -> None:
+        """A step's result was applied, and this was new in it."""
 
     def on_connected(self, connected: bool) -> None:
         """The executor has come or gone."""
@@ -155,10 +155,10 @@ class PlanLoop:
             await self._turn()
             now = time.monotonic()
             plan = self._core.plan_step(self._executor_id, now)
-            self._listener.on_news(self._core.take_deltas())
+            self._listener.on_news(self._core.take_news())
             if plan is None:
                 self._wake.clear()
-                await self._wake.wait()
+                await self._wait_for_news(self._core.wakes_at(self._executor_id, now))
                 continue
             self._listener.on_planned(self.lane.inflight[-1])
             if len(self.lane.inflight) == 1:
@@ -176,11 +176,16 @@ class PlanLoop:
                 delay = self._pacer.due(inflight[0].total_tokens) - time.monotonic() if inflight else 0.0
                 if delay <= 0:
                     return
-            try:
-                async with asyncio.timeout(delay):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            await self._wait_for_news(None if delay is None else time.monotonic() + delay)
+
+    async def _wait_for_news(self, until: float | None) -> None:
+        """Wait until something has changed, or this moment on the monotonic clock has come."""
+        delay = None if until is None else until - time.monotonic()
+        try:
+            async with asyncio.timeout(delay):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
 
     async def _receive_results(self, stream: PlanStream) -> None:
         async for result in stream.results():
@@ -193,15 +198,15 @@ class PlanLoop:
     def _apply(self, result: StepResult) -> None:
         now = time.monotonic()
         try:
-            step, deltas = self._core.apply_result(self._executor_id, result, now)
+            step, news = self._core.apply_result(self._executor_id, result, now)
         except InvariantError as exc:
             _LOG.exception("a result contradicts its plan; the session is given up")
             raise ExecutorLostError(str(exc)) from exc
         self._last_done_step_id = result.step_id
         self._pacer.observe(step.total_tokens, result.total_ns / 1e9)
         self._pacer.started(now)
-        self._listener.on_news(deltas)
-        self._listener.on_applied(step, result, now)
+        self._listener.on_news(news)
+        self._listener.on_applied(step, result, news, now)
 
     def _set_connected(self, connected: bool) -> None:
         self.connected = connected

@@ -34,6 +34,9 @@ class ModelDescription:
     incarnation: int
     fingerprint: bytes
     """The serialized NumericsFingerprint, opaque to the engine."""
+    gives_prompt_logprobs: bool = True
+    has_logits_processors: bool = True
+    """Penalties, logit bias, allowed tokens and bad words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,7 @@ class Load:
     num_used_host_blocks: int = 0
     num_stored_tokens: int = 0
     num_unused_slots: int = 0
+    num_reserved_slots: int = 0
     num_used_slots: int = 0
     num_steps: int = 0
     num_output_tokens: int = 0

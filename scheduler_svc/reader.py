@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from scheduler_svc.core.types import Finish, TokenLogprobs
+from scheduler_svc.core.types import Finish, PromptLogprobs, TokenLogprobs
 from scheduler_svc.live_request import LiveRequest, LiveSample
 
 MAX_CHUNK_BYTES = 1 << 20
@@ -40,12 +40,14 @@ class SampleChunk:
 class Chunk:
     """All that is new of one request, as far as it fits one response."""
 
-    samples: list[SampleChunk]
-    is_first: bool
-    is_last: bool
-    is_whole: bool
+    samples: list[SampleChunk] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    """Those that are new; without rows if there are none to come."""
+    is_first: bool = False
+    is_last: bool = False
+    is_whole: bool = True
     """Nothing more can be taken now."""
-    num_bytes: int
+    num_bytes: int = 0
 
 
 class _Cursor:
@@ -62,7 +64,7 @@ class _Cursor:
 class RequestReader:
     """Reads one live request from its beginning to its end; any number of readers may do so at once."""
 
-    __slots__ = ("_cursors", "_final_only", "_is_first", "done", "live")
+    __slots__ = ("_cursors", "_final_only", "_is_first", "_prompt_end", "done", "live")
 
     def __init__(self, live: LiveRequest, *, final_only: bool = False) -> None:
         self.live = live
@@ -70,32 +72,59 @@ class RequestReader:
         """Everything has been taken, and nothing more will come."""
         self._final_only = final_only
         self._is_first = True
+        self._prompt_end = 0
+        """Prompt tokens before this index have been dealt with: their logprobs were taken."""
         self._cursors = [_Cursor() for _ in live.samples]
 
     def take(self, max_bytes: int = MAX_CHUNK_BYTES) -> Chunk | None:
         """What is new, at most about `max_bytes` (but a token at least); None: nothing yet, or the end was taken."""
         if self.done:
             return None
-        samples: list[SampleChunk] = []
-        num_bytes = 0
-        is_whole, ended = True, False
+        chunk = Chunk()
+        self._take_prompt(chunk, max_bytes)
+        if chunk.is_whole:
+            self._take_samples(chunk, max_bytes)
+        if not chunk.samples and chunk.prompt_logprobs is None:
+            return None
+        if chunk.samples and self._prompt_end == 0 and self.live.prompt_logprobs is not None:
+            # None came before the output, so none will: the prompt has one token, or the request ended before it ran.
+            chunk.prompt_logprobs = self.live.prompt_logprobs.rows(1, 1)
+            self._prompt_end = 1
+        chunk.is_first, self._is_first = self._is_first, False
+        chunk.is_last = self.done
+        return chunk
+
+    def _take_prompt(self, chunk: Chunk, max_bytes: int) -> None:
+        """Take what is new of the prompt's logprobs; output comes only when all of them have been taken."""
+        known = self.live.prompt_logprobs
+        if known is None or (self._final_only and all(sample.finish is None for sample in self.live.samples)):
+            return
+        start = max(1, self._prompt_end)
+        if start == known.end:
+            return
+        row_bytes = _TOKEN_BYTES + _LOGPROB_BYTES + _TOP_LOGPROB_BYTES * known.num_top
+        end = min(known.end, start + max(1, max_bytes // row_bytes))
+        chunk.prompt_logprobs = known.rows(start, end)
+        chunk.num_bytes += (end - start) * row_bytes
+        chunk.is_whole = end == known.end
+        self._prompt_end = end
+
+    def _take_samples(self, chunk: Chunk, max_bytes: int) -> None:
+        """Take what is new of the samples; `done` once all of them have ended and been taken."""
+        ended = False
         for index, (sample, cursor) in enumerate(zip(self.live.samples, self._cursors, strict=True)):
             if cursor.done or (self._final_only and sample.finish is None):
                 continue
-            if num_bytes >= max_bytes:
-                is_whole = False
+            if chunk.num_bytes >= max_bytes:
+                chunk.is_whole = False
                 break
-            chunk = _advance(index, sample, cursor, max_bytes - num_bytes)
-            if chunk is not None:
-                samples.append(chunk)
-                num_bytes += chunk.num_bytes
-                is_whole = is_whole and chunk.is_whole
+            part = _advance(index, sample, cursor, max_bytes - chunk.num_bytes)
+            if part is not None:
+                chunk.samples.append(part)
+                chunk.num_bytes += part.num_bytes
+                chunk.is_whole = chunk.is_whole and part.is_whole
                 ended = ended or cursor.done
-        if not samples:
-            return None
         self.done = ended and all(cursor.done for cursor in self._cursors)
-        is_first, self._is_first = self._is_first, False
-        return Chunk(samples, is_first, self.done, is_whole, num_bytes)
 
 
 def _advance(index: int, sample: LiveSample, cursor: _Cursor, max_bytes: int) -> SampleChunk | None:

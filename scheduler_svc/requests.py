@@ -1,7 +1,7 @@
 """What a client asks for, checked field by field and turned into what the engine takes.
 
-The wire form is unpacked by convert; here are plain values, each None where the client was silent. Errors name the
-field by its path in GenerateRequest.
+The wire form is unpacked by convert, which has refused what is too long. Errors name the field by its path in
+GenerateRequest.
 """
 
 from __future__ import annotations
@@ -10,84 +10,21 @@ import functools
 import secrets
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
-from scheduler_svc.core.errors import RequestRejectedError, SchedulerError
+from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.detokenizer import TextStream
 from scheduler_svc.ports import EngineRequest, ModelDescription
-from scheduler_svc.sampling_fields import (
-    SamplingFields,
-    check_sampling,
-    finite,
-    resolve_logprobs,
-    resolve_sampling,
-)
-from scheduler_svc.tokenizer import ChatTemplateError, NoChatTemplateError, Tokenizer
+from scheduler_svc.request_fields import ChatFields, PromptFields, RequestFields
+from scheduler_svc.sampling import BadWords, resolve_sampling, tokenize_bad_words
+from scheduler_svc.sampling_fields import PATH, SamplingFields, check_sampling, finite
+from scheduler_svc.tokenizer import ChatTemplateError, Tokenizer
 
-MAX_ID_CHARS = 128
-MAX_SALT_BYTES = 128
 _CONTEXT_TOKENS = 6
 """Prompt tokens that a text stream starts from, so that a word's leading space comes out as in the prompt's text."""
-
-
+_NO_TOKENIZER = "the service has no tokenizer: send token ids"
 _DEADLINE_SLACK_S = 1.0
 """The call's own deadline ends it by cancelling; the engine only looks to it in case that is lost."""
-
-
-class PreconditionError(SchedulerError):
-    """The service cannot do this as it was started; `field` is the path of the field that asks for it."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
-
-
-class OutputMode(Enum):
-    """What a stream carries."""
-
-    DELTA = auto()
-    FINAL = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class ChatFields:
-    """A chat, as role and content of each turn."""
-
-    messages: tuple[tuple[str, str], ...]
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptFields:
-    """One part of a prompt: at most one of these is set."""
-
-    text: str | None = None
-    token_ids: Sequence[int] | None = None
-    chat: ChatFields | None = None
-    has_media: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFields:
-    """A GenerateRequest as it came."""
-
-    request_id: str = ""
-    tenant: str = ""
-    prompt: tuple[PromptFields, ...] = ()
-    sampling: SamplingFields = field(default_factory=SamplingFields)
-    timeout_s: float | None = None
-    resume_grace_s: float | None = None
-    output_mode: OutputMode | None = OutputMode.DELTA
-    """None: a number that is none of the modes."""
-    return_prompt_token_ids: bool = False
-    cache_salt: bytes = b""
-    expected_output_tokens: int | None = None
-    later_fields: tuple[str, ...] = ()
-    """Fields of later waves that are set."""
-    body_digest: bytes = b""
 
 
 class RequestBuilder:
@@ -104,17 +41,13 @@ class RequestBuilder:
             raise RequestRejectedError(fields.later_fields[0], f"{fields.later_fields[0]} is not supported yet")
         if fields.output_mode is None:
             raise RequestRejectedError("output_mode", "must be OUTPUT_MODE_DELTA or OUTPUT_MODE_FINAL")
-        _check_length("request_id", fields.request_id, MAX_ID_CHARS, "characters")
-        _check_length("tenant", fields.tenant, MAX_ID_CHARS, "characters")
-        _check_length("cache_salt", fields.cache_salt, MAX_SALT_BYTES, "bytes")
         if fields.timeout_s is not None and not (finite("timeout_s", fields.timeout_s) > 0):
             raise RequestRejectedError("timeout_s", f"must be over 0 seconds, not {fields.timeout_s}")
         if fields.expected_output_tokens == 0:
             raise RequestRejectedError("expected_output_tokens", "must be 1 or more")
         if fields.resume_grace_s:
             raise RequestRejectedError("resume_grace_s", "resuming is not supported yet: only 0 is taken")
-        check_sampling(fields.sampling, vocab_size=self._model.vocab_size, has_tokenizer=self.tokenizer is not None)
-        resolve_logprobs(fields.sampling, self._model)
+        check_sampling(fields.sampling, self._model, has_tokenizer=self.tokenizer is not None)
         self.check_prompt(fields.prompt)
 
     def check_prompt(self, prompt: Sequence[PromptFields]) -> None:
@@ -134,14 +67,14 @@ class RequestBuilder:
 
     def is_short(self, fields: RequestFields) -> bool:
         """May `build` be called on the event loop."""
-        return self.tokenizer is None or self.tokenizer.is_short(self.prompt_chars(fields.prompt))
+        return self.tokenizer is None or self.tokenizer.is_short(self._num_chars(fields))
 
     async def build_off_loop(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
         """`build`, with a long prompt tokenized in a thread."""
         if self.tokenizer is None:
             return self.build(fields, now=now, time_left_s=time_left_s)
         work = functools.partial(self.build, fields, now=now, time_left_s=time_left_s)
-        return await self.tokenizer.run(work, self.prompt_chars(fields.prompt))
+        return await self.tokenizer.run(work, self._num_chars(fields))
 
     def build(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
         """The engine's request. `now`: the engine's clock, seconds; `time_left_s`: until the call's own deadline.
@@ -150,7 +83,8 @@ class RequestBuilder:
         """
         self.check(fields)
         prompt = self._fit(self.tokenize(fields.prompt), fields.sampling)
-        sampling = resolve_sampling(fields.sampling, self._model, seed=_seed(fields.sampling))
+        bad_words = self._bad_words(fields.sampling)
+        sampling = resolve_sampling(fields.sampling, self._model, seed=_seed(fields.sampling), bad_words=bad_words)
         eos = frozenset[int]() if fields.sampling.ignore_eos else frozenset(self._model.eos_token_ids)
         spec = RequestSpec(
             request_id=fields.request_id or f"req-{uuid.uuid4().hex}",
@@ -160,6 +94,7 @@ class RequestBuilder:
             eos_token_ids=eos,
             priority=fields.sampling.priority,
             tenant=fields.tenant,
+            expected_output_tokens=fields.expected_output_tokens,
         )
         limits = [] if fields.timeout_s is None else [fields.timeout_s]
         if time_left_s is not None:
@@ -172,18 +107,35 @@ class RequestBuilder:
         )
 
     def tokenize(self, prompt: Sequence[PromptFields], *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of checked parts, joined; special tokens come before the first part if it is text."""
+        """Token ids of checked parts, joined; special tokens come before the first part if it is text.
+
+        Raises RequestRejectedError for text that holds a token which the model does not have.
+        """
         token_ids: list[int] = []
         for index, part in enumerate(prompt):
             if part.token_ids is not None:
                 token_ids += part.token_ids
-            elif self.tokenizer is None:
-                raise RequestRejectedError(f"prompt[{index}].text", "the service has no tokenizer: send token ids")
-            elif part.text is not None:
+                continue
+            assert self.tokenizer is not None, "checked before"
+            path = f"prompt[{index}]"
+            if part.text is not None:
                 special = add_special_tokens and index == 0
-                token_ids += self.tokenizer.encode(part.text, add_special_tokens=special)
+                encoded = self.tokenizer.encode(part.text, add_special_tokens=special)
+                token_ids += self._known(encoded, f"{path}.text")
             elif part.chat is not None:
-                token_ids += self._encode_chat(part.chat, f"prompt[{index}].chat")
+                token_ids += self._known(self._encode_chat(part.chat, f"{path}.chat"), f"{path}.chat")
+        return token_ids
+
+    def _known(self, token_ids: list[int], path: str) -> list[int]:
+        """Return ids of text if the model has them all: a tokenizer may have added tokens beyond its vocabulary."""
+        largest = max(token_ids, default=0)
+        if largest >= self._model.vocab_size:
+            assert self.tokenizer is not None, "checked before"
+            raise RequestRejectedError(
+                path,
+                f"holds {self.tokenizer.token_text(largest)!r}, whose token id {largest} is not below the vocabulary "
+                f"size {self._model.vocab_size}",
+            )
         return token_ids
 
     def _check_part(self, part: PromptFields, path: str, *, alone: bool) -> None:
@@ -191,7 +143,7 @@ class RequestBuilder:
             _check_token_ids(part.token_ids, f"{path}.tokens.ids", self._model.vocab_size)
         elif part.text is not None:
             if self.tokenizer is None:
-                raise RequestRejectedError(f"{path}.text", "the service has no tokenizer: send token ids")
+                raise PreconditionError(f"{path}.text", _NO_TOKENIZER)
         elif part.chat is not None:
             self._check_chat(part.chat, f"{path}.chat", alone=alone)
         elif part.has_media:
@@ -201,13 +153,16 @@ class RequestBuilder:
 
     def _check_chat(self, chat: ChatFields, path: str, *, alone: bool) -> None:
         if self.tokenizer is None:
-            raise RequestRejectedError(path, "the service has no tokenizer: send token ids")
+            raise PreconditionError(path, _NO_TOKENIZER)
         if not self.tokenizer.has_chat_template:
-            raise PreconditionError(path, f"the tokenizer {self.tokenizer.source!r} has no chat template")
+            raise PreconditionError(path, "the tokenizer has no chat template: send text or token ids")
         if not alone:
             raise RequestRejectedError(path, "a chat must be the only part of a prompt")
         if not chat.messages:
             raise RequestRejectedError(f"{path}.messages", "must hold at least one message")
+        for index, (role, _) in enumerate(chat.messages):
+            if not role:
+                raise RequestRejectedError(f"{path}.messages[{index}].role", "must be given")
         if chat.continue_final_message and chat.add_generation_prompt:
             raise RequestRejectedError(f"{path}.add_generation_prompt", "excludes continue_final_message")
 
@@ -221,8 +176,6 @@ class RequestBuilder:
                 add_generation_prompt=adds,
                 continue_final_message=continues,
             )
-        except NoChatTemplateError as exc:
-            raise PreconditionError(path, str(exc)) from exc
         except ChatTemplateError as exc:
             raise RequestRejectedError(path, str(exc)) from exc
 
@@ -232,13 +185,36 @@ class RequestBuilder:
             raise RequestRejectedError("prompt", "is empty: at least one token is needed")
         keep = sampling.truncate_prompt_tokens
         if keep is not None:
-            prompt = prompt[-(keep if keep > 0 else max(1, self.max_model_len - 1)) :]
+            prompt = prompt[-(keep if keep > 0 else self._most_prompt_tokens(sampling.max_tokens)) :]
         if len(prompt) + 1 > self.max_model_len:
             raise RequestRejectedError(
                 "prompt",
                 f"has {len(prompt)} tokens; with one for the output that exceeds max_model_len = {self.max_model_len}",
             )
         return prompt
+
+    def _most_prompt_tokens(self, max_tokens: int | None) -> int:
+        """What max_model_len allows beside the output that is asked for, or beside one token."""
+        num_output = max_tokens or 1
+        if num_output >= self.max_model_len:
+            raise RequestRejectedError(
+                PATH + "truncate_prompt_tokens",
+                f"-1 keeps what max_model_len = {self.max_model_len} allows beside max_tokens = {num_output}: nothing",
+            )
+        return self.max_model_len - num_output
+
+    def _num_chars(self, fields: RequestFields) -> int:
+        """All that is to be tokenized; bad words are twice."""
+        return self.prompt_chars(fields.prompt) + 2 * sum(map(len, fields.sampling.bad_words))
+
+    def _bad_words(self, sampling: SamplingFields) -> BadWords:
+        if self.tokenizer is None or not sampling.bad_words:
+            return ()
+        words = tokenize_bad_words(
+            sampling.bad_words, functools.partial(self.tokenizer.encode, add_special_tokens=False)
+        )
+        # Tokens that the tokenizer has and the model lacks need no ban.
+        return tuple(word for word in words if max(word) < self._model.vocab_size)
 
     def _text_maker(self, sampling: SamplingFields, prompt: Sequence[int]) -> Callable[[], TextStream] | None:
         if self.tokenizer is None or not sampling.detokenize:
@@ -262,11 +238,6 @@ def _num_chars(part: PromptFields) -> int:
 
 def _seed(sampling: SamplingFields) -> int:
     return sampling.seed if sampling.seed is not None else secrets.randbits(64)
-
-
-def _check_length(path: str, value: str | bytes, limit: int, unit: str) -> None:
-    if len(value) > limit:
-        raise RequestRejectedError(path, f"has {len(value)} {unit}; at most {limit} are allowed")
 
 
 def _check_token_ids(token_ids: Sequence[int], path: str, vocab_size: int) -> None:

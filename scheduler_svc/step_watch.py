@@ -70,12 +70,17 @@ class StepRecorder:
         if self.watches:
             self._loads[step_id] = self._load()
 
-    def applied(self, step: PlannedStep, result: StepResult, ended: list[Sequence], now: float) -> None:
-        """Its result was applied, and these sequences have ended since the last one."""
+    def applied(
+        self,
+        step: PlannedStep,
+        contexts: dict[Sequence, int],
+        result: StepResult,
+        ended: list[Sequence],
+        now: float,
+    ) -> None:
+        """Its result was applied: context lengths of its sequences before it, and who has ended since the last one."""
         load = self._loads.pop(step.plan.step_id, None)
-        if not self.watches:
-            return
-        record = self._record(step, result, ended, load or self._load(), now)
+        record = self._record(step, contexts, result, ended, load or self._load(), now)
         for watch in self.watches:
             watch.put(record)
 
@@ -84,12 +89,17 @@ class StepRecorder:
         self._loads.clear()
 
     def _record(
-        self, step: PlannedStep, result: StepResult, ended: list[Sequence], load: Load, now: float
+        self,
+        step: PlannedStep,
+        contexts: dict[Sequence, int],
+        result: StepResult,
+        ended: list[Sequence],
+        load: Load,
+        now: float,
     ) -> StepRecord:
         counts = result.num_tokens or [1] * len(result.slots)
-        sampled = {
-            step.sampling_slots[slot].sequence_id: count for slot, count in zip(result.slots, counts, strict=True)
-        }
+        sampled: dict[int | None, int] = dict(zip(result.slots, counts, strict=True))
+        chunks = {chunk.sequence: chunk.num_tokens for chunk in step.chunks}
         return StepRecord(
             step_id=step.plan.step_id,
             executor_id=step.plan.executor_id,
@@ -100,10 +110,10 @@ class StepRecorder:
                 (s.sequence_id, s.group.spec.request_id, s.sample_index, s.num_prompt_tokens, admitted.slot)
                 for s, admitted in zip(step.joined, step.plan.admitted, strict=True)
             ],
-            sequence_ids=[sequence.sequence_id for sequence in step.sequences],
-            num_tokens=step.num_tokens,
-            context_lens=step.context_lens,
-            num_sampled=[sampled.get(sequence.sequence_id, 0) for sequence in step.sequences],
+            sequence_ids=[sequence.sequence_id for sequence in contexts],
+            num_tokens=[chunks.get(sequence, 1) for sequence in contexts],
+            context_lens=list(contexts.values()),
+            num_sampled=[sampled.get(sequence.last_slot, 0) for sequence in contexts],
             left=[(sequence.sequence_id, sequence.num_output_tokens) for sequence in ended],
             preempted_ids=[sequence.sequence_id for sequence in step.preempted],
             load=load,

@@ -87,12 +87,21 @@ class Tokenizer:
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
     def check_fits(self, model_vocab_size: int) -> None:
-        """Every token id must be one of the model's; raises TokenizerError. A larger model vocabulary is padding."""
-        if self.vocab_size > model_vocab_size:
+        """Its vocabulary must be the model's; raises TokenizerError. A larger model vocabulary is padding.
+
+        Tokens added to the vocabulary may lie beyond, as Gemma 3's <image_soft_token> does for its text models:
+        `RequestBuilder` refuses prompts that hold one.
+        """
+        added = getattr(self._inner, "added_tokens_decoder", None) or {}
+        ids = [token_id for token_id in self._inner.get_vocab().values() if token_id >= model_vocab_size]
+        if any(token_id not in added for token_id in ids):
             raise TokenizerError(
-                f"the tokenizer {self.source!r} has token ids up to {self.vocab_size - 1}, the model a vocabulary of "
+                f"the tokenizer {self.source!r} has token ids up to {max(ids)}, the model a vocabulary of "
                 f"{model_vocab_size}: they do not belong together (--tokenizer names another)"
             )
+        if ids:
+            names = ", ".join(str(added[token_id]) for token_id in sorted(ids)[:3])
+            _LOG.warning("%d added tokens are beyond the model's vocabulary: %s", len(ids), names)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of text; with special tokens such as BOS if the model has them."""

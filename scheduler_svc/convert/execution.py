@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from array import array
+
 from cadenza.v1 import execution_pb2 as pb
-from scheduler_svc.core.types import AdmittedSequence, Sampling, StepPlan, StepResult, StepStatus, TokenLogprobs
+from cadenza.v1 import types_pb2
+from scheduler_svc.core.types import (
+    AdmittedSequence,
+    PromptLogprobs,
+    Sampling,
+    SlotError,
+    StepPlan,
+    StepResult,
+    StepStatus,
+    TokenLogprobs,
+)
 from scheduler_svc.ports import ModelDescription
 
 
@@ -35,6 +47,8 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
         device=message.device,
         incarnation=message.incarnation,
         fingerprint=message.fingerprint.SerializeToString(),
+        gives_prompt_logprobs=pb.EXECUTOR_FEATURE_PROMPT_LOGPROBS in message.features,
+        has_logits_processors=pb.EXECUTOR_FEATURE_LOGITS_PROCESSORS in message.features,
     )
 
 
@@ -70,6 +84,10 @@ def step_result(message: pb.StepResult) -> StepResult:
         raise ProtocolError(
             f"result of step {message.step_id}: {len(slots)} slots, {len(counts)} counts, {len(token_ids)} token ids"
         )
+    if len(message.errors) != len(message.error_slots):
+        raise ProtocolError(
+            f"result of step {message.step_id}: {len(message.errors)} errors of {len(message.error_slots)} slots"
+        )
     timings = message.timings
     return StepResult(
         step_id=message.step_id,
@@ -79,7 +97,9 @@ def step_result(message: pb.StepResult) -> StepResult:
         num_tokens=counts,
         token_ids=token_ids,
         error_slots=list(message.error_slots),
+        errors=[_slot_error(error) for error in message.errors],
         logprobs={entry.slot: _token_logprobs(entry) for entry in message.logprobs},
+        prompt_logprobs=_prompt_logprobs(message),
         queue_ns=timings.queue_ns,
         device_ns=timings.device_ns,
         sample_ns=timings.sample_ns,
@@ -104,16 +124,24 @@ def _sampling(sampling: Sampling, sample_index: int) -> pb.SequenceSampling:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
-        repetition_penalty=1.0,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
         seed=sampling.seed,
         sample_index=sample_index,
         stop_token_ids=sampling.stop_token_ids,
         min_tokens=sampling.min_tokens,
         num_logprobs=sampling.num_logprobs,
+        num_prompt_logprobs=sampling.num_prompt_logprobs,
+        bias_token_ids=sampling.bias_token_ids,
+        biases=sampling.biases,
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=[types_pb2.TokenIds(ids=word) for word in sampling.bad_words],
     )
 
 
 def _token_logprobs(entry: pb.SlotLogprobs) -> TokenLogprobs:
+    """In compact arrays, as `_prompt_columns`: a whole vocabulary in Python numbers would take eight times as much."""
     columns = entry.columns
     if len(columns.chosen_logprobs) != 1 or len(columns.chosen_ranks) != 1:
         raise ProtocolError(f"slot {entry.slot}: logprobs of {len(columns.chosen_logprobs)} tokens for one")
@@ -122,6 +150,43 @@ def _token_logprobs(entry: pb.SlotLogprobs) -> TokenLogprobs:
     return TokenLogprobs(
         logprob=columns.chosen_logprobs[0],
         rank=columns.chosen_ranks[0],
-        top_token_ids=tuple(columns.top_token_ids),
-        top_logprobs=tuple(columns.top_logprobs),
+        top_token_ids=array("I", columns.top_token_ids),
+        top_logprobs=array("f", columns.top_logprobs),
+    )
+
+
+def _slot_error(number: int) -> SlotError:
+    try:
+        return SlotError(number)
+    except ValueError:
+        return SlotError.UNSPECIFIED
+
+
+def _prompt_logprobs(message: pb.StepResult) -> dict[int, PromptLogprobs]:
+    by_slot = {entry.slot: _prompt_columns(entry) for entry in message.prompt_logprobs}
+    if len(by_slot) != len(message.prompt_logprobs):
+        raise ProtocolError(f"result of step {message.step_id}: prompt logprobs of a slot come twice")
+    return by_slot
+
+
+def _prompt_columns(entry: pb.SlotLogprobs) -> PromptLogprobs:
+    """In compact arrays: they are kept as long as the request lives."""
+    columns = entry.columns
+    num_tokens, num_top = len(columns.chosen_logprobs), len(columns.top_token_ids)
+    if entry.start < 1 or num_tokens < 1 or len(columns.chosen_ranks) != num_tokens:
+        raise ProtocolError(
+            f"slot {entry.slot}: {num_tokens} prompt logprobs and {len(columns.chosen_ranks)} ranks from {entry.start}"
+        )
+    if not num_tokens * columns.num_top == num_top == len(columns.top_logprobs):
+        raise ProtocolError(
+            f"slot {entry.slot}: {num_top} top tokens and {len(columns.top_logprobs)} logprobs "
+            f"for {num_tokens} prompt tokens with {columns.num_top} each"
+        )
+    return PromptLogprobs(
+        start=entry.start,
+        logprobs=array("f", columns.chosen_logprobs),
+        ranks=array("I", columns.chosen_ranks),
+        num_top=columns.num_top,
+        top_token_ids=array("I", columns.top_token_ids),
+        top_logprobs=array("f", columns.top_logprobs),
     )

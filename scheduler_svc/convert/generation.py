@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
-from scheduler_svc.core.types import Finish, FinishDetail, TokenLogprobs
+from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
 from scheduler_svc.live_request import LiveRequest
 from scheduler_svc.ports import ExecutorState, Load, ModelDescription
 from scheduler_svc.reader import Chunk, SampleChunk
-from scheduler_svc.requests import ChatFields, OutputMode, PromptFields, RequestFields
+from scheduler_svc.request_fields import ChatFields, OutputMode, PromptFields, RequestFields
 from scheduler_svc.sampling_fields import SamplingFields
 
 _OUTPUT_MODES = {
@@ -30,6 +30,7 @@ _REASONS = {
     FinishDetail.DEADLINE: types_pb2.FINISH_REASON_ABORT,
     FinishDetail.NON_FINITE_LOGITS: types_pb2.FINISH_REASON_ERROR,
     FinishDetail.EXECUTOR_ERROR: types_pb2.FINISH_REASON_ERROR,
+    FinishDetail.NO_ALLOWED_TOKEN: types_pb2.FINISH_REASON_ERROR,
 }
 _DEFAULTS = SamplingFields()
 
@@ -62,6 +63,8 @@ def fill_response(message: pb.GenerateResponse, live: LiveRequest, chunk: Chunk,
     """Fill in what a reader took: with info in the first response, with stats in the last."""
     message.request_id = live.request.spec.request_id
     token_text = live.samples[0].text.token_text if live.samples[0].text is not None else None
+    if chunk.prompt_logprobs is not None:
+        _fill_prompt_logprobs(message, live, chunk.prompt_logprobs, token_text)
     for sample in chunk.samples:
         _fill_output(message.outputs.add(), live, sample, token_text)
     if chunk.is_first:
@@ -105,6 +108,7 @@ def load(value: Load, *, num_client_tasks: int) -> pb.SchedulerLoad:
         num_used_host_blocks=value.num_used_host_blocks,
         num_stored_tokens=value.num_stored_tokens,
         num_unused_slots=value.num_unused_slots,
+        num_reserved_slots=value.num_reserved_slots,
         num_used_slots=value.num_used_slots,
         num_client_tasks=num_client_tasks,
         num_steps=value.num_steps,
@@ -166,6 +170,13 @@ def _sampling_fields(params: types_pb2.SamplingParams) -> SamplingFields:
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs if has("logprobs") else None,
+        prompt_logprobs=params.prompt_logprobs if has("prompt_logprobs") else None,
+        repetition_penalty=(params.repetition_penalty if has("repetition_penalty") else _DEFAULTS.repetition_penalty),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=tuple(sorted(params.logit_bias.items())),
+        allowed_token_ids=tuple(params.allowed_token_ids),
+        bad_words=tuple(params.bad_words),
         include_stop_str_in_output=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens if has("skip_special_tokens") else True,
         detokenize=params.detokenize if has("detokenize") else True,
@@ -181,13 +192,6 @@ def _later_sampling_fields(params: types_pb2.SamplingParams) -> tuple[str, ...]:
     has = params.HasField
     asked = {
         "best_of": has("best_of") and params.best_of != 1,
-        "repetition_penalty": has("repetition_penalty") and params.repetition_penalty != 1,
-        "presence_penalty": params.presence_penalty != 0,
-        "frequency_penalty": params.frequency_penalty != 0,
-        "prompt_logprobs": has("prompt_logprobs"),
-        "logit_bias": bool(params.logit_bias),
-        "allowed_token_ids": bool(params.allowed_token_ids),
-        "bad_words": bool(params.bad_words),
         "beam_width": has("beam_width"),
         "length_penalty": has("length_penalty") and params.length_penalty != 1,
         "early_stopping": params.early_stopping
@@ -225,6 +229,28 @@ def _fill_output(
         output.finish.CopyFrom(_finish(chunk.finish))
         if live.request.spec.sampling.num_logprobs is not None:
             output.cumulative_logprob = live.samples[chunk.sample_index].cumulative_logprob
+
+
+def _fill_prompt_logprobs(
+    message: pb.GenerateResponse,
+    live: LiveRequest,
+    logprobs: PromptLogprobs,
+    token_text: Callable[[int], str] | None,
+) -> None:
+    message.prompt_logprobs_start = logprobs.start
+    message.prompt_logprobs.CopyFrom(
+        types_pb2.LogprobColumns(
+            chosen_logprobs=logprobs.logprobs,
+            chosen_ranks=logprobs.ranks,
+            num_top=logprobs.num_top,
+            top_token_ids=logprobs.top_token_ids,
+            top_logprobs=logprobs.top_logprobs,
+        )
+    )
+    if token_text is not None:
+        token_ids = live.request.spec.prompt_token_ids[logprobs.start : logprobs.end]
+        message.prompt_logprobs.chosen_tokens.extend(map(token_text, token_ids))
+        message.prompt_logprobs.top_tokens.extend(map(token_text, logprobs.top_token_ids))
 
 
 def _logprob_columns(

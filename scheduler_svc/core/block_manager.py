@@ -26,10 +26,13 @@ class BlockManager:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def can_admit(self, num_tokens: int, *, alone: bool) -> bool:
-        """Do blocks for a newcomer's tokens leave the watermark free? Alone it may go below."""
+    def can_admit(self, num_tokens: int, *, alone: bool, num_more: int = 0) -> bool:
+        """Do blocks for a newcomer's tokens leave the watermark free? Alone it may go below.
+
+        With `num_more`: would they, with so many more blocks free.
+        """
         reserve = 0 if alone else self._num_watermark_blocks
-        return self.num_blocks_for(num_tokens) + reserve <= self.pool.num_free
+        return self.num_blocks_for(num_tokens) + reserve <= self.pool.num_free + num_more
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> None:
         """Give a sequence without blocks what its first `num_tokens` tokens need."""
@@ -37,22 +40,23 @@ class BlockManager:
             raise InvariantError(f"sequence {sequence.sequence_id} has blocks already")
         sequence.block_ids = self.pool.take(self.num_blocks_for(num_tokens))
 
-    def needs_block(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Would `num_tokens` tokens outgrow its blocks?"""
-        return num_tokens > len(sequence.block_ids) * self.block_size
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return self.pool.num_free
 
-    def append(self, sequence: Sequence) -> int | None:
-        """Give a sequence one more block and return its id; None if no block is free."""
-        if not self.pool.num_free:
-            return None
-        block_id = self.pool.take(1)[0]
-        sequence.block_ids.append(block_id)
-        return block_id
+    def take(self, count: int) -> list[int]:
+        """Free blocks, to be appended to block tables; raises InvariantError if there are not as many."""
+        return self.pool.take(count)
+
+    def num_reserved(self, sequence: Sequence) -> int:
+        """Blocks that it holds beyond those of its tokens, those that are computed and those that are known."""
+        present = max(sequence.num_computed_tokens, len(sequence.token_ids))
+        return max(0, len(sequence.block_ids) - self.num_blocks_for(present))
 
     def free(self, sequence: Sequence) -> None:
         """Take all blocks of a sequence back; safe to call twice."""
-        for block_id in sequence.block_ids:
-            self.pool.drop(block_id)
+        self.pool.drop(sequence.block_ids)
         sequence.block_ids = []
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from scheduler_svc.core.errors import InvariantError
 
 
@@ -36,13 +38,16 @@ class BlockPool:
             raise InvariantError(f"block {block_id} is free and cannot be shared")
         self.ref_counts[block_id] += 1
 
-    def drop(self, block_id: int) -> None:
-        """Take a holder away; without holders the block is free."""
-        if self.ref_counts[block_id] == 0:
-            raise InvariantError(f"block {block_id} is freed twice")
-        self.ref_counts[block_id] -= 1
-        if self.ref_counts[block_id] == 0:
-            self._free.append(block_id)
+    def drop(self, block_ids: Iterable[int]) -> None:
+        """Take a holder of each away; without holders a block is free."""
+        counts, free = self.ref_counts, self._free
+        for block_id in block_ids:
+            count = counts[block_id]
+            if count == 0:
+                raise InvariantError(f"block {block_id} is freed twice")
+            counts[block_id] = count - 1
+            if count == 1:
+                free.append(block_id)
 
     def check_integrity(self, holders: dict[int, int]) -> None:
         """Prove that `holders` (block id to number of holders) and the free list account for every block."""

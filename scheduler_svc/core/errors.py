@@ -15,6 +15,14 @@ class RequestRejectedError(SchedulerError):
         self.field = field
 
 
+class PreconditionError(SchedulerError):
+    """The service cannot do this as it was started; `field` is the path of the field that asks for it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class QueueFullError(SchedulerError):
     """The waiting queue is full; try again after `retry_after_s` seconds."""
 

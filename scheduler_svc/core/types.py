@@ -35,6 +35,7 @@ class FinishDetail(IntEnum):
     DEADLINE = 8
     NON_FINITE_LOGITS = 9
     EXECUTOR_ERROR = 10
+    NO_ALLOWED_TOKEN = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,23 @@ class Sampling:
     """Every id that ends the sequence, EOS included unless it is ignored."""
     min_tokens: int = 0
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias_token_ids: tuple[int, ...] = ()
+    biases: tuple[float, ...] = ()
+    """One for each of bias_token_ids."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not appear in the output."""
+
+    @property
+    def num_values(self) -> int:
+        """Numbers in its lists: what it adds to a plan."""
+        ids = len(self.stop_token_ids) + len(self.allowed_token_ids) + sum(map(len, self.bad_words))
+        return ids + 2 * len(self.bias_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +93,8 @@ class RequestSpec:
     num_samples: int = 1
     priority: int = 0
     tenant: str = ""
+    expected_output_tokens: int | None = None
+    """What the client expects, for orders that go by length."""
 
     @property
     def key(self) -> RequestKey:
@@ -132,8 +152,40 @@ class TokenLogprobs:
 
     logprob: float
     rank: int
-    top_token_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
+    top_token_ids: Sequence[int]
+    top_logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Logprobs of consecutive prompt tokens, in columns, as LogprobColumns in types.proto."""
+
+    start: int
+    """Index of the first of them in the prompt, 1 or more."""
+    logprobs: Sequence[float]
+    ranks: Sequence[int]
+    num_top: int
+    top_token_ids: Sequence[int]
+    """[num_tokens * num_top]."""
+    top_logprobs: Sequence[float]
+
+    @property
+    def end(self) -> int:
+        """Index after the last of them."""
+        return self.start + len(self.logprobs)
+
+    def rows(self, start: int, end: int) -> PromptLogprobs:
+        """Those of the prompt tokens `start` to `end - 1`, which must be among them."""
+        first, last = start - self.start, end - self.start
+        width = self.num_top
+        return PromptLogprobs(
+            start=start,
+            logprobs=self.logprobs[first:last],
+            ranks=self.ranks[first:last],
+            num_top=width,
+            top_token_ids=self.top_token_ids[first * width : last * width],
+            top_logprobs=self.top_logprobs[first * width : last * width],
+        )
 
 
 class StepStatus(IntEnum):
@@ -144,6 +196,17 @@ class StepStatus(IntEnum):
     SKIPPED = 3
     OUT_OF_MEMORY = 4
     INVALID_PLAN = 5
+
+
+class SlotError(IntEnum):
+    """Why one slot failed; numbers as in execution.proto."""
+
+    UNSPECIFIED = 0
+    """For reasons that this scheduler does not know."""
+    NON_FINITE_LOGITS = 1
+    GRAMMAR = 2
+    TRANSFER = 3
+    NO_ALLOWED_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +221,12 @@ class StepResult:
     """Tokens that each slot sampled; empty: one each."""
     token_ids: Sequence[int] = ()
     error_slots: Sequence[int] = ()
+    errors: Sequence[SlotError] = ()
+    """Why, for each of error_slots."""
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By slot, for those that asked."""
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    """By slot, for those that asked, of the prompt tokens that this step's chunk predicts."""
     queue_ns: int = 0
     device_ns: int = 0
     sample_ns: int = 0
@@ -175,3 +242,5 @@ class SampleDelta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: Finish | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of the request's prompt; comes in order, nothing twice."""

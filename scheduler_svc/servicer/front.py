@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import grpc
 from grpc_status import rpc_status
 
 from scheduler_svc.config import SchedulerConfig
@@ -53,6 +54,8 @@ class Front:
         """Raises NotServingError unless calls are served."""
         if self._stopping:
             raise NotServingError("the service is stopping")
+        if self.engine.failure is not None:
+            raise NotServingError(f"the service is stopping: {self.engine.failure}")
         if self._builder is None:
             raise NotServingError(f"the service is starting: it waits for {', '.join(self.config.executor)}")
 
@@ -70,7 +73,8 @@ class Front:
 
 async def abort_with(context: Any, exc: Exception) -> NoReturn:
     """End the call with the status of this error and its details; says nothing to a client that is gone."""
-    if context.cancelled() or context.done():
+    # InternalError: a message could not be sent any more; the client is going, and the context does not know it yet.
+    if context.cancelled() or context.done() or isinstance(exc, grpc.aio.InternalError):
         raise asyncio.CancelledError from exc
     status = rpc_status.to_status(status_of(exc))
     await context.abort(status.code, status.details, status.trailing_metadata)

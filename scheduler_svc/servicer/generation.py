@@ -12,9 +12,12 @@ from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc as pb_grpc
 from scheduler_svc.convert import generation as convert
+from scheduler_svc.convert.limits import check_limits, check_named
+from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.live_request import LiveRequest
 from scheduler_svc.reader import RequestReader
-from scheduler_svc.requests import OutputMode, PreconditionError, RequestBuilder, RequestFields
+from scheduler_svc.request_fields import OutputMode, RequestFields
+from scheduler_svc.requests import RequestBuilder
 from scheduler_svc.servicer.front import Front, abort_with
 from scheduler_svc.servicer.session import Session
 
@@ -27,8 +30,9 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         """One request: its output as it comes, in as few messages as the reader's pace allows."""
-        fields = convert.request_fields(request)
         try:
+            check_limits(request)
+            fields = convert.request_fields(request)
             engine_request = await self._front.builder.build_off_loop(
                 fields, now=time.monotonic(), time_left_s=context.time_remaining()
             )
@@ -48,6 +52,11 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """End a request, whichever stream it came by."""
         await self._builder(context)
+        try:
+            check_named(request.request_id)
+            check_limits(request)
+        except RequestRejectedError as exc:
+            await abort_with(context, exc)
         return pb.AbortResponse(aborted=self._front.engine.abort(request.tenant, request.request_id))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
@@ -78,9 +87,10 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Token ids of a prompt, as Generate would make them."""
         builder = await self._builder(context)
-        prompt = convert.prompt_fields(request.prompt)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         try:
+            check_limits(request)
+            prompt = convert.prompt_fields(request.prompt)
             builder.check_prompt(prompt)
             work = functools.partial(builder.tokenize, prompt, add_special_tokens=special)
             num_chars = builder.prompt_chars(prompt)
@@ -93,10 +103,11 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         """Text of token ids."""
         builder = await self._builder(context)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        token_ids = list(request.token_ids)
         try:
             if builder.tokenizer is None:
                 raise PreconditionError("token_ids", "the service has no tokenizer")
+            check_limits(request)
+            token_ids = list(request.token_ids)
             builder.check_token_ids(token_ids, "token_ids")
             work = functools.partial(builder.tokenizer.decode, token_ids, skip_special_tokens=skip)
             text = await builder.tokenizer.run(work, len(token_ids))

@@ -12,16 +12,20 @@ from typing import Any
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.convert.errors import AbortedEarlyError, status_of
+from scheduler_svc.convert.limits import check_limits, check_named
 from scheduler_svc.core.errors import RequestExistsError, RequestRejectedError
 from scheduler_svc.live_request import LiveRequest
 from scheduler_svc.ports import EngineRequest
 from scheduler_svc.reader import MAX_CHUNK_BYTES, PROMPT_TOKEN_BYTES, RequestReader
-from scheduler_svc.requests import OutputMode, RequestFields
+from scheduler_svc.request_fields import OutputMode, RequestFields
 from scheduler_svc.servicer.front import Front
+from scheduler_svc.servicer.unreadable import Unreadable
 
 _LOG = logging.getLogger(__name__)
 _MAX_ERRORS = 1000
 """Errors kept for a client that sends and does not read; beyond them nothing more is read from it."""
+_MAX_ECHO_CHARS = 4096
+"""Of a request id that is far too long, this much comes back with the error."""
 
 
 class _Entry:
@@ -94,27 +98,34 @@ class Session:
             self._input_over = True
             self._wake.set()
 
-    def _handle(self, request: pb.SessionRequest) -> None:
+    def _handle(self, request: pb.SessionRequest | Unreadable) -> None:
+        """Act on a message; what is wrong with it is told, and is nothing to the others."""
+        if isinstance(request, Unreadable):
+            self._report(request.request_id, request.error, done=request.request_id not in self._entries)
+            return
         match request.WhichOneof("action"):
             case "generate":
-                self._start(convert.request_fields(request.generate))
+                self._start(request.generate)
             case "abort":
-                self._abort(request.abort.tenant, request.abort.request_id)
+                self._abort(request.abort)
             case _:
                 self._report("", RequestRejectedError("action", "must be generate or abort"), done=True)
 
-    def _start(self, fields: RequestFields) -> None:
-        request_id = fields.request_id
-        if not request_id:
-            nameless = RequestRejectedError("request_id", "must be given in a session: its events are told apart by it")
-            self._report("", nameless, done=True)
-            return
+    def _start(self, request: pb.GenerateRequest) -> None:
+        request_id = request.request_id
         known = self._entries.get(request_id)
-        if known is not None:
-            # The same request once more is served already; another one under its id must not end it.
-            if known.fields.body_digest != fields.body_digest:
-                taken = RequestExistsError(f"request id {request_id!r} is in use in this session with another body")
-                self._report(request_id, taken, done=False)
+        try:
+            if not request_id:
+                raise RequestRejectedError("request_id", "must be given in a session: its events are told apart by it")
+            check_limits(request)
+            fields = convert.request_fields(request)
+            if known is not None:
+                if known.fields.body_digest != fields.body_digest:
+                    raise RequestExistsError(f"request id {request_id!r} is in use in this session with another body")
+                return  # the same request once more: it is served already
+        except Exception as exc:
+            # Whatever comes under the id of a request that runs must not end it.
+            self._report(request_id, exc, done=known is None)
             return
         entry = self._entries[request_id] = _Entry(self, fields)
         try:
@@ -142,13 +153,20 @@ class Session:
         live.subscribe(entry.on_news)
         self.mark(entry)
 
-    def _abort(self, tenant: str, request_id: str) -> None:
-        entry = self._entries.get(request_id)
-        if entry is not None and entry.reader is None and entry.fields.tenant == tenant:
+    def _abort(self, request: pb.AbortRequest) -> None:
+        try:
+            check_named(request.request_id)
+            check_limits(request)
+        except RequestRejectedError as exc:
+            # Under no id: it must not be taken for the end of the request.
+            self._report("", exc, done=True)
+            return
+        entry = self._entries.get(request.request_id)
+        if entry is not None and entry.reader is None and entry.fields.tenant == request.tenant:
             self._fail(entry, AbortedEarlyError("aborted before it began"))
         else:
             # What is not known has ended already: its last output is out or on its way.
-            self._front.engine.abort(tenant, request_id)
+            self._front.engine.abort(request.tenant, request.request_id)
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
@@ -184,7 +202,7 @@ class Session:
         self._report(entry.fields.request_id, exc, done=True)
 
     def _report(self, request_id: str, exc: Exception, *, done: bool) -> None:
-        event = pb.SessionEvent(request_id=request_id, done=done)
+        event = pb.SessionEvent(request_id=request_id[:_MAX_ECHO_CHARS], done=done)
         event.error.CopyFrom(status_of(exc))
         self._errors.append(event)
         self._wake.set()

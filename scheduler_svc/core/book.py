@@ -1,0 +1,83 @@
+"""The requests that are known, where each of them is, and the news of them."""
+
+from __future__ import annotations
+
+from scheduler_svc.core.lane import Lane
+from scheduler_svc.core.news import News
+from scheduler_svc.core.queues import WaitingQueue
+from scheduler_svc.core.rules import Rules
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.types import Finish, RequestKey, SequenceState
+
+
+class RequestBook:
+    """Groups by key, the waiting queue, the lanes where they run, and what is to be told."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.waiting = WaitingQueue(rules.order, rules.max_wait_s)
+        self.draining = False
+        """No request will come for now, so nobody need be waited for."""
+        self.groups: dict[RequestKey, SequenceGroup] = {}
+        self.lanes: dict[int, Lane] = {}
+        self.struck: set[SequenceGroup] = set()
+        """Groups with strikes: they were part of steps that failed."""
+        self.num_preemptions = 0
+        self._news = News()
+        self._ended: list[Sequence] = []
+
+    @property
+    def news(self) -> News:
+        """What happened since it was last taken."""
+        return self._news
+
+    def take_news(self) -> News:
+        """Hand over what happened."""
+        news, self._news = self._news, News()
+        return news
+
+    def take_ended(self) -> list[Sequence]:
+        """The sequences that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a new group."""
+        self.groups[group.key] = group
+        self.waiting.add(group)
+
+    def admit(self, group: SequenceGroup) -> None:
+        """A group leaves the queue and begins to run."""
+        self.waiting.remove(group)
+        if not group.was_admitted:
+            group.was_admitted = True
+            self.rules.order.admitted(group)
+
+    def wait_again(self, sequence: Sequence) -> None:
+        """A sequence that ran has lost its KV and waits, in its old place; its tokens stay, those under way too."""
+        sequence.forget_computed()
+        sequence.move(SequenceState.WAITING)
+        self.waiting.add(sequence.group)
+
+    def end(self, sequence: Sequence, finish: Finish, *, tell: bool = True) -> None:
+        """End a sequence wherever it is and free what it holds; without `tell` the engine knows already."""
+        if sequence.state is SequenceState.WAITING:
+            self.waiting.remove(sequence.group)
+        for lane in self.lanes.values():
+            lane.forget(sequence)
+        sequence.move(SequenceState.FINISHED)
+        sequence.finish = finish
+        self._ended.append(sequence)
+        if tell:
+            self._news.finishes[sequence] = finish
+        group = sequence.group
+        if group.finished:
+            del self.groups[group.key]
+            self.struck.discard(group)
+        self.rules.order.ended(sequence)
+
+    def end_group(self, group: SequenceGroup, finish: Finish) -> None:
+        """End all of a group's sequences that have not ended."""
+        for sequence in group.sequences:
+            if sequence.state is not SequenceState.FINISHED:
+                self.end(sequence, finish)

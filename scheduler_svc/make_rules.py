@@ -1,0 +1,40 @@
+"""The core's rules from the service's options."""
+
+from __future__ import annotations
+
+from scheduler_svc.config import SchedulerConfig, read_weights
+from scheduler_svc.core.batching import BatchingPolicy, ContinuousBatching, StaticBatching
+from scheduler_svc.core.policy import FairOrder, FcfsOrder, OrderPolicy, PriorityOrder, ShortestFirstOrder
+from scheduler_svc.core.rules import Rules
+
+
+def make_rules(config: SchedulerConfig) -> Rules:
+    """What the options say of order and batching."""
+    return Rules(
+        order=_order(config),
+        batching=_batching(config),
+        max_wait_s=config.max_wait_s,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+    )
+
+
+def _order(config: SchedulerConfig) -> OrderPolicy:
+    match config.order:
+        case "fcfs":
+            return FcfsOrder()
+        case "priority":
+            return PriorityOrder()
+        case "fair":
+            return FairOrder(read_weights(config.tenant_weights))
+        case "sjf":
+            return ShortestFirstOrder()
+
+
+def _batching(config: SchedulerConfig) -> BatchingPolicy:
+    match config.batching:
+        case "continuous":
+            return ContinuousBatching(config.waiting_served_ratio, config.max_waiting_steps)
+        case "static":
+            return StaticBatching(config.batch_size)
+        case "dynamic":
+            return StaticBatching(config.batch_size, config.batch_window_ms / 1000)

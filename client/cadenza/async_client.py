@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 import grpc
 
 from cadenza import convert
 from cadenza.errors import UnavailableError, from_rpc_error
+from cadenza.forks import claim_grpc
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.outputs import OutputCollector, RequestOutput
 from cadenza.prompts import (
+    ChatKeywords,
     Messages,
     Params,
     Prompt,
@@ -24,6 +28,10 @@ from cadenza.prompts import (
     parse_chats,
     parse_prompt,
     parse_prompts,
+    parse_rendering,
+    parse_request_id,
+    parse_text_or_chat,
+    parse_token_ids,
 )
 from cadenza.sampling_params import SamplingParams
 from cadenza.session import BatchItem, SessionBatch, batch_results
@@ -49,6 +57,7 @@ class AsyncClient:
     def __init__(self, target: str = f"127.0.0.1:{SCHEDULER_PORT}") -> None:
         self.target = format_address(*parse_address(target, default_port=SCHEDULER_PORT))
         self._channel: grpc.aio.Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # the channel's
         self._streams: set[grpc.aio.Call] = set()
         self._closed = False
 
@@ -80,19 +89,25 @@ class AsyncClient:
         return await self._run(parse_prompts(prompts), params)
 
     @overload
-    async def chat(self, messages: Messages, params: Params = None) -> RequestOutput: ...
+    async def chat(
+        self, messages: Messages, params: Params = None, **rendering: Unpack[ChatKeywords]
+    ) -> RequestOutput: ...
 
     @overload
-    async def chat(self, messages: Sequence[Messages], params: Params = None) -> list[RequestOutput]: ...
+    async def chat(
+        self, messages: Sequence[Messages], params: Params = None, **rendering: Unpack[ChatKeywords]
+    ) -> list[RequestOutput]: ...
 
     async def chat(
-        self, messages: Messages | Sequence[Messages], params: Params = None
+        self, messages: Messages | Sequence[Messages], params: Params = None, **rendering: Unpack[ChatKeywords]
     ) -> RequestOutput | list[RequestOutput]:
         """Answer one conversation (returns RequestOutput) or a list of them (returns a list), chat template applied.
 
-        Errors are those of `generate`.
+        `rendering`: `add_generation_prompt=True` ends the prompt with the header of the assistant's turn; to have the
+        last message continued instead of answered, set it to False and `continue_final_message` to True. Errors are
+        those of `generate`.
         """
-        chats, single = parse_chats(messages)
+        chats, single = parse_chats(messages, parse_rendering(rendering))
         results = await self._run(chats, params)
         return results[0] if single else results
 
@@ -103,17 +118,40 @@ class AsyncClient:
 
         The request starts with the first delta asked for. Raises QueueFullError when the server's queue is full.
         """
-        return self._stream(parse_prompt(prompt), match_params(params, 1)[0], request_id)
+        return self._stream(parse_prompt(prompt), match_params(params, 1)[0], parse_request_id(request_id))
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **rendering: Unpack[ChatKeywords],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer one conversation, chat template applied, and yield deltas; as `stream` otherwise."""
-        return self._stream(parse_chat(messages), match_params(params, 1)[0], request_id)
+        """Answer one conversation as `chat` does, and yield deltas as `stream` does."""
+        prompt = parse_chat(messages, parse_rendering(rendering))
+        return self._stream(prompt, match_params(params, 1)[0], parse_request_id(request_id))
+
+    async def tokenize(
+        self, prompt: str | Messages, add_special_tokens: bool = True, **rendering: Unpack[ChatKeywords]
+    ) -> list[int]:
+        """Token ids of a text, with the model's special tokens if wanted, or of a chat, its template applied."""
+        parsed = parse_text_or_chat(prompt, parse_rendering(rendering))
+        request = generation_pb2.TokenizeRequest(
+            prompt=[convert.prompt_to_proto(parsed)], add_special_tokens=add_special_tokens
+        )
+        return list((await self._call(self._stub().Tokenize(request))).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        request = generation_pb2.DetokenizeRequest(
+            token_ids=parse_token_ids(token_ids), skip_special_tokens=skip_special_tokens
+        )
+        return (await self._call(self._stub().Detokenize(request))).text
 
     async def abort(self, request_id: str) -> bool:
         """End a request at once; False if no such request was running."""
-        response = await self._call(self._stub().Abort(generation_pb2.AbortRequest(request_id=request_id)))
+        request = generation_pb2.AbortRequest(request_id=parse_request_id(request_id))
+        response = await self._call(self._stub().Abort(request))
         return response.aborted
 
     async def model_info(self) -> ModelInfo:
@@ -131,8 +169,12 @@ class AsyncClient:
         """The connection, for stubs of other services on the same server (AdminService, health, reflection)."""
         if self._closed:
             raise UnavailableError("the client is closed")
+        claim_grpc()
+        loop = _running_loop()
         if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self.target, options=channel_options())
+            self._channel, self._loop = grpc.aio.insecure_channel(self.target, options=channel_options()), loop
+        elif None is not self._loop is not loop:
+            raise RuntimeError("this AsyncClient is of another event loop: make one in each")
         return self._channel
 
     def _stub(self) -> GenerationServiceAsyncStub:
@@ -144,7 +186,8 @@ class AsyncClient:
         for prompt, each in zip(prompts, match_params(params, len(prompts)), strict=True):
             request = convert.request_to_proto(_new_id(), prompt, each, final_only=True)
             items.append(BatchItem(request, _collector(request.request_id, prompt)))
-        await SessionBatch(self._stub(), self.target, items).run()
+        with self._explained():
+            await SessionBatch(self._stub(), self.target, items).run()
         return batch_results(items)
 
     async def _stream(
@@ -155,22 +198,38 @@ class AsyncClient:
         call = self._stub().Generate(request)
         self._streams.add(call)
         try:
-            async for response in call:
-                yield collector.add(convert.delta_from_proto(response, collector.prompt_token_ids))
+            with self._explained():
+                async for response in call:
+                    yield collector.add(convert.delta_from_proto(response, collector.prompt_token_ids))
             if not collector.finished:
                 raise UnavailableError(f"{self.target} ended the stream of request {request.request_id} unfinished")
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, self.target) from None
         finally:
             # An abandoned aio call is never collected and its handler runs on (grpc#43462).
             call.cancel()
             self._streams.discard(call)
 
     async def _call(self, call: Awaitable[T]) -> T:
-        try:
+        with self._explained():
             return await call
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise what ends a call as one of our errors."""
+        try:
+            yield
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, self.target) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():  # by `close`, and not the caller's task
+                raise UnavailableError("the client was closed during the call") from None
+            raise
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    with contextlib.suppress(RuntimeError):
+        return asyncio.get_running_loop()
+    return None
 
 
 def _new_id() -> str:

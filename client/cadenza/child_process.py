@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -24,8 +25,9 @@ _ERROR = "error: "
 class ChildService:
     """A child process that prints `ready HOST:PORT` on stdout once it serves, and logs to stderr.
 
-    `program` is `["-m", module]` or `[script.py]`. The child is in a session of its own, so that Ctrl-C in a terminal
-    reaches the parent alone, and it ends by itself when the parent dies.
+    `program` is `["-m", module]` or `[script.py]`. Its options are its arguments alone: the caller has read environment
+    and options file, and the child gets no CADENZA_ variable. The child is in a session of its own, so that Ctrl-C in a
+    terminal reaches the parent alone, and it ends by itself when the parent dies.
     """
 
     def __init__(self, name: str, program: Sequence[str], arguments: Sequence[str], on_log: LogSink) -> None:
@@ -40,6 +42,7 @@ class ChildService:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            env=_environment(),
             text=True,
             encoding="utf-8",
             errors="replace",
@@ -126,3 +129,7 @@ class ChildService:
         for line in pipe:
             self._tail.append(line.rstrip("\n"))
             self._on_log(self.name, line.rstrip("\n"))
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.upper().startswith("CADENZA_")}

@@ -6,13 +6,13 @@ import sys
 import weakref
 from collections.abc import AsyncGenerator, Generator, Sequence
 from types import TracebackType
-from typing import overload
+from typing import Unpack, overload
 
 from cadenza.async_client import AsyncClient
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.loop_thread import LoopThread
 from cadenza.outputs import RequestOutput
-from cadenza.prompts import Messages, Params, Prompts, SinglePrompt
+from cadenza.prompts import ChatKeywords, Messages, Params, Prompts, SinglePrompt
 from cadenza.sampling_params import SamplingParams
 from cadenza.transport import SCHEDULER_PORT
 
@@ -50,16 +50,18 @@ class Client:
         return self._loop.run(self._client.generate(prompts, params))
 
     @overload
-    def chat(self, messages: Messages, params: Params = None) -> RequestOutput: ...
+    def chat(self, messages: Messages, params: Params = None, **rendering: Unpack[ChatKeywords]) -> RequestOutput: ...
 
     @overload
-    def chat(self, messages: Sequence[Messages], params: Params = None) -> list[RequestOutput]: ...
+    def chat(
+        self, messages: Sequence[Messages], params: Params = None, **rendering: Unpack[ChatKeywords]
+    ) -> list[RequestOutput]: ...
 
     def chat(
-        self, messages: Messages | Sequence[Messages], params: Params = None
+        self, messages: Messages | Sequence[Messages], params: Params = None, **rendering: Unpack[ChatKeywords]
     ) -> RequestOutput | list[RequestOutput]:
-        """Answer one conversation (returns RequestOutput) or a list of them (returns a list)."""
-        return self._loop.run(self._chat(messages, params))
+        """Answer one conversation (returns RequestOutput) or a list of them (returns a list), as AsyncClient does."""
+        return self._loop.run(self._chat(messages, params, **rendering))
 
     def stream(
         self, prompt: SinglePrompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -68,10 +70,24 @@ class Client:
         return self._pull(self._client.stream(prompt, params, request_id))
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **rendering: Unpack[ChatKeywords],
     ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation and yield deltas; closing or dropping the generator aborts the request."""
-        return self._pull(self._client.stream_chat(messages, params, request_id))
+        return self._pull(self._client.stream_chat(messages, params, request_id, **rendering))
+
+    def tokenize(
+        self, prompt: str | Messages, add_special_tokens: bool = True, **rendering: Unpack[ChatKeywords]
+    ) -> list[int]:
+        """Token ids of a text, with the model's special tokens if wanted, or of a chat, its template applied."""
+        return self._loop.run(self._client.tokenize(prompt, add_special_tokens, **rendering))
+
+    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return self._loop.run(self._client.detokenize(token_ids, skip_special_tokens))
 
     def abort(self, request_id: str) -> bool:
         """End a request at once; False if no such request was running."""
@@ -86,17 +102,18 @@ class Client:
         return self._loop.run(self._client.server_info())
 
     async def _chat(
-        self, messages: Messages | Sequence[Messages], params: Params
+        self, messages: Messages | Sequence[Messages], params: Params, **rendering: Unpack[ChatKeywords]
     ) -> RequestOutput | list[RequestOutput]:
-        return await self._client.chat(messages, params)
+        return await self._client.chat(messages, params, **rendering)
 
     def _pull(self, deltas: AsyncGenerator[RequestOutput, None]) -> Generator[RequestOutput, None, None]:
         try:
-            while (delta := self._loop.run(_next(deltas))) is not None:
+            while (delta := self._loop.call(lambda: _next(deltas))) is not None:
                 yield delta
         finally:
             # A generator that outlives the interpreter's main program has no loop any more; its connection is closed.
-            if not sys.is_finalizing():
+            # In a forked child it is the parent's.
+            if self._loop.lives and not sys.is_finalizing():
                 self._loop.finish(_finish(deltas))
 
 
@@ -109,5 +126,5 @@ async def _finish(deltas: AsyncGenerator[RequestOutput, None]) -> None:
 
 
 def _close(loop: LoopThread, client: AsyncClient) -> None:
-    if loop is LoopThread.shared():  # in a forked child the connection is the parent's
+    if loop.lives:  # in a forked child the connection is the parent's
         loop.finish(client.close())

@@ -55,7 +55,11 @@ def prompt_to_proto(prompt: Prompt) -> types_pb2.PromptPart:
         return types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=prompt.token_ids))
     if prompt.messages is not None:
         turns = [types_pb2.ChatMessage(role=role, content=content) for role, content in prompt.messages]
-        return types_pb2.PromptPart(chat=types_pb2.Chat(messages=turns))
+        chat = types_pb2.Chat(messages=turns)
+        if prompt.chat is not None:
+            chat.add_generation_prompt = prompt.chat.add_generation_prompt
+            chat.continue_final_message = prompt.chat.continue_final_message
+        return types_pb2.PromptPart(chat=chat)
     return types_pb2.PromptPart(text=prompt.text or "")
 
 
@@ -87,7 +91,9 @@ def delta_from_proto(response: generation_pb2.GenerateResponse, prompt_token_ids
     if response.HasField("prompt_logprobs"):
         start, columns = response.prompt_logprobs_start, response.prompt_logprobs
         known = output.prompt_token_ids or prompt_token_ids or []
-        output.prompt_logprobs = list(_rows(columns, known[start : start + len(columns.chosen_logprobs)]))
+        rows = _rows(columns, known[start : start + len(columns.chosen_logprobs)])
+        # The first prompt token has none; as vLLM has it, its place holds None.
+        output.prompt_logprobs = [None, *rows] if start == 1 else list(rows)
     if response.HasField("stats"):
         output.finished = True
         output.metrics = _metrics(response.stats)
@@ -97,7 +103,7 @@ def delta_from_proto(response: generation_pb2.GenerateResponse, prompt_token_ids
         output,
         first_token_index=[sample.first_token_index for sample in response.outputs],
         text_offset=[sample.text_offset for sample in response.outputs],
-        prompt_logprobs_start=response.prompt_logprobs_start,
+        prompt_logprobs_start=0 if response.prompt_logprobs_start == 1 else response.prompt_logprobs_start,
     )
 
 

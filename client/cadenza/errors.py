@@ -42,7 +42,7 @@ class CadenzaError(Exception):
 
 
 class InvalidRequestError(CadenzaError, ValueError):
-    """The request is wrong; `field_violations` says where."""
+    """The request is wrong, and `field_violations` says where; or its message is too large to be sent."""
 
     def __init__(self, message: str, field_violations: Sequence[FieldViolation] = ()) -> None:
         super().__init__(message)
@@ -103,6 +103,8 @@ _BY_CODE: dict[grpc.StatusCode, type[CadenzaError]] = {
     grpc.StatusCode.INTERNAL: InternalError,
     grpc.StatusCode.DATA_LOSS: InternalError,
 }
+_TOO_LARGE = "message larger than max"
+"""gRPC's own words, on either side, for a message over `cadenza.transport.MAX_MESSAGE_BYTES`: no use trying again."""
 _CODE_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -116,6 +118,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, target: str) -> CadenzaError:
     message = error.details() or error.code().name
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         message = f"no service at {target}, or it went away: {message}"
+    elif error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        message = f"{target} does not have this call; is it a Cadenza scheduler? ({message})"
     return _make(error.code(), message, {}, [])
 
 
@@ -148,7 +152,8 @@ def _make(
         message += "".join(f"; {v.field}: {v.description}" for v in missing)
         error = InvalidRequestError(message, violations)
     elif code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        error = QueueFullError(message, retry.get("s"))
+        too_large = not retry and _TOO_LARGE in message
+        error = InvalidRequestError(message) if too_large else QueueFullError(message, retry.get("s"))
     else:
         error = _BY_CODE.get(code, CadenzaError)(message)
     error.code = code

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, Unpack, cast
 
 from cadenza.client import Client
 from cadenza.errors import LocalServiceError, UnavailableError
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.local import LocalServices
 from cadenza.outputs import RequestOutput
-from cadenza.prompts import Messages, Params, Prompts, parse_chats
+from cadenza.prompts import ChatKeywords, Messages, Params, Prompts, parse_chats
 
 T = TypeVar("T")
 
@@ -21,9 +21,10 @@ class LLM:
     """A model, loaded and served on this machine for as long as this object lives.
 
     `options` are those of the two services: dtype, device, block_size, num_gpu_blocks, max_model_len, max_num_seqs,
-    skip_tokenizer_init … (`cadenza up --help` lists them). Raises OptionError for an unknown or bad option before
-    anything starts, and LocalServiceError with a service's own words when one does not start. Use it with `with`, or
-    call `close`; otherwise the services end when the object is collected or the program ends.
+    skip_tokenizer_init … (`cadenza up --help` lists them); `config` names a TOML file of them. Raises OptionError for
+    an unknown or bad option before anything starts, and LocalServiceError with a service's own words when one does not
+    start. Use it with `with`, or call `close`; otherwise the services end when the object is collected or the program
+    ends.
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
@@ -56,11 +57,26 @@ class LLM:
         """
         return self._guarded(lambda: self._client.generate(prompts, sampling_params))
 
-    def chat(self, messages: Messages | Sequence[Messages], sampling_params: Params = None) -> list[RequestOutput]:
-        """Answer one conversation or many with the model's chat template; always a list, as in vLLM."""
+    def chat(
+        self, messages: Messages | Sequence[Messages], sampling_params: Params = None, **rendering: Unpack[ChatKeywords]
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many with the model's chat template; always a list, as in vLLM.
+
+        Messages are {"role": …, "content": …}; the rest is as in `AsyncClient.chat`.
+        """
         _, single = parse_chats(messages)
         many = cast(Sequence[Messages], [messages] if single else messages)
-        return self._guarded(lambda: self._client.chat(many, sampling_params))
+        return self._guarded(lambda: self._client.chat(many, sampling_params, **rendering))
+
+    def tokenize(
+        self, prompt: str | Messages, add_special_tokens: bool = True, **rendering: Unpack[ChatKeywords]
+    ) -> list[int]:
+        """Token ids of a text, with the model's special tokens if wanted, or of a chat, its template applied."""
+        return self._guarded(lambda: self._client.tokenize(prompt, add_special_tokens, **rendering))
+
+    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return self._guarded(lambda: self._client.detokenize(token_ids, skip_special_tokens))
 
     def model_info(self) -> ModelInfo:
         """Describe the model."""

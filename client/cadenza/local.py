@@ -10,14 +10,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from cadenza.child_process import ChildService, LogSink
 from cadenza.errors import LocalServiceError, OptionError
-from cadenza.local_options import EXECUTOR, SCHEDULER, ServiceArguments, check_model, route_options
+from cadenza.local_options import EXECUTOR, SCHEDULER, ServiceArguments, Setting, check_model, route_options, unheard
 from cadenza.transport import format_address
 
 _logger = logging.getLogger("cadenza.local")
@@ -47,6 +47,7 @@ class _Family:
     stop_grace_s: float
     on_log: LogSink
     on_event: Callable[[str], None]
+    owner: int = field(default_factory=os.getpid)  # the process whose children they are
     children: dict[str, ChildService] = field(default_factory=dict)
     deaths: dict[str, deque[float]] = field(default_factory=lambda: {EXECUTOR: deque(), SCHEDULER: deque()})
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -59,7 +60,8 @@ class LocalServices:
     """An executor and a scheduler on this machine, for as long as this object (or this process) lives.
 
     `options` are those of the two services, by their names in `executor_svc.config` and `scheduler_svc.config`; each
-    goes to the services that have it. Everything is checked before anything is started: OptionError names the option.
+    goes to the services that have it. What is not given may stand in the environment, as CADENZA_BLOCK_SIZE, or in the
+    TOML file `config`. Everything is checked before anything is started: OptionError names the option.
     LocalServiceError says which service did not start and why. A service that dies later is started again at the same
     port, with a message to `on_event`; five deaths within a minute are the end of both, and `failure` says so.
     """
@@ -72,12 +74,13 @@ class LocalServices:
         port: int = 0,
         start_timeout_s: float = 1800.0,
         stop_grace_s: float = 10.0,
+        config: str | os.PathLike[str] | None = None,
         on_log: LogSink | None = None,
         on_event: Callable[[str], None] | None = None,
         programs: Programs | None = None,
         **options: Any,
     ) -> None:
-        arguments = route_options(check_model(model), options)
+        arguments = route_options(check_model(model), options, config=config)
         _check_port(port)
         if port:
             _check_port_is_free(host, port)
@@ -90,6 +93,8 @@ class LocalServices:
             on_log or _log_line,
             on_event or _logger.warning,
         )
+        for sentence in unheard():
+            self._family.on_event(sentence)
         # Also at exit: no child outlives the program, whether or not close was called.
         self._finalizer = weakref.finalize(self, _stop, self._family)
         try:
@@ -113,6 +118,16 @@ class LocalServices:
     def target(self) -> str:
         """`HOST:PORT` of the scheduler."""
         return self._family.addresses[SCHEDULER]
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        """`HOST:PORT` by service, "executor" and "scheduler"."""
+        return dict(self._family.addresses)
+
+    @property
+    def settings(self) -> Mapping[str, Setting]:
+        """The services' options that are not left at their defaults, and where each was said."""
+        return self._family.arguments.settings
 
     @property
     def failure(self) -> LocalServiceError | None:
@@ -192,6 +207,8 @@ def _restart(family: _Family, service: str, child: ChildService) -> None:
 
 
 def _stop(family: _Family) -> None:
+    if family.owner != os.getpid():
+        return  # a forked child is at its end: the services are its parent's
     family.stopping.set()
     if family.watcher is not None and family.watcher is not threading.current_thread():
         family.watcher.join(timeout=family.stop_grace_s)

@@ -1,10 +1,12 @@
-"""Which option belongs to which service: a field's name in the services' configurations is the option's name."""
+"""Which option belongs to which service, and where its value comes from: what is given goes before the environment,
+that before a TOML file. A field's name in the services' configurations is the option's name.
+"""
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +15,31 @@ from cadenza.errors import OptionError
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
-    from pydantic_settings import BaseSettings
+
+    from cadenza.settings.file import OptionsFile
+    from cadenza.settings.service import ServiceSettings
 
 EXECUTOR = "executor"
 SCHEDULER = "scheduler"
+PLACES = ("model", "host", "port")
+"""Options of `cadenza up` itself; they may stand in a file beside those of the services."""
 # Cadenza sets these itself when it starts both services.
 _OWN = {"model": "it is the model", "listen": "use host and port", "executor": "it is started here"}
+# Kubernetes gives every pod such variables for a service that is named cadenza.
+_KUBERNETES = re.compile(r"CADENZA_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)|CADENZA_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value that is not the default, and where it was said."""
+
+    value: Any
+    origin: str = ""  # a variable or a file; empty: given by the caller or on the command line
+
+    def refused(self, name: str, reason: str) -> OptionError:
+        """The error for this value."""
+        where = f"{self.origin}: " if self.origin else ""
+        return OptionError(f"{where}option {name}: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +48,10 @@ class ServiceArguments:
 
     executor: list[str]
     scheduler: list[str]
+    settings: dict[str, Setting]  # what was set of either service, without the model
 
 
-def config_classes() -> dict[str, type[BaseSettings]]:
+def config_classes() -> dict[str, type[ServiceSettings]]:
     """The configuration class of each service; raises OptionError if the services are not installed."""
     try:
         from executor_svc.config import ExecutorConfig
@@ -46,13 +68,15 @@ def service_options() -> dict[str, list[str]]:
     options: dict[str, list[str]] = {}
     for service, config in config_classes().items():
         for name in config.model_fields:
-            if name not in _OWN:
+            if name not in _OWN and name != "config":
                 options.setdefault(name, []).append(service)
     return options
 
 
 def check_model(model: str | os.PathLike[str]) -> str:
     """The model's folder or hub id as the services shall see it; raises OptionError for a folder that is not there."""
+    if not isinstance(model, (str, os.PathLike)):
+        raise OptionError(f"option model: must be a folder or a hub id, not {model!r}")
     model = os.fspath(model)
     if not model.strip():
         raise OptionError("option model: it is empty: give a folder or a hub id")
@@ -65,29 +89,69 @@ def check_model(model: str | os.PathLike[str]) -> str:
     return model
 
 
-def route_options(model: str, options: Mapping[str, Any]) -> ServiceArguments:
+def route_options(
+    model: str,
+    options: Mapping[str, Any],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> ServiceArguments:
     """Give each option to the services that have it and check all values.
 
-    An option of None counts as not given. Raises OptionError that names the option.
+    `options` go before `environment` (by default the process's), that before the file `config` (by default the one
+    that CADENZA_CONFIG names, if any). An option of None counts as not given. Raises OptionError that names the
+    option, and the variable or the file where it stood.
     """
-    routes = service_options()
-    chosen: dict[str, dict[str, Any]] = {EXECUTOR: {}, SCHEDULER: {}}
-    for name, value in options.items():
-        if name not in routes:
-            raise OptionError(_unknown(name, list(routes)))
-        if value is not None:
-            for service in routes[name]:
-                chosen[service][name] = value
-    chosen[EXECUTOR]["model"] = model
-    from pydantic import ValidationError
+    known = service_options()
+    for name in options:
+        if name not in known:
+            raise OptionError(_unknown(name, list(known)))
+    environment = os.environ if environment is None else environment
+    file = _read_file(config, environment, {*known, *PLACES})
+    said = _from_environment(environment, known) | _given(options)
+    chosen: dict[str, dict[str, Setting]] = {}
+    for service, fields in _fields_by_service().items():
+        from_file = {} if file is None else file.of_service(service, [*fields, *_OWN])
+        settings = {name: Setting(value, file.path) for name, value in from_file.items()} if file is not None else {}
+        settings |= {name: setting for name, setting in said.items() if name in fields}
+        chosen[service] = {name: setting for name, setting in settings.items() if name in fields}
+    arguments = {service: _checked(service, model, settings) for service, settings in chosen.items()}
+    return ServiceArguments(arguments[EXECUTOR], arguments[SCHEDULER], chosen[EXECUTOR] | chosen[SCHEDULER])
 
-    for service, config in config_classes().items():
-        try:
-            checked = config(**chosen[service])
-        except ValidationError as error:
-            raise OptionError(_explain(error)) from None
-        chosen[service] = {name: getattr(checked, name) for name in chosen[service]}  # "yes" is True by now
-    return ServiceArguments(to_arguments(chosen[EXECUTOR]), to_arguments(chosen[SCHEDULER]))
+
+def read_places(
+    given: Mapping[str, Any],
+    config: str | os.PathLike[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Setting]:
+    """Model, host and port as `cadenza up` takes them: given, else from the environment, else from the file.
+
+    Ports are integers. What is said nowhere is absent. Raises OptionError.
+    """
+    environment = os.environ if environment is None else environment
+    file = _read_file(config, environment, {*service_options(), *PLACES})
+    top = {} if file is None else {name: Setting(file.top[name], file.path) for name in PLACES if name in file.top}
+    places = top | _from_environment(environment, PLACES) | _given(given)
+    if "port" in places:
+        port = places["port"]
+        if not re.fullmatch("[0-9]{1,5}", str(port.value)) or int(port.value) > 65535:
+            raise port.refused("port", f"must be an integer from 0 to 65535, not {port.value!r}")
+        places["port"] = Setting(int(port.value), port.origin)
+    return places
+
+
+def unheard(environment: Mapping[str, str] | None = None) -> Iterator[str]:
+    """A sentence for each CADENZA_ variable that has no effect here: a misspelled option, or one that is set here."""
+    from cadenza.settings.names import ENV_PREFIX, suggestion, variable
+
+    known = {variable(name) for name in (*service_options(), *PLACES, "config")}
+    own = {variable(name): reason for name, reason in _OWN.items()}
+    for name in sorted(os.environ if environment is None else environment):
+        if not name.upper().startswith(ENV_PREFIX) or name.upper() in known or _KUBERNETES.fullmatch(name):
+            continue
+        reason = own.get(name.upper())
+        wrong = f"has no effect here: {reason}" if reason else f"is no option{suggestion(name, known)}"
+        yield f"{name} in the environment {wrong}"
 
 
 def to_arguments(options: Mapping[str, Any]) -> list[str]:
@@ -104,18 +168,78 @@ def to_arguments(options: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
+def _fields_by_service() -> dict[str, list[str]]:
+    options = service_options()
+    return {service: [name for name in options if service in options[name]] for service in (EXECUTOR, SCHEDULER)}
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Setting]:
+    return {name: Setting(value) for name, value in options.items() if value is not None}
+
+
+def _from_environment(environment: Mapping[str, str], names: Collection[str]) -> dict[str, Setting]:
+    from cadenza.settings.names import variable
+
+    by_variable = {variable(name): name for name in names}
+    return {
+        by_variable[key.upper()]: Setting(value, key)
+        for key, value in sorted(environment.items())
+        if key.upper() in by_variable and not (_KUBERNETES.fullmatch(key) and "://" in value)
+    }
+
+
+def _read_file(
+    config: str | os.PathLike[str] | None, environment: Mapping[str, str], known: Collection[str]
+) -> OptionsFile | None:
+    """The file that was named, if any, checked for names that nobody has."""
+    from cadenza.settings.file import OptionsFileError, read_file
+
+    named = _from_environment(environment, ["config"]) | _given({"config": config})
+    if "config" not in named:
+        return None
+    try:
+        file = read_file(os.fspath(named["config"].value))
+        # What a service takes when it stands alone has no meaning here, but does no harm either.
+        file.refuse_unknown(file.top, [*known, *_OWN])
+        for service, fields in _fields_by_service().items():
+            file.refuse_unknown(file.tables.get(service, ()), [*fields, *_OWN], f"[{service}] ")
+    except OptionsFileError as error:
+        raise OptionError(str(error)) from None
+    return file
+
+
+def _checked(service: str, model: str, settings: Mapping[str, Setting]) -> list[str]:
+    """The service's arguments; raises OptionError."""
+    from pydantic import ValidationError
+
+    values = {name: setting.value for name, setting in settings.items()}
+    if service == EXECUTOR:
+        values["model"] = model
+    # Without these, the environment and the file would be asked again; addresses are chosen at the start.
+    fixed: dict[str, Any] = {"config": None, "listen": "", **({"executor": [""]} if service == SCHEDULER else {})}
+    try:
+        checked = config_classes()[service](**values, **fixed)
+    except ValidationError as error:
+        raise _explained(error, settings) from None
+    return to_arguments({name: getattr(checked, name) for name in values})  # "yes" is True by now
+
+
 def _unknown(name: str, known: list[str]) -> str:
+    from cadenza.settings.names import suggestion
+
     if name in _OWN:
         return f"option {name} cannot be given here: {_OWN[name]}"
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    hint = f"; did you mean {' or '.join(close)}?" if close else f"; options are {', '.join(sorted(known))}"
+    hint = suggestion(name, known) or f"; options are {', '.join(sorted(known))}"
     return f"unknown option {name}{hint}"
 
 
-def _explain(error: ValidationError) -> str:
+def _explained(error: ValidationError, settings: Mapping[str, Setting]) -> OptionError:
+    from cadenza.settings.service import reason
+
     lines = []
     for problem in error.errors(include_url=False):
         name = ".".join(str(part) for part in problem["loc"]) or "?"
-        message = problem["msg"].removeprefix("Value error, ")
-        lines.append(f"option {name}: {message[:1].lower()}{message[1:]}")
-    return "; ".join(lines)
+        message = reason(problem)
+        refused = settings.get(name, Setting(None)).refused(name, f"{message[:1].lower()}{message[1:]}")
+        lines.append(refused.message)
+    return OptionError("; ".join(lines))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import inspect
 import logging
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, TypeVar
+
+from cadenza.forks import forked
 
 T = TypeVar("T")
 
@@ -49,34 +52,55 @@ class LoopThread:
     def shared(cls) -> LoopThread:
         """The process's one; made on first use, and anew in a forked child, where threads do not live on."""
         with cls._lock:
-            if cls._shared is None or cls._shared._pid != os.getpid():
+            if cls._shared is None or not cls._shared.lives:
                 cls._shared = cls()
                 logging.getLogger("asyncio").addFilter(_POLLER_NOISE)
             return cls._shared
 
+    @property
+    def lives(self) -> bool:
+        """Does its thread run in this process: not in a forked child of the one that made it."""
+        return self._pid == os.getpid()
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the loop and wait.
+        """Run on the loop and wait; as `call` otherwise."""
+        try:
+            return self.call(lambda: work)
+        finally:
+            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                work.close()
+
+    def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Make a coroutine on the loop, run it there, and wait.
 
         An exception in the waiting thread, such as KeyboardInterrupt, cancels the work, waits until it has ended (5
-        seconds at most) and goes on. Raises RuntimeError when called on the loop itself: waiting would never end.
+        seconds at most) and goes on. Raises RuntimeError where waiting would never end: on the loop itself, and in a
+        forked child.
         """
+        if not self.lives:
+            raise forked(self._pid)
         if threading.current_thread() is self._thread:
-            work.close()
             raise RuntimeError("the blocking client was called on its own event loop: use AsyncClient")
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []
 
         def start() -> None:
-            task = self.loop.create_task(work)
+            task = self.loop.create_task(make())
             tasks.append(task)
             task.add_done_callback(lambda done: _settle(outcome, done))
 
-        self.loop.call_soon_threadsafe(start)
+        def cancel() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # the interruption came before the loop was told, for it takes callbacks in order
+                outcome.set_exception(asyncio.CancelledError())
+
         try:
+            self.loop.call_soon_threadsafe(start)
             return outcome.result()
         except BaseException:
             if not outcome.done():
-                self.loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+                self.loop.call_soon_threadsafe(cancel)
                 with contextlib.suppress(Exception, asyncio.CancelledError):
                     outcome.result(timeout=_CANCEL_TIMEOUT_S)
             raise

@@ -137,16 +137,17 @@ class OutputCollector:
         known.text += new.text
         known.token_ids += new.token_ids
         if new.logprobs is not None:
-            known.logprobs = (known.logprobs or []) + new.logprobs
+            known.logprobs = known.logprobs or []
+            known.logprobs += new.logprobs
         if new.finished():
             known.finish_reason, known.finish_detail = new.finish_reason, new.finish_detail
             known.stop_reason, known.cumulative_logprob = new.stop_reason, new.cumulative_logprob
 
     def _add_prompt_logprobs(self, rows: list[LogprobRow | None], start: int) -> None:
-        known: list[LogprobRow | None] = self._total.prompt_logprobs or [None]
+        known = self._total.prompt_logprobs = self._total.prompt_logprobs or []
         if start != len(known):
             raise InternalError(
                 f"request {self._total.request_id}: the server sent prompt logprobs from {start} "
-                f"where {len(known)} was next"
+                f"where {len(known) or 1} was next"
             )
-        self._total.prompt_logprobs = known + rows
+        known += rows

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict
 
 from cadenza.sampling_params import SamplingParams
+from cadenza.sendable import sendable
 
 _FORMS = 'a str, {"prompt": str}, a list of token ids or {"prompt_token_ids": [...]}'
 _MAX_TOKEN_ID = 2**32 - 1
@@ -32,6 +33,28 @@ Messages = Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
+class ChatKeywords(TypedDict, total=False):
+    """Keyword arguments of every `chat`, with vLLM's names; meanings and defaults are those of ChatOptions."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a conversation is rendered. Raises ValueError for both at once."""
+
+    add_generation_prompt: bool = True  # end with the header of the assistant's turn
+    continue_final_message: bool = False  # leave the last message open, so that the answer continues it
+
+    def __post_init__(self) -> None:
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be a bool, not {_short(getattr(self, name))}")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("continue_final_message needs add_generation_prompt=False: no new turn is begun")
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt in exactly one of its three forms."""
@@ -39,6 +62,7 @@ class Prompt:
     text: str | None = None
     token_ids: list[int] | None = None
     messages: list[tuple[str, str]] | None = None  # (role, content)
+    chat: ChatOptions | None = None  # of messages
     cache_salt: str | None = None  # only requests with the same salt share cached blocks
 
 
@@ -62,7 +86,7 @@ def parse_prompt(prompt: object, where: str = "") -> Prompt:
     if isinstance(prompt, Prompt):
         return prompt
     if isinstance(prompt, str):
-        return Prompt(text=_text(prompt, f"{where}the prompt"))
+        return Prompt(text=sendable(prompt, f"{where}the prompt"))
     if isinstance(prompt, Mapping):
         return _parse_mapping(prompt, where)
     if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, set, frozenset)):
@@ -70,7 +94,7 @@ def parse_prompt(prompt: object, where: str = "") -> Prompt:
     raise ValueError(f"{where}a prompt is {_FORMS}, not {_short(prompt)}")
 
 
-def parse_chats(messages: object) -> tuple[list[Prompt], bool]:
+def parse_chats(messages: object, options: ChatOptions | None = None) -> tuple[list[Prompt], bool]:
     """One conversation or many as prompts, and whether it was a single one; raises ValueError."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise ValueError(f'a conversation is a list of {{"role": ..., "content": ...}}, not {_short(messages)}')
@@ -78,11 +102,11 @@ def parse_chats(messages: object) -> tuple[list[Prompt], bool]:
     if not items:
         raise ValueError("no messages: give at least one")
     if isinstance(items[0], Mapping):
-        return [parse_chat(items)], True
-    return [parse_chat(item, f"conversation {index}: ") for index, item in enumerate(items)], False
+        return [parse_chat(items, options)], True
+    return [parse_chat(item, options, f"conversation {index}: ") for index, item in enumerate(items)], False
 
 
-def parse_chat(messages: object, where: str = "") -> Prompt:
+def parse_chat(messages: object, options: ChatOptions | None = None, where: str = "") -> Prompt:
     """One conversation as a prompt; raises ValueError that begins with `where`."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise ValueError(f'{where}a conversation is a list of {{"role": ..., "content": ...}}, not {_short(messages)}')
@@ -94,10 +118,39 @@ def parse_chat(messages: object, where: str = "") -> Prompt:
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise ValueError(f"{spot} has no role")
-        turns.append((_text(role, f"{spot}: role"), _text(_content(message.get("content"), spot), f"{spot}: content")))
+        content = sendable(_content(message.get("content"), spot), f"{spot}: content")
+        turns.append((sendable(role, f"{spot}: role"), content))
     if not turns:
         raise ValueError(f"{where}no messages: give at least one")
-    return Prompt(messages=turns)
+    return Prompt(messages=turns, chat=options)
+
+
+def parse_text_or_chat(value: object, options: ChatOptions | None = None) -> Prompt:
+    """What can be tokenized, a text or a conversation; raises ValueError."""
+    return Prompt(text=sendable(value, "the text")) if isinstance(value, str) else parse_chat(value, options)
+
+
+def parse_rendering(keywords: Mapping[str, Any]) -> ChatOptions:
+    """The keyword arguments of a `chat`; raises TypeError for others, ValueError for wrong values."""
+    known = ChatKeywords.__annotations__
+    for name in keywords:
+        if name not in known:
+            raise TypeError(f"chat takes no {name!r}; its keywords are {' and '.join(known)}")
+    return ChatOptions(**keywords)
+
+
+def parse_request_id(value: object) -> str:
+    """A request's id, empty for None; raises ValueError."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise ValueError(f"request_id must be a str, not {_short(value)}")
+    return sendable(value, "request_id")
+
+
+def parse_token_ids(value: object) -> list[int]:
+    """Token ids, perhaps none; raises ValueError for anything else."""
+    return [] if isinstance(value, Sized) and len(value) == 0 else _token_ids(value, "")
 
 
 def match_params(params: object, count: int) -> list[SamplingParams]:
@@ -124,22 +177,13 @@ def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
     salt = prompt.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
         raise ValueError(f"{where}cache_salt must be a str, not {_short(salt)}")
-    _text(salt or "", f"{where}cache_salt")
+    sendable(salt or "", f"{where}cache_salt")
     if prompt.get("prompt_token_ids") is not None:  # as in vLLM, token ids go before the text beside them
         return Prompt(token_ids=_token_ids(prompt["prompt_token_ids"], where), cache_salt=salt)
     text = prompt.get("prompt")
     if not isinstance(text, str):
         raise ValueError(f"{where}a prompt is {_FORMS}, not {_short(prompt)}")
-    return Prompt(text=_text(text, f"{where}the prompt"), cache_salt=salt)
-
-
-def _text(text: str, spot: str) -> str:
-    """The text, if it can be sent; raises ValueError for lone surrogates, which are no characters."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{spot} holds a lone surrogate, {text[error.start]!r}, at position {error.start}") from None
-    return text
+    return Prompt(text=sendable(text, f"{where}the prompt"), cache_salt=salt)
 
 
 def _is_token_ids(value: object) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Literal
 
+from cadenza.sendable import sendable
+
 _MAX_UINT32 = 2**32 - 1
 _MAX_UINT64 = 2**64 - 1
 
@@ -128,15 +130,25 @@ class SamplingParams:
         if why is None and low > -math.inf:
             why = f"must be a finite number of at least {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
         why = why or "must be a finite number"
-        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        number = _finite(value)
+        if number is None or not low <= number <= high:
             raise _bad(name, why, value)
-        if not low <= float(value) <= high:
-            raise _bad(name, why, value)
-        self._set(name, float(value))
+        self._set(name, number)
 
 
 def _bad(name: str, why: str, value: object) -> ValueError:
     return ValueError(f"{name} {why}, not {value!r}")
+
+
+def _finite(value: object) -> float | None:
+    """The value as a float, if it is a number that is one: not NaN, infinite or too large."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _strings(name: str, value: object) -> list[str]:
@@ -152,6 +164,7 @@ def _strings(name: str, value: object) -> list[str]:
             raise _bad(name, "must hold strings only", text)
         if not text:
             raise ValueError(f"{name} must not hold an empty string")
+        sendable(text, name)
     return texts
 
 
@@ -173,7 +186,8 @@ def _logit_bias(value: object) -> dict[int, float]:
         # The OpenAI API has the ids as strings.
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
         (checked,) = _token_ids("logit_bias", [token_id])
-        if isinstance(bias, bool) or not isinstance(bias, Real) or not -100 <= float(bias) <= 100:
+        number = _finite(bias)
+        if number is None or not -100 <= number <= 100:
             raise _bad("logit_bias", f"must be a number from -100 to 100 for token {checked}", bias)
-        biases[checked] = float(bias)
+        biases[checked] = number
     return biases

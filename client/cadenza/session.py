@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING
 import grpc
 
 from cadenza.convert import delta_from_proto
-from cadenza.errors import CadenzaError, InternalError, QueueFullError, UnavailableError, from_rpc_error, from_status
+from cadenza.errors import (
+    CadenzaError,
+    InternalError,
+    InvalidRequestError,
+    QueueFullError,
+    UnavailableError,
+    from_rpc_error,
+    from_status,
+)
 from cadenza.outputs import OutputCollector, RequestOutput
+from cadenza.transport import MAX_MESSAGE_BYTES
 from cadenza.v1 import generation_pb2
 
 if TYPE_CHECKING:
@@ -21,6 +30,7 @@ if TYPE_CHECKING:
 # More in flight than any executor computes at once, less than the server's queue holds by default (1,024).
 MAX_IN_FLIGHT = 512
 _DEFAULT_RETRY_S = 0.2
+_ENVELOPE_BYTES = 16  # at most, of the SessionRequest around a request
 _SessionCall = grpc.aio.StreamStreamCall[generation_pb2.SessionRequest, generation_pb2.SessionResponse]
 
 
@@ -69,12 +79,16 @@ class SessionBatch:
         self._target = target
         self._items = items
         self._index_of = {item.request.request_id: index for index, item in enumerate(items)}
-        self._window = _Window(pending=deque(range(len(items))))
-        self._num_open = len(items)
+        for item in items:
+            _refuse_too_large(item)
+        self._window = _Window(pending=deque(index for index, item in enumerate(items) if not item.done))
+        self._num_open = len(self._window.pending)
         self._wake = asyncio.Event()
 
     async def run(self) -> None:
         """Fill in every item; raises the CadenzaError of a stream that broke."""
+        if self._num_open == 0:
+            return
         call: _SessionCall = self._stub.Session()
         writer = asyncio.create_task(self._write(call))
         try:
@@ -138,6 +152,14 @@ class SessionBatch:
         self._num_open -= 1
         self._window.ended(index)
         self._wake.set()
+
+
+def _refuse_too_large(item: BatchItem) -> None:
+    """End a request that gRPC would not send here: it would break the stream, and with it all the others."""
+    size = item.request.ByteSize()
+    if size + _ENVELOPE_BYTES > MAX_MESSAGE_BYTES:
+        message = f"the request has {size} bytes, and a message can have {MAX_MESSAGE_BYTES} at most"
+        item.error, item.done = InvalidRequestError(message), True
 
 
 def batch_results(items: Sequence[BatchItem]) -> list[RequestOutput]:

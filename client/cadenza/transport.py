@@ -1,11 +1,12 @@
 """Channel and server options, addresses and error details: one place for every Cadenza process.
 
-The figures come from measurements with grpcio (docs/protocol.md, "Channel settings"): options that are often copied and
-do nothing are left out on purpose.
+Each was tried with grpcio (docs/callers.md, "Channel settings"): options that are often copied and do nothing are left
+out on purpose.
 """
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,10 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _COMMON: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A dead connection is noticed after one minute of silence and 20 s without an answer to a ping. It is this option
+    # that says how long: with `keepalive_timeout_ms` alone, whatever it says, gRPC waits for a minute.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
 ]
 
 
@@ -29,15 +34,17 @@ def channel_options() -> list[tuple[str, Any]]:
     """Options for a client's channel: one ping a minute at most, so that no server sends GOAWAY."""
     return [
         *_COMMON,
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
+        # By default silent streams get two pings and then one a minute at most.
         ("grpc.http2.max_pings_without_data", 0),
         # A local subchannel that failed is tried again soon: a restarted executor should not wait out a backoff.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
+        # In spite of its name: how long one attempt to connect may take.
+        ("grpc.min_reconnect_backoff_ms", 5_000),
         # Each channel has its own connection, so that closing one closes its streams and no others.
         ("grpc.use_local_subchannel_pool", 1),
+        # `http_proxy` is meant for the web; without this even 127.0.0.1 is looked for behind it.
+        ("grpc.enable_http_proxy", 0),
     ]
 
 
@@ -45,13 +52,11 @@ def server_options() -> list[tuple[str, Any]]:
     """Options for a server: bursts of new streams are taken, quick pings are tolerated."""
     return [
         *_COMMON,
-        # By default a burst of 2,000 new streams sees 112 refused (measured); with these none of 10,000.
+        # By default a server that is busy refuses part of a burst of new streams; with these it takes all of 10,000.
         ("grpc.server.max_pending_requests", 20_000),
         ("grpc.server.max_pending_requests_hard_limit", 20_000),
         # The option that works; `min_recv_ping_interval_without_data_ms` does nothing (measured).
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
         # Two processes must not share a port unseen: a taken port is an error.
         ("grpc.so_reuseport", 0),
     ]
@@ -59,20 +64,38 @@ def server_options() -> list[tuple[str, Any]]:
 
 def parse_address(address: str, *, default_port: int) -> tuple[str, int]:
     """Split `HOST:PORT`, `HOST`, `:PORT` or `[V6]:PORT`; raises ValueError saying what is wrong."""
+    if not isinstance(address, str):
+        raise ValueError(f"{address!r} is not HOST:PORT: it must be a str")
     text = address.strip()
+    if "/" in text or len(text.split()) > 1:
+        raise ValueError(f"{address!r} is not HOST:PORT: it can have no scheme, path or space")
     if text.startswith("["):
-        host, _, rest = text[1:].partition("]")
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or (rest and rest[0] != ":") or not _is_ipv6(host):
+            raise ValueError(
+                f"{address!r} is not HOST:PORT: between brackets stands an IPv6 address, as in [::1]:50051"
+            )
         port_text = rest.removeprefix(":")
     elif text.count(":") > 1:
         host, port_text = text, ""
+        if not _is_ipv6(host):
+            raise ValueError(f"{address!r} is not HOST:PORT: it has more than one colon and is no IPv6 address")
     else:
         host, _, port_text = text.partition(":")
     host = host or "127.0.0.1"
     if not port_text:
         return host, default_port
-    if not port_text.isdigit() or int(port_text) > 65535:
+    if not (port_text.isascii() and port_text.isdigit()) or int(port_text) > 65535:
         raise ValueError(f"{address!r} is not HOST:PORT: the port must be 0 to 65535")
     return host, int(port_text)
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def format_address(host: str, port: int) -> str:

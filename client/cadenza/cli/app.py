@@ -7,29 +7,51 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 
 from cadenza import __version__
 from cadenza.cli import chat, generate, up
-from cadenza.cli.service_args import with_service_options
-from cadenza.errors import CadenzaError
+from cadenza.cli.service_args import GroupedCommand, with_service_options
+from cadenza.errors import CadenzaError, OptionError
 
 # Wrong usage as typer raises it; typer carries its own copy of click and exports only this subclass.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
-    help="Cadenza serves large language models with continuous batching and a paged KV cache.",
+    help="""Cadenza serves large language models with continuous batching and a paged KV cache.
+
+\b
+A first look, with the model that comes along:
+  cadenza demo
+A server, and calls of it from another terminal:
+  cadenza up --model FOLDER_OR_HUB_ID
+  cadenza generate "Hello"
+  cadenza chat
+
+`cadenza COMMAND --help` says more.
+""",
+    epilog="Exit codes: 0 all is well, 1 a failure, 2 wrong options, 130 Ctrl-C.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # in rich's panels long option names are cut, and then they cannot be read anywhere
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("up", help=up.HELP)(with_service_options(up.up))
-app.command("generate", help=generate.HELP)(with_service_options(generate.generate, exclude={"seed"}))
-app.command("chat", help=chat.HELP)(with_service_options(chat.chat, exclude={"seed"}))
+_FOR_MODEL = "Server started by --model: {}"
+
+
+def _add(name: str, module: ModuleType, function: Callable[..., None], **service_options: Any) -> None:
+    """A command with the services' options behind its own."""
+    make = app.command(name, help=module.HELP, epilog=module.EPILOG, cls=GroupedCommand)
+    make(with_service_options(function, **service_options))
+
+
+_add("up", up, up.up)
+_add("generate", generate, generate.generate, exclude={"seed"}, heading=_FOR_MODEL)
+_add("chat", chat, chat.chat, exclude={"seed"}, heading=_FOR_MODEL)
 
 
 def _print_version(wanted: bool) -> None:
@@ -49,25 +71,34 @@ def cadenza(
 
 @app.command("demo")
 def demo(
-    model: Annotated[str | None, typer.Option(help="Model folder; default: the embedded models/cadenza-demo.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
+    model: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Model folder; default: the embedded models/cadenza-demo.")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where the model runs.")] = "cpu",
     max_num_seqs: Annotated[
-        int, typer.Option(min=1, help="Batch slots; fewer than prompts, so that some must wait.")
+        int, typer.Option(min=1, metavar="INTEGER", help="Batch slots; fewer than prompts, so that some must wait.")
     ] = 4,
 ) -> None:
-    """Start both services on the embedded model, send prompts at once, and draw the schedule that ran."""
+    """See it work: live answers, then the schedule.
+
+    Starts both services on the embedded model, sends ten prompts at once, and draws the schedule that ran.
+    """
     from cadenza.demo import run_demo
 
     run_demo(model=model, device=device, max_num_seqs=max_num_seqs)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, _terminate)
+    """Run one command and return its exit code: 0, 1 for a failure, 2 for wrong options, 130 for Ctrl-C."""
+    _open_streams()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, _terminate)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without the answer's characters shows ? in their place
         sys.stdout.reconfigure(errors="replace")
     try:
         code = app(args=list(sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False)
+    except OptionError as error:
+        return _fail(str(error), 2)
     except CadenzaError as error:
         return _fail(str(error), 1)
     except _UsageError as error:
@@ -77,9 +108,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `cadenza generate | head -1`
         _discard_stdout()
         return 1
+    except OSError as error:  # such as a full disk
+        _discard_stdout()
+        return _fail(str(error), 1)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return code if isinstance(code, int) else 0
+
+
+def _open_streams() -> None:
+    """Lead stdout and stderr nowhere where they were closed before the start, as by `>&-`; Python has None then."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False))
 
 
 def _terminate(number: int, frame: object) -> None:

@@ -4,95 +4,139 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from cadenza.cli.generate import MaxTokens, Model, Seed, Target, Temperature, TopK, TopP, make_params
-from cadenza.cli.service_args import serving
+import typer
+
+from cadenza.cli.generate import EPILOG as EPILOG
+from cadenza.cli.generate import MaxTokens, Model, Seed, Stop, Target, Temperature, TopK, TopP, make_params
+from cadenza.cli.interrupts import Interrupts
+from cadenza.cli.service_args import Config, serving
 from cadenza.cli.text import notice, typed, write
 from cadenza.client import Client
 from cadenza.errors import CadenzaError, FailedPreconditionError, UnavailableError
 from cadenza.sampling_params import SamplingParams
 
-HELP = (
-    "Talk with a model. Ctrl-C stops an answer, /reset begins anew, /quit or Ctrl-D leaves. Options from --device on "
-    "are for the server that --model starts."
-)
+HELP = """Talk with a model.
+
+\b
+Examples:
+  cadenza chat                              with the server at port 50051 here
+  cadenza chat --target 10.0.0.5:50051 --system "You answer briefly."
+  cadenza chat --model models/cadenza-demo  with a server of its own
+
+Ctrl-C stops an answer; what was said of it stays in the conversation. /reset begins a new conversation, /quit or Ctrl-D
+leaves. Lines from a pipe are asked one after the other.
+"""
+_COMMANDS = "/reset begins anew, /quit or Ctrl-D leaves"
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """What was said, the system message first if there is one."""
+
+    client: Client
+    params: SamplingParams
+    system: str | None
+    interactive: bool
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def reset(self) -> None:
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
 
 def chat(
     target: Target = None,
     model: Model = None,
+    config: Config = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System message that begins every conversation.")
+    ] = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Seed = None,
+    stop: Stop = None,
     **options: Any,
 ) -> None:
     """Run the command; raises CadenzaError."""
-    params = make_params(max_tokens=max_tokens or None, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    with serving(target, model, options) as address, Client(address) as client:
+    params = make_params(
+        max_tokens=max_tokens or None, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
+    )
+    with serving(target, model, config, options) as address, Client(address) as client:
         info = client.model_info()
         if not info.has_chat_template:
             raise FailedPreconditionError(f"{info.model} has no chat template: use cadenza generate --raw")
-        _talk(client, params, interactive=sys.stdin.isatty())
+        conversation = _Conversation(
+            client, params, None if system is None else typed(system), interactive=sys.stdin.isatty()
+        )
+        with Interrupts() as interrupts:
+            _talk(conversation, interrupts)
 
 
-def _talk(client: Client, params: SamplingParams, *, interactive: bool) -> None:
-    if interactive:
+def _talk(conversation: _Conversation, interrupts: Interrupts) -> None:
+    if conversation.interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - line editing and history in input()
-        notice("Ctrl-C stops an answer, /reset begins anew, /quit or Ctrl-D leaves")
-    history: list[dict[str, str]] = []
-    while (line := _read("> " if interactive else "")) is not None:
+        notice(f"Ctrl-C stops an answer, {_COMMANDS}")
+    conversation.reset()
+    while (line := _read("> " if conversation.interactive else "", interrupts)) is not None:
         if not line.strip():
             continue
         if line.strip() == "/quit":
             return
         if line.strip() == "/reset":
-            history.clear()
+            conversation.reset()
             notice("a new conversation")
         elif line.startswith("/"):
             notice("commands are /quit and /reset")
         else:
-            _answer(client, history, line, params)
+            _answer(conversation, line, interrupts)
 
 
-def _read(prompt: str) -> str | None:
+def _read(prompt: str, interrupts: Interrupts) -> str | None:
     """A line, or None at the end of input; Ctrl-C drops the line."""
     while True:
         try:
-            return typed(input(prompt))
+            with interrupts.listening():
+                return typed(input(prompt))
         except EOFError:
             if prompt:
                 write("\n")
             return None
         except KeyboardInterrupt:
             write("\n")
-            notice("/quit or Ctrl-D leaves")
+            notice(_COMMANDS)
 
 
-def _answer(client: Client, history: list[dict[str, str]], line: str, params: SamplingParams) -> None:
-    """Stream the answer to `line` and add both to the history; a question that fails is taken back."""
-    history.append({"role": "user", "content": line})
-    said = ""
-    deltas = client.stream_chat(history, params)
+def _answer(conversation: _Conversation, line: str, interrupts: Interrupts) -> None:
+    """Stream the answer to `line` and add both to the conversation; a question that fails is taken back."""
+    messages = conversation.messages
+    messages.append({"role": "user", "content": line})
+    said, ending = "", None
+    deltas = conversation.client.stream_chat(messages, conversation.params)
     try:
-        for delta in deltas:
-            for sample in delta.outputs:
-                said += sample.text
-                write(sample.text)
+        with interrupts.listening():
+            for delta in deltas:
+                for sample in delta.outputs:
+                    said += sample.text
+                    write(sample.text)
+                    ending = sample.finish_detail
         write("\n")
+        if ending not in ("eos", "stop_token", "stop_string"):
+            notice(f"the answer ended early: {ending}")
     except KeyboardInterrupt:
         write("\n")
         notice("stopped")
     except CadenzaError as error:
-        if isinstance(error, UnavailableError):
+        if isinstance(error, UnavailableError) and not conversation.interactive:
             raise
         write("\n" if said else "")
-        history.pop()
-        notice(f"{error} (/reset begins anew)")
+        messages.pop()
+        notice(f"{error} (your message is taken back; {_COMMANDS})")
         return
     finally:
         deltas.close()  # aborts the request if it still runs
-    history.append({"role": "assistant", "content": said})
+    messages.append({"role": "assistant", "content": said})

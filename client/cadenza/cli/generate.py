@@ -5,37 +5,55 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from cadenza.async_client import AsyncClient
-from cadenza.cli.service_args import serving
+from cadenza.cli.service_args import Config, serving
 from cadenza.cli.text import notice, printable, typed, write
-from cadenza.errors import OptionError
+from cadenza.errors import CadenzaError, OptionError
 from cadenza.outputs import RequestOutput
 from cadenza.sampling_params import SamplingParams
 
-HELP = (
-    "Answer prompts, several at once, and stream the answers. Reads one prompt from stdin when none is given. The "
-    "model's chat template is applied unless --raw. Options from --device on are for the server that --model starts."
-)
-Target = Annotated[str | None, typer.Option(help="HOST:PORT of a running server. [default: 127.0.0.1:50051]")]
-Model = Annotated[str | None, typer.Option(help="Start a server for this model, for this command only.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer; 0: as many as the model allows.")]
-Temperature = Annotated[float, typer.Option(help="Randomness; 0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")]
-TopK = Annotated[int, typer.Option(help="Keep this many most likely tokens; 0: all.")]
-Seed = Annotated[int | None, typer.Option(help="Sampling seed; default: drawn.")]
-Stop = Annotated[list[str] | None, typer.Option(help="String that ends the answer; may be given again.")]
+HELP = """Answer prompts and stream the answers.
+
+\b
+Examples:
+  cadenza generate "What is 27 + 48?"       by the server at port 50051 here
+  cadenza generate --target 10.0.0.5:50051 --temperature 0 "Hello" "Hi"
+  cadenza generate --model models/cadenza-demo --raw "12+34="
+
+Several prompts run at once; one is read from stdin when none is given. The model's chat template is applied unless
+--raw. With --model a server is started for this command only, with the options below; CADENZA_SEED is its seed of dummy
+weights.
+"""
+EPILOG = "Exit codes: 0 answered, 1 a failure, 2 wrong options, 130 Ctrl-C."
+
+
+def _option(metavar: str, text: str) -> Any:
+    return typer.Option(metavar=metavar, help=text)
+
+
+Target = Annotated[str | None, _option("HOST:PORT", "A running server.  [default: 127.0.0.1:50051]")]
+Model = Annotated[
+    str | None, _option("TEXT", "Start a server for this model (folder or hub id), for this command only.")
+]
+MaxTokens = Annotated[int, _option("INTEGER", "Most tokens of an answer; 0: as many as the model allows.")]
+Temperature = Annotated[float, _option("NUMBER", "Randomness; 0 is greedy.")]
+TopP = Annotated[float, _option("NUMBER", "Keep the most likely tokens up to this probability.")]
+TopK = Annotated[int, _option("INTEGER", "Keep this many most likely tokens; 0: all.")]
+Seed = Annotated[int | None, _option("INTEGER", "Sampling seed; without it, one is drawn.")]
+Stop = Annotated[list[str] | None, _option("TEXT", "String that ends the answer; may be given several times.")]
 
 
 def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", show_default=False)] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", show_default=False, hidden=True)] = None,
     target: Target = None,
     model: Model = None,
+    config: Config = None,
     raw: Annotated[bool, typer.Option("--raw", help="Apply no chat template.")] = False,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 1.0,
@@ -64,7 +82,7 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
     )
-    with serving(target, model, options) as address:
+    with serving(target, model, config, options) as address:
         asyncio.run(_generate(address, prompts, params, raw=raw, as_json=as_json))
 
 
@@ -88,26 +106,41 @@ async def _generate(address: str, prompts: list[str], params: SamplingParams, *,
 
 
 async def _print_json(client: AsyncClient, prompts: list[str], params: SamplingParams, raw: bool) -> None:
-    if raw:
-        outputs = await client.generate(prompts, params)
-    else:
-        outputs = await client.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+    outputs: Sequence[RequestOutput | None]
+    failure: CadenzaError | None = None
+    try:
+        if raw:
+            outputs = await client.generate(prompts, params)
+        else:
+            outputs = await client.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+    except CadenzaError as error:  # of some prompts: the others' results are with it
+        failure, outputs = error, error.outputs or [None] * len(prompts)
     for prompt, output in zip(prompts, outputs, strict=True):
-        (sample,) = output.outputs
-        line = {
-            "prompt": prompt,
-            "text": sample.text,
-            "token_ids": sample.token_ids,
-            "finish_reason": sample.finish_reason,
-            "finish_detail": sample.finish_detail,
-            "stop_reason": sample.stop_reason,
-            "seed": output.seed,
-            "request_id": output.request_id,
-            "metrics": asdict(output.metrics) if output.metrics else None,
-        }
-        # Where stdout cannot carry every character, escapes keep the data whole.
-        ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
-        sys.stdout.write(json.dumps(line, ensure_ascii=ascii_only) + "\n")
+        if output is not None:
+            _print_object(prompt, output)
+    if failure is not None:
+        for index, other in failure.errors.items():
+            if other is not failure:
+                notice(f"{printable(prompts[index])[:40]!r}: {other}")
+        raise failure
+
+
+def _print_object(prompt: str, output: RequestOutput) -> None:
+    (sample,) = output.outputs
+    line = {
+        "prompt": prompt,
+        "text": sample.text,
+        "token_ids": sample.token_ids,
+        "finish_reason": sample.finish_reason,
+        "finish_detail": sample.finish_detail,
+        "stop_reason": sample.stop_reason,
+        "seed": output.seed,
+        "request_id": output.request_id,
+        "metrics": asdict(output.metrics) if output.metrics else None,
+    }
+    # Where stdout cannot carry every character, escapes keep the data whole.
+    ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
+    sys.stdout.write(json.dumps(line, ensure_ascii=ascii_only) + "\n")
 
 
 async def _print_streams(client: AsyncClient, prompts: list[str], params: SamplingParams, raw: bool) -> None:

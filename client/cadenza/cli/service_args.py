@@ -5,27 +5,50 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from cadenza.errors import OptionError
-from cadenza.local_options import config_classes, service_options
+from cadenza.local_options import config_classes, read_places, service_options
 
-_PANEL = "Options of the services"
+Config = Annotated[
+    str | None,
+    typer.Option(help="TOML file with any of these options, as in block_size = 32.", metavar="FILE"),
+]
 
 
-def with_service_options(command: Callable[..., None], exclude: Collection[str] = ()) -> Callable[..., None]:
+class GroupedCommand(TyperCommand):
+    """A command whose help has its options under headings: the command's own first, then those of each panel."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the sections; called by click."""
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                panel = getattr(parameter, "rich_help_panel", None) or "Options"
+                sections.setdefault(panel, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def with_service_options(
+    command: Callable[..., None], exclude: Collection[str] = (), heading: str = "{}"
+) -> Callable[..., None]:
     """Give `command` a keyword parameter for each option of the services in place of its `**options`.
 
     Values arrive as text (flags as bool) and None where not given: the configurations check them, so that every front
-    has the same errors. Without the services installed there are no such options.
+    has the same errors. `heading` is what help says over each group of them. Without the services installed there are
+    no such options.
     """
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     taken = {p.name for p in own} | set(exclude)
-    parameters = own + [_parameter(name, field) for name, field in _fields() if name not in taken]
+    parameters = own + [_parameter(name, field, heading) for name, field in _fields() if name not in taken]
 
     def run(**values: Any) -> None:
         command(**values)
@@ -37,14 +60,17 @@ def with_service_options(command: Callable[..., None], exclude: Collection[str] 
 
 
 @contextlib.contextmanager
-def serving(target: str | None, model: str | None, options: dict[str, Any]) -> Iterator[str]:
+def serving(target: str | None, model: str | None, config: str | None, options: dict[str, Any]) -> Iterator[str]:
     """The server to talk to: the one at `target`, or one started here for `model` and stopped at the end."""
     from cadenza.transport import SCHEDULER_PORT, parse_address
 
     given = {name: value for name, value in options.items() if value is not None}
+    if model is None and config is not None and (place := read_places({}, config, {}).get("model")) is not None:
+        model = place.value
     if model is None:
-        if given:
-            raise OptionError(f"option {next(iter(given))} is for a service started here: give --model too")
+        if given or config is not None:
+            name = "config" if config is not None else next(iter(given))
+            raise OptionError(f"option {name} is for a service started here: give --model too")
         try:
             parse_address(target or "", default_port=SCHEDULER_PORT)
         except ValueError as error:
@@ -59,42 +85,42 @@ def serving(target: str | None, model: str | None, options: dict[str, Any]) -> I
     with contextlib.ExitStack() as stack:
         with console.status(f"starting both services on {model}"):
             # Events come from another thread while the answer streams: a line of their own.
-            services = stack.enter_context(LocalServices(model, on_event=console.print, **given))
+            services = stack.enter_context(LocalServices(model, config=config, on_event=console.print, **given))
         yield services.target
 
 
 def _fields() -> Iterator[tuple[str, Any]]:
+    """The services' options by name, group by group."""
     try:
         services = service_options()
     except OptionError:
         return
+    from cadenza.settings.help import GROUPS, group_of
+
     configs = config_classes()
+    fields = {}
     for name, owners in services.items():
-        fields = [configs[owner].model_fields[name] for owner in owners]
+        both = [configs[owner].model_fields[name] for owner in owners]
         # Where both have it, the scheduler's default counts, unless it has none of its own and takes the executor's.
-        yield name, next((field for field in reversed(fields) if field.default is not None), fields[0])
+        fields[name] = next((field for field in reversed(both) if field.default is not None), both[0])
+    yield from sorted(fields.items(), key=lambda item: GROUPS.index(group_of(item[1])))
 
 
-def _parameter(name: str, field: Any) -> inspect.Parameter:
-    kind = field.annotation
-    default = "" if field.default is None else f"  [default: {field.default}]".lower()
-    flag = f"--{name.replace('_', '-')}"
-    help_text = f"{field.description}{default}"
-    annotation: Any
-    if kind is bool:
-        off = f"--no-{name.replace('_', '-')}"
-        annotation = Annotated[
-            bool | None, typer.Option(f"{flag}/{off}", help=help_text, show_default=False, rich_help_panel=_PANEL)
-        ]
-    else:
-        metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else _metavar(kind)
-        annotation = Annotated[
-            str | None,
-            typer.Option(flag, help=help_text, metavar=metavar, show_default=False, rich_help_panel=_PANEL),
-        ]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _parameter(name: str, field: Any, heading: str) -> inspect.Parameter:
+    from cadenza.settings.help import described, group_of, value_name
+    from cadenza.settings.names import flag
 
-
-def _metavar(kind: Any) -> str:
-    kinds = [each for each in (get_args(kind) or (kind,)) if each is not type(None)]
-    return {int: "INTEGER", float: "NUMBER"}.get(kinds[0], "TEXT")
+    shown = value_name(field.annotation)
+    kind: Any = str if shown else bool
+    declaration = flag(name) if shown else f"{flag(name)}/{flag('no_' + name)}"
+    group = group_of(field)
+    option = typer.Option(
+        declaration,
+        help=described(field),
+        metavar=shown or None,
+        show_default=False,
+        rich_help_panel=None if group == "Basics" and heading == "{}" else heading.format(group),
+    )
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )

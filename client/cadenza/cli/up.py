@@ -4,47 +4,102 @@ from __future__ import annotations
 
 import signal
 import sys
+from functools import cache
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from cadenza.errors import LocalServiceError
+from cadenza.cli.service_args import Config
+from cadenza.errors import LocalServiceError, OptionError
 from cadenza.transport import SCHEDULER_PORT
 
-HELP = (
-    "Start an executor and a scheduler for a model. Prints `ready HOST:PORT` on stdout once it can serve; the logs of "
-    "both go to stderr. SIGINT or SIGTERM stops both. A service that dies is started again. Options from "
-    "--device on can also be set in the environment: CADENZA_BLOCK_SIZE=32."
-)
+HELP = """Serve a model.
+
+Starts an executor and a scheduler and watches over both.
+
+\b
+Example:
+  cadenza up --model models/cadenza-demo
+  cadenza generate "Hello"              (in another terminal)
+
+Prints `ready HOST:PORT` on stdout once it can serve. The settings in force and the logs of both services go to stderr,
+each line with the name of the service. A service that dies is started again. Ctrl-C or SIGTERM stops both.
+
+Every option can also be set in the environment, as in CADENZA_BLOCK_SIZE=32, or in a TOML file (--config), as in
+block_size = 32. The command line goes before the environment, and that before the file.
+"""
+EPILOG = "Exit codes: 0 stopped by a signal, 1 a service did not start or kept dying, 2 wrong options."
 _STYLES = {"executor": "cyan", "scheduler": "green", "cadenza": "bold yellow"}
+
+Model = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="Folder or Hugging Face hub id of the model.  [required]")
+]
+Host = Annotated[str | None, typer.Option(metavar="TEXT", help="Address to listen on.  [default: 127.0.0.1]")]
+Port = Annotated[
+    str | None,
+    typer.Option(metavar="INTEGER", help=f"Port to listen on; 0: any free one.  [default: {SCHEDULER_PORT}]"),
+]
 
 
 def up(
-    model: Annotated[str, typer.Option(help="Folder or Hugging Face hub id of the model.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = SCHEDULER_PORT,
+    model: Model = None,
+    host: Host = None,
+    port: Port = None,
+    config: Config = None,
     **options: Any,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then exit 0; raises LocalServiceError if the services are given up."""
     from cadenza.local import LocalServices
+    from cadenza.local_options import Setting, read_places
 
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    places = read_places({"model": model, "host": host, "port": port}, config)
+    if "model" not in places:
+        raise OptionError("option model: it is missing: give --model, CADENZA_MODEL, or model in a file with --config")
 
-    def log(service: str, line: str) -> None:
-        console.print(Text.assemble((f"{service:9} │ ", _STYLES[service]), Text(line)))
+    def value(name: str, default: Any) -> Any:
+        return places.get(name, Setting(default)).value
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     with LocalServices(
-        model, host=host, port=port, on_log=log, on_event=lambda text: log("cadenza", text), **options
+        value("model", None),
+        host=value("host", "127.0.0.1"),
+        port=value("port", SCHEDULER_PORT),
+        config=config,
+        on_log=_log,
+        on_event=lambda text: _log("cadenza", text),
+        **options,
     ) as services:
+        _print_settings(services, places)
         sys.stdout.write(f"ready {services.target}\n")
         sys.stdout.flush()
         while not services.wait_failure(1.0):
             pass
         raise services.failure or LocalServiceError("the services ended")
+
+
+def _print_settings(services: Any, places: Any) -> None:
+    import grpc
+
+    from cadenza.cli.in_force import settings_in_force
+
+    try:
+        lines = settings_in_force(services, places)
+    except grpc.RpcError:  # one has died again just now: it is restarted, and that is told
+        lines = ["the settings in force are not known: a service does not answer"]
+    for line in lines:
+        _log("cadenza", line)
+
+
+@cache
+def _console() -> Console:
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def _log(service: str, line: str) -> None:
+    _console().print(Text.assemble((f"{service:9} │ ", _STYLES[service]), Text(line)))
 
 
 def _stop(number: int, frame: object) -> None:

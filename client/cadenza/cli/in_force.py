@@ -1,0 +1,100 @@
+"""The settings that two services run with, as they say themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import grpc
+
+from cadenza.local import LocalServices
+from cadenza.local_options import EXECUTOR, SCHEDULER, Setting
+from cadenza.transport import channel_options
+from cadenza.v1 import execution_pb2, execution_pb2_grpc, generation_pb2, generation_pb2_grpc, types_pb2
+
+_TIMEOUT_S = 5.0
+_NUMERICS = {types_pb2.NUMERICS_MODE_EXACT: "exact", types_pb2.NUMERICS_MODE_FAST: "fast"}
+
+
+def settings_in_force(services: LocalServices, places: Mapping[str, Setting]) -> list[str]:
+    """Lines to read: what was chosen, in people's units and exactly, and which options were set and where.
+
+    `places`: model, host and port where they were set. Raises grpc.RpcError if a service does not answer.
+    """
+    scheduler, executor = services.addresses[SCHEDULER], services.addresses[EXECUTOR]
+    with grpc.insecure_channel(executor, options=channel_options()) as channel:
+        described = execution_pb2_grpc.ExecutionServiceStub(channel).Describe(
+            execution_pb2.DescribeRequest(), timeout=_TIMEOUT_S
+        )
+    with grpc.insecure_channel(scheduler, options=channel_options()) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        model = stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=_TIMEOUT_S)
+        server = stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
+    rows = _describe(described, model, server)
+    rows.append(("listens", f"scheduler on {scheduler}, executor on {executor}"))
+    rows += _origins({**places, **services.settings})
+    return [f"{label:<10}{text}" for label, text in rows]
+
+
+def _describe(
+    executor: execution_pb2.DescribeResponse,
+    model: generation_pb2.GetModelInfoResponse,
+    server: generation_pb2.GetServerInfoResponse,
+) -> list[tuple[str, str]]:
+    shape, kv, prints, options = executor.model, executor.kv, executor.fingerprint, server.options
+    num_tokens = kv.num_device_blocks * kv.block_size
+    host = f", {kv.num_host_blocks:,} more on the host" if kv.num_host_blocks else ""
+    return [
+        ("model", model.model),
+        ("", f"{model.architecture}, {_short(model.num_parameters)} parameters ({model.num_parameters:,})"),
+        ("weights", f"{shape.dtype}, {_size(shape.weight_bytes)}"),
+        ("device", f"{executor.device}, {_count(prints.num_threads, 'thread')}, numerics {_NUMERICS[prints.mode]}"),
+        (
+            "KV cache",
+            f"{kv.num_device_blocks:,} blocks of {kv.block_size} tokens, room for {num_tokens:,} tokens{host}",
+        ),
+        (
+            "",
+            f"{kv.dtype}, {_size(kv.bytes_per_block)} each, {_size(kv.num_device_blocks * kv.bytes_per_block)} in all",
+        ),
+        (
+            "limits",
+            f"max_model_len {model.max_model_len}, max_num_seqs {options['max_num_seqs']}, "
+            f"max_num_batched_tokens {options['max_num_batched_tokens']}",
+        ),
+        ("tokenizer", options["tokenizer"] or "none: token ids only"),
+    ]
+
+
+def _origins(settings: Mapping[str, Setting]) -> list[tuple[str, str]]:
+    """What was set and where, in the order in which one goes before the other."""
+    by_origin: dict[str, list[str]] = {}
+    for name, setting in settings.items():
+        by_origin.setdefault(setting.origin, []).append(f"{name} {setting.value}")
+    order = sorted(by_origin, key=lambda origin: (origin != "", not origin.upper().startswith("CADENZA_"), origin))
+    texts = [f"{origin or 'the command line'}: {', '.join(by_origin[origin])}" for origin in order]
+    labels = ["set by", *[""] * len(texts)]
+    return list(zip(labels, [*texts, "all other options are at their defaults"], strict=True))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _short(number: float) -> str:
+    for unit in ("", " thousand", " million"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g} billion"
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes in binary units and exactly."""
+    if num_bytes < 1024:
+        return f"{num_bytes} bytes"
+    number: float = num_bytes
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        number /= 1024
+        if number < 1024 or unit == "TiB":
+            break
+    return f"{number:.1f} {unit} ({num_bytes:,} bytes)"

@@ -1,0 +1,66 @@
+"""`python -m cadenza.healthcheck HOST:PORT`: exit code 0 if a service is serving, else 1 and the reason in one line.
+
+For the health checks of containers and of whatever else starts processes. It asks grpc.health.v1, as both services
+answer it, and needs nothing but grpcio and protobuf.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+
+import grpc
+from google.protobuf import wrappers_pb2
+
+from cadenza.transport import SCHEDULER_PORT, format_address, parse_address
+
+_CHECK = "/grpc.health.v1.Health/Check"
+_STATES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")  # grpc.health.v1.HealthCheckResponse.ServingStatus
+_SERVING = _STATES.index("SERVING")
+
+
+def check(target: str, service: str = "", *, timeout_s: float = 3.0) -> str | None:
+    """Ask a server how `service` is, where "" stands for the whole server. None if it is serving, else the reason.
+
+    Raises ValueError if `target` is no HOST:PORT, or `timeout_s` no time to wait.
+    """
+    if not 0 < timeout_s < math.inf:
+        raise ValueError(f"the timeout must be a number of seconds above 0, not {timeout_s:g}")
+    address = format_address(*parse_address(target, default_port=SCHEDULER_PORT))
+    # A check of this machine by this machine: no proxy that the environment may name has a part in it.
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        # Request and response are one field each, numbered 1, a string and an enum: on the wire what these wrappers
+        # are. The real messages come with grpcio-health-checking, which the light client does without.
+        call = channel.unary_unary(
+            _CHECK,
+            request_serializer=wrappers_pb2.StringValue.SerializeToString,
+            response_deserializer=wrappers_pb2.Int32Value.FromString,
+        )
+        try:
+            state = call(wrappers_pb2.StringValue(value=service), timeout=timeout_s).value
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+    if state == _SERVING:
+        return None
+    return _STATES[state] if 0 <= state < len(_STATES) else f"state {state}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 serving, 1 not serving or no answer, 2 wrong options."""
+    parser = argparse.ArgumentParser(prog="python -m cadenza.healthcheck", description="Is a Cadenza service serving?")
+    parser.add_argument("target", metavar="HOST:PORT")
+    parser.add_argument("--service", default="", metavar="NAME", help="ask for one gRPC service (default: the server)")
+    parser.add_argument("--timeout-s", type=float, default=3.0, metavar="SECONDS", help="how long to wait (default: 3)")
+    options = parser.parse_args(arguments)
+    try:
+        reason = check(options.target, options.service, timeout_s=options.timeout_s)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{options.target}: {reason or 'SERVING'}", file=sys.stderr if reason else sys.stdout)
+    return 1 if reason else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""What --help says of a service's options: under headings, each with its value, its meaning and its default."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from cadenza.settings.names import flag
+
+GROUPS = ("Basics", "Model", "Memory", "Batching", "Scheduling", "Logging")
+"""Headings of --help and of docs/options.md, in this order."""
+_OTHER = "Scheduling"
+
+
+def about(group: str, unit: str = "", values: str = "") -> dict[str, Any]:
+    """What help and docs/options.md need to know of a field beside its description: its json_schema_extra.
+
+    `unit` is what a number counts; `values` are those of a validator, where the field's type does not name them.
+    """
+    return {"group": group, "unit": unit, "values": values}
+
+
+def group_of(field: FieldInfo) -> str:
+    """The heading under which an option stands."""
+    return _extra(field, "group") or _OTHER
+
+
+def unit_of(field: FieldInfo) -> str:
+    """What a number counts; empty for others."""
+    return _extra(field, "unit")
+
+
+def values_of(field: FieldInfo) -> str:
+    """Choices or range, as text; empty where any text will do."""
+    if field.annotation is bool:
+        return "on, off"
+    signs = {"ge": "{} or more", "gt": "over {}", "le": "at most {}", "lt": "under {}"}
+    limits = [
+        text.format(getattr(limit, sign))
+        for limit in field.metadata
+        for sign, text in signs.items()
+        if getattr(limit, sign, None) is not None
+    ]
+    return _extra(field, "values") or ", ".join(choices_of(field.annotation) or limits)
+
+
+def choices_of(annotation: Any) -> list[str]:
+    """The values of a closed set; empty for others."""
+    return [str(value) for value in get_args(annotation)] if get_origin(annotation) is Literal else []
+
+
+def value_name(annotation: Any) -> str:
+    """What stands for the value in help: the choices, or its kind; empty for flags."""
+    kinds = [kind for kind in (get_args(annotation) or (annotation,)) if kind is not type(None)]
+    names = {bool: "", int: "INTEGER", float: "NUMBER"}
+    return "|".join(choices_of(annotation)) or names.get(kinds[0], "TEXT")
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default as text; empty where the description says what happens without a value."""
+    if field.is_required():
+        return "required"
+    default = field.get_default()
+    if default is None:
+        return ""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return ", ".join(default) if isinstance(default, list) else str(default)
+
+
+def described(field: FieldInfo) -> str:
+    """Meaning and default in one text."""
+    default = default_text(field)
+    end = "" if not default else " [required]" if field.is_required() else f" [default: {default}]"
+    return f"{field.description}{end}"
+
+
+def help_text(usage: str, purpose: str, fields: Mapping[str, FieldInfo], end: str, columns: int) -> str:
+    """The whole text of --help, at most `columns` wide."""
+    width = max(50, min(columns, 100))
+    sections: dict[str, list[str]] = {group: [] for group in GROUPS}
+    for name, field in fields.items():
+        value = value_name(field.annotation)
+        shown = f"{flag(name)} {value}" if value else f"{flag(name)}, {flag('no-' + name)}"
+        meaning = textwrap.indent(textwrap.fill(described(field), width - 8), " " * 8)
+        sections.setdefault(group_of(field), []).append(f"  {shown}\n{meaning}")
+    blocks = [f"usage: {usage}", purpose]
+    blocks += ["\n".join([f"{group}:", *entries]) for group, entries in sections.items() if entries]
+    return "\n\n".join([*blocks, textwrap.fill(end, width)])
+
+
+def _extra(field: FieldInfo, name: str) -> str:
+    extra = field.json_schema_extra
+    return str(extra.get(name, "")) if isinstance(extra, dict) else ""

@@ -1,0 +1,145 @@
+"""The base of the services' configurations, and how `python -m SERVICE` reads its options."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
+
+from cadenza.settings.file import OptionsFileError, read_file
+from cadenza.settings.help import about, help_text
+from cadenza.settings.names import ENV_PREFIX, flag, misspelling_of, suggestion, variable
+
+
+class ServiceSettings(BaseSettings):
+    """What the configurations of both services have in common. The docstring of each begins its --help."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        protected_namespaces=(),
+    )
+    service: ClassVar[str]
+    exit_codes: ClassVar[str]
+
+    config: str | None = Field(
+        None,
+        description="TOML file of options by these names; what stands in arguments or environment goes before it.",
+        json_schema_extra=about("Basics"),
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """First goes before last; arguments come before all of them."""
+        return init_settings, env_settings, _FileSource(settings_cls)
+
+
+_Config = TypeVar("_Config", bound=ServiceSettings)
+
+
+class _FileSource(PydanticBaseSettingsSource):
+    """The file that the sources before it have named as `config`."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        raise NotImplementedError  # __call__ gives all values at once
+
+    def __call__(self) -> dict[str, Any]:
+        path = self.current_state.get("config")
+        config: Any = self.settings_cls
+        return {} if path is None else read_file(path).of_service(config.service, config.model_fields)
+
+
+def read_config(config: type[_Config], arguments: list[str], fail: Callable[[str], None]) -> _Config | None:
+    """The service's options; None if some are wrong, of which `fail` has then been told, each in one line.
+
+    `--help` prints the help and raises SystemExit.
+    """
+    if {"-h", "--help"} & set(arguments):
+        usage = f"python -m {config.service}_svc [OPTIONS]"
+        columns = shutil.get_terminal_size().columns
+        print(help_text(usage, inspect.cleandoc(config.__doc__ or ""), config.model_fields, config.exit_codes, columns))
+        raise SystemExit(0)
+    try:
+        return CliApp.run(config, cli_args=arguments, cli_exit_on_error=False)
+    except ValidationError as exc:
+        for error in exc.errors():
+            name = str(error["loc"][0]) if error["loc"] else "options"
+            fail(f"{_origin(name, arguments)}: {reason(error)}")
+    except OptionsFileError as exc:
+        fail(str(exc))
+    except SettingsError as exc:
+        fail(_option_message(str(exc), config))
+    return None
+
+
+def reason(problem: ErrorDetails) -> str:
+    """What is wrong with a value, and the value unless our own check has named it already."""
+    if problem["type"] in ("value_error", "missing"):
+        return problem["msg"].removeprefix("Value error, ")
+    return f"{problem['msg']}, not {problem['input']!r:.60}"
+
+
+def unheard(config: ServiceSettings, environment: Mapping[str, str]) -> Iterator[str]:
+    """Sentences about what was said and has no effect here: misspelled variables, and what is left to others."""
+    names = type(config).model_fields
+    variables = {variable(name) for name in names}
+    known = [name.upper() for name in names]
+    others = []
+    for given in sorted(environment):
+        if given.upper().startswith(ENV_PREFIX) and given.upper() not in variables:
+            if meant := misspelling_of(given.upper().removeprefix(ENV_PREFIX), known):
+                yield f"{given} in the environment is no option; did you mean {ENV_PREFIX}{meant}?"
+            else:
+                others.append(given)
+    if config.config is not None:
+        others += [f"{name} in {config.config}" for name in read_file(config.config).top if name not in names]
+    if others:
+        yield f"not options of the {config.service}, left to others: {', '.join(others)}"
+
+
+def _origin(name: str, arguments: list[str]) -> str:
+    """Where a refused value stood, as its author knows it."""
+    given = {argument.partition("=")[0] for argument in arguments}
+    if {flag(name), flag("no_" + name)} & given:
+        return flag(name)
+    environment = {key.upper(): value for key, value in os.environ.items()}
+    if variable(name) in environment:
+        return variable(name)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=environment.get(variable("config")))
+    path = parser.parse_known_args(arguments)[0].config
+    if path is None:
+        return flag(name)
+    file = read_file(path)
+    in_file = name in file.top or any(name in table for table in file.tables.values())
+    return f"{path}: {name}" if in_file else flag(name)
+
+
+def _option_message(text: str, config: type[ServiceSettings]) -> str:
+    """argparse's words as `--option: message`."""
+    text = text.removeprefix("error parsing CLI: ")
+    unknown = text.removeprefix("unrecognized arguments: ")
+    if unknown == text:
+        return text.removeprefix("argument ")
+    given = unknown.split()[0].partition("=")[0]
+    return f"{given}: there is no such option{suggestion(given, [flag(name) for name in config.model_fields])}"

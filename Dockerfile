@@ -1,0 +1,84 @@
+# Both services, one image each: `--target scheduler`, which holds no torch, and `--target executor`.
+#
+# Plain syntax, for the classic builder of Docker 20.10. It runs every stage above the one it is asked for, so the
+# scheduler's stages come first. docs/docker.md explains the build arguments.
+ARG PYTHON_IMAGE=python:3.11-slim
+
+FROM ${PYTHON_IMAGE} AS base
+# The root file system is read-only when it runs: pip has compiled everything already.
+ENV PATH=/opt/cadenza/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+
+# ---------------------------------------------------------------- build: an empty environment, and what belongs in it
+
+FROM base AS build
+ARG PIP_INDEX_URL
+ARG PIP_NO_INDEX
+# Arguments end with their stage, variables do not. pip takes an empty one for none.
+ENV PIP_CONSTRAINT=/build/constraints.txt \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_FIND_LINKS=/build/wheels \
+    PIP_INDEX_URL=$PIP_INDEX_URL \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_NO_INDEX=$PIP_NO_INDEX \
+    PIP_ROOT_USER_ACTION=ignore
+WORKDIR /build
+COPY wheels/ wheels/
+COPY pyproject.toml constraints.txt ./
+# The requirements by themselves, so that a change of the code installs nothing again but the code.
+RUN python -m venv --without-pip /opt/cadenza \
+ && for extra in scheduler executor; do \
+      python -c "import sys, tomllib; project = tomllib.load(sys.stdin.buffer)['project']; \
+print(*project['dependencies'], *project['optional-dependencies']['$extra'], sep='\n')" \
+        < pyproject.toml > "$extra.txt" || exit 1; \
+    done
+
+FROM build AS wheel
+COPY LICENSE README.md ./
+COPY client/ client/
+COPY scheduler_svc/ scheduler_svc/
+COPY executor_svc/ executor_svc/
+RUN pip wheel --quiet --no-deps --wheel-dir dist .
+
+# ---------------------------------------------------------------- runtime: a user, and the one folder it may write to
+
+FROM base AS runtime
+RUN groupadd --gid 10001 cadenza \
+ && useradd --uid 10001 --gid 10001 --no-log-init --create-home --shell /usr/sbin/nologin cadenza \
+ && install -d -o 10001 -g 10001 /home/cadenza/.cache /home/cadenza/.cache/huggingface
+ENV HOME=/home/cadenza
+WORKDIR /home/cadenza
+
+# ---------------------------------------------------------------- scheduler
+
+FROM build AS scheduler-build
+RUN pip --python /opt/cadenza/bin/python install --quiet -r scheduler.txt
+COPY --from=wheel /build/dist/ dist/
+RUN pip --python /opt/cadenza/bin/python install --quiet --no-deps dist/*.whl
+
+FROM runtime AS scheduler
+COPY --from=scheduler-build /opt/cadenza/ /opt/cadenza/
+USER 10001:10001
+EXPOSE 50051
+ENTRYPOINT ["python", "-m", "scheduler_svc"]
+
+# ---------------------------------------------------------------- executor
+
+FROM build AS executor-build
+# The build of torch, as the end of its version: +cpu, or nothing for the CUDA build of pip's default index, where an
+# empty TORCH_INDEX leads. `===` compares the whole version: a +cpu wheel that lies in wheels/ is no CUDA build.
+ARG TORCH_BUILD=+cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN torch="torch===$(sed -n 's/^torch==//p' constraints.txt)$TORCH_BUILD" \
+ && install="pip --python /opt/cadenza/bin/python install --quiet --no-deps" \
+ && { $install --no-index "$torch" 2>/dev/null || $install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch"; }
+RUN pip --python /opt/cadenza/bin/python install --quiet -r executor.txt
+COPY --from=wheel /build/dist/ dist/
+RUN pip --python /opt/cadenza/bin/python install --quiet --no-deps dist/*.whl
+
+FROM runtime AS executor
+COPY --from=executor-build /opt/cadenza/ /opt/cadenza/
+USER 10001:10001
+EXPOSE 50052
+ENTRYPOINT ["python", "-m", "executor_svc"]

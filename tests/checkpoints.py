@@ -28,7 +28,47 @@ _SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": 0,
     "eos_token_id": 1,
+    "pad_token_id": None,
 }
+
+_WINDOW = 24
+"""Smaller than the sequences of most tests."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": _WINDOW, "head_dim": 12},
+    "qwen2": {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 1},
+    "qwen3": {"head_dim": 12, "tie_word_embeddings": True},
+    "gemma2": {
+        "initializer_range": 0.15,
+        "num_hidden_layers": 4,
+        "head_dim": 12,
+        "sliding_window": _WINDOW,
+        "query_pre_attn_scalar": 10,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 12.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        "initializer_range": 0.15,
+        "num_hidden_layers": 4,
+        "head_dim": 12,
+        "sliding_window": _WINDOW,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 100,
+        "tie_word_embeddings": True,
+    },
+    "phi3": {"hidden_size": 64, "partial_rotary_factor": 0.75, "sliding_window": 40},
+    "granite": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 2.5,
+    },
+}
+"""What each family's tiny model has beside or over `_SHAPE`, by transformers' model_type: all that sets it apart."""
 
 
 def make_llama(
@@ -40,26 +80,43 @@ def make_llama(
     tokenizer: bool = False,
     **shape: Any,
 ) -> Path:
-    """Save a random LlamaForCausalLM checkpoint to a folder and return it.
+    """Save a random LlamaForCausalLM checkpoint to a folder and return it; arguments as in `make_checkpoint`."""
+    return make_checkpoint(folder, "llama", seed=seed, dtype=dtype, shards=shards, tokenizer=tokenizer, **shape)
+
+
+def make_checkpoint(
+    folder: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shards: bool = False,
+    tokenizer: bool = False,
+    **shape: Any,
+) -> Path:
+    """Save a random checkpoint of a family to a folder and return it.
 
     Args:
         folder: made if need be.
+        family: one of `FAMILIES`.
         seed: of the weights. They are wide enough that greedy continuations wander, norms and biases included.
         dtype: of the weights as saved.
         shards: save several safetensors files and their index.
         tokenizer: add a byte-level tokenizer with a chat template; the vocabulary must hold at least 261 ids.
-        shape: fields of transformers' LlamaConfig, over those of a tiny model.
+        shape: fields of the family's config in transformers, over those of a tiny model.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig(**{**_SHAPE, **shape})
+    config = AutoConfig.for_model(family, **{**_SHAPE, **FAMILIES[family], **shape})
+    # Gemma adds 1 to its weights; they are large, or the scaled and tied embedding would repeat each token forever.
+    norms = (0.5, 2.5) if family.startswith("gemma") else (0.5, 1.5)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name:
-                    parameter.uniform_(0.5, 1.5)
+                    parameter.uniform_(*norms)
                 elif name.endswith("bias"):
                     parameter.normal_(0, 0.1)
     model = model.to(dtype)

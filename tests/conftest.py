@@ -31,7 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
 _NEEDS_TORCH = re.compile(
-    r"^\s*(?:from|import) (?:torch|tests\.checkpoints|tests\.helpers\.services|executor_svc(?!\.config))\b",
+    r"^\s*(?:from|import) (?:torch|tests\.checkpoints|executor_svc(?!\.config)"
+    r"|tests\.helpers\.(?:services|executor_harness|sampling|stepping))\b",
     re.MULTILINE,
 )
 

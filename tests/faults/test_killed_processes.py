@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cadenza import Client, SamplingParams
+from cadenza.errors import UnavailableError
 from tests.checkpoints import make_llama
 
 PARAMS = SamplingParams(max_tokens=600, temperature=0.8, seed=5, ignore_eos=True)
@@ -40,6 +42,13 @@ class Up:
     @property
     def log(self) -> str:
         return self._log.read_text(errors="replace")
+
+    def wait_for_log(self, line: str) -> None:
+        """Return once this is in the log: it is written just after what can be seen of it."""
+        deadline = time.monotonic() + 20
+        while line not in self.log:
+            assert time.monotonic() < deadline, f"{line!r} is not in the log:\n{self.log}"
+            time.sleep(0.02)
 
     def service(self, name: str) -> psutil.Process:
         """The process of `executor_svc` or `scheduler_svc`."""
@@ -83,7 +92,8 @@ def test_a_killed_executor_costs_no_token(up: Up) -> None:
                 tokens += delta.outputs[0].token_ids
     assert found == expected
     assert up.service("executor_svc").pid != victim.pid
-    assert "executor" in up.log
+    up.wait_for_log("cadenza   │ the executor died (killed by signal 9); starting it again in 0.2 s")
+    up.wait_for_log("cadenza   │ the executor is back at 127.0.0.1:")
 
 
 def test_an_executor_that_stops_responding_is_no_loss(up: Up) -> None:
@@ -101,16 +111,21 @@ def test_an_executor_that_stops_responding_is_no_loss(up: Up) -> None:
     assert tokens == expected
 
 
-def test_a_killed_scheduler_is_restarted(up: Up) -> None:
+def test_a_killed_scheduler_is_restarted_at_its_port(up: Up) -> None:
+    """Its streams end with an error, for the requests were its own; the same client goes on when it is back."""
     with Client(up.target) as client:
         before = client.generate([[7, 8, 9]], PARAMS)[0].outputs[0].token_ids
-    victim = up.service("scheduler_svc")
-    os.kill(victim.pid, signal.SIGKILL)
-    victim.wait(10)
-    with grpc.insecure_channel(up.target) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-        assert any(answer.status == health_pb2.HealthCheckResponse.SERVING for answer in watch)
-        watch.cancel()
-    with Client(up.target) as client:
-        after = client.generate([[7, 8, 9]], PARAMS)[0].outputs[0].token_ids
-    assert after == before
+        stream = client.stream([7, 8, 9], PARAMS)
+        next(stream)
+        victim = up.service("scheduler_svc")
+        os.kill(victim.pid, signal.SIGKILL)
+        with pytest.raises(UnavailableError):
+            list(stream)
+        victim.wait(10)
+        with grpc.insecure_channel(up.target) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            assert any(answer.status == health_pb2.HealthCheckResponse.SERVING for answer in watch)
+            watch.cancel()
+        assert client.generate([[7, 8, 9]], PARAMS)[0].outputs[0].token_ids == before
+    up.wait_for_log("cadenza   │ the scheduler died (killed by signal 9); starting it again in 0.2 s")
+    up.wait_for_log(f"cadenza   │ the scheduler is back at {up.target}")

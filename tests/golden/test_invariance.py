@@ -1,14 +1,16 @@
 """A request's tokens and logprobs, to the bit, whatever it is batched with.
 
-Over batch composition, chunk size, block size, pool size (small enough to force preemption), plans in flight and
-order of arrival; greedy and seeded sampling; fp32 and bf16; through both services over gRPC.
+Over batch composition, chunk size, block size, pool size (small enough to force preemption), plans in flight, order of
+arrival, batching policies and orders of service; greedy and seeded sampling; fp32 and bf16; through both services over
+gRPC.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +35,7 @@ class Setting:
     one_by_one: bool = False
     shuffle: bool = False
     preempts: bool = False
+    scheduler: dict[str, Any] = field(default_factory=dict)
 
 
 SETTINGS = [
@@ -46,6 +49,12 @@ SETTINGS = [
     Setting("other order", shuffle=True),
     Setting("small pool", block_size=8, num_gpu_blocks=30, preempts=True),
     Setting("small pool, small chunks", block_size=16, num_gpu_blocks=16, max_num_batched_tokens=24, preempts=True),
+    Setting("static batches", scheduler={"batching": "static", "batch_size": 4}),
+    Setting("dynamic batches", scheduler={"batching": "dynamic", "batch_size": 5, "batch_window_ms": 20}),
+    Setting("newcomers held back", scheduler={"waiting_served_ratio": 2.0, "max_waiting_steps": 7}, max_num_seqs=5),
+    Setting("long prompts in pieces", scheduler={"long_prefill_token_threshold": 11}),
+    Setting("shortest first", block_size=8, num_gpu_blocks=30, preempts=True, scheduler={"order": "sjf"}),
+    Setting("fair, old ones first", max_num_seqs=3, scheduler={"order": "fair", "max_wait_s": 0.2}),
 ]
 
 
@@ -92,7 +101,7 @@ async def outcomes(model: Path, dtype: str, setting: Setting) -> list[Outcome]:
         num_gpu_blocks=setting.num_gpu_blocks,
         max_num_seqs=setting.max_num_seqs,
         max_num_batched_tokens=setting.max_num_batched_tokens,
-        scheduler={"max_inflight_plans": setting.max_inflight_plans},
+        scheduler={"max_inflight_plans": setting.max_inflight_plans, **setting.scheduler},
     ) as running:
         async with AsyncClient(running.target) as client:
             prompts, params = [work[i][0] for i in order], [work[i][1] for i in order]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.checkpoints import edit_config, make_llama
-from tests.kernels.driver import Model, Tokens
+from tests.helpers.golden import (
+    check_bfloat16,
+    compare,
+    our_greedy,
+    random_prompts,
+    transformers_greedy,
+    transformers_model,
+)
+from tests.kernels.driver import Model
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -52,55 +58,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 PROMPT_LENGTHS = (1, 3, 17, 64, 90)
 NEW_TOKENS = 24
-CLOSE = 1e-4
-
-
-def prompts(vocabulary: int) -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(2, vocabulary) for _ in range(length)] for length in PROMPT_LENGTHS]
-
-
-def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    from transformers import LlamaForCausalLM
-
-    return LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
-
-
-def teacher_forced(reference: Any, tokens: list[int]) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = reference(torch.tensor([tokens])).logits[0].float()
-    return logits
-
-
-def transformers_greedy(reference: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        out = reference.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
-    return out[0, len(prompt) :].tolist()
-
-
-def our_greedy(model: Model, texts: list[list[int]]) -> list[Tokens]:
-    """Continue all prompts at once: chunks of at most 20 prompt tokens, late comers, decodes beside prefills."""
-    driver = model.driver(block_size=8)
-    sequences = [Tokens(list(text)) for text in texts]
-    wanted = [len(text) + NEW_TOKENS for text in texts]
-    step = 0
-    while any(len(s.tokens) < end for s, end in zip(sequences, wanted, strict=True)):
-        present = [(i, s) for i, s in enumerate(sequences) if i <= step and len(s.tokens) < wanted[i]]
-        work = [(s, min(20, len(s.tokens) - s.num_computed)) for _, s in present]
-        for (s, _), rows in zip(work, driver.step(work, "last"), strict=True):
-            if s.num_computed == len(s.tokens):
-                s.tokens.append(int(rows[-1].argmax()))
-        step += 1
-    return sequences
+CLOSE = 2e-5
 
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
@@ -110,38 +68,21 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def test_greedy_equals_transformers(checkpoint: Path) -> None:
     reference, model = transformers_model(checkpoint), Model(checkpoint)
-    texts = prompts(model.loaded.geometry.vocab_size)
-    compared = 0
-    for prompt, ours in zip(texts, our_greedy(model, texts), strict=True):
-        theirs = transformers_greedy(reference, prompt)
-        found = ours.tokens[len(prompt) :]
-        logits = teacher_forced(reference, ours.tokens)
-        torch.testing.assert_close(model.whole(ours.tokens), logits, rtol=0, atol=5e-4)
-        for i, (mine, other) in enumerate(zip(found, theirs, strict=True)):
-            best = logits[len(prompt) + i - 1].topk(2).values
-            if mine != other:
-                assert best[0] - best[1] < CLOSE, (len(prompt), i, mine, other)
-                break  # a tie: from here on the texts differ, and their logits were compared above
-            compared += 1
-    assert compared > 0.8 * NEW_TOKENS * len(texts), "too few tokens were compared to prove anything"
+    prompts = random_prompts(model.loaded.geometry.vocab_size, PROMPT_LENGTHS)
+    equal = 0
+    for prompt, ours in zip(prompts, our_greedy(model, prompts, NEW_TOKENS), strict=True):
+        equal += compare(ours, transformers_greedy(reference, prompt, NEW_TOKENS), CLOSE)
+    assert equal > 0.8 * NEW_TOKENS * len(prompts), "too few tokens were compared to prove anything"
 
 
 def test_bfloat16_is_close(checkpoint: Path) -> None:
-    """Our bf16 logits differ from transformers' fp32 ones by no more than its own bf16 logits do, or little more."""
-    exact, rounded = transformers_model(checkpoint), transformers_model(checkpoint, torch.bfloat16)
-    model = Model(checkpoint, dtype="bfloat16")
-    tokens = prompts(model.loaded.geometry.vocab_size)[-1]
-    wanted = teacher_forced(exact, tokens)
-    theirs, ours = teacher_forced(rounded, tokens), model.whole(tokens)
-    their_error, our_error = (theirs - wanted).square().mean().sqrt(), (ours - wanted).square().mean().sqrt()
-    assert our_error <= 1.25 * their_error + 1e-3, (our_error, their_error)
-    assert our_error < 0.1 * wanted.std()
+    check_bfloat16(checkpoint, random_prompts(90, PROMPT_LENGTHS)[-1])
 
 
 def test_config_of_older_transformers(tmp_path: Path) -> None:
     """`rope_theta` and `rope_scaling` beside each other, `torch_dtype`: the same bits as the new form."""
     folder = make_llama(tmp_path, rope_parameters=LLAMA3_ROPE)
-    tokens = prompts(131)[-1]
+    tokens = random_prompts(131, PROMPT_LENGTHS)[-1]
     new = Model(folder).whole(tokens)
     scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
     edit_config(

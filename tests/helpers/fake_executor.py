@@ -42,7 +42,10 @@ class CountingRunner:
         assert self.gate.wait(30)
         if self.errors:
             raise self.errors.pop(0)
-        last = batch.token_ids[batch.logits_rows]
+        return batch.token_ids[:, None]
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        last = hidden[rows, 0]
         logits = torch.zeros(len(last), self.vocab_size)
         logits[torch.arange(len(last)), (last + 1) % self.vocab_size] = 9.0
         for row, token in enumerate(last.tolist()):

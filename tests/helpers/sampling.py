@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from executor_svc.edits import LogitsEdits, RowTokens
 from executor_svc.sampler import SamplingColumns
 
-NO_IDS = np.zeros(0, np.int64)
 
-
-def columns(n: int, **given: Any) -> SamplingColumns:
+def columns(n: int, edits: LogitsEdits | None = None, **given: Any) -> SamplingColumns:
     """Columns of n rows: each field a value for all or [n]; min_p in place of its log; seeds 0 to n - 1."""
     fields: dict[str, Any] = {
         "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": np.arange(n), "sample_index": 0,
-        "position": 10, "num_logprobs": -1, "masked_rows": NO_IDS, "masked_ids": NO_IDS,
+        "position": 10, "num_logprobs": -1,
     }  # fmt: skip
     assert given.keys() <= fields.keys()
     fields |= given
@@ -34,9 +34,42 @@ def columns(n: int, **given: Any) -> SamplingColumns:
         sample_index=column("sample_index", np.int64),
         position=column("position", np.int64),
         num_logprobs=column("num_logprobs", np.int64),
-        masked_rows=fields["masked_rows"],
-        masked_ids=fields["masked_ids"],
+        edits=edits,
     )
+
+
+def edits(
+    rows: int | Sequence[int],
+    *,
+    allowed: dict[int, Sequence[int]] | None = None,
+    forbidden: dict[int, Sequence[int]] | None = None,
+    biases: dict[int, dict[int, float]] | None = None,
+    counts: dict[int, dict[int, int]] | None = None,
+    penalties: tuple[float, float, float] = (1.0, 0.0, 0.0),
+) -> LogitsEdits:
+    """Edits of rows (a number: the first so many), each part by index into them.
+
+    penalties: repetition, frequency, presence, the same for all that is in `counts`.
+    """
+    biases, counts = biases or {}, counts or {}
+    biased, counted = _pairs(biases), _pairs(counts)
+    return LogitsEdits(
+        rows=np.arange(rows) if isinstance(rows, int) else np.array(rows, np.int64),
+        allowed=_pairs(allowed or {}),
+        forbidden=_pairs(forbidden or {}),
+        biased=biased,
+        biases=np.array([value for row in biases.values() for value in row.values()], np.float32),
+        counted=counted,
+        counts=np.array([value for row in counts.values() for value in row.values()], np.float32),
+        repetition_penalty=np.full(len(counted.ids), penalties[0], np.float32),
+        frequency_penalty=np.full(len(counted.ids), penalties[1], np.float32),
+        presence_penalty=np.full(len(counted.ids), penalties[2], np.float32),
+    )
+
+
+def _pairs(by_row: Mapping[int, Iterable[int]]) -> RowTokens:
+    pairs = np.array([(row, token) for row, ids in by_row.items() for token in ids], np.int64).reshape(-1, 2)
+    return RowTokens(pairs[:, 0].copy(), pairs[:, 1].copy())
 
 
 def exact_probabilities(
@@ -55,3 +88,27 @@ def exact_probabilities(
         before = np.cumsum(p[order]) - p[order]
         p[order[before >= top_p]] = 0.0
     return p / p.sum()
+
+
+def edited_exactly(
+    logits: np.ndarray,
+    *,
+    allowed: dict[int, Sequence[int]] | None = None,
+    forbidden: dict[int, Sequence[int]] | None = None,
+    biases: dict[int, dict[int, float]] | None = None,
+    counts: dict[int, dict[int, int]] | None = None,
+    penalties: tuple[float, float, float] = (1.0, 0.0, 0.0),
+) -> np.ndarray:
+    """[vocab] float64: the logits of row 0 after `edits` of the same arguments, step by step in vLLM's order."""
+    x = logits.astype(np.float64)
+    if allowed:
+        x[[token for token in range(len(x)) if token not in allowed[0]]] = -np.inf
+    if forbidden:
+        x[list(forbidden[0])] = -np.inf
+    for token, bias in (biases or {0: {}})[0].items():
+        x[token] += bias
+    repetition, frequency, presence = penalties
+    for token, count in (counts or {0: {}})[0].items():
+        x[token] = x[token] / repetition if x[token] > 0 else x[token] * repetition
+        x[token] -= frequency * count + presence * (count > 0)
+    return x

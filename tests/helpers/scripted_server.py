@@ -89,7 +89,7 @@ class Script(pb_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServi
                 if text.startswith("hang") and response.outputs:
                     self.hanging.set()
                     await asyncio.sleep(60)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter if gRPC was sending when the call was cancelled
             self._note_cancel(request.request_id)
             raise
 
@@ -116,7 +116,7 @@ class Script(pb_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServi
         try:
             while (response := await out.get()) is not None:
                 yield response
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter if gRPC was sending when the call was cancelled
             self._note_cancel("session")
             raise
         finally:
@@ -165,7 +165,7 @@ class Script(pb_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServi
                 records=[admin_pb2.StepRecord(step_id=1, left=[admin_pb2.SequenceLeft(sequence_id=1)])], num_dropped=2
             )
             await asyncio.sleep(60)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter if gRPC was sending when the call was cancelled
             self._note_cancel("watch")
             raise
 

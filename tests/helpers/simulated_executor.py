@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.types import AdmittedSequence, ExecutorSpec, StepPlan, StepResult
+from scheduler_svc.core.types import AdmittedSequence, ExecutorSpec, PromptLogprobs, StepPlan, StepResult
 
 VOCAB_SIZE = 50
 
@@ -35,6 +35,27 @@ def expected_tokens(prompt: Sequence[int], seed: int, count: int, stop_ids: froz
             break
         state = digest(state, tokens[-1])
     return tokens
+
+
+def expected_prompt_logprobs(prompt: Sequence[int], num_top: int, start: int = 1) -> PromptLogprobs:
+    """Logprobs of the prompt tokens from `start` on: functions of all tokens before each, and of itself."""
+    states = [b""]
+    for token_id in prompt:
+        states.append(digest(states[-1], token_id))
+    return prompt_columns(states[start : len(prompt)], prompt[start:], num_top, start)
+
+
+def prompt_columns(states: Sequence[bytes], token_ids: Sequence[int], num_top: int, start: int) -> PromptLogprobs:
+    """Columns for tokens that follow these states."""
+    draws = [digest(state, token_id) for state, token_id in zip(states, token_ids, strict=True)]
+    return PromptLogprobs(
+        start=start,
+        logprobs=[-float(draw[0]) for draw in draws],
+        ranks=[1 + draw[1] for draw in draws],
+        num_top=num_top,
+        top_token_ids=[draw[2 + place] % VOCAB_SIZE for draw in draws for place in range(num_top)],
+        top_logprobs=[-float(draw[8 + place]) for draw in draws for place in range(num_top)],
+    )
 
 
 @dataclass
@@ -79,14 +100,29 @@ class SimulatedExecutor:
 
     def _result(self, plan: StepPlan, work: dict[int, int], samples: dict[int, bool]) -> StepResult:
         slots, counts, tokens = [], [], []
+        prompt_logprobs: dict[int, PromptLogprobs] = {}
         for slot_id, count in work.items():
             slot = self.slots[slot_id]
+            start = slot.num_computed + 1
             token = None if slot.stopped else self._compute(slot, count, samples[slot_id])
             if samples[slot_id]:
                 slots.append(slot_id)
                 counts.append(0 if token is None else 1)
                 tokens += [] if token is None else [token]
-        return StepResult(plan.step_id, slots=slots, num_tokens=counts, token_ids=tokens, total_ns=1000)
+            if (columns := self._prompt_logprobs(slot, start, start + count)) is not None:
+                prompt_logprobs[slot_id] = columns
+        return StepResult(
+            plan.step_id, slots=slots, num_tokens=counts, token_ids=tokens, prompt_logprobs=prompt_logprobs,
+            total_ns=1000,
+        )  # fmt: skip
+
+    def _prompt_logprobs(self, slot: Slot, start: int, end: int) -> PromptLogprobs | None:
+        """Of the prompt tokens start to end - 1, as far as there are any and they were asked for."""
+        num_top, end = slot.admitted.sampling.num_prompt_logprobs, min(end, slot.admitted.num_prompt_tokens)
+        if num_top is None or start >= end:
+            return None
+        states = [self.kv[self._place(slot, position - 1)] for position in range(start, end)]
+        return prompt_columns(states, slot.token_ids[start:end], num_top, start)
 
     def _compute(self, slot: Slot, count: int, sample: bool) -> int | None:
         assert count <= len(slot.token_ids) - slot.num_computed, "more tokens than are known"

@@ -19,6 +19,7 @@ from cadenza.errors import (
     NotFoundError,
     QueueFullError,
     UnavailableError,
+    UnsupportedError,
 )
 from cadenza.loop_thread import LoopThread
 from cadenza.sampling_params import SamplingParams
@@ -172,6 +173,18 @@ async def test_one_failing_prompt_leaves_the_others(client):
         await client.generate("bad")
 
 
+async def test_a_request_too_large_to_be_sent_ends_alone(client, script, monkeypatch):
+    monkeypatch.setattr("cadenza.session.MAX_MESSAGE_BYTES", 1000)
+    with pytest.raises(
+        InvalidRequestError, match=r"^prompt 1: the request has 20\d\d bytes, .* 1000 at most$"
+    ) as caught:
+        await client.generate(["a", "x" * 2000, "b"])
+    assert [output and output.outputs[0].text for output in caught.value.outputs] == ["a ", None, "b "]
+    with pytest.raises(InvalidRequestError, match=r"^the request has"):
+        await client.generate("x" * 2000)
+    assert script.num_sessions == 1
+
+
 async def test_a_request_that_ends_without_its_last_response_is_an_error(client):
     with pytest.raises(CadenzaError, match="without its last response"):
         await client.generate("vanish")
@@ -269,6 +282,28 @@ def test_ctrl_c_in_a_blocking_stream_aborts_the_request(blocking, script):
     assert blocking.generate("a")[0].outputs[0].text == "a "
 
 
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_ctrl_c_while_the_loop_is_told_leaves_nothing_running(blocking, script, monkeypatch, moment):
+    """The worst moments: the loop has just not, or just so, been asked for the next delta."""
+    deltas = blocking.stream("hang on", request_id="interrupted")
+    while not next(deltas).outputs:
+        pass
+    tell = LoopThread.shared().loop.call_soon_threadsafe
+
+    def interrupted(callback):
+        monkeypatch.undo()
+        if moment == "after":
+            tell(callback)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LoopThread.shared().loop, "call_soon_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(deltas)
+    assert script.was_cancelled.wait(5)
+    assert script.cancelled == ["interrupted"]
+    assert blocking.generate("a")[0].outputs[0].text == "a "
+
+
 def test_ctrl_c_in_a_blocking_batch_aborts_it(blocking, script):
     interrupt_when(script.hanging)
     with pytest.raises(KeyboardInterrupt):
@@ -283,6 +318,39 @@ def test_blocking_calls_on_their_own_loop_are_refused(blocking):
 
     with pytest.raises(RuntimeError, match="AsyncClient"):
         LoopThread.shared().run(call())
+
+
+@pytest.mark.parametrize(
+    "call", [lambda client: client.generate("hang"), lambda client: list(client.stream("hang on"))]
+)
+def test_closing_a_client_ends_the_calls_of_other_threads(blocking, script, call):
+    ended: list[BaseException] = []
+
+    def work():
+        try:
+            call(blocking)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert script.hanging.wait(5)
+    blocking.close()
+    thread.join(5)
+    (error,) = ended
+    assert isinstance(error, UnavailableError)
+    assert "closed" in str(error)
+
+
+def test_an_async_client_is_of_one_loop(blocking):
+    client = AsyncClient(blocking.target)
+
+    async def call():
+        return await client.model_info()
+
+    asyncio.run(call())
+    with pytest.raises(RuntimeError, match="another event loop"):
+        asyncio.run(call())
 
 
 def test_threads_share_one_client(blocking):
@@ -309,6 +377,25 @@ def test_two_event_loops_do_not_fill_the_log(blocking, caplog):
 
     asyncio.run(streams())
     assert not caplog.records
+
+
+async def test_a_server_that_is_something_else():
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with AsyncClient(address) as client:
+        with pytest.raises(UnsupportedError, match=rf"{address} .* is it a Cadenza scheduler\?"):
+            await client.generate("a")
+    await server.stop(0)
+
+
+async def test_arguments_that_are_wrong_by_themselves(client):
+    with pytest.raises(TypeError, match="chat takes no 'tools'; its keywords are add_generation_prompt and"):
+        await client.chat([{"role": "user", "content": "a"}], tools=[])
+    with pytest.raises(ValueError, match="request_id must be a str, not int 5"):
+        client.stream("a", request_id=5)
+    with pytest.raises(ValueError, match="request_id holds a lone surrogate"):
+        await client.abort("\ud800")
 
 
 async def test_unknown_statuses_keep_their_code(script):

@@ -130,7 +130,7 @@ async def test_wrong_option():
     async with started("--max-num-seqs", "0") as process:
         code, errors = await ended(process)
         assert code == 2
-        assert errors == "error: --max-num-seqs: Input should be greater than or equal to 1\n"
+        assert errors == "error: --max-num-seqs: Input should be greater than or equal to 1, not '0'\n"
 
 
 async def test_a_tokenizer_that_is_not_there(tmp_path):

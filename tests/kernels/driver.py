@@ -24,14 +24,20 @@ NUM_THREADS = 1
 
 
 def flat_batch(
-    chunks: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]], block_size: int, token_ids: Sequence[int]
+    chunks: Sequence[tuple[int, int]],
+    tables: Sequence[Sequence[int]],
+    block_size: int,
+    token_ids: Sequence[int],
+    prompts: Sequence[int] | None = None,
 ) -> ForwardBatch:
-    """Return the batch of chunks (context length, tokens) with these block tables; logits of all tokens."""
+    """Return the batch of chunks (context length, tokens) with these block tables and prompts; logits of all tokens."""
     starts = [0]
     positions: list[int] = []
     slots: list[int] = []
-    for (context, count), table in zip(chunks, tables, strict=True):
+    rope_lens: list[int] = []
+    for (context, count), table, prompt in zip(chunks, tables, prompts or [0] * len(chunks), strict=True):
         starts.append(starts[-1] + count)
+        rope_lens.extend(max(prompt, position + 1) for position in range(context, context + count))
         for position in range(context, context + count):
             positions.append(position)
             slots.append(table[position // block_size] * block_size + position % block_size)
@@ -44,6 +50,7 @@ def flat_batch(
         seq_lens=torch.tensor([context + count for context, count in chunks], dtype=torch.int32),
         block_tables=torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32),
         logits_rows=torch.arange(starts[-1]),
+        rope_lens=torch.tensor(rope_lens, dtype=torch.int64),
         max_query_len=max(count for _, count in chunks),
         max_seq_len=max(context + count for context, count in chunks),
     )
@@ -56,6 +63,8 @@ class Tokens:
     tokens: list[int]
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    num_prompt: int = 0
+    """Tokens of the prompt: rotary embeddings that depend on the length know it from the first chunk on."""
 
 
 class Driver:
@@ -91,14 +100,14 @@ class Driver:
             chunks.append((sequence.num_computed, count))
             tables.append(sequence.blocks)
             ids.extend(sequence.tokens[sequence.num_computed : end])
-        batch = flat_batch(chunks, tables, self.block_size, ids)
+        batch = flat_batch(chunks, tables, self.block_size, ids, [sequence.num_prompt for sequence, _ in work])
         if logits == "last":
             rows = batch.query_start_loc[1:].long() - 1
             batch = ForwardBatch(
                 **{name: getattr(batch, name) for name in ForwardBatch.__dataclass_fields__ if name != "logits_rows"},
                 logits_rows=rows,
             )
-        out = self.runner.forward(batch)
+        out = self.runner.logits(self.runner.forward(batch), batch.logits_rows)
         for sequence, count in work:
             sequence.num_computed += count
         return list(out.split([1 if logits == "last" else count for _, count in work]))

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from executor_svc.config import ExecutorConfig
+from executor_svc.description import ModelGeometry
 from executor_svc.device import CpuDevice, DeviceError
 from executor_svc.kv_cache import KVCache
-from executor_svc.models.base import ModelGeometry
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16])

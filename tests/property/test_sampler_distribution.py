@@ -10,8 +10,10 @@ import pytest
 import torch
 from scipy import stats
 
-from executor_svc.sampler import RowLogprobs, SampledTokens, sample
-from tests.helpers.sampling import columns, exact_probabilities
+from executor_svc.edits import LogitsEdits
+from executor_svc.sampler import sample
+from executor_svc.step_result import RowLogprobs, SampledTokens
+from tests.helpers.sampling import columns, edited_exactly, edits, exact_probabilities
 
 DRAWS = 20_000
 
@@ -47,6 +49,8 @@ def draw(row: torch.Tensor, **fields: Any) -> np.ndarray:
     tokens = []
     for start in range(0, DRAWS, 2000):
         part = {k: v[start : start + 2000] if isinstance(v, np.ndarray) else v for k, v in fields.items()}
+        if "edits" in part:
+            part["edits"] = part["edits"](2000)
         tokens.append(sample(row.expand(2000, -1).contiguous(), columns(2000, **part)).token_ids)
     return np.concatenate(tokens)
 
@@ -78,6 +82,36 @@ def test_distribution(filters: dict[str, Any], varied: str) -> None:
 def test_distribution_over_a_wide_vocabulary(filters: dict[str, Any]) -> None:
     row = torch.randn(1537, generator=torch.Generator().manual_seed(6)) * 2
     check(draw(row, seed=np.arange(DRAWS) * 7919, **filters), exact_probabilities(row.numpy(), **filters))
+
+
+EDITS: list[dict[str, Any]] = [
+    {"counts": {3: 0, 4: 1, 9: 5}, "penalties": (1.6, 0.0, 0.0)},
+    {"counts": {3: 0, 4: 1, 9: 5}, "penalties": (1.0, 0.3, 0.0)},
+    {"counts": {3: 0, 4: 1, 9: 5}, "penalties": (1.0, 0.0, -1.5)},
+    {"biases": {2: 1.5, 5: -2.0}},
+    {"allowed": [1, 2, 3, 5, 8, 13, 21, 34, 55]},
+    {"forbidden": [0, 7, 59]},
+    {
+        "counts": {3: 0, 4: 1, 9: 5},
+        "penalties": (0.7, 0.2, 0.4),
+        "biases": {2: 1.5, 9: 3.0},
+        "allowed": [1, 2, 3, 4, 5, 8, 9, 13, 21, 34, 55],
+        "forbidden": [5],
+    },
+]
+
+
+@pytest.mark.parametrize("part", EDITS, ids=str)
+@pytest.mark.parametrize("filters", [FILTERS[0], FILTERS[6]], ids=str)
+def test_distribution_after_edits(part: dict[str, Any], filters: dict[str, Any]) -> None:
+    """The seed varies over 20,000 rows with the same history: what is drawn follows the edited distribution."""
+    row = torch.randn(60, generator=torch.Generator().manual_seed(8)) * 1.5
+
+    def of(n: int) -> dict[str, Any]:
+        return {name: value if name == "penalties" else dict.fromkeys(range(n), value) for name, value in part.items()}
+
+    tokens = draw(row, **filters, seed=np.arange(DRAWS), edits=lambda n: edits(n, **of(n)))
+    check(tokens, exact_probabilities(edited_exactly(row.numpy(), **of(1)), **filters))
 
 
 def test_successive_positions_are_independent() -> None:
@@ -114,12 +148,32 @@ def bits(result: SampledTokens, row: int) -> tuple[Any, ...]:
     return answer
 
 
-def mixed(rows: np.ndarray) -> Any:
+def mixed_edits(rows: np.ndarray, vocab: int) -> LogitsEdits | None:
+    """Row r has the kind of edits of r modulo 6 (0: none), over some of the vocabulary that r alone decides."""
+    edited = [place for place, r in enumerate(rows) if r % 6]
+    if not edited:
+        return None
+    parts: dict[str, dict[int, Any]] = {"allowed": {}, "forbidden": {}, "biases": {}, "counts": {}}
+    for i, r in enumerate(rows[edited].tolist()):
+        some = np.random.default_rng(r).permutation(vocab)[: vocab // 2].tolist()
+        if r % 6 in (1, 5):
+            parts["allowed"][i] = some
+        if r % 6 in (2, 5):
+            parts["forbidden"][i] = some[::3]
+        if r % 6 in (3, 5):
+            parts["biases"][i] = {token: (token % 7) / 3 - 1 for token in some[::2]}
+        if r % 6 in (4, 5):
+            parts["counts"][i] = {token: token % 5 for token in some[1::2]}
+    return edits(edited, **parts, penalties=(1.3, 0.37, 0.21))
+
+
+def mixed(rows: np.ndarray, vocab: int) -> Any:
     """Columns of these rows; row r has the parameters of r modulo their number, and a seed and position of its own."""
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "num_logprobs": -1}
     chosen = [defaults | PARAMETERS[r % len(PARAMETERS)] for r in rows]
     return columns(
         len(rows),
+        mixed_edits(rows, vocab),
         seed=rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15),
         position=rows * 3,
         **{name: [parameters[name] for parameters in chosen] for name in defaults},
@@ -142,10 +196,10 @@ def test_same_row_same_bits(vocab: int, threads: int) -> None:
         alone: dict[int, Any] = {}
         for row in range(64 if vocab < 2000 else 16):
             rows = np.array([row])
-            alone[row] = bits(sample(logits[rows], mixed(rows)), 0)
+            alone[row] = bits(sample(logits[rows], mixed(rows, vocab)), 0)
         for size in sizes:
             rows = order.permutation(64)[:size]
-            result = sample(logits[torch.from_numpy(rows)], mixed(rows))
+            result = sample(logits[torch.from_numpy(rows)], mixed(rows, vocab))
             for place, row in enumerate(rows.tolist()):
                 assert bits(result, place) == alone.setdefault(row, bits(result, place)), (size, place, row)
     finally:
@@ -161,7 +215,7 @@ def test_thread_count_changes_no_bit(vocab: int) -> None:
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            result = sample(logits, mixed(rows))
+            result = sample(logits, mixed(rows, vocab))
             answers.append([bits(result, row) for row in rows])
     finally:
         torch.set_num_threads(before)

@@ -9,9 +9,25 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
+from scheduler_svc.core.batching import BatchingPolicy, ContinuousBatching, StaticBatching
+from scheduler_svc.core.policy import FairOrder, FcfsOrder, OrderPolicy, PriorityOrder, ShortestFirstOrder
+from scheduler_svc.core.rules import Rules
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec, SampleDelta, Sampling, StepPlan
-from tests.helpers.simulated_executor import VOCAB_SIZE, SimulatedExecutor, expected_tokens
+from scheduler_svc.core.types import (
+    ExecutorSpec,
+    FinishDetail,
+    PromptLogprobs,
+    RequestSpec,
+    SampleDelta,
+    Sampling,
+    StepPlan,
+)
+from tests.helpers.simulated_executor import (
+    VOCAB_SIZE,
+    SimulatedExecutor,
+    expected_prompt_logprobs,
+    expected_tokens,
+)
 
 MAX_MODEL_LEN = 60
 
@@ -27,6 +43,13 @@ class CoreMachine(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         spare=st.integers(0, 3),
         watermark=st.sampled_from([0.0, 0.1]),
+        order=st.sampled_from([FcfsOrder, PriorityOrder, ShortestFirstOrder, FairOrder]),
+        batching=st.one_of(
+            st.builds(ContinuousBatching, st.sampled_from([0.0, 1.0]), st.integers(0, 5)),
+            st.builds(StaticBatching, st.integers(1, 4), st.none() | st.floats(0, 9)),
+        ),
+        max_wait_s=st.none() | st.floats(0, 60),
+        threshold=st.sampled_from([0, 0, 3]),
     )
     def start(
         self,
@@ -37,6 +60,10 @@ class CoreMachine(RuleBasedStateMachine):
         depth: int,
         spare: int,
         watermark: float,
+        order: type[OrderPolicy],
+        batching: BatchingPolicy,
+        max_wait_s: float | None,
+        threshold: int,
     ) -> None:
         self.spec = ExecutorSpec(
             block_size=block_size,
@@ -47,13 +74,14 @@ class CoreMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             watermark=watermark,
         )
-        self.core = Scheduler()
+        self.core = Scheduler(Rules(order(), batching, max_wait_s, threshold))
         self.core.add_executor(0, self.spec)
         self.executor = SimulatedExecutor(self.spec)
         self.depth = depth
         self.plans: deque[StepPlan] = deque()
         self.specs: dict[str, RequestSpec] = {}
         self.outputs: dict[str, list[int]] = {}
+        self.prompt_logprobs: dict[str, list[PromptLogprobs]] = {}
         self.finishes: dict[str, FinishDetail] = {}
         self.now = 0.0
 
@@ -63,13 +91,30 @@ class CoreMachine(RuleBasedStateMachine):
         max_tokens=st.none() | st.integers(1, 25),
         stop_ids=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=3),
         seed=st.integers(0, 2**64 - 1),
+        priority=st.integers(-2, 2),
+        tenant=st.sampled_from(["", "a", "b"]),
+        expected=st.none() | st.integers(1, 30),
+        num_prompt_logprobs=st.none() | st.integers(0, 3),
     )
-    def add(self, prompt: list[int], max_tokens: int | None, stop_ids: set[int], seed: int) -> RequestSpec | None:
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int | None,
+        stop_ids: set[int],
+        seed: int,
+        priority: int,
+        tenant: str,
+        expected: int | None,
+        num_prompt_logprobs: int | None,
+    ) -> RequestSpec | None:
         spec = RequestSpec(
             request_id=f"r{len(self.specs)}",
             prompt_token_ids=tuple(prompt),
-            sampling=Sampling(seed=seed, stop_token_ids=tuple(stop_ids)),
+            sampling=Sampling(seed=seed, stop_token_ids=tuple(stop_ids), num_prompt_logprobs=num_prompt_logprobs),
             max_tokens=max_tokens,
+            priority=priority,
+            tenant=tenant,
+            expected_output_tokens=expected,
         )
         fits = len(prompt) // self.spec.block_size + 1 <= self.spec.num_blocks
         if not fits:
@@ -79,6 +124,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.add_request(spec, self.now)
         self.specs[spec.request_id] = spec
         self.outputs[spec.request_id] = []
+        self.prompt_logprobs[spec.request_id] = []
         return spec
 
     @rule()
@@ -86,7 +132,7 @@ class CoreMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         self.now += 1
         plan = self.core.plan_step(0, self.now)
-        self.take(self.core.take_deltas())
+        self.take(self.core.take_news())
         if plan is not None:
             self.plans.append(plan)
 
@@ -126,6 +172,8 @@ class CoreMachine(RuleBasedStateMachine):
             request_id = delta.key[1]
             assert request_id not in self.finishes, "news of a request that has ended"
             self.outputs[request_id] += delta.token_ids
+            if delta.prompt_logprobs is not None:
+                self.prompt_logprobs[request_id].append(delta.prompt_logprobs)
             if delta.finish is not None:
                 self.finishes[request_id] = delta.finish.detail
 
@@ -138,6 +186,7 @@ class CoreMachine(RuleBasedStateMachine):
         """Run dry: every request ends, its tokens are the ones it would get alone, and nothing is left held."""
         if not hasattr(self, "core"):
             return
+        self.core.drain(True)
         for _ in range(2_000):
             self.run_full(1)
             if not self.plans and not self.core.groups:
@@ -146,6 +195,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert set(self.finishes) == set(self.specs)
         for request_id, spec in self.specs.items():
             self.check_output(spec, self.outputs[request_id], self.finishes[request_id])
+            self.check_prompt_logprobs(spec, self.outputs[request_id])
         lane = self.core.lanes[0]
         assert lane.blocks.pool.num_free == self.spec.num_blocks
         assert not self.executor.slots
@@ -168,6 +218,17 @@ class CoreMachine(RuleBasedStateMachine):
                 else FinishDetail.MAX_MODEL_LEN
             )
             assert detail is (FinishDetail.STOP_TOKEN if stopped else by_length)
+
+    def check_prompt_logprobs(self, spec: RequestSpec, output: list[int]) -> None:
+        """Each row once and in order; all of them if there is any output."""
+        end, num_top = 1, spec.sampling.num_prompt_logprobs
+        for part in self.prompt_logprobs[spec.request_id]:
+            assert part.start == end
+            assert num_top is not None
+            end = part.end
+            assert part == expected_prompt_logprobs(spec.prompt_token_ids[:end], num_top, part.start)
+        if output and num_top is not None:
+            assert end == len(spec.prompt_token_ids)
 
 
 TestCore = CoreMachine.TestCase

@@ -133,7 +133,20 @@ def test_the_command_runs_one_benchmark(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
-    options = ["--running", "2", "--steps", "4", "--context-len", "20", "--repeats", "2", "--quiet-wait-s", "0"]
+    options = [
+        "--running",
+        "2",
+        "--churn",
+        "0",
+        "--steps",
+        "4",
+        "--context-len",
+        "20",
+        "--repeats",
+        "2",
+        "--quiet-wait-s",
+        "0",
+    ]
     assert main(["scheduler_cost", "--json", *options]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     row = json.loads(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 
 import pytest
 from rich.cells import cell_len
@@ -11,11 +12,13 @@ from rich.console import Console
 
 import cadenza
 from cadenza.cli.app import run
+from cadenza.cli.interrupts import Interrupts
 from cadenza.cli.text import printable
 from cadenza.demo_view import Answer, answers_table, summary_lines, tail
 from cadenza.loop_thread import LoopThread
 from cadenza.schedule import summarize
 from cadenza.v1 import generation_pb2 as pb
+from cadenza.v1 import types_pb2
 from tests.helpers.scripted_server import Script, interrupt_when, start
 
 
@@ -59,7 +62,7 @@ def test_generate_reads_stdin(target, capsys, monkeypatch):
 
 def test_generate_with_nothing_on_stdin(target, script, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
-    assert run(["generate", "--target", target]) == 1
+    assert run(["generate", "--target", target]) == 2
     assert capsys.readouterr().err == "cadenza: no prompt: stdin is empty\n"
     assert not script.params
 
@@ -113,18 +116,44 @@ def test_one_failing_prompt_does_not_stop_the_others(target, capsys):
     assert captured.err.startswith("cadenza: the prompt is too long")
 
 
+def test_one_failing_prompt_leaves_the_others_json(target, capsys):
+    assert run(["generate", "--target", target, "--json", "bad", "fine", "bad"]) == 1
+    captured = capsys.readouterr()
+    assert [json.loads(line)["prompt"] for line in captured.out.splitlines()] == ["fine"]
+    other, first = captured.err.splitlines()
+    assert other.startswith("cadenza: 'bad': the prompt is too long")
+    assert first.startswith("cadenza: prompt 0: the prompt is too long")
+
+
+def test_a_full_disk(target, capsys, monkeypatch):
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        assert run(["generate", "--target", target, "a"]) == 1
+    assert capsys.readouterr().err == "cadenza: [Errno 28] No space left on device\n"
+
+
+def test_closed_streams(target, script, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert run(["generate", "--target", target, "a"]) == 0
+    assert run(["generate", "--target", target, "bad"]) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["generate", "x", "--target", "127.0.0.1:1"], 1, "cadenza: no service at 127.0.0.1:1"),
-        (["generate", "x", "--target", "host:port"], 1, "cadenza: option target: 'host:port' is not HOST:PORT"),
-        (["generate", "x", "--temperature", "-1"], 1, "cadenza: option temperature must be"),
+        (["generate", "x", "--target", "host:port"], 2, "cadenza: option target: 'host:port' is not HOST:PORT"),
+        (["generate", "x", "--temperature", "-1"], 2, "cadenza: option temperature must be"),
         (["generate", "x", "--max-tokens", "many"], 2, "cadenza: Invalid value for '--max-tokens'"),
-        (["generate", "x", "--block-size", "8"], 1, "cadenza: option block_size is for a service started here"),
-        (["generate", "x", "--target", "a:1", "--model", "m"], 1, "cadenza: give --target or --model, not both"),
+        (["generate", "x", "--block-size", "8"], 2, "cadenza: option block_size is for a service started here"),
+        (["generate", "x", "--target", "a:1", "--model", "m"], 2, "cadenza: give --target or --model, not both"),
         (["frobnicate"], 2, "cadenza: No such command 'frobnicate'"),
-        (["up"], 2, "cadenza: Missing option '--model'"),
-        (["demo", "--model", "/no/such"], 1, "cadenza: option model: '/no/such' is not a folder"),
+        (["up"], 2, "cadenza: option model: it is missing: give --model, CADENZA_MODEL, or model in a file"),
+        (["up", "--model", "m", "--port", "x"], 2, "cadenza: option port: must be an integer from 0 to 65535, not 'x'"),
+        (["up", "--config", "/no/such"], 2, "cadenza: /no/such: no such file or directory"),
+        (["chat", "--config", "/no/such"], 2, "cadenza: /no/such: no such file or directory"),
+        (["demo", "--model", "/no/such"], 2, "cadenza: option model: '/no/such' is not a folder"),
     ],
 )
 def test_errors_are_one_line(arguments, code, message, capsys):
@@ -139,13 +168,27 @@ def test_no_arguments_is_help(capsys):
     assert "generate" in capsys.readouterr().out
 
 
-def test_up_lists_every_option_of_the_services(capsys):
+@pytest.mark.parametrize("command", ["up", "generate", "chat", "demo"])
+def test_help_fits_a_terminal(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([command, "--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_help_has_the_options_under_headings(capsys):
     assert run(["up", "--help"]) == 0
     out = capsys.readouterr().out
-    for flag in ("--num-gpu-blocks", "--gpu-memory-utilization", "--no-enable-prefix-caching", "--watermark"):
+    headings = ["\nOptions:", "\nModel:", "\nMemory:", "\nBatching:", "\nScheduling:", "\nLogging:", "Exit codes:"]
+    places = [out.index(heading) for heading in headings]
+    assert places == sorted(places)
+    assert out.index("Example:") < places[0] < out.index("--model TEXT") < out.index("--device") < places[1]
+    assert places[2] < out.index("--num-gpu-blocks") < out.index("--watermark") < places[3]
+    for flag in ("--gpu-memory-utilization", "--no-enable-prefix-caching", "--config"):
         assert flag in out
     assert "--listen" not in out
     assert "Plans sent ahead of their results. [default: 2]" in " ".join(out.split())
+    assert run(["generate", "--help"]) == 0
+    assert "\nServer started by --model: Memory:\n" in capsys.readouterr().out
 
 
 def test_version(capsys):
@@ -183,6 +226,44 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(target, script, capsys, monkey
     assert captured.out == "hang \nbye \n"
     assert "stopped" in captured.err
     assert len(script.cancelled) == 1
+
+
+def interrupted_twice(interrupts: Interrupts) -> None:
+    with interrupts.listening():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)  # while the first one's clean-up runs
+
+
+def test_a_pipe_is_not_read_on_when_the_server_is_gone(target, script, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("vanish\nunread\n"))
+    assert run(["chat", "--target", target]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "unfinished" in captured.err
+    assert len(script.params) == 1
+
+
+def test_interrupts_are_heard_once_and_only_where_they_may_be():
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                interrupted_twice(interrupts)
+        with interrupts.listening():
+            pass
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_answer_that_is_cut_says_so(target, capsys, monkeypatch):
+    cut = types_pb2.Finish(reason=types_pb2.FINISH_REASON_LENGTH, detail=types_pb2.FINISH_DETAIL_MAX_TOKENS)
+    monkeypatch.setattr("tests.helpers.scripted_server.STOPPED", cut)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert run(["chat", "--target", target]) == 0
+    assert capsys.readouterr().err == "cadenza: the answer ended early: max_tokens\n"
 
 
 def test_model_output_cannot_steer_the_terminal():

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 import cadenza
+from cadenza.cli.app import run
 from cadenza.errors import OptionError
-from cadenza.local_options import check_model, route_options, service_options, to_arguments
+from cadenza.local_options import (
+    Setting,
+    check_model,
+    config_classes,
+    read_places,
+    route_options,
+    service_options,
+    to_arguments,
+    unheard,
+)
+from cadenza.settings.help import choices_of
+from cadenza.settings.service import read_config
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("CADENZA_"):
+            monkeypatch.delenv(name)
 
 
 def test_options_go_to_the_services_that_have_them():
@@ -33,16 +55,159 @@ def test_every_option_has_a_service():
     assert not {"model", "listen", "executor"} & set(options)
 
 
+def sample(name: str, owners: list[str]) -> Any:
+    """A value other than the default that every service with this option takes; the default if there is none."""
+    configs = {owner: config_classes()[owner] for owner in owners}
+    field = next(iter(configs.values())).model_fields[name]
+    default = field.get_default()
+    required = {"model": "m", "config": None}
+    for value in (*choices_of(field.annotation), not default, 3, 32, 600, 0.25, "gold=4", "some/text"):
+        if value == default or isinstance(value, bool) != (field.annotation is bool):
+            continue
+        try:
+            for owner, config in configs.items():
+                config(**{name: value}, **({} if owner == "scheduler" else required))
+        except ValidationError:
+            continue
+        return value
+    return default
+
+
+def all_samples() -> dict[str, Any]:
+    return {name: sample(name, owners) for name, owners in service_options().items()}
+
+
+def test_every_option_reaches_its_services_whole(tmp_path):
+    """Through the arguments that the services are started with, from a call, from the environment and from a file."""
+    options = all_samples()
+    assert len(options) > 20
+    environment = {f"CADENZA_{name.upper()}": str(value) for name, value in options.items()}
+    file = tmp_path / "all.toml"
+    file.write_text("".join(f"{name} = {str(value).lower()!r}\n" for name, value in options.items()))
+    for arguments in (
+        route_options("m", options, environment={}),
+        route_options("m", {}, environment=environment),
+        route_options("m", {}, config=file, environment={}),
+    ):
+        configs = {
+            service: read_config(config, getattr(arguments, service), pytest.fail)
+            for service, config in config_classes().items()
+        }
+        for name, owners in service_options().items():
+            for owner in owners:
+                assert getattr(configs[owner], name) == options[name], name
+        assert set(arguments.settings) == set(options)
+
+
+@pytest.mark.parametrize("command", ["up", "generate", "chat"])
+def test_every_option_is_taken_by_every_command(command, monkeypatch, capsys):
+    started: list[dict[str, Any]] = []
+
+    class Started(Exception):
+        pass
+
+    def start(model, **options):
+        started.append({"model": model, **options})
+        raise Started
+
+    monkeypatch.setattr("cadenza.local.LocalServices", start)
+    options = all_samples()
+    if command != "up":
+        options.pop("seed")  # there, --seed is that of sampling
+    arguments = [command, "--model", "m", *to_arguments(options), *(["x"] if command == "generate" else [])]
+    with pytest.raises(Started):
+        run(arguments)
+    (call,) = started
+    passed_on, meant = route_options("m", {name: call[name] for name in options}), route_options("m", options)
+    assert (passed_on.executor, passed_on.scheduler) == (meant.executor, meant.scheduler)
+
+
+def test_what_is_given_goes_before_the_environment_and_that_before_the_file(tmp_path):
+    file = tmp_path / "cadenza.toml"
+    file.write_text(
+        "block_size = 8\nmax_num_seqs = 2\nseed = 1\nlog_level = 'error'\n[executor]\nseed = 2\nlog_level = 'debug'\n"
+    )
+    arguments = route_options(
+        "m",
+        {"block_size": 32, "seed": None},
+        environment={"CADENZA_BLOCK_SIZE": "64", "cadenza_max_num_seqs": "3", "CADENZA_CONFIG": str(file)},
+    )
+    assert set(arguments.executor) == {
+        "--model=m", "--block-size=32", "--max-num-seqs=3", "--seed=2", "--log-level=debug",
+    }  # fmt: skip
+    assert set(arguments.scheduler) == {"--max-num-seqs=3", "--log-level=error"}
+    assert arguments.settings["block_size"] == Setting(32)
+    assert arguments.settings["max_num_seqs"] == Setting("3", "cadenza_max_num_seqs")
+    assert arguments.settings["seed"] == Setting("2", str(file))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("blok_size = 8", "{}: blok_size: there is no such option; did you mean block_size or batch_size?"),
+        ("block_size = 7", "{}: option block_size: must be 8, 16, 32 or 64"),
+        ("max_num_seqs = true", "{}: option max_num_seqs: input should be a valid integer"),
+        ("[scheduler]\nblock_size = 8", "{}: [scheduler] block_size: there is no such option"),
+        ("block_size = ", "{}: this is not TOML: "),
+    ],
+)
+def test_errors_name_the_file_and_the_option(tmp_path, content, message):
+    file = tmp_path / "cadenza.toml"
+    file.write_text(content)
+    with pytest.raises(OptionError) as caught:
+        route_options("m", {}, config=file, environment={})
+    assert str(caught.value).startswith(message.format(file))
+
+
+def test_errors_name_the_variable():
+    with pytest.raises(OptionError, match=r"^CADENZA_BLOCK_SIZE: option block_size: must be 8, 16, 32 or 64$"):
+        route_options("m", {}, environment={"CADENZA_BLOCK_SIZE": "7"})
+    with pytest.raises(OptionError, match=r"^/no/such.toml: no such file or directory$"):
+        route_options("m", {}, environment={"CADENZA_CONFIG": "/no/such.toml"})
+
+
+def test_model_host_and_port_of_up(tmp_path):
+    file = tmp_path / "cadenza.toml"
+    file.write_text("model = 'a/b'\nhost = '::1'\nport = 7\n")
+    assert read_places({}, None, {}) == {}
+    places = read_places({"model": None, "port": "8"}, file, {"CADENZA_HOST": "h"})
+    assert places == {"model": Setting("a/b", str(file)), "host": Setting("h", "CADENZA_HOST"), "port": Setting(8)}
+    for port in ("-1", "70000", "http", "1.5", ""):
+        with pytest.raises(OptionError, match=f"^CADENZA_PORT: option port: must be an integer .*, not {port!r}$"):
+            read_places({}, None, {"CADENZA_PORT": port})
+    with pytest.raises(OptionError, match=r"^option port: .*not 'x'$"):
+        read_places({"port": "x"}, None, {})
+
+
+def test_what_kubernetes_sets_for_a_service_of_our_name_is_not_ours():
+    environment = {
+        "CADENZA_PORT": "tcp://10.0.0.1:50051",
+        "CADENZA_SERVICE_HOST": "10.0.0.1",
+        "CADENZA_SERVICE_PORT_GRPC": "50051",
+        "CADENZA_PORT_50051_TCP_ADDR": "10.0.0.1",
+    }
+    assert read_places({}, None, environment) == {}
+    assert list(unheard(environment)) == []
+
+
+def test_variables_without_effect_are_told():
+    environment = {"CADENZA_BLOK_SIZE": "8", "CADENZA_LISTEN": "x", "CADENZA_SEED": "1", "CADENZA_MODEL": "m", "X": "y"}
+    assert list(unheard(environment)) == [
+        "CADENZA_BLOK_SIZE in the environment is no option; did you mean CADENZA_BLOCK_SIZE or CADENZA_BATCH_SIZE?",
+        "CADENZA_LISTEN in the environment has no effect here: use host and port",
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"block_size": 7}, "^option block_size: must be 8, 16, 32 or 64$"),
         ({"block_sise": 16}, "^unknown option block_sise; did you mean block_size"),
         ({"zzz": 1}, "^unknown option zzz; options are .*block_size"),
-        ({"dtype": "int8"}, "^option dtype: input should be"),
-        ({"max_num_seqs": 0}, "^option max_num_seqs: input should be greater"),
+        ({"dtype": "int8"}, "^option dtype: input should be .*, not 'int8'$"),
+        ({"max_num_seqs": 0}, "^option max_num_seqs: input should be greater .*, not 0$"),
         ({"num_threads": "many"}, "^option num_threads: input should be a valid integer"),
-        ({"batching": "static"}, "^option batching: "),
+        ({"preemption": "swap"}, "^option preemption: "),
         ({"listen": "x"}, "^option listen cannot be given here"),
         ({"block_size": 7, "watermark": 2}, "^option block_size"),
         ({"skip_tokenizer_init": "perhaps"}, "^option skip_tokenizer_init: input should be a valid boolean"),

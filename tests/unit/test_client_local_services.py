@@ -187,7 +187,9 @@ def test_children_end_with_a_program_that_never_closes(fakes):
 UP = """
 import sys
 import cadenza.local
+from cadenza.cli import up
 from cadenza.cli.app import run
+up._print_settings = lambda services, places: None  # the scripts speak no gRPC
 folder = sys.argv[1]
 cadenza.local.Programs.__init__.__defaults__ = ((folder + "/executor.py",), (folder + "/scheduler.py",))
 sys.exit(run(sys.argv[2:]))
@@ -220,9 +222,10 @@ def test_up_says_ready_and_stops_at_a_signal(fakes, number):
 
 
 def test_up_stops_while_it_starts(fakes):
-    (fakes.folder / "executor.py").write_text("import time; time.sleep(60)")
+    started = fakes.folder / "started"
+    (fakes.folder / "executor.py").write_text(f"import time; open({str(started)!r}, 'w').close(); time.sleep(60)")
     with run_up(fakes, "--port", "0") as up:
-        time.sleep(1.5)
+        until(started.exists)
         up.send_signal(signal.SIGTERM)
         assert up.wait(timeout=20) == 0
 

@@ -103,8 +103,10 @@ def test_prompt_logprobs_start_with_none():
             prompt_logprobs=types.LogprobColumns(chosen_logprobs=logprobs), prompt_logprobs_start=start
         )
 
-    _, total = collect(part(1, -1.0), part(2, -2.0, -3.0), prompt_token_ids=[7, 8, 9, 10])
+    deltas, total = collect(part(1, -1.0), part(2, -2.0, -3.0), prompt_token_ids=[7, 8, 9, 10])
     assert total.prompt_logprobs == [None, {8: Logprob(-1.0)}, {9: Logprob(-2.0)}, {10: Logprob(-3.0)}]
+    assert [row for delta in deltas for row in delta.prompt_logprobs] == total.prompt_logprobs
+    assert collect(part(1), prompt_token_ids=[7])[1].prompt_logprobs == [None], "a prompt of one token"
     with pytest.raises(InternalError, match="prompt logprobs from 2 where 1"):
         collect(part(2, -1.0), prompt_token_ids=[7, 8, 9])
 

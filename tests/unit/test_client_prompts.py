@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from cadenza.convert import prompt_to_proto, request_to_proto
-from cadenza.prompts import Prompt, match_params, parse_chats, parse_prompts
+from cadenza.prompts import (
+    ChatOptions,
+    Prompt,
+    match_params,
+    parse_chats,
+    parse_prompts,
+    parse_text_or_chat,
+    parse_token_ids,
+)
 from cadenza.sampling_params import SamplingParams
 
 
@@ -74,6 +82,33 @@ def test_chats():
     ):
         with pytest.raises(ValueError, match=message):
             parse_chats(bad)
+
+
+def test_how_chats_are_rendered():
+    chat = [{"role": "user", "content": "a"}]
+    opened = ChatOptions(add_generation_prompt=False, continue_final_message=True)
+    for prompt in (*parse_chats([chat, chat], opened)[0], parse_text_or_chat(chat, opened)):
+        message = prompt_to_proto(prompt).chat
+        assert (message.add_generation_prompt, message.continue_final_message) == (False, True)
+    message = prompt_to_proto(parse_chats(chat, ChatOptions())[0][0]).chat
+    assert (message.add_generation_prompt, message.continue_final_message) == (True, False)
+    with pytest.raises(ValueError, match="continue_final_message needs add_generation_prompt=False"):
+        ChatOptions(continue_final_message=True)
+    with pytest.raises(ValueError, match="add_generation_prompt must be a bool, not int 1"):
+        ChatOptions(add_generation_prompt=1)
+
+
+def test_what_is_tokenized_and_back():
+    assert parse_text_or_chat("a") == Prompt(text="a")
+    assert parse_text_or_chat("") == Prompt(text="")
+    assert parse_token_ids(()) == []
+    assert parse_token_ids(np.array([1, 2])) == [1, 2]
+    for wrong in (5, None, [1, 2], []):
+        with pytest.raises(ValueError, match=r"conversation|message"):
+            parse_text_or_chat(wrong)
+    for wrong in ("12", 5, [1.0], [True], [-1], [2**32]):
+        with pytest.raises(ValueError, match=r"token id|integers"):
+            parse_token_ids(wrong)
 
 
 def test_params_for_each_prompt():

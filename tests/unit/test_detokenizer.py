@@ -141,6 +141,26 @@ def test_the_start_of_a_stop_string_is_held_back():
     assert stream.text == "a\n\nQ.\n"
 
 
+def test_cost_of_stop_strings_does_not_grow_with_what_is_held_back():
+    """A thousand characters may be the start of one stop string; the others are not compared with all of them."""
+    compared = []
+
+    class Counting(str):
+        def __getitem__(self, key):
+            compared.append(key)
+            return super().__getitem__(key)
+
+    endless = "a" * 1000 + "!"
+    stream = TextStream(TOKENIZER, stop=[endless, Counting("ab" + "c" * 1000), Counting("a" * 300 + "b")])
+    for token_id in byte_ids(b"a" * 600):
+        assert stream.push([token_id]) is None
+    assert stream.text == ""
+    assert len(compared) < 6 * 600
+    assert stream.push(byte_ids(b"b")) == StopMatch("a" * 300 + "b", 601)
+    stream.finish()
+    assert stream.text == "a" * 300
+
+
 def test_tokens_after_the_match_are_not_taken():
     stream = TextStream(TOKENIZER, stop=["b"])
     assert stream.push(byte_ids(b"abcd")) == StopMatch("b", 2)
@@ -173,3 +193,64 @@ def test_token_text_keeps_leading_spaces():
     tokenizer = byte_fallback()
     (token_id,) = tokenizer.encode("one", add_special_tokens=False)
     assert TextStream(tokenizer).token_text(token_id) == " one"
+
+
+FAMILY = "👨‍👩‍👧"
+"""One picture, five code points, three of them emoji and two joiners."""
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(
+    ("before", "stop"),
+    [
+        ("今天天气", "很好"),
+        ("好好", "好，"),
+        ("cafe", "\u0301"),  # a combining mark alone
+        ("👍 ", "👍🏽"),  # begins like the text before it
+        (f"{FAMILY[:2]} x", FAMILY[2:]),
+        ("a\ud7ff", "\ue000"),
+        ("é世😀", "😀é"),
+    ],
+)
+def test_stop_strings_in_characters_of_several_tokens(before, stop, include):
+    """One token per byte: a match is found with the last byte of its last character, and no half of it is shown."""
+    data, rest = (before + stop).encode(), "后面".encode()
+    stream = TextStream(TOKENIZER, stop=[stop], include_stop=include)
+    for token_id in byte_ids(data[:-1]):
+        assert stream.push([token_id]) is None
+        assert before.startswith(stream.text)
+    match = stream.push(byte_ids(data[-1:] + rest))
+    assert match == StopMatch(stop, len(data))
+    stream.finish()
+    assert stream.text == (before + stop if include else before)
+
+
+@pytest.mark.parametrize("text", ["你好世界", FAMILY, "éö", "🏳️‍🌈", "한국어", "नमस्ते"])
+@pytest.mark.parametrize("tokenizer", [byte_level, byte_fallback])
+def test_min_tokens_within_a_character(text, tokenizer):
+    """A match that the first tokens begin and a later one completes counts; one that they complete does not."""
+    ids = byte_ids(text.encode()) if tokenizer is byte_level else tokenizer().encode(text, add_special_tokens=False)
+    stop = text[-1]
+    for least, found in ((len(ids) - 1, True), (len(ids), False)):
+        stream = TextStream(tokenizer(), stop=[stop], min_tokens=least)
+        match = stream.push(ids)
+        stream.finish()
+        assert (match is not None) == found
+        assert stream.text == text[: text.index(stop)] if found else stream.text == text
+
+
+def test_special_tokens_and_stop_strings():
+    """A special token is matched where it is shown, and joins what stands around it where it is not."""
+    ids = [*ids_of("on"), 1, *ids_of("e two")]
+    for skip, stop, text in ((False, "<|im_start|>", "on"), (True, "<|im_start|>", "one two"), (True, "one", "")):
+        stream = TextStream(TOKENIZER, stop=[stop], skip_special_tokens=skip)
+        stream.push(ids)
+        stream.finish()
+        assert stream.text == text
+
+
+def test_a_stop_token_may_complete_a_stop_string_if_its_text_counts():
+    ids = ids_of("Hello")
+    for include, match in ((True, StopMatch("Hello", len(ids))), (False, None)):
+        stream = TextStream(TOKENIZER, stop=["Hello"], include_stop=include)
+        assert stream.push(ids, ends_with_stop_token=True) == match

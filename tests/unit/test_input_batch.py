@@ -2,51 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import struct
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from executor_svc.input_batch import build_batch, sampling_columns
-from executor_svc.plan import (
-    AdmittedSequence,
-    BlockMoves,
-    InvalidPlan,
-    ScheduledTokens,
-    SequenceSampling,
-    SlotColumns,
-    StepPlan,
-)
+from executor_svc.edits import LogitsEdits
+from executor_svc.input_batch import build_batch, candidate_columns, sampling_columns
+from executor_svc.plan import AdmittedSequence, ScheduledTokens, SequenceSampling, StepPlan
+from executor_svc.prompt_rows import prompt_rows
 from executor_svc.slots import Slots
 from tests.helpers.fake_executor import LIMITS
+from tests.helpers.plans import columns, ints, plan, scheduled, sequence
 
 BLOCK = LIMITS.block_size
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int64)
-
-
-def sequence(slot: int, tokens: list[int], blocks: list[int], computed: int = 0, **fields: Any) -> AdmittedSequence:
-    sampling = fields.pop("sampling", SequenceSampling())
-    prompt = fields.pop("prompt", len(tokens))
-    return AdmittedSequence(slot, ints(*tokens), prompt, computed, ints(*blocks), sampling, **fields)
-
-
-def plan(**fields: Any) -> StepPlan:
-    return StepPlan(step_id=1, epoch=1, **fields)
-
-
-def scheduled(*rows: tuple[int, int, bool]) -> ScheduledTokens:
-    slots, counts, samples = zip(*rows, strict=True)
-    return ScheduledTokens(ints(*slots), ints(*counts), np.array(samples, np.bool_))
 
 
 # ---------------------------------------------------------------- the naive model
@@ -64,8 +38,7 @@ class Naive:
     min_tokens: int
     held: bool
     stopped: bool = False
-    seed: int = 0
-    fields: dict[str, Any] = field(default_factory=dict)
+    sampling: SequenceSampling = field(default_factory=SequenceSampling)
 
     @property
     def left(self) -> int:
@@ -83,6 +56,50 @@ class Naive:
         self.tokens.append(token)
         if token in self.stop and len(self.tokens) - self.prompt >= self.min_tokens:
             self.stopped = True
+
+    def edits(self) -> Edits:
+        """What is done to the logits of the next token, by the definitions."""
+        sampling, output = self.sampling, self.tokens[self.prompt :]
+        forbidden = set(self.stop) if len(output) < self.min_tokens else set()
+        for word in (word.tolist() for word in sampling.bad_words):
+            if len(word) == 1 or output[-len(word) + 1 :] == word[:-1]:
+                forbidden.add(word[-1])
+        penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+        counted: set[int] = set()
+        if penalties != (1, 0, 0):
+            counted = set(output) | (set(self.tokens) if penalties[0] != 1 else set())
+        return (
+            set(sampling.allowed_token_ids.tolist()),
+            forbidden,
+            dict(zip(sampling.bias_token_ids.tolist(), sampling.biases.tolist(), strict=True)),
+            {token: (output.count(token), *penalties) for token in counted},
+        )
+
+
+Edits = tuple[set[int], set[int], dict[int, float], dict[int, tuple[float, ...]]]
+"""Of one row: allowed, forbidden, biases, and counted tokens with their count and penalties."""
+
+
+def by_row(edits: LogitsEdits | None) -> dict[int, Edits]:
+    """The flat lists as one entry for each row of the batch."""
+    if edits is None:
+        return {}
+    found: dict[int, Edits] = {row: (set(), set(), {}, {}) for row in edits.rows.tolist()}
+
+    def pairs(tokens: Any, *values: np.ndarray) -> Any:
+        return zip(edits.rows[tokens.rows].tolist(), tokens.ids.tolist(), *(v.tolist() for v in values), strict=True)
+
+    for row, token in pairs(edits.allowed):
+        found[row][0].add(token)
+    for row, token in pairs(edits.forbidden):
+        found[row][1].add(token)
+    for row, token, bias in pairs(edits.biased, edits.biases):
+        found[row][2][token] = bias
+    penalties = (edits.repetition_penalty, edits.frequency_penalty, edits.presence_penalty)
+    for row, token, *numbers in pairs(edits.counted, edits.counts, *penalties):
+        assert token not in found[row][3], "a token is counted once"
+        found[row][3][token] = tuple(numbers)
+    return found
 
 
 class SlotsMachine(RuleBasedStateMachine):
@@ -119,18 +136,21 @@ class SlotsMachine(RuleBasedStateMachine):
         explicit = self._schedule(draw, decode_ready)
         if explicit is None:
             explicit, decode_ready = [], False
+        forks = self._fork(draw, decode_ready, explicit, admitted)
         self._run(
             plan(
                 released_slots=ints(*released),
                 admitted=tuple(admitted),
-                appends=SlotColumns(ints(*[s for s, _ in appends]), ints(*[b for _, b in appends])),
+                appends=columns(*appends),
                 held_slots=ints(*held),
                 resumed_slots=ints(*resumed),
-                given=SlotColumns(ints(*[s for s, _ in given]), ints(*[t for _, t in given])),
+                given=columns(*given),
                 decode_ready=decode_ready,
                 scheduled=scheduled(*explicit) if explicit else ScheduledTokens(),
+                forks=columns(*forks),
             ),
             explicit,
+            dict(forks),
             draw,
         )
 
@@ -139,11 +159,13 @@ class SlotsMachine(RuleBasedStateMachine):
         count = draw(st.integers(0, max(0, min(2, 10 - len(self.naive), len(free)))))
         return draw(st.permutations(free))[:count]
 
-    def _admit(self, draw: Any, slot: int) -> AdmittedSequence:
-        tokens = draw(st.lists(st.integers(0, 49), min_size=1, max_size=30))
+    def _admit(self, draw: Any, slot: int, tokens: list[int] | None = None) -> AdmittedSequence:
+        if tokens is None:
+            tokens = draw(st.lists(st.one_of(st.integers(0, 5), st.integers(0, 49)), min_size=1, max_size=30))
         prompt = draw(st.integers(1, len(tokens)))
         computed = draw(st.one_of(st.just(0), st.just(len(tokens) - 1), st.integers(0, len(tokens) - 1)))
-        blocks = self._blocks(draw(st.integers(-(-computed // BLOCK), 5)))
+        needed = -(-computed // BLOCK)
+        blocks = self._blocks(draw(st.integers(needed, max(needed, 5))))
         stop = draw(st.lists(st.integers(0, 49), max_size=12, unique=True))
         sampling = SequenceSampling(
             temperature=draw(st.sampled_from([0.0, 0.5])),
@@ -151,12 +173,32 @@ class SlotsMachine(RuleBasedStateMachine):
             sample_index=slot,
             stop_token_ids=ints(*stop),
             min_tokens=draw(st.integers(0, 4)),
+            num_prompt_logprobs=draw(st.sampled_from([None, 0, 3])),
+            num_candidates=draw(st.sampled_from([0, 0, 0, 4])),
+            **self._processors(draw),
         )
         held = draw(st.integers(0, 4)) == 0
         self.naive[slot] = Naive(
-            list(tokens), prompt, computed, list(blocks), set(stop), sampling.min_tokens, held, seed=sampling.seed
+            list(tokens), prompt, computed, list(blocks), set(stop), sampling.min_tokens, held, sampling=sampling
         )
         return sequence(slot, tokens, blocks, computed, prompt=prompt, sampling=sampling, held=held)
+
+    def _processors(self, draw: Any) -> dict[str, Any]:
+        """Few token ids, so that words end, histories repeat and lists overlap."""
+        if draw(st.booleans()):
+            return {}
+        few = st.integers(0, 5)
+        bias = draw(st.dictionaries(few, st.floats(-9, 9, width=32), max_size=3))
+        words = draw(st.lists(st.lists(few, min_size=1, max_size=3), max_size=4))
+        return {
+            "bias_token_ids": ints(*bias),
+            "biases": np.array(list(bias.values()), np.float32),
+            "allowed_token_ids": ints(*draw(st.lists(st.integers(0, 49), max_size=5))),
+            "bad_words": tuple(ints(*word) for word in words),
+            "repetition_penalty": draw(st.sampled_from([1.0, 1.5])),
+            "frequency_penalty": draw(st.sampled_from([0.0, 0.25])),
+            "presence_penalty": draw(st.sampled_from([0.0, -0.5])),
+        }
 
     def _append(self, draw: Any) -> list[tuple[int, int]]:
         appends = []
@@ -198,10 +240,33 @@ class SlotsMachine(RuleBasedStateMachine):
         fits &= sum(row[1] for row in live) + len(ready) <= LIMITS.max_num_batched_tokens
         return explicit if fits and all(self.naive[s].room() > 0 for s in ready) else None
 
-    def _run(self, step: StepPlan, explicit: list[tuple[int, int, bool]], draw: Any) -> None:
+    def _fork(
+        self, draw: Any, decode_ready: bool, explicit: list[tuple[int, int, bool]], admitted: list[AdmittedSequence]
+    ) -> list[tuple[int, int]]:
+        """(slot, source): of those that sample or would had they not stopped, forks of equal length, new and old."""
+        named = {row[0] for row in explicit}
+        asked = [slot for slot, _, samples in explicit if samples]
+        if decode_ready:
+            asked += [s for s, n in self.naive.items() if s not in named and not n.held and (n.ready or n.stopped)]
+        sources = [s for s in asked if draw(st.booleans())]
+        others = [s for s, n in self.naive.items() if s not in (*named, *sources) and not n.stopped]
+        room = LIMITS.max_num_seqs - sum(not self.naive[s].stopped for s in asked)
+        forks: list[tuple[int, int]] = []
+        for source in sources:
+            state = self.naive[source]
+            for slot in self._free(draw)[: max(0, room - len(forks))]:
+                admitted.append(self._admit(draw, slot, state.tokens[: LIMITS.max_model_len]))
+                forks.append((slot, source))
+            for slot in others:
+                as_long = state.stopped or len(self.naive[slot].tokens) == len(state.tokens)
+                if as_long and slot not in dict(forks) and len(forks) < room and draw(st.booleans()):
+                    forks.append((slot, source))
+        return draw(st.permutations(forks))
+
+    def _run(self, step: StepPlan, explicit: list[tuple[int, int, bool]], forks: dict[int, int], draw: Any) -> None:
         expected: dict[int, tuple[int, bool]] = {}
         if step.decode_ready:
-            expected = {s: (1, True) for s, state in self.naive.items() if state.ready}
+            expected = {s: (1, True) for s, state in self.naive.items() if state.ready and s not in forks}
         for slot, count, samples in explicit:
             expected.pop(slot, None)
             if not self.naive[slot].stopped:
@@ -212,21 +277,54 @@ class SlotsMachine(RuleBasedStateMachine):
         assert got.slots.tolist() == order
         assert got.num_tokens.tolist() == [expected[s][0] for s in order]
         assert got.samples.tolist() == [expected[s][1] for s in order]
-        assert got.idle_slots.tolist() == sorted(s for s, _, samples in explicit if samples and self.naive[s].stopped)
+        idle_forks = [slot for slot, source in forks.items() if self.naive[source].stopped]
+        idle = [s for s, _, samples in explicit if samples and self.naive[s].stopped] + idle_forks
+        assert got.idle_slots.tolist() == sorted(idle)
+        # Who reads which logits row: the rows are those of the slots that compute and sample, in their order.
+        rows = [slot for slot in order if expected[slot][1]]
+        live = {slot: source for slot, source in forks.items() if slot not in idle_forks}
+        readers = {slot: rows.index(live.get(slot, slot)) for slot in sorted({*rows, *live})}
+        self._check_readers(got, readers)
         self._check_batch(got, order, expected)
-        tokens, valid = [], []
         for slot in order:
-            count, samples = expected[slot]
+            self.naive[slot].computed += expected[slot][0]
+        tokens, valid = [], []
+        for slot in readers:
             state = self.naive[slot]
-            state.computed += count
-            if samples:
-                tokens.append(draw(st.one_of(st.sampled_from(sorted(state.stop) or [0]), st.integers(0, 49))))
-                valid.append(draw(st.integers(0, 9)) > 0)
-                if valid[-1]:
-                    state.sample(tokens[-1])
-                else:
-                    state.stopped = True
+            state.computed = len(state.tokens)
+            tokens.append(draw(st.one_of(st.sampled_from(sorted(state.stop) or [0]), st.integers(0, 5))))
+            valid.append(draw(st.integers(0, 9)) > 0)
+            if not valid[-1]:
+                state.stopped = True
+            elif not state.sampling.num_candidates:
+                state.sample(tokens[-1])
+        for slot in idle_forks:
+            self.naive[slot].stopped = True
         self.slots.commit(got, ints(*tokens), np.array(valid, np.bool_))
+
+    def _check_readers(self, got: Any, readers: dict[int, int]) -> None:
+        assert got.sampling_slots.tolist() == list(readers)
+        if got.sources is None:
+            assert list(readers.values()) == list(range(len(readers)))
+        else:
+            assert got.sources.tolist() == list(readers.values())
+        asking = [slot for slot in readers if self.naive[slot].sampling.num_candidates]
+        assert got.sampling_slots[got.candidates].tolist() == asking
+        drawing = [slot for slot in readers if slot not in asking]
+        drawn = sampling_columns(self.slots, got)
+        seeds = [(slot, self.naive[slot].sampling.seed, len(self.naive[slot].tokens)) for slot in drawing]
+        assert list(zip(drawn.sample_index, drawn.seed.tolist(), drawn.position, strict=True)) == seeds
+        self._check_sources_and_edits(drawn, drawing, readers)
+        if asking:
+            told = candidate_columns(self.slots, got)
+            assert told.num_candidates.tolist() == [4] * len(asking)
+            self._check_sources_and_edits(told, asking, readers)
+
+    def _check_sources_and_edits(self, columns: Any, slots: list[int], readers: dict[int, int]) -> None:
+        sources = range(len(slots)) if columns.sources is None else columns.sources.tolist()
+        assert list(sources) == [readers[slot] for slot in slots]
+        edits = {row: edits for row, slot in enumerate(slots) if any(edits := self.naive[slot].edits())}
+        assert by_row(columns.edits) == edits
 
     def _check_batch(self, got: Any, order: list[int], expected: dict[int, tuple[int, bool]]) -> None:
         batch = build_batch(self.slots, got)
@@ -235,7 +333,6 @@ class SlotsMachine(RuleBasedStateMachine):
             return
         assert batch is not None
         token_ids, positions, mapping, starts, lens, rows = [], [], [], [0], [], []
-        masked, sampling = [], []
         for slot in order:
             state, (count, samples) = self.naive[slot], expected[slot]
             for position in range(state.computed, state.computed + count):
@@ -246,9 +343,6 @@ class SlotsMachine(RuleBasedStateMachine):
             lens.append(state.computed + count)
             if samples:
                 rows.append(len(token_ids) - 1)
-                if len(state.tokens) - state.prompt < state.min_tokens:
-                    masked += [(len(sampling), token) for token in state.stop]
-                sampling.append((slot, state.seed, len(state.tokens)))
         assert batch.token_ids.tolist() == token_ids
         assert batch.positions.tolist() == positions
         assert batch.slot_mapping.tolist() == mapping
@@ -261,9 +355,28 @@ class SlotsMachine(RuleBasedStateMachine):
             used = -(-length // BLOCK)
             assert row[:used] == self.naive[slot].blocks[:used]
             assert all(0 <= block < LIMITS.num_device_blocks for block in row)
-        columns = sampling_columns(self.slots, got)
-        assert list(zip(columns.sample_index, columns.seed.tolist(), columns.position, strict=True)) == sampling
-        assert sorted(zip(columns.masked_rows.tolist(), columns.masked_ids.tolist(), strict=True)) == sorted(masked)
+        self._check_prompt_rows(got, order, expected)
+
+    def _check_prompt_rows(self, got: Any, order: list[int], expected: dict[int, tuple[int, bool]]) -> None:
+        wanted, first = [], 0
+        for slot in order:
+            state, count = self.naive[slot], expected[slot][0]
+            for row, position in enumerate(range(state.computed, state.computed + count), first):
+                if state.sampling.num_prompt_logprobs is not None and position + 1 < state.prompt:
+                    wanted.append((slot, position + 1, row, state.tokens[position + 1]))
+            first += count
+        asked = prompt_rows(self.slots, got)
+        if asked is None:
+            assert not wanted
+            return
+        assert asked.num_top.tolist() == [self.naive[slot].sampling.num_prompt_logprobs for slot in asked.slots]
+        told = [
+            (slot, start + i)
+            for slot, start, count in zip(asked.slots, asked.starts, asked.counts, strict=True)
+            for i in range(count)
+        ]
+        rows = zip(told, asked.rows, asked.token_ids, strict=True)
+        assert [(*place, row, token) for place, row, token in rows] == wanted
 
     @invariant()
     def mirrors_agree(self) -> None:
@@ -283,128 +396,3 @@ class SlotsMachine(RuleBasedStateMachine):
 
 SlotsMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=12, deadline=None, derandomize=True)
 TestSlots = SlotsMachine.TestCase
-
-
-# ---------------------------------------------------------------- single rules
-
-
-@pytest.fixture
-def slots() -> Slots:
-    """Slot 0 has sampled and is ready, slot 1 is in the middle of its prompt, slot 2 has nothing left to compute."""
-    slots = Slots(LIMITS)
-    first = plan(
-        admitted=(sequence(0, [5], [0]), sequence(1, [6] * 9, [1, 2]), sequence(2, [7, 7], [3])),
-        scheduled=scheduled((0, 1, True), (1, 4, False), (2, 2, False)),
-    )
-    run(slots, first, [9])
-    return slots
-
-
-def run(slots: Slots, step: StepPlan, tokens: list[int]) -> list[int]:
-    """Run a step that samples these; returns the slots computed."""
-    slots.apply(step)
-    got = slots.schedule(step)
-    slots.commit(got, ints(*tokens), np.ones(len(tokens), np.bool_))
-    return got.slots.tolist()
-
-
-REFUSED: list[tuple[StepPlan, str]] = [
-    (plan(held_slots=ints(3)), "held_slots: slot 3 is not admitted"),
-    (plan(resumed_slots=ints(3)), "resumed_slots: slot 3 is not admitted"),
-    (plan(released_slots=ints(0, 0)), "slot 0 is named twice"),
-    (plan(appends=SlotColumns(ints(3), ints(9))), "appends: slot 3 is not admitted"),
-    (plan(appends=SlotColumns(ints(0), ints(64))), "appends: block 64"),
-    (plan(appends=SlotColumns(ints(*[0] * 8), ints(*range(8)))), "block table of slot 0 would exceed 8"),
-    (plan(given=SlotColumns(ints(0), ints(4))), "given: slot 0 has known tokens that are not computed"),
-    (plan(given=SlotColumns(ints(2), ints(50))), "given: token id 50"),
-    (plan(scheduled=scheduled((0, 2, True))), "slot 0 is to compute 2 tokens, but only 1"),
-    (plan(scheduled=scheduled((1, 4, True))), "slot 1 is to sample after 4 of 5"),
-    (plan(scheduled=scheduled((2, 0, True))), "slot 2 is to sample after 0 of 0"),
-    (plan(scheduled=scheduled((7, 1, True))), "scheduled: slot 7 is not admitted"),
-    (plan(admitted=(sequence(3, [], []),)), "slot 3 has 0 tokens"),
-    (plan(admitted=(sequence(3, [1] * 65, list(range(8))),)), "65 tokens"),
-    (plan(admitted=(sequence(3, [1], [0], prompt=2),)), "num_prompt_tokens 2"),
-    (plan(admitted=(sequence(3, [1], [0], 1),)), "num_computed_tokens 1"),
-    (plan(admitted=(sequence(3, [1] * 9, [0], 8), sequence(4, [1] * 10, [0], 9))), "slot 4: 1 blocks are too few"),
-    (plan(admitted=(sequence(3, [1], list(range(9))),)), "9 blocks"),
-    (plan(admitted=(sequence(16, [1], [0]),)), "slot 16 is out of range"),
-    (plan(copies=BlockMoves(ints(1, 2), ints(3, 3))), "block 3 is named twice"),
-    (
-        plan(swap_out=BlockMoves(ints(1), ints(3)), swap_in=BlockMoves(ints(3), ints(2))),
-        "host block 3 is freed by a swap-in",
-    ),
-    (plan(reserved=("grammar",)), "not supported by this executor: grammar"),
-] + [
-    (plan(admitted=(sequence(3, [1], [0], sampling=SequenceSampling(**fields)),)), message)
-    for fields, message in (
-        ({"temperature": -1.0}, "temperature"),
-        ({"temperature": float("inf")}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"min_p": 1.5}, "min_p"),
-        ({"num_logprobs": 51}, "num_logprobs 51"),
-        ({"stop_token_ids": ints(50)}, "stop token id 50"),
-        ({"stop_token_ids": ints(*range(50)), "min_tokens": 1}, "every token id"),
-        ({"presence_penalty": 1.0}, "presence_penalty"),
-        ({"frequency_penalty": 1.0}, "frequency_penalty"),
-        ({"num_prompt_logprobs": 0}, "num_prompt_logprobs"),
-        ({"bias_token_ids": ints(1)}, "biases"),
-        ({"allowed_token_ids": ints(1)}, "allowed_token_ids"),
-        ({"bad_words": (ints(1),)}, "bad_words"),
-    )
-]
-
-
-@pytest.mark.parametrize(("step", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_contradictions_are_named(slots: Slots, step: StepPlan, message: str) -> None:
-    with pytest.raises(InvalidPlan, match=message):
-        run(slots, step, [])
-
-
-def test_step_limits(slots: Slots) -> None:
-    long = tuple(sequence(3 + i, [1] * 30, list(range(4))) for i in range(3))
-    rows = [(3 + i, 30, True) for i in range(3)]
-    with pytest.raises(InvalidPlan, match="90 tokens are scheduled: over max_num_batched_tokens 64"):
-        run(slots, plan(admitted=long, scheduled=scheduled(*rows)), [1, 1, 1])
-
-
-def test_ready_slots_need_a_block_table() -> None:
-    slots = Slots(LIMITS)
-    run(slots, plan(admitted=(sequence(0, [1] * 8, [0]),), scheduled=scheduled((0, 8, True))), [3])
-    with pytest.raises(InvalidPlan, match="block table of slot 0 is too short: 9 tokens"):
-        run(slots, plan(decode_ready=True), [3])
-
-
-def test_a_sequence_ends_at_max_model_len() -> None:
-    slots = Slots(LIMITS)
-    full = sequence(0, [1] * 64, list(range(8)), 63)
-    assert run(slots, plan(admitted=(full,), decode_ready=True), [3]) == [0]
-    with pytest.raises(InvalidPlan, match="slot 0 would exceed max_model_len 64"):
-        run(slots, plan(decode_ready=True), [3])
-
-
-def test_last_prompt_token_alone_is_ready(slots: Slots) -> None:
-    """A chunk that leaves one token makes its slot ready, exactly as execution.proto defines it."""
-    assert run(slots, plan(scheduled=scheduled((1, 4, False))), []) == [1]
-    assert run(slots, plan(decode_ready=True), [8, 8]) == [0, 1]
-
-
-def test_stop_ids_of_an_earlier_sequence_are_forgotten() -> None:
-    slots = Slots(LIMITS)
-    many = SequenceSampling(stop_token_ids=ints(*range(20, 40)))
-    run(slots, plan(admitted=(sequence(0, [1], [0], sampling=many),), decode_ready=True), [25])
-    assert slots.stopped[0]
-    few = SequenceSampling(stop_token_ids=ints(3))
-    run(slots, plan(released_slots=ints(0), admitted=(sequence(0, [1], [0], sampling=few),), decode_ready=True), [25])
-    assert not slots.stopped[0]
-
-
-def test_clear_frees_all(slots: Slots) -> None:
-    slots.clear()
-    assert not slots.ready().any()
-    assert run(slots, plan(admitted=(sequence(0, [1], [0]),), decode_ready=True), [3]) == [0]
-
-
-def test_limits_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        LIMITS.num_slots = 3  # type: ignore[misc]

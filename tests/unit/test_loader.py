@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from executor_svc import device as devices
 from executor_svc.config import ExecutorConfig
 from executor_svc.device import DeviceError, NumericsError, make_device
 from executor_svc.loader import LoadedModel, LoaderError, load_model
+from executor_svc.models.registry import ARCHITECTURES
 from executor_svc.numerics import fingerprint
-from tests.checkpoints import edit_config, make_llama
+from tests.checkpoints import FAMILIES, edit_config, make_checkpoint, make_llama
+from tests.kernels.driver import Model
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +93,23 @@ def test_dtypes(tmp_path: Path, saved: str, option: str, expected: str) -> None:
     assert loaded.geometry.dtype == expected
 
 
-def test_sharded_is_the_same_model(tmp_path: Path) -> None:
-    single, sharded = make_llama(tmp_path / "a"), make_llama(tmp_path / "b", shards=True)
+@pytest.mark.parametrize("saved", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("option", ["float32", "bfloat16"])
+def test_weights_are_converted(tmp_path: Path, saved: str, option: str) -> None:
+    """Loaded weights are those of a checkpoint that was converted before."""
+    folder = make_llama(tmp_path / "saved", dtype=getattr(torch, saved))
+    converted = Path(shutil.copytree(folder, tmp_path / "converted"))
+    tensors = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {getattr(torch, saved)}
+    save_file(
+        {name: tensor.to(getattr(torch, option)) for name, tensor in tensors.items()}, converted / "model.safetensors"
+    )
+    assert load(folder, dtype=option).weights_digest == load(converted, dtype=option).weights_digest
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
+def test_sharded_is_the_same_model(tmp_path: Path, family: str) -> None:
+    single, sharded = make_checkpoint(tmp_path / "a", family), make_checkpoint(tmp_path / "b", family, shards=True)
     assert len(list(sharded.glob("*.safetensors"))) > 1
     assert load(single).weights_digest == load(sharded).weights_digest
 
@@ -111,6 +129,41 @@ def test_dummy_weights(folder: Path) -> None:
     assert load(folder, load_format="dummy", seed=1).weights_digest != first
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dummy_weights_of_every_family(tmp_path: Path, family: str) -> None:
+    """config.json alone will do: the same sizes as with weights, seeded, finite logits."""
+    folder = make_checkpoint(tmp_path, family)
+    sizes = load(folder).geometry
+    (folder / "model.safetensors").unlink()
+    first, other = (Model(folder, load_format="dummy", seed=seed) for seed in (0, 1))
+    assert first.loaded.geometry == sizes
+    assert first.loaded.weights_digest != other.loaded.weights_digest
+    logits = first.whole(list(range(50)))
+    assert bool(logits.isfinite().all())
+    assert torch.equal(logits, Model(folder, load_format="dummy").whole(list(range(50))))
+    assert not torch.equal(logits, other.whole(list(range(50))))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_is_needed_and_none_is_left_over(tmp_path: Path, family: str) -> None:
+    folder = make_checkpoint(tmp_path, family)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if "layers.1" in name or "layers" not in name:
+            save_file({other: value for other, value in tensors.items() if other != name}, path)
+            with pytest.raises(LoaderError, match=f"tensor {name} is missing"):
+                load(folder)
+            save_file({**tensors, name: tensor[:-1].clone()}, path)
+            with pytest.raises(
+                LoaderError, match=rf"tensor {name} has shape \[{tensor.shape[0] - 1}.*config.json says"
+            ):
+                load(folder)
+    save_file({**tensors, "model.layers.1.extra.weight": torch.ones(2)}, path)
+    with pytest.raises(LoaderError, match=r"1 tensors that the model does not use: model\.layers\.1\.extra\.weight"):
+        load(folder)
+
+
 def test_fingerprint(original: Path) -> None:
     def take(**options: Any) -> Any:
         config = ExecutorConfig(model=str(original), num_gpu_blocks=4, **{"num_threads": 1, **options})
@@ -128,8 +181,26 @@ def test_fingerprint(original: Path) -> None:
     assert take(block_size=64).digest == first.digest, "results do not depend on the block size"
 
 
+def test_fingerprint_sees_the_config(folder: Path, tmp_path: Path) -> None:
+    """The same tensors give other logits with another theta, or with the other list of longrope."""
+    first = load(folder)
+    edit_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    other = load(folder)
+    assert other.weights_digest == first.weights_digest
+    assert other.spec_digest != first.spec_digest
+    factors = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    scaling = {"rope_type": "longrope", **factors, "original_max_position_embeddings": 64}
+    phi = make_checkpoint(tmp_path / "phi", "phi3", rope_parameters=scaling, original_max_position_embeddings=64)
+    digests = [load(phi, max_model_len=length).spec_digest for length in (50, 64, 65, 512)]
+    assert digests[0] == digests[1] != digests[2] == digests[3]
+
+
 def _remove(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
+
+
+def _rename(name: str, other: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).rename(folder / other)
 
 
 def _write(name: str, text: str) -> Callable[[Path], None]:
@@ -144,21 +215,22 @@ BROKEN: list[tuple[Callable[[Path], None], str]] = [
     (_remove("config.json"), "config.json is missing"),
     (_write("config.json", "{"), "config.json can not be read"),
     (_write("config.json", "[]"), "no JSON object"),
-    (_write("config.json", "{}"), "architecture none .* supported: LlamaForCausalLM"),
-    (_config(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel .* supported: LlamaForCausalLM"),
-    (_config(hidden_size=None), "hidden_size must be"),
-    (_config(num_key_value_heads=3), "no multiple of num_key_value_heads 3"),
-    (_config(head_dim=11), "head_dim 11 is odd"),
-    (_config(hidden_act="gelu"), "hidden_act 'gelu'"),
-    (_config(quantization_config={"bits": 4}), "quantization_config"),
-    (_config(rope_parameters={"rope_type": "yarn"}), "rope_type 'yarn' .* default, linear, llama3"),
-    (_config(rope_parameters={"rope_type": "linear"}), "needs factor"),
-    (_config(rope_scaling={"type": "yarn"}, rope_parameters={"rope_type": "default"}), "rope_type 'yarn'"),
+    (_write("config.json", "{}"), f"architecture none .* supported: {', '.join(ARCHITECTURES)}"),
+    (_write("config.json", '{"architectures": "LlamaForCausalLM"}'), "architecture none"),
+    (_config(architectures=["GPT2LMHeadModel"]), f"GPT2LMHeadModel .* supported: {', '.join(ARCHITECTURES)}"),
+    (_config(hidden_size=None), "config.json: hidden_size must be"),
+    (_config(rope_parameters={"rope_type": "mrope"}), "config.json: rope_parameters.rope_type 'mrope'"),
     (_config(intermediate_size=80), r"gate_proj.weight has shape \[72, 40\], config.json says \[80, 40\]"),
     (_config(num_hidden_layers=3), "model.layers.2.* is missing"),
     (_config(num_hidden_layers=1), "9 tensors that the model does not use"),
     (_config(attention_bias=True), "q_proj.bias is missing"),
-    (_remove("model.safetensors"), "no weights: neither model.safetensors nor .*--load-format dummy"),
+    (_remove("model.safetensors"), r"no weights: neither model.safetensors nor .* is there \(--load-format dummy"),
+    (_rename("model.safetensors", "pytorch_model.bin"), r"no weights: .* is there, and pytorch_model.bin is not read"),
+    (_config(vocab_size=10**12), r"take \d{15} bytes in float32, \d+ bytes of memory are free"),
+    (_config(max_position_embeddings=10**12), r"--max-model-len 1000000000000 take \d{14} bytes in float32"),
+    (_config(num_hidden_layers=10**9), "num_hidden_layers must be at most 10000, not 1000000000"),
+    (_config(eos_token_id="</s>"), "config.json: eos_token_id must be a token id or a list of them, not '</s>'"),
+    (_write("generation_config.json", '{"eos_token_id": [1, true]}'), r"generation_config.json: eos_token_id must be"),
     (_write("model.safetensors", "rubbish"), "not a readable safetensors file"),
     (_write("model.safetensors.index.json", "{}"), "no weight_map"),
     (_write("model.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}'), "missing: b.safetensors"),
@@ -190,8 +262,8 @@ def test_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asked: list[Any] = []
 
-    def offline(model: str, allow_patterns: list[str]) -> str:
-        asked.append((model, allow_patterns))
+    def offline(model: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((model, allow_patterns, ignore_patterns))
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
@@ -199,12 +271,15 @@ def test_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
         load("some/model")
     assert asked[0][0] == "some/model"
     assert "*.safetensors" in asked[0][1]
+    files = ["model.safetensors", "consolidated.safetensors", "original/consolidated.00.safetensors", "config.json"]
+    wanted = huggingface_hub.utils.filter_repo_objects(files, allow_patterns=asked[0][1], ignore_patterns=asked[0][2])
+    assert list(wanted) == ["model.safetensors", "config.json"]
 
 
 def test_hub_id_that_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, allow_patterns: str(folder))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **_: str(folder))
     loaded = load("some/model")
     assert (loaded.geometry.name, loaded.tokenizer) == ("some/model", "some/model")
 

@@ -10,10 +10,11 @@ import pytest
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.convert.generation import request_fields
-from scheduler_svc.core.errors import RequestRejectedError
+from scheduler_svc.convert.limits import check_limits
+from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import Sampling
 from scheduler_svc.ports import ModelDescription
-from scheduler_svc.requests import PreconditionError, RequestBuilder
+from scheduler_svc.requests import RequestBuilder
 from tests.helpers.toy_tokenizers import byte_level
 
 MODEL = ModelDescription(
@@ -27,6 +28,7 @@ TOKENS = types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[5, 6, 7]))
 
 def build(params=None, *, tokenizer=True, model=MODEL, prompt=(TOKENS,), time_left_s=None, **fields):
     message = pb.GenerateRequest(prompt=prompt, sampling_params=params and types_pb2.SamplingParams(**params), **fields)
+    check_limits(message)
     builder = RequestBuilder(model, byte_level() if tokenizer else None, max_model_len=model.max_model_len)
     return builder.build(request_fields(message), now=100.0, time_left_s=time_left_s)
 
@@ -107,13 +109,10 @@ def test_sampling_is_resolved(given, expected):
         "logprobs": [-2, 21, -1],
         "n": [0, 2],
         "best_of": [2],
-        "repetition_penalty": [1.1, 0.0, math.nan],
-        "presence_penalty": [0.5],
-        "frequency_penalty": [-0.5],
-        "prompt_logprobs": [0],
-        "logit_bias": [{1: 2.0}],
-        "allowed_token_ids": [[1]],
-        "bad_words": [["x"]],
+        "repetition_penalty": [0.0, -1.0, math.nan, math.inf],
+        "presence_penalty": [2.1, -2.1, math.nan, -math.inf],
+        "frequency_penalty": [2.1, -2.1, math.nan, math.inf],
+        "prompt_logprobs": [-2, 21, -1],
         "beam_width": [2],
         "length_penalty": [0.5],
         "early_stopping": [types_pb2.EARLY_STOPPING_TRUE, 77],
@@ -213,6 +212,19 @@ def test_without_a_tokenizer_there_is_no_text():
     assert build(tokenizer=False).make_text is None
     assert build({"detokenize": True}, tokenizer=False).make_text is None
     assert build({"detokenize": False}).make_text is None
+
+
+def test_text_with_tokens_that_the_model_lacks_is_refused():
+    """A tokenizer's added tokens may lie beyond the model's vocabulary."""
+    largest = max(byte_level().encode("Hello, 你好"))
+    model = dataclasses.replace(MODEL, vocab_size=largest)
+    assert refused(model=model, prompt=(text("Hello, 你好"),)) == "prompt[0].text"
+    assert refused(model=model, prompt=(chat(("user", "Hello, 你好")),)) == "prompt[0].chat"
+    with pytest.raises(RequestRejectedError, match=rf"holds '.+', whose token id {largest} is not below .+ {largest}$"):
+        build(model=model, prompt=(TOKENS, text("Hello, 你好")))
+    assert build(
+        model=model, prompt=(text("H"),), params={"bad_words": ["H", "Hello, 你好"]}
+    ).spec.sampling.bad_words == (tuple(byte_level().encode("H")),)
 
 
 def test_text_streams_are_made_as_asked():

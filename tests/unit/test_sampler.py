@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from executor_svc.kernels.philox import Purpose, gumbel, philox4x32, row_keys
-from executor_svc.sampler import fold_sum, sample
-from tests.helpers.sampling import columns
+from executor_svc.plan import SlotError
+from executor_svc.row_math import fold_sum
+from executor_svc.sampler import sample
+from tests.helpers.sampling import columns, edits
 
 INF, NAN = float("inf"), float("nan")
 
@@ -82,7 +84,7 @@ def test_greedy_is_argmax(vocab: int) -> None:
     logits = normal(7, vocab)
     result = sample(logits, columns(7, temperature=0))
     assert result.token_ids.tolist() == logits.argmax(dim=1).tolist()
-    assert result.finite.all()
+    assert result.valid.all()
     assert result.logprobs is None
 
 
@@ -150,16 +152,15 @@ def test_masked_tokens_are_never_chosen() -> None:
     logits = normal(40, 100)
     best = logits.argmax(dim=1).numpy()
     second = logits.topk(2).indices[:, 1]
-    rows = np.arange(40)
-    masked = {"masked_rows": rows[:20], "masked_ids": best[:20]}
+    masked = edits(20, forbidden={row: [best[row]] for row in range(20)})
     before = logits.clone()
-    greedy = sample(logits, columns(40, temperature=0, num_logprobs=1, **masked))
+    greedy = sample(logits, columns(40, temperature=0, num_logprobs=1, edits=masked))
     assert greedy.token_ids.tolist() == [*second[:20].tolist(), *best[20:].tolist()]
     # Logprobs are of the model's own distribution.
     assert greedy.logprobs is not None
     assert greedy.logprobs.ranks.tolist() == [2] * 20 + [1] * 20
     assert greedy.logprobs.top_ids[:, 0].tolist() == best.tolist()
-    drawn = sample(logits, columns(40, top_k=2, **masked)).token_ids
+    drawn = sample(logits, columns(40, top_k=2, edits=masked)).token_ids
     assert not (drawn[:20] == best[:20]).any()
     assert torch.equal(logits, before)
 
@@ -177,15 +178,28 @@ def test_rows_that_are_not_finite_fail_alone(temperature: float, filters: dict) 
     logits[5, 3:50] = -INF
     logits[5, 60] = 50.0
     result = sample(logits, columns(6, temperature=temperature, **filters))
-    assert result.finite.tolist() == [True, False, False, False, False, True]
+    assert result.errors.tolist() == [0, *[SlotError.NON_FINITE_LOGITS] * 4, 0]
     assert result.token_ids[good].tolist() == [expected[0], 60]
 
 
 def test_a_mask_hides_no_nan() -> None:
     logits = normal(1, 90)
     logits[0, 7] = NAN
-    masked = {"masked_rows": np.array([0]), "masked_ids": np.array([7])}
-    assert not sample(logits, columns(1, **masked)).finite.any()
+    result = sample(logits, columns(1, edits=edits(1, forbidden={0: [7]})))
+    assert result.errors.tolist() == [SlotError.NON_FINITE_LOGITS]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_every_token_ruled_out_fails_alone(temperature: float) -> None:
+    logits = normal(4, 30)
+    logits[1, :5] = -INF
+    alone = sample(logits[3:], columns(1, temperature=temperature, seed=3, num_logprobs=1))
+    ruled_out = edits(3, forbidden={0: range(30), 2: range(29)}, allowed={1: range(5)})
+    result = sample(logits, columns(4, temperature=temperature, edits=ruled_out, num_logprobs=1))
+    assert result.errors.tolist() == [SlotError.NO_ALLOWED_TOKEN, SlotError.NO_ALLOWED_TOKEN, 0, 0]
+    assert result.token_ids[2:].tolist() == [29, alone.token_ids[0]]
+    assert result.logprobs is not None
+    assert result.logprobs.rows.tolist() == [2, 3]
 
 
 # ---------------------------------------------------------------- logprobs

@@ -12,6 +12,8 @@ def test_defaults():
     assert config.executor == ["127.0.0.1:50052"]
     assert config.listen == "127.0.0.1:50051"
     assert not config.skip_tokenizer_init
+    assert config.order == "fcfs"
+    assert read_config(["--order", "priority"]).order == "priority"
 
 
 def test_options_and_environment(monkeypatch):
@@ -28,8 +30,12 @@ def test_options_and_environment(monkeypatch):
         (["--max-num-seqs", "0"], "--max-num-seqs: Input should be greater than or equal to 1"),
         (["--max-num-seqs", "x"], "--max-num-seqs: Input should be a valid integer"),
         (["--max-num-seqs"], "--max-num-seqs: expected one argument"),
-        (["--batching", "static"], "--batching: is not built yet; use continuous"),
         (["--batching", "none"], "--batching: Input should be 'continuous'"),
+        (["--tenant-weights", "gold=4,free"], "--tenant-weights: 'free' is not NAME=WEIGHT"),
+        (["--tenant-weights", "gold=0"], "--tenant-weights: the weight of 'gold' must be over 0, not 0"),
+        (["--max-wait-s", "-1"], "--max-wait-s: Input should be greater than or equal to 0"),
+        (["--batch-size", "0"], "--batch-size: Input should be greater than or equal to 1"),
+        (["--order", "random"], "--order: Input should be 'fcfs'"),
         (["--enable-prefix-caching"], "--enable-prefix-caching: is not built yet"),
         (["--executor", "a:1", "--executor", "b:2"], "--executor: exactly one executor"),
         (["--executor", "a:b"], "--executor: 'a:b' is not HOST:PORT"),

@@ -2,87 +2,27 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 
 import pytest
 
 from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExistsError, RequestRejectedError
-from scheduler_svc.core.scheduler import MAX_STRIKES, Scheduler
+from scheduler_svc.core.policy import FcfsOrder, OrderPolicy, PriorityOrder
+from scheduler_svc.core.rules import Rules
+from scheduler_svc.core.scheduler import MAX_STRIKES
 from scheduler_svc.core.slots import SlotPool
 from scheduler_svc.core.types import (
-    ExecutorSpec,
     FinishDetail,
     RequestSpec,
-    SampleDelta,
     Sampling,
     SequenceState,
+    SlotError,
     StepPlan,
     StepResult,
     StepStatus,
 )
-from tests.helpers.simulated_executor import SimulatedExecutor, expected_tokens
-
-
-class Bench:
-    """A core and a simulated executor with the plans between them."""
-
-    def __init__(self, **changes: int | float) -> None:
-        limits = {
-            "block_size": 4,
-            "num_blocks": 64,
-            "num_slots": 8,
-            "max_num_seqs": 4,
-            "max_num_batched_tokens": 16,
-            "max_model_len": 128,
-            "watermark": 0.0,
-        }
-        self.spec = ExecutorSpec(**{**limits, **changes})  # type: ignore[arg-type]
-        self.core = Scheduler()
-        self.core.add_executor(0, self.spec)
-        self.executor = SimulatedExecutor(self.spec)
-        self.plans: deque[StepPlan] = deque()
-        self.tokens: dict[str, list[int]] = {}
-        self.details: dict[str, FinishDetail] = {}
-
-    def add(self, request_id: str, num_prompt: int, max_tokens: int | None = 5, **sampling: object) -> RequestSpec:
-        spec = RequestSpec(
-            request_id=request_id,
-            prompt_token_ids=tuple(range(1, num_prompt + 1)),
-            sampling=Sampling(**sampling),  # type: ignore[arg-type]
-            max_tokens=max_tokens,
-        )
-        self.core.add_request(spec, 0.0)
-        self.tokens[request_id] = []
-        return spec
-
-    def plan(self) -> StepPlan | None:
-        plan = self.core.plan_step(0, 0.0)
-        self.take(self.core.take_deltas())
-        self.core.check_integrity()
-        if plan is not None:
-            self.plans.append(plan)
-        return plan
-
-    def apply(self) -> StepResult:
-        result = self.executor.run(self.plans.popleft())
-        self.take(self.core.apply_result(0, result, 0.0)[1])
-        self.core.check_integrity()
-        return result
-
-    def take(self, deltas: list[SampleDelta]) -> None:
-        for delta in deltas:
-            self.tokens[delta.key[1]] += delta.token_ids
-            if delta.finish is not None:
-                self.details[delta.key[1]] = delta.finish.detail
-
-    def run(self, depth: int = 2) -> None:
-        while True:
-            while len(self.plans) < depth and self.plan() is not None:
-                pass
-            if not self.plans:
-                return
-            self.apply()
+from tests.helpers.core_bench import Bench
+from tests.helpers.simulated_executor import SimulatedExecutor, expected_prompt_logprobs, expected_tokens
 
 
 def test_chunks_and_decodes_share_a_step_within_the_budget() -> None:
@@ -238,6 +178,9 @@ def test_a_result_is_read_against_its_own_plan() -> None:
         StepResult(plan.step_id, slots=[slot], num_tokens=[2], token_ids=[1, 2]),
         StepResult(plan.step_id, slots=[slot], num_tokens=[0], token_ids=[]),
         StepResult(plan.step_id, status=StepStatus.FAILED),
+        StepResult(plan.step_id, slots=[slot], num_tokens=[0], error_slots=[slot]),
+        StepResult(plan.step_id, slots=[slot], num_tokens=[0], error_slots=[slot + 1], errors=[SlotError.GRAMMAR]),
+        StepResult(plan.step_id, slots=[slot], token_ids=[1], prompt_logprobs={slot: expected_prompt_logprobs([1], 0)}),
     ]
     for result in bad:
         with pytest.raises(InvariantError):
@@ -247,7 +190,16 @@ def test_a_result_is_read_against_its_own_plan() -> None:
     assert bench.tokens["r"] == expected_tokens(range(1, 4), 0, 5)
 
 
-def test_non_finite_logits_end_their_sequence_alone() -> None:
+@pytest.mark.parametrize(
+    ("error", "detail"),
+    [
+        (SlotError.NON_FINITE_LOGITS, FinishDetail.NON_FINITE_LOGITS),
+        (SlotError.NO_ALLOWED_TOKEN, FinishDetail.NO_ALLOWED_TOKEN),
+        (SlotError.GRAMMAR, FinishDetail.EXECUTOR_ERROR),
+        (SlotError.UNSPECIFIED, FinishDetail.EXECUTOR_ERROR),
+    ],
+)
+def test_a_slot_that_fails_ends_its_sequence_alone(error: SlotError, detail: FinishDetail) -> None:
     bench = Bench()
     bench.add("bad", 3)
     bench.add("good", 4)
@@ -257,10 +209,12 @@ def test_non_finite_logits_end_their_sequence_alone() -> None:
     assert bad_slot is not None
     tokens = [t for s, t in zip(result.slots, result.token_ids, strict=True) if s != bad_slot]
     counts = [int(s != bad_slot) for s in result.slots]
-    failed = StepResult(result.step_id, slots=result.slots, num_tokens=counts, token_ids=tokens, error_slots=[bad_slot])
+    failed = StepResult(
+        result.step_id, slots=result.slots, num_tokens=counts, token_ids=tokens, error_slots=[bad_slot], errors=[error]
+    )
     bench.take(bench.core.apply_result(0, failed, 0.0)[1])
     bench.run()
-    assert bench.details == {"bad": FinishDetail.NON_FINITE_LOGITS, "good": FinishDetail.MAX_TOKENS}
+    assert bench.details == {"bad": detail, "good": FinishDetail.MAX_TOKENS}
     assert bench.tokens["good"] == expected_tokens(range(1, 5), 0, 5)
 
 
@@ -281,3 +235,41 @@ def test_limits_that_could_not_make_progress_are_refused() -> None:
         Bench(max_num_batched_tokens=2)
     with pytest.raises(LimitsError, match="num_slots"):
         Bench(num_slots=2)
+
+
+def test_a_slot_may_fail_in_the_middle_of_its_prompt() -> None:
+    bench = Bench(max_num_batched_tokens=8)
+    bench.add("r", 20)
+    plan = bench.plan()
+    assert plan is not None
+    later = bench.plan()
+    assert later is not None
+    (slot,) = plan.scheduled_slots
+    failed = StepResult(plan.step_id, error_slots=[slot], errors=[SlotError.NON_FINITE_LOGITS])
+    bench.take(bench.core.apply_result(0, failed, 0.0)[1])
+    bench.take(bench.core.apply_result(0, StepResult(later.step_id), 0.0)[1])
+    assert bench.details["r"] is FinishDetail.NON_FINITE_LOGITS
+    bench.core.check_integrity()
+
+
+PRIORITIES = {"a": 5, "b": -1, "c": 5, "d": 0, "e": -1}
+
+
+@pytest.mark.parametrize(("policy", "order"), [(PriorityOrder(), "bedac"), (FcfsOrder(), "abcde")])
+def test_the_order_of_service(policy: OrderPolicy, order: str) -> None:
+    bench = Bench(Rules(order=policy), max_num_seqs=1, num_slots=2)
+    for request_id, priority in PRIORITIES.items():
+        bench.add(request_id, 3, priority=priority)
+    bench.run()
+    assert "".join(bench.order) == order
+
+
+def test_victims_are_those_of_the_largest_priority() -> None:
+    bench = Bench(Rules(order=PriorityOrder()), num_blocks=8)
+    bench.add("later", 8, max_tokens=14, priority=1)
+    bench.plan()
+    bench.add("first", 8, max_tokens=14, priority=0)
+    bench.run()
+    assert bench.order == ["later", "first", "later"]
+    assert bench.core.num_preemptions == 1
+    assert bench.tokens["first"] == bench.tokens["later"] == expected_tokens(range(1, 9), 0, 14)

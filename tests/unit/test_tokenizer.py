@@ -36,6 +36,19 @@ def test_a_larger_tokenizer_is_another_models(folder):
         load_tokenizer(folder, model_vocab_size=300)
 
 
+def test_added_tokens_may_lie_beyond_the_models(tmp_path, caplog):
+    """As <image_soft_token> of Gemma 3's tokenizer does for its text models."""
+    inner = hf_byte_level()
+    largest = max(inner.get_vocab().values())
+    inner.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
+    inner.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path), model_vocab_size=largest + 1)
+    assert tokenizer.encode("<|image|>") == [largest + 1]
+    assert "1 added tokens are beyond the model's vocabulary: <|image|>" in caplog.text
+    with pytest.raises(TokenizerError, match=f"up to {largest + 1}, the model a vocabulary of {largest}"):
+        load_tokenizer(str(tmp_path), model_vocab_size=largest)
+
+
 def test_nothing_there(tmp_path):
     assert load_tokenizer("", model_vocab_size=9) is None
     assert load_tokenizer(str(tmp_path), model_vocab_size=9) is None

@@ -1,0 +1,43 @@
+"""The simulated executor as the core's tests want it: the core's plans in, the core's results out, through the wire's
+own conversions, so that what a plan says is said as in service."""
+
+from __future__ import annotations
+
+from executor_svc.convert import plan_from_wire, result_to_wire
+from executor_svc.plan import Limits
+from executor_svc.simulated.executor import SimulatedStepExecutor
+from scheduler_svc.convert.execution import step_plan, step_result
+from scheduler_svc.core.types import ExecutorSpec, StepPlan, StepResult
+
+_EPOCH = 1
+
+
+class CoreExecutor:
+    """An executor for one lane of the core. A plan that contradicts what was told raises InvalidPlan."""
+
+    def __init__(self, spec: ExecutorSpec, vocab_size: int, num_host_blocks: int = 0) -> None:
+        self.inner = SimulatedStepExecutor(
+            Limits(
+                num_slots=spec.num_slots,
+                max_num_seqs=spec.max_num_seqs,
+                max_num_batched_tokens=spec.max_num_batched_tokens,
+                max_model_len=spec.max_model_len,
+                vocab_size=vocab_size,
+                max_logprobs=vocab_size,
+                block_size=spec.block_size,
+                num_device_blocks=spec.num_blocks,
+                num_host_blocks=num_host_blocks,
+                max_inflight_plans=4,
+            )
+        )
+
+    @property
+    def slots(self) -> list[int]:
+        """The slots that are taken."""
+        taken: list[int] = self.inner.slots.admitted.nonzero()[0].tolist()
+        return taken
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Carry out a plan."""
+        result = self.inner.execute(plan_from_wire(step_plan(plan, _EPOCH)))
+        return step_result(result_to_wire(result, _EPOCH, incarnation=1))

@@ -1,0 +1,48 @@
+"""A StepExecutor over a real tiny model, plan by plan, without a thread or a service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.model_runner import ModelRunner
+from executor_svc.plan import Limits, StepResult, StepStatus
+from executor_svc.step import StepExecutor
+from tests.helpers.plans import plan
+from tests.kernels.driver import Model
+
+BLOCK_SIZE = 8
+BLOCKS_PER_SLOT = 16
+
+
+class Stepper:
+    """Steps of a model with a cache of its own; slot s may use the blocks of `blocks(s)`."""
+
+    def __init__(self, model: Model, num_slots: int = 8) -> None:
+        options = {**model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT}
+        pools = model.device.new_kv_cache(model.loaded.geometry, ExecutorConfig(**options))
+        vocab = model.loaded.geometry.vocab_size
+        limits = Limits(
+            num_slots=num_slots,
+            max_num_seqs=num_slots,
+            max_num_batched_tokens=256,
+            max_model_len=BLOCK_SIZE * BLOCKS_PER_SLOT,
+            vocab_size=vocab,
+            max_logprobs=vocab,
+            block_size=BLOCK_SIZE,
+            num_device_blocks=pools.num_device_blocks,
+            num_host_blocks=0,
+            max_inflight_plans=1,
+        )
+        self.executor = StepExecutor(ModelRunner(model.loaded, model.device, pools), pools, limits)
+        self._step_id = 0
+
+    @staticmethod
+    def blocks(slot: int) -> list[int]:
+        return list(range(slot * BLOCKS_PER_SLOT, (slot + 1) * BLOCKS_PER_SLOT))
+
+    def step(self, **fields: Any) -> StepResult:
+        self._step_id += 1
+        result = self.executor.execute(plan(step_id=self._step_id, **fields), 0)
+        assert result.status == StepStatus.OK
+        return result

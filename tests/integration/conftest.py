@@ -1,0 +1,45 @@
+"""Fixtures of the tests that run services."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory):
+    """A folder with the toy byte-level tokenizer and its chat template."""
+    # transformers takes seconds to import: only for those who need it.
+    from tests.helpers.toy_tokenizers import hf_byte_level
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    hf_byte_level().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folders(tokenizer_folder, tmp_path_factory):
+    """The same, and one without a chat template: what tests.helpers.error_servers needs."""
+    from tests.helpers.toy_tokenizers import hf_byte_level
+
+    folder = tmp_path_factory.mktemp("no_template")
+    hf_byte_level(template=False).save_pretrained(folder)
+    return {"tokenizer": tokenizer_folder, "no_template": str(folder)}
+
+
+@pytest.fixture
+def no_errors_are_logged(caplog):
+    """What clients do wrong is theirs to hear: the scheduler logs no error."""
+    yield
+    ours = [record for record in caplog.get_records("call") if record.name.startswith("scheduler_svc")]
+    assert not [record.getMessage() for record in ours if record.levelno >= logging.ERROR]
+
+
+@pytest.fixture
+async def w(tokenizer_folder, no_errors_are_logged):
+    """A scheduler over a scripted executor; see tests.helpers.scheduler_world."""
+    from tests.helpers.scheduler_world import world
+
+    async with world(tokenizer=tokenizer_folder) as it:
+        yield it

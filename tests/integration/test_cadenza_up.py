@@ -1,0 +1,144 @@
+"""`cadenza up` for real: what it prints, where its options come from, whose log line is whose."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+from cadenza import LLM, Client
+from cadenza.errors import OptionError
+from cadenza.v1 import execution_pb2, execution_pb2_grpc
+from tests.checkpoints import make_llama
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("model"), tokenizer=True, vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def running(model, tmp_path_factory):
+    """One `cadenza up` whose options come from everywhere, and what it has said when it is ready."""
+    file = tmp_path_factory.mktemp("options") / "cadenza.toml"
+    file.write_text(
+        f"model = {str(model)!r}\nport = 1\nblock-size = 8\nnum_gpu_blocks = 1\nmax_num_seqs = 7\n"
+        "[scheduler]\nmax_num_seqs = 5\n"
+    )
+    environment = {"CADENZA_NUM_GPU_BLOCKS": "50", "CADENZA_DTYPE": "float32", "CADENZA_BLOK_SIZE": "16"}
+    log = file.with_name("log")
+    with log.open("wb") as stderr:
+        up = subprocess.Popen(
+            [sys.executable, "-m", "cadenza", "up", "--config", str(file), "--port", "0", "--max-model-len", "256"],
+            stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, **environment},
+        )  # fmt: skip
+    ready = up.stdout.readline()
+    said = log.read_text()
+    assert ready.startswith("ready 127.0.0.1:"), said
+    yield up, ready.split()[1], said, file
+    up.send_signal(signal.SIGTERM)
+    assert up.wait(15) == 0
+    assert up.stdout.read() == "", "stdout holds the ready line alone"
+    up.stdout.close()
+
+
+def test_the_settings_in_force_are_printed(running, model):
+    _, target, said, file = running
+    with Client(target) as client:
+        info, options = client.model_info(), client.server_info().options
+        (executor,) = client.server_info().executors
+    with grpc.insecure_channel(executor.target) as channel:
+        describe = execution_pb2_grpc.ExecutionServiceStub(channel).Describe
+        described = describe(execution_pb2.DescribeRequest(), timeout=10)
+    kv, prints, weight_bytes = described.kv, described.fingerprint, described.model.weight_bytes
+    assert (kv.num_device_blocks, kv.block_size, info.max_model_len) == (50, 8, 256)
+    assert (options["max_num_seqs"], options["max_num_batched_tokens"]) == ("5", "512")
+    lines = [line.removeprefix("cadenza   │ ") for line in said.splitlines() if line.startswith("cadenza   │ ")]
+    threads = f"{prints.num_threads} thread{'' if prints.num_threads == 1 else 's'}"
+    assert lines == [
+        "CADENZA_BLOK_SIZE in the environment is no option; did you mean CADENZA_BLOCK_SIZE or CADENZA_BATCH_SIZE?",
+        f"model     {model}",
+        f"          LlamaForCausalLM, {info.num_parameters / 1000:.3g} thousand parameters ({info.num_parameters:,})",
+        f"weights   float32, {weight_bytes / 1024:.1f} KiB ({weight_bytes:,} bytes)",
+        f"device    cpu, {threads}, numerics exact",
+        "KV cache  50 blocks of 8 tokens, room for 400 tokens",
+        f"          float32, {kv.bytes_per_block / 1024:.1f} KiB ({kv.bytes_per_block:,} bytes) each, "
+        f"{50 * kv.bytes_per_block / 1024:.1f} KiB ({50 * kv.bytes_per_block:,} bytes) in all",
+        "limits    max_model_len 256, max_num_seqs 5, max_num_batched_tokens 512",
+        f"tokenizer {model}",
+        f"listens   scheduler on {target}, executor on {executor.target}",
+        "set by    the command line: port 0, max_model_len 256",
+        "          CADENZA_DTYPE: dtype float32",
+        "          CADENZA_NUM_GPU_BLOCKS: num_gpu_blocks 50",
+        f"          {file}: model {model}, block_size 8, max_num_seqs 5",
+        "          all other options are at their defaults",
+    ]
+
+
+def test_every_line_says_whose_it_is(running):
+    """Also where stderr is a file and there are no colours."""
+    _, _, said, _ = running
+    for line in said.splitlines():
+        assert re.match(r"(cadenza  |executor |scheduler) │ ", line), line
+    assert "\x1b" not in said
+    for service in ("executor ", "scheduler"):
+        assert f"{service} │ " in said
+
+
+def test_the_logs_hold_no_second_warning(running):
+    """The services get their options as arguments and need not look at the environment again."""
+    _, _, said, _ = running
+    assert said.count("CADENZA_BLOK_SIZE") == 1
+    assert "left to others" not in said
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("block_sise = 8", "cadenza: {}: block_sise: there is no such option; did you mean block_size or batch_size?"),
+        ("block_size = 9", "cadenza: {}: option block_size: must be 8, 16, 32 or 64"),
+        ("a = 1\nb = x", "cadenza: {}: this is not TOML: Invalid value (at line 2, column 5)"),
+    ],
+)
+def test_a_wrong_file_is_one_line(tmp_path, model, content, message):
+    file = tmp_path / "wrong.toml"
+    file.write_text(content)
+    command = [sys.executable, "-m", "cadenza", "up", "--model", str(model), "--config", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr.splitlines()) == (2, "", [message.format(file)])
+
+
+def test_a_taken_port_is_named_with_where_it_was_said(tmp_path, model):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        environment = {**os.environ, "CADENZA_MODEL": str(model), "CADENZA_PORT": str(port)}
+        command = [sys.executable, "-m", "cadenza", "up"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert result.returncode == 2
+    assert result.stderr == f"cadenza: option port: cannot listen on 127.0.0.1:{port}: address already in use\n"
+
+
+def test_llm_takes_a_file_too(model, tmp_path):
+    file = tmp_path / "cadenza.toml"
+    file.write_text("num_gpu_blocks = 40\nmax_num_seqs = 3\n")
+    with LLM(model, config=file, max_num_seqs=2) as llm:
+        assert llm.server_info().load.num_device_blocks == 40
+        assert llm.server_info().options["max_num_seqs"] == "2"
+        chat = [{"role": "user", "content": "你好"}]
+        ids = llm.tokenize(chat)
+        assert llm.detokenize(ids, skip_special_tokens=False) == "<s><|user|>你好</s><|assistant|>"
+        assert llm.detokenize(llm.tokenize("cafe\u0301 👍🏽")) == "cafe\u0301 👍🏽"
+        (output,) = llm.chat(chat)
+        assert output.prompt_token_ids == ids
+        both = llm.chat([chat, chat], add_generation_prompt=False)
+        assert [each.prompt_token_ids for each in both] == [ids[:-1]] * 2
+    with pytest.raises(OptionError, match=r"cadenza.toml: no such file"):
+        LLM(model, config=tmp_path / "no" / "cadenza.toml")

@@ -1,0 +1,244 @@
+"""docker-compose.yml and the Dockerfile: what they promise, and their commands, environment and health checks run here.
+
+Where there is an engine, test_compose_engine.py builds the images and runs the containers.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cadenza import Client, SamplingParams
+from executor_svc.config import ExecutorConfig
+from scheduler_svc.config import SchedulerConfig
+from tests.helpers.compose import (
+    COMPOSE_FILE,
+    DOCKERFILE,
+    ROOT,
+    LocalStack,
+    last_instruction,
+    local_stack,
+    read_compose,
+    read_dockerfile,
+    start_order,
+)
+
+CONFIGS = {"executor": ExecutorConfig, "scheduler": SchedulerConfig}
+COMPOSE = read_compose({})
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+GREEDY = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
+
+# Of docker-compose 1.29.2's schema (compose_spec.json): what this project may need. It refuses a file with other keys.
+SERVICE_KEYS = set(
+    "build cap_drop command cpus cpuset depends_on deploy environment healthcheck image init logging mem_limit "
+    "networks pids_limit ports profiles read_only restart security_opt shm_size stop_grace_period stop_signal tmpfs "
+    "user volumes working_dir".split()
+)
+BUILD_KEYS = set("args cache_from context dockerfile labels network target".split())
+HEALTH_KEYS = set("disable interval retries start_period test timeout".split())
+# The instructions of the classic builder that are of use here.
+INSTRUCTIONS = set("ARG CMD COPY ENTRYPOINT ENV EXPOSE FROM LABEL RUN SHELL STOPSIGNAL USER VOLUME WORKDIR".split())
+
+every_service = pytest.mark.parametrize("name", SERVICES)
+
+
+# ---------------------------------------------------------------- what the files say
+
+
+@every_service
+def test_a_container_is_confined(name: str) -> None:
+    service = SERVICES[name]
+    assert service["init"] is True
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["tmpfs"] == ["/tmp"]
+    assert service["restart"] == "unless-stopped"
+    from_host = [mount for mount in service["volumes"] if mount.startswith((".", "/"))]
+    assert from_host == ["./models/cadenza-demo:/model:ro"]
+    # The file must not take back what the image says: its user (tested next) and its entry point.
+    assert not {"user", "privileged", "cap_add", "entrypoint"} & set(service)
+
+
+@every_service
+def test_an_image_runs_as_a_user_without_rights(name: str) -> None:
+    user = last_instruction(read_dockerfile(), SERVICES[name]["build"]["target"], "USER")
+    assert [int(part) > 0 for part in user.split(":")] == [True, True]
+
+
+@every_service
+def test_clients_reach_the_schedulers_alone_and_from_this_machine(name: str) -> None:
+    ports = SERVICES[name].get("ports", [])
+    assert len(ports) == (1 if name.startswith("scheduler") else 0)
+    for port in ports:
+        assert re.fullmatch(r"127\.0\.0\.1:\d+:50051", port)
+
+
+@every_service
+def test_every_option_is_there_once(name: str) -> None:
+    """What `command` settles and what `environment` passes on are the options of that service, all and no others."""
+    all_named = dict.fromkeys(re.findall(r"CADENZA_\w+", COMPOSE_FILE.read_text()), "set")
+    service = read_compose(all_named)["services"][name]
+    settled = [part.removeprefix("--") for part in service["command"] if part.startswith("--")]
+    passed = [each.removeprefix("CADENZA_").lower() for each in service["environment"] if each.startswith("CADENZA_")]
+    options = CONFIGS[service["build"]["target"]].model_fields
+    assert sorted([*(each.replace("-", "_") for each in settled), *passed]) == sorted(options)
+
+
+def test_options_and_folders_come_from_the_shell() -> None:
+    shell = {"CADENZA_MAX_NUM_SEQS": "3", "CADENZA_MODEL": "org/name", "MODEL_DIR": "/data/m", "SCHEDULER_PORT": "7000"}
+    services = read_compose(shell)["services"]
+    for name, service in services.items():
+        assert service["environment"]["CADENZA_MAX_NUM_SEQS"] == "3", name
+        assert "/data/m:/model:ro" in service["volumes"], name
+    assert services["executor"]["environment"]["CADENZA_MODEL"] == "org/name"
+    assert SERVICES["executor"]["environment"] == {"CADENZA_MODEL": "/model"}
+    assert services["scheduler"]["ports"] == ["127.0.0.1:7000:50051"]
+    assert set(SERVICES["scheduler"]["environment"]) == {"no_grpc_proxy"}
+
+
+def test_a_scheduler_waits_until_its_executor_is_healthy() -> None:
+    for name, executor in (("scheduler", "executor"), ("scheduler-gpu", "executor-gpu")):
+        assert SERVICES[name]["depends_on"] == {executor: {"condition": "service_healthy"}}
+        assert f"{executor}:50052" in SERVICES[name]["command"]
+        assert executor in SERVICES[name]["environment"]["no_grpc_proxy"].split(",")
+    assert start_order(SERVICES) == ["executor", "scheduler", "executor-gpu", "scheduler-gpu"]
+
+
+def test_the_gpu_profile_differs_in_what_a_gpu_needs_and_no_more() -> None:
+    """The CPU services have no profile, so that `docker-compose up` starts them; the others only with `gpu`."""
+
+    def differing(service: str) -> set[str]:
+        cpu, gpu = SERVICES[service], SERVICES[f"{service}-gpu"]
+        return {key for key in cpu.keys() | gpu.keys() if cpu.get(key) != gpu.get(key)}
+
+    gpu = SERVICES["executor-gpu"]
+    assert differing("executor") == {"profiles", "image", "build", "command", "environment", "deploy"}
+    assert differing("scheduler") == {"profiles", "command", "ports", "depends_on"}
+    assert gpu["profiles"] == SERVICES["scheduler-gpu"]["profiles"] == ["gpu"]
+    assert gpu["command"] == [{"cpu": "cuda"}.get(part, part) for part in SERVICES["executor"]["command"]]
+    assert gpu["build"]["args"]["TORCH_BUILD"] == gpu["build"]["args"]["TORCH_INDEX"] == ""
+    (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+
+
+def test_docker_compose_1_29_knows_every_key() -> None:
+    assert {key for key in COMPOSE if not key.startswith("x-")} == {"services", "volumes"}
+    for service in SERVICES.values():
+        assert set(service) <= SERVICE_KEYS
+        assert set(service["build"]) <= BUILD_KEYS
+        assert set(service["healthcheck"]) <= HEALTH_KEYS
+        for needed in service.get("depends_on", {}).values():
+            assert set(needed) == {"condition"}
+
+
+# ---------------------------------------------------------------- the images
+
+
+def test_the_dockerfile_is_plain() -> None:
+    """The classic builder of Docker 20.10 reads it: no mounts, no heredocs, no flags of COPY but --from and --chown."""
+    assert not re.search(r"^#\s*(syntax|escape)\s*=", DOCKERFILE.read_text(), re.MULTILINE | re.IGNORECASE)
+    for name, stage in read_dockerfile().items():
+        for instruction, rest in stage.instructions:
+            assert instruction in INSTRUCTIONS, name
+            flags = re.match(r"(?:--\S+\s+)*", rest)[0].split()
+            assert all(flag.startswith(("--from=", "--chown=")) for flag in flags), (name, rest)
+            assert instruction == "COPY" or not flags, (name, rest)
+            assert "<<" not in rest, (name, rest)
+
+
+def test_stages_are_built_from_stages_above_them() -> None:
+    """The classic builder runs a file from its top to the target, so the scheduler is built without torch."""
+    stages = read_dockerfile()
+    seen: list[str] = []
+    for name, stage in stages.items():
+        sources = re.findall(r"--from=(\S+)", "\n".join(rest for _, rest in stage.instructions))
+        assert stage.parent in seen or stage.parent == "${PYTHON_IMAGE}", name
+        assert set(sources) <= set(seen), name
+        seen.append(name)
+    above = "\n".join(rest for name in seen[: seen.index("scheduler")] for _, rest in stages[name].instructions)
+    assert "TORCH" not in above
+    assert {service["build"]["target"] for service in SERVICES.values()} == {"scheduler", "executor"} <= set(stages)
+
+
+def test_what_is_copied_is_in_the_context_and_in_a_fresh_clone() -> None:
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {
+        source.rstrip("/")
+        for stage in read_dockerfile().values()
+        for instruction, rest in stage.instructions
+        if instruction == "COPY" and not rest.startswith("--from")
+        for source in rest.split()[:-1]
+    }
+    assert copied == allowed
+    for source in copied - {"wheels"}:
+        assert (ROOT / source).exists(), source
+    assert _git_ignores("wheels/any.whl")
+    assert not _git_ignores("wheels/README.md"), "without it the folder is missing in a clone, and COPY fails"
+    assert (ROOT / "wheels" / "README.md").is_file()
+
+
+def test_constraints_pin_the_torch_that_the_dockerfile_asks_for() -> None:
+    pins = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert len(pins) == 1
+    assert "+" not in pins[0], "TORCH_BUILD is appended to it"
+
+
+def _git_ignores(path: str) -> bool:
+    answer = subprocess.run(["git", "check-ignore", "-q", "--no-index", path], cwd=ROOT, check=False)
+    assert answer.returncode in (0, 1), "git check-ignore failed"
+    return answer.returncode == 0
+
+
+# ---------------------------------------------------------------- commands, environment, health checks as processes
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[LocalStack]:
+    """What `CADENZA_MAX_NUM_SEQS=5 docker-compose up` starts, each service healthy."""
+    with local_stack(tmp_path, {"CADENZA_MAX_NUM_SEQS": "5", "CADENZA_NUM_GPU_BLOCKS": "700"}) as running:
+        yield running
+
+
+@pytest.mark.slow
+def test_up_answers_and_stops_at_once(stack: LocalStack) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "cadenza", "generate", "--target", stack.address(50051), "What is 27 + 48?"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.strip()
+    with Client(stack.address(50051)) as client:
+        info = client.server_info()
+    assert info.options["max_num_seqs"] == "5", "the scheduler's environment"
+    assert info.load.num_device_blocks == 700, "the executor's environment"
+    for name in reversed(start_order(stack.services)):
+        assert stack.stop(name) == 0, stack.log(name)
+        assert stack.check(name).returncode == 1
+
+
+@pytest.mark.slow
+def test_a_killed_executor_is_seen_and_its_restart_loses_nothing(stack: LocalStack) -> None:
+    with Client(stack.address(50051)) as client:
+        expected = client.generate(["Tell me a story."], GREEDY)[0].outputs[0].token_ids
+        stream = client.stream("Tell me a story.", GREEDY)
+        tokens = list(next(stream).outputs[0].token_ids)
+        stack.processes["executor"].send_signal(signal.SIGKILL)
+        stack.processes["executor"].wait()
+        assert stack.check("executor").returncode == 1
+        check = stack.check("scheduler")
+        assert (check.returncode, check.stderr.split(": ")[-1].strip()) == (1, "NOT_SERVING")
+        stack.start("executor")
+        for delta in stream:
+            tokens += delta.outputs[0].token_ids
+        assert tokens == expected
+    stack.wait_healthy("scheduler")

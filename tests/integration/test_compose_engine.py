@@ -1,0 +1,138 @@
+"""The images built and the containers run by a real engine; minutes, so only with CADENZA_TEST_DOCKER=1.
+
+On a machine without an engine, test_compose.py runs the same commands, environment and health checks as processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cadenza import Client, SamplingParams
+from tests.helpers.compose import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        os.environ.get("CADENZA_TEST_DOCKER") != "1", reason="builds images: set CADENZA_TEST_DOCKER=1 to run it"
+    ),
+]
+
+PROJECT = "cadenza-test"
+SERVICES = ("executor", "scheduler")
+GREEDY = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
+# Ends the service in a container, which is the child of the init process; an engine may end this with it.
+KILL = "kill -KILL $(cat /proc/1/task/1/children) || echo failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Compose:
+    """The project's stack under a name and a port of its own."""
+
+    port: int
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def __call__(self, *arguments: str, expected: tuple[int, ...] = (0,)) -> str:
+        """Run docker-compose, or `docker compose` where that is what there is; returns its stdout."""
+        tool = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
+        return _run(*tool, "-p", PROJECT, *arguments, expected=expected, SCHEDULER_PORT=str(self.port))
+
+    def inside(self, service: str, *command: str, expected: tuple[int, ...] = (0,)) -> str:
+        return self("exec", "-T", service, *command, expected=expected)
+
+    def inspect(self, service: str) -> Any:
+        (found,) = json.loads(_run("docker", "inspect", self("ps", "-q", service).strip()))
+        return found
+
+    def up(self) -> None:
+        """Start what is not running; return when both are healthy."""
+        self("up", "-d")
+        for service in SERVICES:
+            self.wait_healthy(service)
+
+    def wait_healthy(self, service: str) -> None:
+        deadline = time.monotonic() + 120
+        while (state := self.inspect(service)["State"])["Health"]["Status"] != "healthy":
+            assert time.monotonic() < deadline, state
+
+
+def _run(*command: str, expected: tuple[int, ...] = (0,), **environment: str) -> str:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("CADENZA_")}
+    result = subprocess.run(command, cwd=ROOT, env={**kept, **environment}, capture_output=True, text=True, check=False)
+    assert result.returncode in expected, f"{command}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def compose() -> Iterator[Compose]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    stack = Compose(port)
+    try:
+        stack("build")
+        stack.up()
+        yield stack
+    finally:
+        stack("down", "--volumes")
+
+
+def test_generate_from_the_host(compose: Compose) -> None:
+    answer = _run(sys.executable, "-m", "cadenza", "generate", "--target", compose.target, "What is 27 + 48?")
+    assert answer.strip()
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_container_has_no_rights(compose: Compose, service: str) -> None:
+    status = compose.inside(service, "cat", "/proc/1/status")
+    assert re.search(r"^CapEff:\s*0+$", status, re.MULTILINE)
+    assert re.search(r"^NoNewPrivs:\s*1$", status, re.MULTILINE)
+    assert int(compose.inside(service, "id", "-u")) > 0
+    writable = "for folder in / /opt/cadenza /home/cadenza /model; do test -w $folder && echo $folder; done; true"
+    assert compose.inside(service, "sh", "-c", writable) == ""
+    compose.inside(service, "touch", "/tmp/a", "/home/cadenza/.cache/huggingface/a")
+
+
+def test_the_scheduler_image_holds_no_torch(compose: Compose) -> None:
+    code = "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
+    assert compose.inside("executor", "python", "-c", code).strip() == "True"
+    assert compose.inside("scheduler", "python", "-c", code).strip() == "False"
+
+
+def test_a_killed_executor_costs_no_token(compose: Compose) -> None:
+    """The engine starts it again, and the stream goes on."""
+    restarts = compose.inspect("executor")["RestartCount"]
+    with Client(compose.target) as client:
+        expected = client.generate(["Tell me a story."], GREEDY)[0].outputs[0].token_ids
+        stream = client.stream("Tell me a story.", GREEDY)
+        tokens = list(next(stream).outputs[0].token_ids)
+        assert compose.inside("executor", "sh", "-c", KILL, expected=(0, 137)) == ""
+        for delta in stream:
+            tokens += delta.outputs[0].token_ids
+    assert tokens == expected
+    assert compose.inspect("executor")["RestartCount"] == restarts + 1
+
+
+def test_stop_is_quick_and_clean(compose: Compose) -> None:
+    containers = {service: compose("ps", "-q", service).strip() for service in SERVICES}
+    began = time.monotonic()
+    compose("stop")
+    assert time.monotonic() - began < 8, "a grace period of 10 s has run out"
+    for service, container in containers.items():
+        (found,) = json.loads(_run("docker", "inspect", container))
+        assert found["State"]["ExitCode"] == 0, service
+    compose.up()

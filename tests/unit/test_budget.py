@@ -1,0 +1,24 @@
+"""What one step may hold."""
+
+from __future__ import annotations
+
+from scheduler_svc.core.budget import MAX_ADMITTED_VALUES, StepBudget
+from tests.helpers.core_bench import Bench
+
+
+def test_the_first_sequence_always_has_room_for_its_description() -> None:
+    budget = StepBudget(10, 10)
+    assert budget.take_values(MAX_ADMITTED_VALUES + 1)
+    assert not budget.take_values(1)
+
+
+def test_descriptions_that_would_make_a_plan_too_large_wait_for_the_next() -> None:
+    bench = Bench()
+    half = tuple(range(2, MAX_ADMITTED_VALUES // 2 - 8))
+    for name in ("a", "b", "c"):
+        bench.add(name, 2, allowed_token_ids=half)
+    plans = [bench.plan(), bench.plan()]
+    assert [len(plan.admitted) for plan in plans if plan is not None] == [2, 1]
+    assert bench.order == ["a", "b", "c"]
+    bench.run()
+    assert all(len(tokens) == 5 for tokens in bench.tokens.values())

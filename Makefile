@@ -27,9 +27,9 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 # What mypy checks: those of its folders that exist.
-TYPED := $(wildcard client/cadenza scheduler_svc executor_svc benchmarks)
+TYPED := $(wildcard client/cadenza scheduler_svc executor_svc benchmarks examples)
 
-.PHONY: help demo test check fix protos protos-baseline bench install clean distclean
+.PHONY: help demo test check fix protos protos-baseline docs bench install clean distclean
 .PHONY: check-py312 check-format check-lint check-types check-imports check-protos check-tests
 
 help: ## this list
@@ -61,6 +61,7 @@ check-protos: $(VENV)/.installed-dev
 	@test -f protos/baseline.binpb || { echo "protos/baseline.binpb is missing: make protos-baseline" >&2; exit 1; }
 	@$(BIN)/buf breaking protos --against protos/baseline.binpb
 	@$(PY) protos/generate.py --check
+	@$(PY) protos/generate_docs.py --check
 
 check-tests: $(VENV)/.installed-dev
 	@echo "== fast tests"; $(PY) -m pytest tests/unit -m 'not slow' -q
@@ -78,8 +79,13 @@ fix: $(VENV)/.installed-dev ## format and repair what can be repaired by itself
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-protos: $(VENV)/.installed-dev ## make the Python stubs from the protos again
+protos: $(VENV)/.installed-dev ## make the Python stubs and docs/api from the protos again
 	@$(PY) protos/generate.py
+	@$(PY) protos/generate_docs.py
+
+docs: $(VENV)/.installed-dev ## make the pages again that are made from code: docs/options.md, docs/api
+	@$(PY) docs/generate_options.py
+	@$(PY) protos/generate_docs.py
 
 protos-baseline: $(VENV)/.installed-dev ## accept today's protos as what later ones may not break: a deliberate act
 	@$(BIN)/buf build protos -o protos/baseline.binpb

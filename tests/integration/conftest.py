@@ -28,6 +28,40 @@ def tokenizer_folders(tokenizer_folder, tmp_path_factory):
     return {"tokenizer": tokenizer_folder, "no_template": str(folder)}
 
 
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """A tiny model with a tokenizer, in transformers' hands: what sampling is held against."""
+    from tests.helpers.sampling_reference import load_reference
+
+    return load_reference(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The folder of a tiny random model."""
+    from tests.checkpoints import make_llama
+
+    return make_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def real_worker(checkpoint):
+    """A device thread with that model."""
+    from tests.helpers.executor_harness import model_worker
+
+    with model_worker(checkpoint) as running:
+        yield running
+
+
+@pytest.fixture
+async def real(real_worker):
+    """The executor service around it."""
+    from tests.helpers.executor_harness import model_executor
+
+    async with model_executor(*real_worker) as harness:
+        yield harness
+
+
 @pytest.fixture
 def no_errors_are_logged(caplog):
     """What clients do wrong is theirs to hear: the scheduler logs no error."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,16 +10,11 @@ import pytest
 import torch
 
 from cadenza.v1 import execution_pb2 as pb
-from executor_svc.description import Description
-from executor_svc.worker import Worker
-from tests.checkpoints import make_llama
 from tests.helpers.executor_harness import (
     Harness,
     Stream,
     admit,
     first_step_id,
-    model_executor,
-    model_worker,
     scheduled,
 )
 
@@ -30,23 +24,6 @@ ASKING = pb.SequenceSampling(top_p=1, repetition_penalty=1, num_candidates=2 * W
 PENALISED = pb.SequenceSampling(
     top_p=1, repetition_penalty=1.3, num_candidates=2 * WIDTH, bias_token_ids=[3, 60], biases=[1.5, -2]
 )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def real_worker(checkpoint: Path) -> Iterator[tuple[Worker, Description]]:
-    with model_worker(checkpoint) as running:
-        yield running
-
-
-@pytest.fixture
-async def real(real_worker: tuple[Worker, Description]) -> AsyncIterator[Harness]:
-    async with model_executor(*real_worker) as harness:
-        yield harness
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,35 +14,13 @@ import pytest
 
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc, types_pb2
-from executor_svc.description import Description
-from executor_svc.worker import Worker
-from tests.checkpoints import make_llama
 from tests.helpers.executor_harness import (
     GREEDY,
     Harness,
     admit,
     first_step_id,
-    model_executor,
-    model_worker,
     scheduled,
 )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def real_worker(checkpoint: Path) -> Iterator[tuple[Worker, Description]]:
-    with model_worker(checkpoint) as running:
-        yield running
-
-
-@pytest.fixture
-async def real(real_worker: tuple[Worker, Description]) -> AsyncIterator[Harness]:
-    async with model_executor(*real_worker) as harness:
-        yield harness
 
 
 def sampled(seed: int, **fields: Any) -> pb.SequenceSampling:

@@ -28,16 +28,10 @@ from tests.helpers.sampling_reference import (
     Reference,
     facts,
     letters,
-    load_reference,
     only,
     params,
     serving,
 )
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return load_reference(tmp_path_factory.mktemp("model"))
 
 
 class OutputPenalties(LogitsProcessor):

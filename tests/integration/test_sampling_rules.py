@@ -22,17 +22,11 @@ from tests.helpers.sampling_reference import (
     Reference,
     facts,
     letters,
-    load_reference,
     only,
     params,
     serving,
 )
 from tests.helpers.services import cadenza_services
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return load_reference(tmp_path_factory.mktemp("model"))
 
 
 async def test_whole_vocabulary_prompt_logprobs_of_a_long_prompt_come_in_several_responses(

@@ -31,7 +31,7 @@ class ContinuousBatching:
     """Iteration-level batching (Orca, OSDI 2022): whoever waits may join any step.
 
     With a `waiting_served_ratio` prefills are held back until enough wait, as in TGI: until those that wait are that
-    share of those that run, or for `max_waiting_steps` steps.
+    share of those that run, or `max_waiting_steps` steps have passed in which nobody could join.
     """
 
     waiting_served_ratio: float = 0.0

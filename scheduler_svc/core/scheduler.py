@@ -1,7 +1,7 @@
 """The scheduler core: requests in, plans out, results in, tokens out.
 
 Pure: no clock, no randomness, no I/O. Each step (1) gives running sequences their next tokens, decodes before prefill
-chunks, preempting from the end of the order where blocks run out, (2) admits waiting groups while token budget, slots
+chunks, preempting the order's first victims where blocks run out, (2) admits waiting groups while token budget, slots
 and blocks allow, (3) releases what ended. A sequence is the same whether its tokens are a prompt's, a decode's or
 computed again after a preemption: it has tokens without KV, and a step computes some of them.
 

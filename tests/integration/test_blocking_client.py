@@ -1,0 +1,164 @@
+"""Client, which blocks, against a scripted GenerationService over real gRPC: Ctrl-C, threads, event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+
+import pytest
+
+from cadenza.async_client import AsyncClient
+from cadenza.client import Client
+from cadenza.errors import (
+    InvalidRequestError,
+    UnavailableError,
+)
+from cadenza.loop_thread import LoopThread
+from tests.helpers.scripted_server import Script, interrupt_when, start
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def blocking(script):
+    """A blocking client; its server runs on the same background loop."""
+    loop = LoopThread.shared()
+    server, address = loop.run(start(script))
+    with Client(address) as client:
+        yield client
+    loop.run(server.stop(0))
+
+
+def test_blocking_client_does_the_same(blocking):
+    outputs = blocking.generate(["a b", "c"])
+    assert [output.outputs[0].text for output in outputs] == ["a b ", "c "]
+    assert blocking.chat([{"role": "user", "content": "hi"}]).outputs[0].text == "hi "
+    texts = [s.text for delta in blocking.stream("x y") for s in delta.outputs]
+    assert texts == ["x ", "y "]
+    assert blocking.abort("running")
+    assert blocking.model_info().model == "m"
+    assert blocking.server_info().load.num_running == 3
+    with pytest.raises(InvalidRequestError):
+        blocking.generate("bad")
+    with pytest.raises(ValueError, match="at least one"):
+        blocking.stream([])
+
+
+def test_a_dropped_blocking_stream_aborts_the_request(blocking, script):
+    for delta in blocking.stream("hang on", request_id="dropped"):
+        if delta.outputs:
+            break
+    gc.collect()
+    assert script.was_cancelled.wait(5)
+    assert script.cancelled == ["dropped"]
+
+
+def test_ctrl_c_in_a_blocking_stream_aborts_the_request(blocking, script):
+    interrupt_when(script.hanging)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in blocking.stream("hang on", request_id="interrupted"):
+            pass
+    assert script.was_cancelled.wait(5)
+    assert script.cancelled == ["interrupted"]
+    assert blocking.generate("a")[0].outputs[0].text == "a "
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_ctrl_c_while_the_loop_is_told_leaves_nothing_running(blocking, script, monkeypatch, moment):
+    """The worst moments: the loop has just not, or just so, been asked for the next delta."""
+    deltas = blocking.stream("hang on", request_id="interrupted")
+    while not next(deltas).outputs:
+        pass
+    tell = LoopThread.shared().loop.call_soon_threadsafe
+
+    def interrupted(callback):
+        monkeypatch.undo()
+        if moment == "after":
+            tell(callback)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LoopThread.shared().loop, "call_soon_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(deltas)
+    assert script.was_cancelled.wait(5)
+    assert script.cancelled == ["interrupted"]
+    assert blocking.generate("a")[0].outputs[0].text == "a "
+
+
+def test_ctrl_c_in_a_blocking_batch_aborts_it(blocking, script):
+    interrupt_when(script.hanging)
+    with pytest.raises(KeyboardInterrupt):
+        blocking.generate(["hang", "a"])
+    assert script.was_cancelled.wait(5)
+    assert script.cancelled == ["session"]
+
+
+def test_blocking_calls_on_their_own_loop_are_refused(blocking):
+    async def call():
+        return blocking.model_info()
+
+    with pytest.raises(RuntimeError, match="AsyncClient"):
+        LoopThread.shared().run(call())
+
+
+@pytest.mark.parametrize(
+    "call", [lambda client: client.generate("hang"), lambda client: list(client.stream("hang on"))]
+)
+def test_closing_a_client_ends_the_calls_of_other_threads(blocking, script, call):
+    ended: list[BaseException] = []
+
+    def work():
+        try:
+            call(blocking)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert script.hanging.wait(5)
+    blocking.close()
+    thread.join(5)
+    (error,) = ended
+    assert isinstance(error, UnavailableError)
+    assert "closed" in str(error)
+
+
+def test_an_async_client_is_of_one_loop(blocking):
+    client = AsyncClient(blocking.target)
+
+    async def call():
+        return await client.model_info()
+
+    asyncio.run(call())
+    with pytest.raises(RuntimeError, match="another event loop"):
+        asyncio.run(call())
+
+
+def test_threads_share_one_client(blocking):
+    results: dict[int, str] = {}
+
+    def work(index):
+        results[index] = blocking.generate(f"thread {index}")[0].outputs[0].text
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {index: f"thread {index} " for index in range(8)}
+
+
+def test_two_event_loops_do_not_fill_the_log(blocking, caplog):
+    """grpc.aio wakes both loops for every event, and asyncio logs that one of them found nothing to read."""
+
+    async def streams() -> None:
+        async with AsyncClient(blocking.target) as client:
+            for _ in range(5):
+                await asyncio.gather(*(client.generate(f"a {index}") for index in range(20)))
+
+    asyncio.run(streams())
+    assert not caplog.records

@@ -11,6 +11,8 @@ from enum import Enum, IntEnum, auto
 
 RequestKey = tuple[str, str]
 """Tenant and request id."""
+BlockPairs = list[tuple[int, int]]
+"""Blocks moved, from and to."""
 
 
 class SequenceState(Enum):
@@ -71,12 +73,26 @@ class Sampling:
     """Empty: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not appear in the output."""
+    num_candidates: int = 0
+    """Best next tokens told in place of a sampled one, for beams; 0: sample."""
 
     @property
     def num_values(self) -> int:
         """Numbers in its lists: what it adds to a plan."""
         ids = len(self.stop_token_ids) + len(self.allowed_token_ids) + sum(map(len, self.bad_words))
         return ids + 2 * len(self.bias_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSpec:
+    """Beam search as transformers defines it."""
+
+    width: int
+    """Number of beams, 2 or more."""
+    length_penalty: float = 1.0
+    """Exponent of the output's length, by which a beam's sum of logprobs is divided."""
+    early_stopping: bool | None = False
+    """True: done as soon as `width` beams have ended; False: when a better one is unlikely; None ("never"): impossible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +107,13 @@ class RequestSpec:
     eos_token_ids: frozenset[int] = frozenset()
     """Which of the sampling's stop ids count as EOS."""
     num_samples: int = 1
+    """Samples that are drawn; with beams, how many of the best are told, at most their width."""
+    beams: BeamSpec | None = None
+    """Beam search in place of sampling."""
+    cache_salt: bytes = b""
+    """Only requests with the same salt, of the same tenant, share blocks."""
+    uses_prefix_cache: bool = True
+    """May it use and fill the prefix cache, where there is one."""
     priority: int = 0
     tenant: str = ""
     expected_output_tokens: int | None = None
@@ -100,6 +123,11 @@ class RequestSpec:
     def key(self) -> RequestKey:
         """What the request is known by: ids are scoped by tenant."""
         return self.tenant, self.request_id
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of its group: samples or beams."""
+        return self.beams.width if self.beams else self.num_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +141,12 @@ class ExecutorSpec:
     max_num_batched_tokens: int
     max_model_len: int
     watermark: float = 0.01
+    num_host_blocks: int = 0
+    """Blocks of the host pool, to swap to."""
+    bytes_per_block: int = 0
+    """Of KV, over all layers; 0: not known."""
+    shares_prefixes: bool = True
+    """Does the KV of a token depend on nothing but the tokens before it, so that blocks may be shared by requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +169,27 @@ class StepPlan:
     step_id: int
     executor_id: int
     released_slots: list[int] = field(default_factory=list)
+    swapped_out: BlockPairs = field(default_factory=list)
+    """(device block, host block)."""
+    copied: BlockPairs = field(default_factory=list)
+    """(source, destination), both in the device pool; no block is both."""
+    swapped_in: BlockPairs = field(default_factory=list)
+    """(host block, device block)."""
     admitted: list[AdmittedSequence] = field(default_factory=list)
     append_slots: list[int] = field(default_factory=list)
     append_block_ids: list[int] = field(default_factory=list)
     held_slots: list[int] = field(default_factory=list)
     resumed_slots: list[int] = field(default_factory=list)
+    given_slots: list[int] = field(default_factory=list)
+    given_token_ids: list[int] = field(default_factory=list)
     decode_ready: bool = False
     scheduled_slots: list[int] = field(default_factory=list)
     scheduled_num_tokens: list[int] = field(default_factory=list)
     scheduled_samples: list[bool] = field(default_factory=list)
+    fork_source_slots: list[int] = field(default_factory=list)
+    fork_slots: list[int] = field(default_factory=list)
+    debug_digest: bool = False
+    """Ask for a digest of the executor's slots after this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +200,14 @@ class TokenLogprobs:
     rank: int
     top_token_ids: Sequence[int]
     top_logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The best next tokens of one slot, best first, with their scores: see SlotCandidates in execution.proto."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +281,15 @@ class StepResult:
     """By slot, for those that asked."""
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     """By slot, for those that asked, of the prompt tokens that this step's chunk predicts."""
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    """By slot, for beams; such slots sample no token."""
+    debug_digest: bytes = b""
+    """Of the executor's slots after the step, if the plan asked for it."""
     queue_ns: int = 0
     device_ns: int = 0
     sample_ns: int = 0
+    moves_ns: int = 0
+    """Block copies and swaps."""
     total_ns: int = 0
 
 
@@ -244,3 +304,5 @@ class SampleDelta:
     finish: Finish | None = None
     prompt_logprobs: PromptLogprobs | None = None
     """Of the request's prompt; comes in order, nothing twice."""
+    cumulative_logprob: float | None = None
+    """Sum of the logprobs of a beam, with its end."""

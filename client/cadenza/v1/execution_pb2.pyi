@@ -54,6 +54,8 @@ class _ExecutorFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Execu
     """Media in prompts."""
     EXECUTOR_FEATURE_DEBUG_DIGEST: _ExecutorFeature.ValueType  # 13
     """Debug digests in results."""
+    EXECUTOR_FEATURE_SHARED_PREFIXES: _ExecutorFeature.ValueType  # 14
+    """The KV of a token depends on nothing but the tokens before it: sequences that begin alike may share blocks."""
 
 class ExecutorFeature(_ExecutorFeature, metaclass=_ExecutorFeatureEnumTypeWrapper):
     """ExecutorFeature is something that plans may ask for."""
@@ -86,6 +88,8 @@ EXECUTOR_FEATURE_MEDIA: ExecutorFeature.ValueType  # 12
 """Media in prompts."""
 EXECUTOR_FEATURE_DEBUG_DIGEST: ExecutorFeature.ValueType  # 13
 """Debug digests in results."""
+EXECUTOR_FEATURE_SHARED_PREFIXES: ExecutorFeature.ValueType  # 14
+"""The KV of a token depends on nothing but the tokens before it: sequences that begin alike may share blocks."""
 Global___ExecutorFeature: _TypeAlias = ExecutorFeature  # noqa: Y015
 
 class _DraftSource:
@@ -1418,6 +1422,7 @@ class StepTimings(_message.Message):
     DEVICE_NS_FIELD_NUMBER: _builtins.int
     SAMPLE_NS_FIELD_NUMBER: _builtins.int
     TOTAL_NS_FIELD_NUMBER: _builtins.int
+    MOVES_NS_FIELD_NUMBER: _builtins.int
     queue_ns: _builtins.int
     """From the plan's arrival to its start."""
     device_ns: _builtins.int
@@ -1426,6 +1431,8 @@ class StepTimings(_message.Message):
     """Sampling."""
     total_ns: _builtins.int
     """Start to end."""
+    moves_ns: _builtins.int
+    """Block copies and swaps."""
     def __init__(
         self,
         *,
@@ -1433,10 +1440,11 @@ class StepTimings(_message.Message):
         device_ns: _builtins.int = ...,
         sample_ns: _builtins.int = ...,
         total_ns: _builtins.int = ...,
+        moves_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_ns", b"device_ns", "queue_ns", b"queue_ns", "sample_ns", b"sample_ns", "total_ns", b"total_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_ns", b"device_ns", "moves_ns", b"moves_ns", "queue_ns", b"queue_ns", "sample_ns", b"sample_ns", "total_ns", b"total_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import Finish, PromptLogprobs, SampleDelta, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOutput:
+    """One of a finished beam search's results; the best has sample_index 0."""
+
+    group: SequenceGroup
+    sample_index: int
+    token_ids: tuple[int, ...]
+    score: float
+    """What they are ranked by: the sum of logprobs over the length's penalty."""
+    cumulative_logprob: float
+    finish: Finish
 
 
 @dataclass(slots=True)
@@ -20,9 +33,11 @@ class News:
     """Of the new tokens of those that asked."""
     finishes: dict[Sequence, Finish] = field(default_factory=dict)
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
+    hypotheses: list[BeamOutput] = field(default_factory=list)
+    """Of beam searches that are done, all at once."""
 
     def __bool__(self) -> bool:
-        return bool(self.sequences or self.finishes or self.prompt_logprobs)
+        return bool(self.sequences or self.finishes or self.prompt_logprobs or self.hypotheses)
 
     def __iter__(self) -> Iterator[SampleDelta]:
         """The same sample by sample: prompt logprobs first, an end together with the last token."""
@@ -41,3 +56,11 @@ class News:
         for sequence, finish in self.finishes.items():
             if sequence not in told:
                 yield SampleDelta(sequence.group.key, sequence.sample_index, finish=finish)
+        for output in self.hypotheses:
+            yield SampleDelta(
+                key=output.group.key,
+                sample_index=output.sample_index,
+                token_ids=output.token_ids,
+                finish=output.finish,
+                cumulative_logprob=output.cumulative_logprob,
+            )

@@ -37,11 +37,15 @@ class Sequence:
         "_num_planned",
         "asks_prompt_logprobs",
         "block_ids",
+        "cache_node",
         "finish",
         "group",
+        "host_block_ids",
         "last_slot",
         "length_detail",
         "max_len",
+        "num_cached_blocks",
+        "num_hit_tokens",
         "num_prompt_tokens",
         "order_key",
         "prompt_logprobs_end",
@@ -71,6 +75,14 @@ class Sequence:
         self.last_slot: int | None = None
         """The slot that it has or had last: late tokens of a preempted sequence come from there."""
         self.block_ids: list[int] = []
+        self.host_block_ids: list[int] = []
+        """Where its KV is while it is swapped out."""
+        self.num_cached_blocks = 0
+        """Leading blocks that are in the prefix cache, or came from there."""
+        self.cache_node: int | None = None
+        """The prefix cache's name for the last of them."""
+        self.num_hit_tokens = 0
+        """Tokens whose KV came from the prefix cache when it was last admitted."""
         self.prompt_logprobs_end = 1
         """Prompt tokens before this index have known logprobs, or none: the first one."""
         self.asks_prompt_logprobs = False

@@ -41,7 +41,7 @@ def _run(benchmark: Benchmark, options: argparse.Namespace) -> bool:
     """Run one benchmark and give out its rows as they come; False if it failed, which has then been said."""
     try:
         for row in benchmark.run(options):
-            print(row.to_json() if options.json else _for_people(benchmark, row.note, benchmark.describe(row)))
+            print(benchmark.to_json(row) if options.json else _for_people(benchmark, row.note, benchmark.describe(row)))
             sys.stdout.flush()
             if options.record:
                 progress(f"recorded in {append_row(row)}")

@@ -1,236 +1,167 @@
 """What does the scheduler cost a step? plan_step + apply_result while every running sequence decodes.
 
-The core alone, two plans in flight as in the service: no executor, no gRPC. Results are made up in columns outside of
-the timed part. Contexts are spread over one KV block, so that in each step 1 sequence in 16 needs a block. With churn,
-in each step a share of the sequences ends with EOS and as many newcomers, with prompts of 64 tokens, are there to join.
+The core alone, two plans in flight as in the service: no executor, no gRPC. What is timed takes every token to its
+sequence, looks for EOS, stop ids and lengths, and makes the news that the engine hands to the streams. Results are made
+up outside of the timed part. With churn, in each step a share of the sequences ends with EOS and as many join.
+vLLM's scheduler has the same load in the same run, where there is a vllm.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import random
-import statistics
-import time
+import contextlib
+import json
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, replace
+from pathlib import Path
+
+if __name__ == "__main__":  # `python benchmarks/scheduler_cost.py`, from anywhere, without an installation of Cadenza
+    _ROOT = Path(__file__).resolve().parents[1]
+    sys.path[:1] = [str(_ROOT), str(_ROOT / "client")]
 
 from benchmarks.common.benchmark import Benchmark, positive, progress
+from benchmarks.common.core_load import empty_core, measure, memory_per_sequence, start
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import BenchmarkError, Row, make_row
-from benchmarks.common.stats import percentile
-from scheduler_svc.convert import execution
-from scheduler_svc.core.news import News
-from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling, StepPlan, StepResult
+from benchmarks.common.scheduler_load import BLOCK_SIZE, Case
+from benchmarks.peers.process import PeerProcess, can_import, peer_process
 
 NAME = "scheduler_cost"
-SIZES = (16, 64, 256, 1024, 4096)
-BLOCK_SIZE = 16  # tokens
-_EXECUTOR = 0
-_EPOCH = 1
-_TOKEN = 7
-_EOS = 2
-_PREFILL_BUDGET = 65_536  # tokens a step: setting up is quick
-_WARM_UP_STEPS = 8  # until as many leave as join
-_JOINER = tuple(range(300, 364))
+SIZES = (64, 256, 1024, 4096)
+PEER = "vllm"
+_PEER_MODULE = "benchmarks.peers.vllm_scheduler"
+_INFLIGHT = {"cadenza": 2, PEER: 1}
+_FIRST = ("system", "running", "churn", "us_per_step", "plan_bytes")
 
 
-@dataclass(slots=True)
-class Samples:
-    """One entry per timed step."""
-
-    plan_us: list[float] = field(default_factory=list)
-    apply_us: list[float] = field(default_factory=list)
-    convert_us: list[float] = field(default_factory=list)  # to the wire
-    plan_bytes: list[int] = field(default_factory=list)  # on the wire
-
-    def metrics(self) -> dict[str, float]:
-        """Medians over the steps unless the name says otherwise. step = plan + apply, without convert."""
-        step_us = [plan + apply for plan, apply in zip(self.plan_us, self.apply_us, strict=True)]
-        return {
-            "step_us": statistics.median(step_us),
-            "step_mean_us": statistics.fmean(step_us),
-            "step_p99_us": percentile(step_us, 99),
-            "plan_us": statistics.median(self.plan_us),
-            "apply_us": statistics.median(self.apply_us),
-            "convert_us": statistics.median(self.convert_us),
-            "plan_bytes": statistics.median(self.plan_bytes),
-            "plan_mean_bytes": statistics.fmean(self.plan_bytes),
-        }
-
-
-def steady_core(num_running: int, context_len: int, num_steps: int, seed: int) -> Scheduler:
-    """A core in which `num_running` sequences of about `context_len` tokens decode, with room for `num_steps` more."""
-    rng = random.Random(seed)
-    longest = context_len + BLOCK_SIZE + num_steps + 16
-    core = Scheduler()
-    spec = ExecutorSpec(
-        block_size=BLOCK_SIZE,
-        num_blocks=(num_running + 1) * (longest // BLOCK_SIZE + 2),
-        num_slots=2 * num_running,
-        max_num_seqs=num_running,
-        max_num_batched_tokens=max(_PREFILL_BUDGET, num_running),
-        max_model_len=2 * longest,
-    )
-    core.add_executor(_EXECUTOR, spec)
-    for index in range(num_running):
-        # The mean of the contexts is context_len, up to half a token.
-        num_prompt = max(1, context_len - BLOCK_SIZE // 2 + index % BLOCK_SIZE)
-        prompt = tuple(rng.randrange(300, 8000) for _ in range(num_prompt))
-        core.add_request(
-            RequestSpec(
-                str(index), prompt, Sampling(temperature=0.0, stop_token_ids=(_EOS,)), eos_token_ids=frozenset({_EOS})
-            ),
-            0.0,
-        )
-    while core.num_output_tokens < num_running or any(seq.num_output_tokens < 1 for seq in core.lanes[0].running):
-        plan = _plan(core)
-        _apply(core, made_up_result(core, plan))
-    core.check_integrity()
-    return core
-
-
-def measure(core: Scheduler, num_running: int, num_steps: int, churn: float = 0.0) -> Samples:
-    """Time steps, two plans in flight; without churn raises BenchmarkError for one that does not decode all of them."""
-    samples = Samples()
-    changing = Churn(max(1, round(churn * num_running)) if churn else 0)
-    _plan(core)
-    for _ in range(_WARM_UP_STEPS if churn else 0):
-        changing.join(core)
-        _plan(core)
-        _apply(core, changing.result(core))
-    gc.collect()
-    for _ in range(num_steps):
-        changing.join(core)
-        begin = time.perf_counter_ns()
-        plan = _plan(core)
-        planned = time.perf_counter_ns()
-        wire = execution.step_plan(plan, _EPOCH).SerializeToString()
-        converted = time.perf_counter_ns()
-        result = changing.result(core)
-        begin_apply = time.perf_counter_ns()
-        news = _apply(core, result)
-        applied = time.perf_counter_ns()
-        if churn:
-            _check_churn(core, plan, num_running)
-        else:
-            _check_steady(plan, news, num_running)
-        samples.plan_us.append((planned - begin) / 1e3)
-        samples.convert_us.append((converted - planned) / 1e3)
-        samples.apply_us.append((applied - begin_apply) / 1e3)
-        samples.plan_bytes.append(len(wire))
-    core.check_integrity()
-    return samples
-
-
-class Churn:
-    """Results in which `count` sequences end with EOS in each step, and the newcomers that take their places."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._num_joined = 0
-        self._stopped: set[int] = set()
-
-    def join(self, core: Scheduler) -> None:
-        """Queue this step's newcomers."""
-        for _ in range(self._count):
-            self._num_joined += 1
-            spec = RequestSpec(
-                f"joiner {self._num_joined}", _JOINER, Sampling(0.0, stop_token_ids=(_EOS,)), None, frozenset({_EOS})
-            )
-            core.add_request(spec, 0.0)
-
-    def result(self, core: Scheduler) -> StepResult:
-        """Of the oldest plan in flight: slots that have stopped stay silent until they are released."""
-        step = core.lanes[_EXECUTOR].inflight[0]
-        self._stopped.difference_update(step.plan.released_slots)
-        slots = [slot for slot in step.sampling_slots if slot not in self._stopped]
-        tokens = [_TOKEN] * len(slots)
-        first = step.plan.step_id * self._count % max(1, len(slots) - self._count)
-        for index in range(first, min(first + self._count, len(slots))):
-            tokens[index] = _EOS
-            self._stopped.add(slots[index])
-        return StepResult(step.plan.step_id, slots=slots, token_ids=tokens, total_ns=1000)
-
-
-def made_up_result(core: Scheduler, plan: StepPlan) -> StepResult:
-    """The result of the oldest plan in flight: one token for each slot that samples."""
-    oldest = core.lanes[plan.executor_id].inflight[0]
-    slots = list(oldest.sampling_slots)
-    return StepResult(oldest.plan.step_id, slots=slots, token_ids=[_TOKEN] * len(slots), total_ns=1000)
-
-
-def _plan(core: Scheduler) -> StepPlan:
-    plan = core.plan_step(_EXECUTOR, 0.0)
-    if plan is None:
-        raise BenchmarkError("the core found nothing to plan")
-    return plan
-
-
-def _apply(core: Scheduler, result: StepResult) -> News:
-    return core.apply_result(_EXECUTOR, result, 0.0)[1]
-
-
-def _check_steady(plan: StepPlan, news: News, num_running: int) -> None:
-    changed = plan.admitted or plan.released_slots or plan.scheduled_slots
-    if changed or not plan.decode_ready:
-        raise BenchmarkError(f"step {plan.step_id} is not decode-only")
-    if news.token_ids != [_TOKEN] * num_running or len(news.sequences) != num_running or news.finishes:
-        raise BenchmarkError(f"step {plan.step_id}: {len(news.token_ids)} tokens instead of {num_running}, or an end")
-
-
-def _check_churn(core: Scheduler, plan: StepPlan, num_running: int) -> None:
-    if not plan.admitted or not plan.decode_ready:
-        raise BenchmarkError(f"step {plan.step_id}: nobody joined")
-    if not 0.8 * num_running <= len(core.lanes[_EXECUTOR].running) <= num_running:
-        raise BenchmarkError(f"step {plan.step_id}: {len(core.lanes[_EXECUTOR].running)} of {num_running} run")
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """What the options ask for, each case once."""
+    cases = [
+        Case(running, churn, False, context_len)
+        for context_len in options.context_len
+        for running in options.running
+        for churn in options.churn
+    ]
+    cases += [
+        Case(running, max(options.churn), True, options.context_len[0]) for running in options.prefix_cache_running
+    ]
+    return list(dict.fromkeys(cases))
 
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
-    sizes: list[int] = options.running
-    cases = [(num_running, churn) for num_running in sizes for churn in options.churn]
-    repeats: dict[tuple[int, float], list[dict[str, float]]] = {case: [] for case in cases}
-    other_cores = []
-    wait_quiet(options.quiet_wait_s)
-    for index in range(options.repeats):
-        progress(f"{NAME}: repeat {index + 1} of {options.repeats}")
-        # Around all sizes and their set-up: a small size alone takes too few of the kernel's ticks to be judged.
-        with OtherLoad() as other:
-            for num_running, churn in cases:
-                core = steady_core(num_running, options.context_len, options.steps, options.seed)
-                found = measure(core, num_running, options.steps, churn)
-                repeats[num_running, churn].append(found.metrics())
-        other_cores.append(other.cores)
-    for (num_running, churn), metrics in repeats.items():
+    cases = cases_of(options)
+    memory = {case: memory_per_sequence(case, options.seed) for case in dict.fromkeys(map(_steady, cases))}
+    with _peer(options.peer_python) as peer:
+        systems = ["cadenza", *([PEER] if peer else [])]
+        repeats: dict[tuple[str, Case], list[dict[str, float]]] = {
+            (system, case): [] for system in systems for case in cases
+        }
+        other_cores = []
+        wait_quiet(options.quiet_wait_s)
+        for index in range(options.repeats):
+            progress(f"{NAME}: repeat {index + 1} of {options.repeats}")
+            # Around all cases and their set-up: a small one alone takes too few of the kernel's ticks to be judged.
+            with OtherLoad() as other:
+                for system, case in repeats:
+                    found = _measure(case, options, peer if system == PEER else None)
+                    repeats[system, case].append({**found, **(memory[_steady(case)] if system == "cadenza" else {})})
+            other_cores.append(other.cores)
+    for (system, case), metrics in repeats.items():
         params = {
-            "running": num_running,
-            "churn": churn,
-            "context_len": options.context_len,
+            "system": system,
+            **asdict(case),
             "steps": options.steps,
             "block_size": BLOCK_SIZE,
-            "inflight_plans": 2,
+            "inflight_plans": _INFLIGHT[system],
         }
+        if system == PEER and peer:
+            params["peer_version"] = peer.version
         yield make_row(NAME, seed=options.seed, params=params, repeats=metrics, other_cores=other_cores)
+
+
+def _steady(case: Case) -> Case:
+    """The same without churn: memory is weighed so."""
+    return replace(case, churn=0.0)
+
+
+def _measure(case: Case, options: argparse.Namespace, peer: PeerProcess | None) -> dict[str, float]:
+    if peer is not None:
+        return peer.measure(case, options.steps, options.seed)
+    core = empty_core(case, options.steps)
+    start(core, case.prompts(options.seed))
+    return measure(core, case, options.steps, options.seed).metrics()
+
+
+@contextlib.contextmanager
+def _peer(python: Path | None) -> Iterator[PeerProcess | None]:
+    """The peer, if an interpreter has it: the one that was named, which then must, or this one."""
+    if not can_import(python or Path(sys.executable), PEER):
+        if python is not None:
+            raise BenchmarkError(f"--peer-python {python}: it finds no {PEER}")
+        progress(f"{NAME}: no rows of {PEER}: it is not installed here; --peer-python names an interpreter that has it")
+        yield None
+        return
+    with peer_process(python or Path(sys.executable), _PEER_MODULE) as peer:
+        yield peer
 
 
 def _describe(row: Row) -> str:
     found, params = row.medians, row.params
+    memory = found.get("memory_bytes_per_seq")
     return (
-        f"{params['running']:5} running, churn {params['churn']:.0%}: {found['step_us']:8.1f} us a step "
-        f"(plan {found['plan_us']:.1f}, apply {found['apply_us']:.1f}, p99 {found['step_p99_us']:.1f}); "
-        f"to the wire {found['convert_us']:.1f} us, {found['plan_bytes']:.0f} bytes "
-        f"(mean {found['plan_mean_bytes']:.0f})"
+        f"{params['system']:7} {params['running']:5} running of {params['context_len']}, churn {params['churn']:.0%}"
+        f"{', prefix cache' if params['prefix_cache'] else ''}: {found['us_per_step']:8.1f} us a step "
+        f"(plan {found['us_plan']:.1f}, apply {found['us_apply']:.1f}, p99 {found['us_p99']:.1f}); "
+        f"plan of {found['plan_bytes']:.0f} bytes, made in {found['us_convert']:.1f} us"
+        + (f"; {memory:.0f} bytes a sequence" if memory is not None else "")
     )
+
+
+def _flat_json(row: Row) -> str:
+    """One object without levels, what was asked first."""
+    values = {**row.params, **row.medians, "repeats": row.repeats, "seed": row.seed, "note": row.note}
+    ordered = {name: values.pop(name) for name in _FIRST} | values
+    return json.dumps({**ordered, "other_cores": row.other_cores, "cpu": row.machine["cpu"], **_versions(row)})
+
+
+def _versions(row: Row) -> dict[str, str]:
+    return {name: row.versions[name] for name in ("python", "cadenza", "commit")}
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 0.5:
+        raise argparse.ArgumentTypeError(f"must be a share of 0 to 0.5, not {text!r}")
+    return value
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--running", type=positive, nargs="+", default=list(SIZES), help="running sequences")
     parser.add_argument(
-        "--churn", type=float, nargs="+", default=[0.0, 0.05], help="shares of the sequences that change each step"
+        "--churn", type=_share, nargs="+", default=[0.0, 0.05], help="shares of the sequences that change each step"
+    )
+    parser.add_argument(
+        "--prefix-cache-running",
+        type=positive,
+        nargs="*",
+        default=[1024],
+        help="running sequences of the rows with the prefix cache on, at the largest churn (default 1024)",
     )
     parser.add_argument("--steps", type=positive, default=200, help="timed steps of each repeat (default 200)")
-    parser.add_argument("--context-len", type=positive, default=1000, help="tokens of each sequence (default 1000)")
+    parser.add_argument(
+        "--context-len", type=positive, nargs="+", default=[1000], help="tokens of each sequence (default 1000)"
+    )
+    parser.add_argument(
+        "--peer-python", type=Path, help=f"an interpreter that has {PEER} (default: this one, if it has it)"
+    )
 
 
-BENCHMARK = Benchmark(NAME, "what does the scheduler cost a step?", _add_options, _run, _describe)
+BENCHMARK: Benchmark = Benchmark(
+    NAME, "what does the scheduler cost a step?", _add_options, _run, _describe, _flat_json
+)
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    sys.exit(main([NAME, *sys.argv[1:]]))

@@ -164,6 +164,7 @@ def result_to_wire(result: p.StepResult, epoch: int, incarnation: int) -> pb.Ste
             device_ns=timings.device_ns,
             sample_ns=timings.sample_ns,
             total_ns=timings.total_ns,
+            moves_ns=timings.moves_ns,
         ),
         debug_digest=result.debug_digest,
     )
@@ -201,6 +202,8 @@ def description_to_wire(description: Description) -> pb.DescribeResponse:
     ]
     if limits.num_host_blocks:
         features.append(pb.EXECUTOR_FEATURE_SWAP)
+    if description.shares_prefixes:
+        features.append(pb.EXECUTOR_FEATURE_SHARED_PREFIXES)
     return pb.DescribeResponse(
         protocol_version=description.protocol_version,
         incarnation=description.incarnation,

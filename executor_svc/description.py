@@ -104,6 +104,8 @@ class Description:
     fingerprint: Fingerprint
     device: str
     version: str
+    shares_prefixes: bool = False
+    """Does the KV of a token depend on nothing but the tokens before it: sequences that begin alike may share it."""
 
 
 def limits_of(config: ExecutorConfig, geometry: ModelGeometry, pools: Pools) -> Limits:
@@ -125,8 +127,16 @@ def limits_of(config: ExecutorConfig, geometry: ModelGeometry, pools: Pools) -> 
     )
 
 
-def describe(loaded: ModelFacts, limits: Limits, pools: Pools, fingerprint: Fingerprint, device: str) -> Description:
-    """The description of a process that has just been started."""
+def describe(
+    loaded: ModelFacts,
+    limits: Limits,
+    pools: Pools,
+    fingerprint: Fingerprint,
+    device: str,
+    *,
+    shares_prefixes: bool = False,
+) -> Description:
+    """The description of a process that has just been started; shares_prefixes as in Description."""
     return Description(
         protocol_version=PROTOCOL_VERSION,
         # Never 0, which would read as absent.
@@ -137,4 +147,5 @@ def describe(loaded: ModelFacts, limits: Limits, pools: Pools, fingerprint: Fing
         fingerprint=fingerprint,
         device=device,
         version=importlib.metadata.version("cadenza"),
+        shares_prefixes=shares_prefixes,
     )

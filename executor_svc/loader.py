@@ -35,6 +35,8 @@ class LoadedModel:
     """sha256 over names, shapes and bytes of all tensors as loaded."""
     spec_digest: bytes
     """sha256 over what config.json says of the computation."""
+    shares_prefixes: bool
+    """Do a token's keys and values depend on nothing but the tokens before it."""
 
 
 def load_model(config: ExecutorConfig, device: Device) -> LoadedModel:
@@ -74,6 +76,7 @@ def load_model(config: ExecutorConfig, device: Device) -> LoadedModel:
         tokenizer=tokenizer_of(config.model, folder),
         weights_digest=weights.digest(),
         spec_digest=spec.digest(max_model_len),
+        shares_prefixes=spec.shares_prefixes(max_model_len),
     )
 
 

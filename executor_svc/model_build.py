@@ -43,4 +43,5 @@ def build_model(config: ExecutorConfig) -> tuple[StepExecutor, Description]:
     )  # fmt: skip
     _log.info("loaded in %.1f s; fingerprint %s", time.monotonic() - began, prints.digest.hex()[:16])
     executor = StepExecutor(ModelRunner(loaded, device, pools), pools, limits)
-    return executor, describe(loaded, limits, pools, prints, device.name)
+    description = describe(loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes)
+    return executor, description

@@ -195,6 +195,8 @@ class StepTimings:
     device_ns: int = 0
     sample_ns: int = 0
     total_ns: int = 0
+    moves_ns: int = 0
+    """Block copies and swaps; 0 if there were none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,13 +69,13 @@ class StepExecutor:
         started = time.monotonic_ns()
         self.slots.apply(plan)
         scheduled = self.slots.schedule(plan)
-        self._move_blocks(plan)
+        moves_ns = self._move_blocks(plan)
         computed = self._compute(scheduled)
         sampled = computed.sampled
         self.slots.commit(scheduled, sampled.token_ids, sampled.valid)
         digest = self.slots.digest() if plan.debug_digest else b""
         ended = time.monotonic_ns()
-        timings = StepTimings(started - received_ns, computed.device_ns, computed.sample_ns, ended - started)
+        timings = StepTimings(started - received_ns, computed.device_ns, computed.sample_ns, ended - started, moves_ns)
         return make_result(plan.step_id, scheduled, computed, timings, digest)
 
     def _compute(self, scheduled: Scheduled) -> Computed:
@@ -111,12 +111,16 @@ class StepExecutor:
         errors = np.where(failed, int(SlotError.NON_FINITE_LOGITS), sampled.errors)
         return replace(sampled, errors=errors)
 
-    def _move_blocks(self, plan: StepPlan) -> None:
-        """Swap-out, copy, swap-in, in this order."""
+    def _move_blocks(self, plan: StepPlan) -> int:
+        """Swap-out, copy, swap-in, in this order; returns the nanoseconds that took, 0 if there was nothing to move."""
+        taken_ns = 0
         for moves, move in (
             (plan.swap_out, self._pools.swap_out),
             (plan.copies, self._pools.copy),
             (plan.swap_in, self._pools.swap_in),
         ):
             if len(moves.sources):
+                began = time.monotonic_ns()
                 move(moves.sources.tolist(), moves.destinations.tolist())
+                taken_ns += time.monotonic_ns() - began
+        return taken_ns

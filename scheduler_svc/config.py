@@ -10,8 +10,6 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from cadenza.settings.help import about
 from cadenza.settings.service import ServiceSettings
 
-_LATER = "is not built yet; use {}"
-
 
 def read_weights(text: str) -> dict[str, float]:
     """`NAME=WEIGHT,…` as a dict; raises ValueError naming the entry that is wrong."""
@@ -68,8 +66,8 @@ class SchedulerConfig(ServiceSettings):
         json_schema_extra=about("Memory", "tokens"),
     )
     enable_prefix_caching: bool = Field(
-        False,
-        description="Reuse the KV of prompts that start alike (not built yet).",
+        True,
+        description="Keep the KV of what was computed, for later prompts that start alike; a request can opt out.",
         json_schema_extra=about("Memory"),
     )
     watermark: float = Field(
@@ -158,9 +156,17 @@ class SchedulerConfig(ServiceSettings):
     )
     preemption: Literal["recompute", "swap", "auto"] = Field(
         "recompute",
-        description="What a sequence does that had to give up its KV blocks; recompute: it computes them again (the "
-        "others are not built yet).",
+        description="What becomes of the KV of a request that has to give up its blocks; recompute: it is computed "
+        "again; swap: it waits in the host pool, while that has room (--num-cpu-blocks); auto: whichever is cheaper by "
+        "measured rates.",
         json_schema_extra=about("Scheduling"),
+    )
+    record: str | None = Field(
+        None,
+        min_length=1,
+        description="File of a plan log to write: every call into the scheduler's core, every plan and result, to be "
+        "run again; docs/replay.md.",
+        json_schema_extra=about("Logging"),
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="What is logged to stderr.", json_schema_extra=about("Logging")
@@ -182,18 +188,4 @@ class SchedulerConfig(ServiceSettings):
     @classmethod
     def _weights_can_be_read(cls, value: str) -> str:
         read_weights(value)
-        return value
-
-    @field_validator("preemption")
-    @classmethod
-    def _preemption_is_built(cls, value: str) -> str:
-        if value != "recompute":
-            raise ValueError(_LATER.format("recompute"))
-        return value
-
-    @field_validator("enable_prefix_caching")
-    @classmethod
-    def _prefix_caching_is_built(cls, value: bool) -> bool:
-        if value:
-            raise ValueError(_LATER.format("no-enable-prefix-caching"))
         return value

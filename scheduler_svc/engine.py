@@ -9,17 +9,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import DrainingError, QueueFullError, RequestExistsError
 from scheduler_svc.core.lane import PlannedStep
-from scheduler_svc.core.news import News
+from scheduler_svc.core.news import BeamOutput, News
 from scheduler_svc.core.results import context_lens
-from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence as CoreSequence
 from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, StepResult, TokenLogprobs
 from scheduler_svc.live_request import Listener, LiveRequest
-from scheduler_svc.make_rules import make_rules
 from scheduler_svc.plan_loop import PlanLoop
 from scheduler_svc.ports import (
     EngineRequest,
@@ -30,6 +29,7 @@ from scheduler_svc.ports import (
     ModelDescription,
     SequenceBlockTable,
 )
+from scheduler_svc.recording import core_and_executor
 from scheduler_svc.step_watch import StepRecorder, StepWatch
 
 _LOG = logging.getLogger(__name__)
@@ -41,7 +41,8 @@ class Engine:
     def __init__(self, config: SchedulerConfig, executors: Sequence[ExecutorPort]) -> None:
         (executor,) = executors
         self._config = config
-        self._core = Scheduler(make_rules(config))
+        self._recording = ExitStack()
+        self._core, executor = self._recording.enter_context(core_and_executor(config, executor))
         self._loop = PlanLoop(self._core, 0, executor, config, self)
         self._live: dict[RequestKey, LiveRequest] = {}
         self._timers: dict[RequestKey, asyncio.TimerHandle] = {}
@@ -79,6 +80,7 @@ class Engine:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self._recording.close()
 
     async def _run(self) -> None:
         try:
@@ -174,16 +176,19 @@ class Engine:
 
     def load(self) -> Load:
         """Queues and memory now."""
-        lane = self._loop.lane
-        used = lane.spec.num_blocks - lane.blocks.pool.num_free
-        stored = sum(sequence.num_computed_tokens for sequence in lane.running)
-        reserved = lane.blocks.block_size * sum(map(lane.blocks.num_reserved, lane.running))
+        lane, blocks = self._loop.lane, self._loop.lane.blocks
+        used = lane.spec.num_blocks - blocks.num_free
+        stored = lane.num_stored_tokens
+        reserved = blocks.block_size * sum(map(blocks.num_reserved, lane.running))
         return Load(
             num_waiting=len(self._core.waiting),
-            num_running=len(lane.running) + len(lane.finishing),
+            num_running=len({sequence.group for sequence in (*lane.running, *lane.finishing)}),
+            num_swapped=self._core.num_swapped,
             num_device_blocks=lane.spec.num_blocks,
             num_used_device_blocks=used,
+            num_cached_device_blocks=blocks.num_cached,
             num_host_blocks=self.model.num_host_blocks,
+            num_used_host_blocks=blocks.num_used_host,
             num_stored_tokens=stored,
             num_unused_slots=used * lane.spec.block_size - stored - reserved,
             num_reserved_slots=reserved,
@@ -191,6 +196,9 @@ class Engine:
             num_steps=self._core.last_step_id,
             num_output_tokens=self._core.num_output_tokens,
             num_preemptions=self._core.num_preemptions,
+            num_prefix_queries=blocks.num_prefix_queries,
+            num_prefix_hits=blocks.num_prefix_hits,
+            num_shared_block_refs=blocks.num_shared_refs,
         )
 
     def executor_infos(self) -> list[ExecutorState]:
@@ -235,28 +243,32 @@ class Engine:
             self._extend(touched, sequence, (token_id,), (logprobs,) if logprobs else (), news.finishes.get(sequence))
         for sequence, finish in news.finishes.items():
             self._extend(touched, sequence, (), (), finish)
+        for beam in news.hypotheses:
+            self._extend(touched, beam, beam.token_ids, (), beam.finish, beam.cumulative_logprob)
         for key, live in touched.items():
             if not live.times.first_token_ns and live.num_completion_tokens:
                 live.times.first_token_ns = now
-            if all(sample.finish is not None for sample in live.samples):
+            if live.settle():
                 self._retire(key, live, now)
             live.notify()
 
     def _extend(
         self,
         touched: dict[RequestKey, LiveRequest],
-        sequence: CoreSequence,
+        sequence: CoreSequence | BeamOutput,
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...],
         finish: Finish | None,
+        cumulative_logprob: float | None = None,
     ) -> None:
         """Bring news to one sample, unless it has ended here already."""
         key, index = sequence.group.key, sequence.sample_index
         live = self._live.get(key)
-        if live is None or live.samples[index].finish is not None:
+        # A beam search has more sequences than results.
+        if live is None or index >= len(live.samples) or live.samples[index].finish is not None:
             return
         touched[key] = live
-        if live.samples[index].extend(token_ids, logprobs, finish) is not None:
+        if live.samples[index].extend(token_ids, logprobs, finish, cumulative_logprob) is not None:
             self._core.stop_sample(key, index)
 
     def on_planned(self, step: PlannedStep) -> None:
@@ -264,13 +276,15 @@ class Engine:
         self._recorder.planned(step.plan.step_id)
         now = time.monotonic_ns()
         for sequence in step.joined:
-            live = self._live.get(sequence.group.spec.key)
+            live = self._live.get(sequence.group.key)
             if live is not None and not live.times.first_plan_ns:
                 live.times.first_plan_ns = now
+                # The first to join computes the prompt, for the other samples too.
+                live.counts.num_cached_tokens = sequence.num_hit_tokens
         for sequence in step.preempted:
-            live = self._live.get(sequence.group.spec.key)
+            live = self._live.get(sequence.group.key)
             if live is not None:
-                live.counts.num_preemptions += 1
+                live.counts.num_preemptions = sequence.group.num_preemptions
 
     def on_applied(self, step: PlannedStep, result: StepResult, news: News, now: float) -> None:
         """Hand the step to those who watch."""

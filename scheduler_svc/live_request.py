@@ -13,6 +13,16 @@ from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, Token
 from scheduler_svc.ports import EngineRequest, RequestCounts, RequestTimes, StopMatch, TextStream
 
 Listener = Callable[["LiveRequest"], None]
+_CUT_SHORT = frozenset(
+    {
+        FinishDetail.ABORTED,
+        FinishDetail.DEADLINE,
+        FinishDetail.NON_FINITE_LOGITS,
+        FinishDetail.EXECUTOR_ERROR,
+        FinishDetail.NO_ALLOWED_TOKEN,
+    }
+)
+"""Ends after which a sample is no match for those that came to a proper one."""
 
 
 class LiveSample:
@@ -28,9 +38,13 @@ class LiveSample:
         self.finish: Finish | None = None
 
     def extend(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = (), finish: Finish | None = None
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] = (),
+        finish: Finish | None = None,
+        cumulative_logprob: float | None = None,
     ) -> StopMatch | None:
-        """Take new tokens in, or an end, or both.
+        """Take new tokens in, or an end, or both; a beam's cumulative logprob comes with its end.
 
         Returns the stop string that they complete, if they do; the tokens after it are then cut.
         """
@@ -38,6 +52,8 @@ class LiveSample:
         if logprobs:
             self.logprobs.extend(logprobs)
             self.cumulative_logprob += sum(entry.logprob for entry in logprobs)
+        if cumulative_logprob is not None:
+            self.cumulative_logprob = cumulative_logprob
         match = None
         if self.text is not None and token_ids:
             by_token = finish is not None and finish.detail in (FinishDetail.EOS, FinishDetail.STOP_TOKEN)
@@ -94,7 +110,7 @@ class LivePromptLogprobs:
 class LiveRequest:
     """A request, its samples, its times, and its listeners."""
 
-    __slots__ = ("_listeners", "counts", "ended", "prompt_logprobs", "request", "samples", "times")
+    __slots__ = ("_listeners", "counts", "ended", "prompt_logprobs", "request", "returned", "samples", "times")
 
     def __init__(self, request: EngineRequest, arrival_ns: int) -> None:
         self.request = request
@@ -103,6 +119,8 @@ class LiveRequest:
         self.ended = False
         make_text = request.make_text
         self.samples = [LiveSample(make_text() if make_text else None) for _ in range(request.spec.num_samples)]
+        self.returned = self.samples if request.best_of is None else []
+        """What readers are told, by index; of the best of many, nothing before all have ended."""
         num_top = request.spec.sampling.num_prompt_logprobs
         self.prompt_logprobs = LivePromptLogprobs(num_top) if num_top is not None else None
         self._listeners: list[Listener] = []
@@ -113,9 +131,34 @@ class LiveRequest:
         return self.request.spec.request_id
 
     @property
+    def num_returned(self) -> int:
+        """Samples that readers are told of in the end."""
+        best_of = self.request.best_of
+        return len(self.samples) if best_of is None else best_of.num_returned
+
+    @property
+    def tells_cumulative_logprobs(self) -> bool:
+        """Are they known: logprobs were asked for or needed, or beams have them."""
+        spec = self.request.spec
+        return spec.beams is not None or spec.sampling.num_logprobs is not None
+
+    @property
     def num_completion_tokens(self) -> int:
-        """Output tokens over all samples."""
+        """Output tokens over all samples, also those that are drawn and not returned."""
         return sum(len(sample.token_ids) for sample in self.samples)
+
+    def settle(self) -> bool:
+        """Have all samples ended? If the client wants the best of them, they are chosen then."""
+        if any(sample.finish is None for sample in self.samples):
+            return False
+        best_of = self.request.best_of
+        if best_of is not None and not self.returned:
+            # The sort is stable: of equal ones the first drawn goes first.
+            self.returned = sorted(self.samples, key=_rank)[: best_of.num_returned]
+            if not best_of.tells_logprobs:
+                for sample in self.returned:
+                    sample.logprobs = []
+        return True
 
     def subscribe(self, listener: Listener) -> None:
         """Call `listener(self)` whenever something is new; it must not block."""
@@ -135,3 +178,8 @@ class LiveRequest:
         """Tell the listeners that something is new."""
         for listener in tuple(self._listeners):
             listener(self)
+
+
+def _rank(sample: LiveSample) -> tuple[bool, float]:
+    """Smaller is better."""
+    return sample.finish is None or sample.finish.detail in _CUT_SHORT, -sample.cumulative_logprob

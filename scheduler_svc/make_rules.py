@@ -15,6 +15,8 @@ def make_rules(config: SchedulerConfig) -> Rules:
         batching=_batching(config),
         max_wait_s=config.max_wait_s,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
+        prefix_caching=config.enable_prefix_caching,
+        preemption=config.preemption,
     )
 
 

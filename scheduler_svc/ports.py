@@ -37,6 +37,19 @@ class ModelDescription:
     gives_prompt_logprobs: bool = True
     has_logits_processors: bool = True
     """Penalties, logit bias, allowed tokens and bad words."""
+    bytes_per_block: int = 0
+    """Of KV, over all layers; 0: not told."""
+    shares_prefixes: bool = True
+    """Does the KV of a token depend on nothing but the tokens before it."""
+    can_copy: bool = True
+    """Block copies within the device pool."""
+    can_swap: bool = True
+    """To and from the host pool."""
+    can_fork: bool = True
+    """Several slots that sample from one row of logits."""
+    gives_candidates: bool = True
+    """Best next tokens, for beams, and tokens given by the scheduler."""
+    gives_debug_digest: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +123,15 @@ class TextStream(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class BestOf:
+    """More samples are drawn than the client gets: those with the highest cumulative logprobs."""
+
+    num_returned: int
+    tells_logprobs: bool
+    """Are their tokens' logprobs for the client too, or for the choice alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A request as the front hands it to the engine."""
 
@@ -121,6 +143,8 @@ class EngineRequest:
     body_digest: bytes = b""
     """SHA-256 of the request's body: same id and same digest is the same request."""
     resume_grace_s: float = 0.0
+    best_of: BestOf | None = None
+    """None: all samples are told, as they come."""
 
 
 @dataclass(slots=True)
@@ -150,6 +174,7 @@ class Load:
     num_swapped: int = 0
     num_device_blocks: int = 0
     num_used_device_blocks: int = 0
+    num_cached_device_blocks: int = 0
     num_host_blocks: int = 0
     num_used_host_blocks: int = 0
     num_stored_tokens: int = 0
@@ -159,6 +184,9 @@ class Load:
     num_steps: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_shared_block_refs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +207,8 @@ class StepRecord:
     left: Sequence[tuple[int, int]] = ()
     """(sequence_id, num_output_tokens)."""
     preempted_ids: Sequence[int] = ()
+    swapped_out_ids: Sequence[int] = ()
+    swapped_in_ids: Sequence[int] = ()
     load: Load = field(default_factory=Load)
     block_changes: Sequence[tuple[int, tuple[int, ...], bool]] = ()
     """(sequence_id, appended block ids, the table was emptied first)."""

@@ -74,7 +74,7 @@ class RequestReader:
         self._is_first = True
         self._prompt_end = 0
         """Prompt tokens before this index have been dealt with: their logprobs were taken."""
-        self._cursors = [_Cursor() for _ in live.samples]
+        self._cursors = [_Cursor() for _ in range(live.num_returned)]
 
     def take(self, max_bytes: int = MAX_CHUNK_BYTES) -> Chunk | None:
         """What is new, at most about `max_bytes` (but a token at least); None: nothing yet, or the end was taken."""
@@ -97,7 +97,7 @@ class RequestReader:
     def _take_prompt(self, chunk: Chunk, max_bytes: int) -> None:
         """Take what is new of the prompt's logprobs; output comes only when all of them have been taken."""
         known = self.live.prompt_logprobs
-        if known is None or (self._final_only and all(sample.finish is None for sample in self.live.samples)):
+        if known is None or (self._final_only and all(sample.finish is None for sample in self.live.returned)):
             return
         start = max(1, self._prompt_end)
         if start == known.end:
@@ -111,8 +111,10 @@ class RequestReader:
 
     def _take_samples(self, chunk: Chunk, max_bytes: int) -> None:
         """Take what is new of the samples; `done` once all of them have ended and been taken."""
+        if not self.live.returned:
+            return
         ended = False
-        for index, (sample, cursor) in enumerate(zip(self.live.samples, self._cursors, strict=True)):
+        for index, (sample, cursor) in enumerate(zip(self.live.returned, self._cursors, strict=True)):
             if cursor.done or (self._final_only and sample.finish is None):
                 continue
             if chunk.num_bytes >= max_bytes:

@@ -49,6 +49,7 @@ class RequestFields:
     """None: a number that is none of the modes."""
     return_prompt_token_ids: bool = False
     cache_salt: bytes = b""
+    enable_prefix_caching: bool = True
     expected_output_tokens: int | None = None
     later_fields: tuple[str, ...] = ()
     """Fields of later waves that are set."""

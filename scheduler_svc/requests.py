@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.detokenizer import TextStream
-from scheduler_svc.ports import EngineRequest, ModelDescription
+from scheduler_svc.ports import BestOf, EngineRequest, ModelDescription
 from scheduler_svc.request_fields import ChatFields, PromptFields, RequestFields
+from scheduler_svc.sample_counts import beam_spec, check_counts
 from scheduler_svc.sampling import BadWords, resolve_sampling, tokenize_bad_words
 from scheduler_svc.sampling_fields import PATH, SamplingFields, check_sampling, finite
 from scheduler_svc.tokenizer import ChatTemplateError, Tokenizer
@@ -48,6 +49,7 @@ class RequestBuilder:
         if fields.resume_grace_s:
             raise RequestRejectedError("resume_grace_s", "resuming is not supported yet: only 0 is taken")
         check_sampling(fields.sampling, self._model, has_tokenizer=self.tokenizer is not None)
+        check_counts(fields.sampling, self._model)
         self.check_prompt(fields.prompt)
 
     def check_prompt(self, prompt: Sequence[PromptFields]) -> None:
@@ -92,6 +94,10 @@ class RequestBuilder:
             sampling=sampling,
             max_tokens=fields.sampling.max_tokens,
             eos_token_ids=eos,
+            num_samples=fields.sampling.num_drawn,
+            beams=beam_spec(fields.sampling),
+            cache_salt=fields.cache_salt,
+            uses_prefix_cache=fields.enable_prefix_caching,
             priority=fields.sampling.priority,
             tenant=fields.tenant,
             expected_output_tokens=fields.expected_output_tokens,
@@ -104,6 +110,7 @@ class RequestBuilder:
             make_text=self._text_maker(fields.sampling, prompt),
             deadline=now + min(limits) if limits else None,
             body_digest=fields.body_digest,
+            best_of=_best_of(fields.sampling),
         )
 
     def tokenize(self, prompt: Sequence[PromptFields], *, add_special_tokens: bool = True) -> list[int]:
@@ -234,6 +241,12 @@ def _num_chars(part: PromptFields) -> int:
     if part.chat is not None:
         return sum(len(content) for _, content in part.chat.messages)
     return len(part.text or "")
+
+
+def _best_of(sampling: SamplingFields) -> BestOf | None:
+    if sampling.num_drawn == sampling.n:
+        return None
+    return BestOf(sampling.n, tells_logprobs=sampling.logprobs is not None)
 
 
 def _seed(sampling: SamplingFields) -> int:

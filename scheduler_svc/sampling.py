@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.types import Sampling
 from scheduler_svc.ports import ModelDescription
+from scheduler_svc.sample_counts import num_candidates
 from scheduler_svc.sampling_fields import PATH, SamplingFields, resolve_logprobs
 
 # The executor takes 32-bit floats: what is over 0 must not become 0 there, nor overflow what it is applied to.
@@ -36,7 +37,7 @@ def resolve_sampling(
         seed=seed,
         stop_token_ids=stop_token_ids,
         min_tokens=fields.min_tokens or 0,
-        num_logprobs=resolve_logprobs("logprobs", fields.logprobs, model),
+        num_logprobs=_num_logprobs(fields, model),
         num_prompt_logprobs=resolve_logprobs("prompt_logprobs", fields.prompt_logprobs, model),
         repetition_penalty=min(max(penalty, 1 / _MAX_REPETITION_PENALTY), _MAX_REPETITION_PENALTY),
         presence_penalty=fields.presence_penalty,
@@ -45,6 +46,7 @@ def resolve_sampling(
         biases=tuple(bias for _, bias in fields.logit_bias),
         allowed_token_ids=tuple(sorted(set(fields.allowed_token_ids))),
         bad_words=bad_words,
+        num_candidates=num_candidates(fields, len(stop_token_ids), model.vocab_size),
     )
 
 
@@ -70,6 +72,12 @@ def _stop_token_ids(fields: SamplingFields, model: ModelDescription) -> tuple[in
     """Every id that ends the sequence."""
     eos = () if fields.ignore_eos else model.eos_token_ids
     return tuple(sorted({*eos, *fields.stop_token_ids}))
+
+
+def _num_logprobs(fields: SamplingFields, model: ModelDescription) -> int | None:
+    """As asked; where the best samples are to be chosen the logprobs of their tokens are needed in any case."""
+    asked = resolve_logprobs("logprobs", fields.logprobs, model)
+    return 0 if asked is None and fields.num_drawn > fields.n else asked
 
 
 def _check_leaves_a_token(

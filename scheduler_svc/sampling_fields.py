@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.ports import ModelDescription
 
 PATH = "sampling_params."
 _FLOAT32_MAX = 3.4028234e38
+
+
+class EarlyStopping(Enum):
+    """When a beam search is done."""
+
+    FALSE = auto()
+    TRUE = auto()
+    NEVER = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +51,18 @@ class SamplingFields:
     truncate_prompt_tokens: int | None = None
     priority: int = 0
     n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping | None = EarlyStopping.FALSE
+    """None: a number that is none of the enum's."""
     later_fields: tuple[str, ...] = ()
     """Fields of later waves that are set to something else than their default."""
+
+    @property
+    def num_drawn(self) -> int:
+        """Samples that are drawn, of which `n` are returned; with beams nothing is drawn, and it is `n`."""
+        return self.n if self.best_of is None else self.best_of
 
 
 def finite(path: str, value: float) -> float:
@@ -67,9 +86,6 @@ def check_sampling(fields: SamplingFields, model: ModelDescription, *, has_token
     _check_logit_bias(fields, model.vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         resolve_logprobs(name, getattr(fields, name), model)
-    if fields.n != 1:
-        reason = "must be at least 1" if fields.n < 1 else "more than one sample is not supported yet"
-        raise RequestRejectedError(PATH + "n", reason)
     if fields.later_fields:
         name = fields.later_fields[0]
         raise RequestRejectedError(PATH + name, f"{name} is not supported yet")

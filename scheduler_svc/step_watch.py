@@ -107,8 +107,8 @@ class StepRecorder:
             applied_ns=int(now * 1e9) - self._started_ns,
             result=result,
             joined=[
-                (s.sequence_id, s.group.spec.request_id, s.sample_index, s.num_prompt_tokens, admitted.slot)
-                for s, admitted in zip(step.joined, step.plan.admitted, strict=True)
+                (s.sequence_id, s.group.spec.request_id, s.sample_index, s.num_prompt_tokens, slot)
+                for s, slot in zip(step.joined, step.joined_slots, strict=True)
             ],
             sequence_ids=[sequence.sequence_id for sequence in contexts],
             num_tokens=[chunks.get(sequence, 1) for sequence in contexts],
@@ -116,6 +116,8 @@ class StepRecorder:
             num_sampled=[sampled.get(sequence.last_slot, 0) for sequence in contexts],
             left=[(sequence.sequence_id, sequence.num_output_tokens) for sequence in ended],
             preempted_ids=[sequence.sequence_id for sequence in step.preempted],
+            swapped_out_ids=[sequence.sequence_id for sequence in step.swapped_out],
+            swapped_in_ids=[sequence.sequence_id for sequence in step.swapped_in],
             load=load,
             block_changes=_block_changes(step),
         )
@@ -127,7 +129,7 @@ def _block_changes(step: PlannedStep) -> list[tuple[int, tuple[int, ...], bool]]
     changes += [(sequence.sequence_id, (), True) for sequence in (*step.preempted, *step.retired)]
     changes += [
         (sequence.sequence_id, admitted.block_ids, True)
-        for sequence, admitted in zip(step.joined, step.plan.admitted, strict=True)
+        for sequence, admitted in zip(step.described, step.plan.admitted, strict=True)
     ]
     changes += [(sequence.sequence_id, (block_id,), False) for sequence, block_id in step.appended]
     return changes

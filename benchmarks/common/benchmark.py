@@ -19,6 +19,7 @@ class Benchmark:
     add_options: Callable[[argparse.ArgumentParser], None]  # besides --repeats, --seed, --json, --record
     run: Callable[[argparse.Namespace], Iterator[Row]]  # raises BenchmarkError rather than give a wrong row
     describe: Callable[[Row], str]  # a row for people, one line or a few
+    to_json: Callable[[Row], str] = Row.to_json  # what --json prints, one line
 
 
 def progress(text: str) -> None:

@@ -79,57 +79,84 @@ class AsyncClient:
         if channel is not None:
             await channel.close()
 
-    async def generate(self, prompts: Prompts, params: Params = None) -> list[RequestOutput]:
+    async def generate(
+        self, prompts: Prompts, params: Params = None, *, enable_prefix_caching: bool = True
+    ) -> list[RequestOutput]:
         """Complete prompts, as text or token ids, without a chat template; results in the order of prompts.
 
         All run over one stream, and no more at once than the server's queue takes: more prompts than that wait here.
         If some prompts fail, the others are finished first; then the first failing prompt's error is raised, with
-        `prompt_index`, `errors` and `outputs`.
+        `prompt_index`, `errors` and `outputs`. Without `enable_prefix_caching` they neither use nor fill the prefix
+        cache.
         """
-        return await self._run(parse_prompts(prompts), params)
+        return await self._run(parse_prompts(prompts), params, enable_prefix_caching)
 
     @overload
     async def chat(
-        self, messages: Messages, params: Params = None, **rendering: Unpack[ChatKeywords]
+        self,
+        messages: Messages,
+        params: Params = None,
+        *,
+        enable_prefix_caching: bool = True,
+        **rendering: Unpack[ChatKeywords],
     ) -> RequestOutput: ...
 
     @overload
     async def chat(
-        self, messages: Sequence[Messages], params: Params = None, **rendering: Unpack[ChatKeywords]
+        self,
+        messages: Sequence[Messages],
+        params: Params = None,
+        *,
+        enable_prefix_caching: bool = True,
+        **rendering: Unpack[ChatKeywords],
     ) -> list[RequestOutput]: ...
 
     async def chat(
-        self, messages: Messages | Sequence[Messages], params: Params = None, **rendering: Unpack[ChatKeywords]
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params = None,
+        *,
+        enable_prefix_caching: bool = True,
+        **rendering: Unpack[ChatKeywords],
     ) -> RequestOutput | list[RequestOutput]:
         """Answer one conversation (returns RequestOutput) or a list of them (returns a list), chat template applied.
 
         `rendering`: `add_generation_prompt=True` ends the prompt with the header of the assistant's turn; to have the
-        last message continued instead of answered, set it to False and `continue_final_message` to True. Errors are
-        those of `generate`.
+        last message continued instead of answered, set it to False and `continue_final_message` to True. The rest is
+        as in `generate`.
         """
         chats, single = parse_chats(messages, parse_rendering(rendering))
-        results = await self._run(chats, params)
+        results = await self._run(chats, params, enable_prefix_caching)
         return results[0] if single else results
 
     def stream(
-        self, prompt: SinglePrompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: SinglePrompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        enable_prefix_caching: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt and yield deltas: each holds only text, tokens and logprobs that are new.
 
         The request starts with the first delta asked for. Raises QueueFullError when the server's queue is full.
         """
-        return self._stream(parse_prompt(prompt), match_params(params, 1)[0], parse_request_id(request_id))
+        return self._stream(
+            parse_prompt(prompt), match_params(params, 1)[0], parse_request_id(request_id), enable_prefix_caching
+        )
 
     def stream_chat(
         self,
         messages: Messages,
         params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        enable_prefix_caching: bool = True,
         **rendering: Unpack[ChatKeywords],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation as `chat` does, and yield deltas as `stream` does."""
         prompt = parse_chat(messages, parse_rendering(rendering))
-        return self._stream(prompt, match_params(params, 1)[0], parse_request_id(request_id))
+        return self._stream(prompt, match_params(params, 1)[0], parse_request_id(request_id), enable_prefix_caching)
 
     async def tokenize(
         self, prompt: str | Messages, add_special_tokens: bool = True, **rendering: Unpack[ChatKeywords]
@@ -181,19 +208,23 @@ class AsyncClient:
         stub: Any = GenerationServiceStub(self.channel)
         return stub  # type: ignore[no-any-return]
 
-    async def _run(self, prompts: list[Prompt], params: Params) -> list[RequestOutput]:
+    async def _run(self, prompts: list[Prompt], params: Params, enable_prefix_caching: bool) -> list[RequestOutput]:
         items = []
         for prompt, each in zip(prompts, match_params(params, len(prompts)), strict=True):
-            request = convert.request_to_proto(_new_id(), prompt, each, final_only=True)
+            request = convert.request_to_proto(
+                _new_id(), prompt, each, final_only=True, enable_prefix_caching=enable_prefix_caching
+            )
             items.append(BatchItem(request, _collector(request.request_id, prompt)))
         with self._explained():
             await SessionBatch(self._stub(), self.target, items).run()
         return batch_results(items)
 
     async def _stream(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, enable_prefix_caching: bool
     ) -> AsyncGenerator[RequestOutput, None]:
-        request = convert.request_to_proto(request_id or _new_id(), prompt, params, final_only=False)
+        request = convert.request_to_proto(
+            request_id or _new_id(), prompt, params, final_only=False, enable_prefix_caching=enable_prefix_caching
+        )
         collector = _collector(request.request_id, prompt)
         call = self._stub().Generate(request)
         self._streams.add(call)

@@ -45,39 +45,69 @@ class Client:
         """Cancel what runs and close the connection; a second call does nothing."""
         self._finalizer()
 
-    def generate(self, prompts: Prompts, params: Params = None) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Prompts, params: Params = None, *, enable_prefix_caching: bool = True
+    ) -> list[RequestOutput]:
         """Complete prompts, without a chat template; see `AsyncClient.generate`."""
-        return self._loop.run(self._client.generate(prompts, params))
-
-    @overload
-    def chat(self, messages: Messages, params: Params = None, **rendering: Unpack[ChatKeywords]) -> RequestOutput: ...
+        return self._loop.run(self._client.generate(prompts, params, enable_prefix_caching=enable_prefix_caching))
 
     @overload
     def chat(
-        self, messages: Sequence[Messages], params: Params = None, **rendering: Unpack[ChatKeywords]
+        self,
+        messages: Messages,
+        params: Params = None,
+        *,
+        enable_prefix_caching: bool = True,
+        **rendering: Unpack[ChatKeywords],
+    ) -> RequestOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Messages],
+        params: Params = None,
+        *,
+        enable_prefix_caching: bool = True,
+        **rendering: Unpack[ChatKeywords],
     ) -> list[RequestOutput]: ...
 
     def chat(
-        self, messages: Messages | Sequence[Messages], params: Params = None, **rendering: Unpack[ChatKeywords]
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params = None,
+        *,
+        enable_prefix_caching: bool = True,
+        **rendering: Unpack[ChatKeywords],
     ) -> RequestOutput | list[RequestOutput]:
         """Answer one conversation (returns RequestOutput) or a list of them (returns a list), as AsyncClient does."""
-        return self._loop.run(self._chat(messages, params, **rendering))
+        return self._loop.run(self._chat(messages, params, enable_prefix_caching, **rendering))
 
     def stream(
-        self, prompt: SinglePrompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: SinglePrompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        enable_prefix_caching: bool = True,
     ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt and yield deltas; closing or dropping the generator aborts the request."""
-        return self._pull(self._client.stream(prompt, params, request_id))
+        deltas = self._client.stream(prompt, params, request_id, enable_prefix_caching=enable_prefix_caching)
+        return self._pull(deltas)
 
     def stream_chat(
         self,
         messages: Messages,
         params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        enable_prefix_caching: bool = True,
         **rendering: Unpack[ChatKeywords],
     ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation and yield deltas; closing or dropping the generator aborts the request."""
-        return self._pull(self._client.stream_chat(messages, params, request_id, **rendering))
+        deltas = self._client.stream_chat(
+            messages, params, request_id, enable_prefix_caching=enable_prefix_caching, **rendering
+        )
+        return self._pull(deltas)
 
     def tokenize(
         self, prompt: str | Messages, add_special_tokens: bool = True, **rendering: Unpack[ChatKeywords]
@@ -102,9 +132,13 @@ class Client:
         return self._loop.run(self._client.server_info())
 
     async def _chat(
-        self, messages: Messages | Sequence[Messages], params: Params, **rendering: Unpack[ChatKeywords]
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params,
+        enable_prefix_caching: bool,
+        **rendering: Unpack[ChatKeywords],
     ) -> RequestOutput | list[RequestOutput]:
-        return await self._client.chat(messages, params, **rendering)
+        return await self._client.chat(messages, params, enable_prefix_caching=enable_prefix_caching, **rendering)
 
     def _pull(self, deltas: AsyncGenerator[RequestOutput, None]) -> Generator[RequestOutput, None, None]:
         try:

@@ -64,7 +64,7 @@ def prompt_to_proto(prompt: Prompt) -> types_pb2.PromptPart:
 
 
 def request_to_proto(
-    request_id: str, prompt: Prompt, params: SamplingParams, *, final_only: bool
+    request_id: str, prompt: Prompt, params: SamplingParams, *, final_only: bool, enable_prefix_caching: bool = True
 ) -> generation_pb2.GenerateRequest:
     """A new request; `final_only` asks for one response per sample in place of deltas."""
     return generation_pb2.GenerateRequest(
@@ -75,6 +75,7 @@ def request_to_proto(
         # Token ids that the client gave need not come back, unless the server may cut them.
         return_prompt_token_ids=prompt.token_ids is None or params.truncate_prompt_tokens is not None,
         cache_salt=(prompt.cache_salt or "").encode(),
+        enable_prefix_caching=None if enable_prefix_caching else False,
     )
 
 

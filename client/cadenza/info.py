@@ -45,6 +45,7 @@ class ServerLoad:
     num_preemptions: int
     num_prefix_queries: int
     num_prefix_hits: int
+    num_shared_block_refs: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,16 +49,25 @@ class LLM:
         """`HOST:PORT` of the scheduler, for other clients on this machine."""
         return self._services.target
 
-    def generate(self, prompts: Prompts, sampling_params: Params = None) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Prompts, sampling_params: Params = None, *, enable_prefix_caching: bool = True
+    ) -> list[RequestOutput]:
         """Complete one prompt or many, without a chat template; a list, in the order of prompts.
 
         Prompts are a str, {"prompt": str}, a list of token ids, {"prompt_token_ids": [...]}, or a list of these; one
-        SamplingParams for all or a list with one for each. Raises what `AsyncClient.generate` raises.
+        SamplingParams for all or a list with one for each. The rest is as in `AsyncClient.generate`.
         """
-        return self._guarded(lambda: self._client.generate(prompts, sampling_params))
+        return self._guarded(
+            lambda: self._client.generate(prompts, sampling_params, enable_prefix_caching=enable_prefix_caching)
+        )
 
     def chat(
-        self, messages: Messages | Sequence[Messages], sampling_params: Params = None, **rendering: Unpack[ChatKeywords]
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        enable_prefix_caching: bool = True,
+        **rendering: Unpack[ChatKeywords],
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the model's chat template; always a list, as in vLLM.
 
@@ -66,7 +75,9 @@ class LLM:
         """
         _, single = parse_chats(messages)
         many = cast(Sequence[Messages], [messages] if single else messages)
-        return self._guarded(lambda: self._client.chat(many, sampling_params, **rendering))
+        return self._guarded(
+            lambda: self._client.chat(many, sampling_params, enable_prefix_caching=enable_prefix_caching, **rendering)
+        )
 
     def tokenize(
         self, prompt: str | Messages, add_special_tokens: bool = True, **rendering: Unpack[ChatKeywords]

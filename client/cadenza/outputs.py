@@ -26,10 +26,12 @@ LogprobRow = dict[int, Logprob]  # of one position: the chosen token first, then
 class CompletionOutput:
     """One sample of a request; in a delta, only what is new of it."""
 
-    index: int  # which sample
+    index: int  # which sample; with best_of and beams the best is 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None  # known at the end, if logprobs were asked for
+    cumulative_logprob: float | None = (
+        None  # known at the end, if logprobs were asked for; with best_of and of beams always
+    )
     logprobs: list[LogprobRow] | None = None  # one row per token of token_ids
     finish_reason: FinishReason | None = None  # None while it runs
     stop_reason: int | str | None = None  # the stop token or stop string; None for EOS

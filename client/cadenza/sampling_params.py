@@ -19,11 +19,11 @@ class SamplingParams:
     """Sampling parameters of one request; immutable, `dataclasses.replace` makes a changed copy.
 
     Every value is checked on construction; a ValueError names the field. What needs the model (token ids below the
-    vocabulary size, length limits, features not built yet) is checked by the server.
+    vocabulary size, length limits, features not built yet), and what goes together with what, is checked by the server.
     """
 
-    n: int = 1  # independent samples of one prompt
-    best_of: int | None = None  # samples drawn, of which the n most likely are returned
+    n: int = 1  # samples of one prompt, or of the best beams, that are returned
+    best_of: int | None = None  # samples drawn, of which the n most likely are returned, best first
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # in (0, 1]
     top_k: int = 0  # -1 or 0: all
@@ -46,9 +46,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None  # keep the last this many; -1: what max_model_len allows
-    beam_width: int | None = None  # 2 or more: beam search
-    length_penalty: float = 1.0  # exponent of the length in a beam's score
-    early_stopping: bool | Literal["never"] = False  # when a beam search ends
+    beam_width: int | None = None  # 2 or more: beam search in place of sampling
+    length_penalty: float = 1.0  # exponent of the output's length in a beam's score
+    early_stopping: bool | Literal["never"] = False  # when a beam search ends, as in transformers
     priority: int = 0  # smaller goes first under --order priority
 
     def __post_init__(self) -> None:

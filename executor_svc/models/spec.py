@@ -72,6 +72,14 @@ class DecoderSpec:
         tables = {layer.rope for layer in self.layers if not isinstance(layer.rope.scaling, DynamicScaling)}
         return vocabularies + self.num_layers * layer + sum(max_model_len * rope.size for rope in tables)
 
+    def shares_prefixes(self, max_model_len: int) -> bool:
+        """Return whether a token's keys and values depend on nothing but the tokens before it.
+
+        Angles that go by the length of the prompt make them depend on that, once it may exceed the original length.
+        """
+        scalings = [layer.rope.scaling for layer in self.layers if isinstance(layer.rope.scaling, DynamicScaling)]
+        return all(max_model_len <= scaling.original_max_position for scaling in scalings)
+
     def digest(self, max_model_len: int) -> bytes:
         """Return sha256 over all that the same tensors may be computed differently by."""
         scalings = [layer.rope.scaling for layer in self.layers]

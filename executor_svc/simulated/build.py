@@ -37,7 +37,8 @@ def build_simulated(config: ExecutorConfig) -> tuple[SimulatedStepExecutor, Desc
         "steps take no time" if costs.instant else f"costs {costs!r}",
         limits.block_size, limits.num_device_blocks, limits.num_host_blocks,
     )  # fmt: skip
-    return executor, describe(model, limits, sizes, fingerprint(geometry.vocab_size), "simulated")
+    prints = fingerprint(geometry.vocab_size)
+    return executor, describe(model, limits, sizes, prints, "simulated", shares_prefixes=True)
 
 
 def _pool_sizes(config: ExecutorConfig, max_model_len: int) -> PoolSizes:

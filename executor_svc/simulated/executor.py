@@ -58,7 +58,9 @@ class SimulatedStepExecutor:
         received_ns = started if received_ns is None else received_ns
         self.slots.apply(plan)
         scheduled = self.slots.schedule(plan)
+        moving = time.monotonic_ns()
         num_moved = self.pools.move(plan)
+        moves_ns = time.monotonic_ns() - moving if num_moved else 0
         work = self._work(scheduled, num_moved)
         computed = self._compute(scheduled)
         sampled = computed.sampled
@@ -66,7 +68,9 @@ class SimulatedStepExecutor:
         digest = self.slots.digest() if plan.debug_digest else b""
         if self._costs.instant:
             ended = time.monotonic_ns()
-            timings = StepTimings(started - received_ns, computed.device_ns, computed.sample_ns, ended - started)
+            timings = StepTimings(
+                started - received_ns, computed.device_ns, computed.sample_ns, ended - started, moves_ns
+            )
         else:
             timings = self._pass_time(work, received_ns)
         return make_result(plan.step_id, scheduled, computed, timings, digest)
@@ -125,9 +129,10 @@ class SimulatedStepExecutor:
 
     def _pass_time(self, work: StepWork, received_ns: int) -> StepTimings:
         """Wait until the step would have ended; it began when it had arrived and the step before had ended."""
-        forward_ns, sample_ns = self._costs.forward_ns(work), self._costs.sample_ns(work)
-        total_ns = self._costs.move_ns(work) + forward_ns + sample_ns
+        costs = self._costs
+        forward_ns, sample_ns, moves_ns = costs.forward_ns(work), costs.sample_ns(work), costs.move_ns(work)
+        total_ns = moves_ns + forward_ns + sample_ns
         began = max(received_ns, self._free_ns)
         self._free_ns = began + total_ns
         self._wait(self._free_ns)
-        return StepTimings(began - received_ns, forward_ns, sample_ns, total_ns)
+        return StepTimings(began - received_ns, forward_ns, sample_ns, total_ns, moves_ns)

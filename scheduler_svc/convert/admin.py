@@ -44,6 +44,7 @@ def _record(record: StepRecord, *, block_tables: bool) -> pb.StepRecord:
             queue_ns=result.queue_ns,
             device_ns=result.device_ns,
             sample_ns=result.sample_ns,
+            moves_ns=result.moves_ns,
             total_ns=result.total_ns,
         ),
         joined=[
@@ -62,6 +63,8 @@ def _record(record: StepRecord, *, block_tables: bool) -> pb.StepRecord:
         num_sampled=record.num_sampled,
         left=[pb.SequenceLeft(sequence_id=sequence_id, num_output_tokens=count) for sequence_id, count in record.left],
         preempted_ids=record.preempted_ids,
+        swapped_out_ids=record.swapped_out_ids,
+        swapped_in_ids=record.swapped_in_ids,
         load=_load(record.load),
         block_changes=[
             pb.BlockTableChange(sequence_id=sequence_id, appended=appended, cleared=cleared)

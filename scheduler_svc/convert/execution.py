@@ -8,6 +8,8 @@ from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.core.types import (
     AdmittedSequence,
+    BlockPairs,
+    Candidates,
     PromptLogprobs,
     Sampling,
     SlotError,
@@ -39,6 +41,7 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
         block_size=kv.block_size,
         num_device_blocks=kv.num_device_blocks,
         num_host_blocks=kv.num_host_blocks,
+        bytes_per_block=kv.bytes_per_block,
         num_slots=limits.num_slots,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -49,6 +52,12 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
         fingerprint=message.fingerprint.SerializeToString(),
         gives_prompt_logprobs=pb.EXECUTOR_FEATURE_PROMPT_LOGPROBS in message.features,
         has_logits_processors=pb.EXECUTOR_FEATURE_LOGITS_PROCESSORS in message.features,
+        can_copy=pb.EXECUTOR_FEATURE_BLOCK_COPY in message.features,
+        can_swap=pb.EXECUTOR_FEATURE_SWAP in message.features,
+        can_fork=pb.EXECUTOR_FEATURE_SAMPLE_FORK in message.features,
+        gives_candidates=pb.EXECUTOR_FEATURE_BEAMS in message.features,
+        gives_debug_digest=pb.EXECUTOR_FEATURE_DEBUG_DIGEST in message.features,
+        shares_prefixes=pb.EXECUTOR_FEATURE_SHARED_PREFIXES in message.features,
     )
 
 
@@ -62,13 +71,27 @@ def step_plan(plan: StepPlan, epoch: int) -> pb.StepPlan:
         held_slots=plan.held_slots,
         resumed_slots=plan.resumed_slots,
         decode_ready=plan.decode_ready,
+        debug_digest=plan.debug_digest,
     )
+    for pairs, moves in (
+        (plan.swapped_out, message.swap_out),
+        (plan.copied, message.copies),
+        (plan.swapped_in, message.swap_in),
+    ):
+        if pairs:
+            moves.append(_moves(pairs))
     if plan.append_slots:
         message.appends.add(slots=plan.append_slots, block_ids=plan.append_block_ids)
+    if plan.given_slots:
+        message.given.slots.extend(plan.given_slots)
+        message.given.token_ids.extend(plan.given_token_ids)
     if plan.scheduled_slots:
         message.scheduled.slots.extend(plan.scheduled_slots)
         message.scheduled.num_tokens.extend(plan.scheduled_num_tokens)
         message.scheduled.samples.extend(plan.scheduled_samples)
+    if plan.fork_slots:
+        message.forks.source_slots.extend(plan.fork_source_slots)
+        message.forks.slots.extend(plan.fork_slots)
     return message
 
 
@@ -100,11 +123,19 @@ def step_result(message: pb.StepResult) -> StepResult:
         errors=[_slot_error(error) for error in message.errors],
         logprobs={entry.slot: _token_logprobs(entry) for entry in message.logprobs},
         prompt_logprobs=_prompt_logprobs(message),
+        candidates=_candidates(message),
+        debug_digest=message.debug_digest,
         queue_ns=timings.queue_ns,
         device_ns=timings.device_ns,
         sample_ns=timings.sample_ns,
+        moves_ns=timings.moves_ns,
         total_ns=timings.total_ns,
     )
+
+
+def _moves(pairs: BlockPairs) -> pb.BlockMoves:
+    sources, destinations = zip(*pairs, strict=True)
+    return pb.BlockMoves(sources=sources, destinations=destinations)
 
 
 def _admitted(sequence: AdmittedSequence) -> pb.AdmittedSequence:
@@ -115,6 +146,7 @@ def _admitted(sequence: AdmittedSequence) -> pb.AdmittedSequence:
         num_computed_tokens=sequence.num_computed_tokens,
         block_tables=[pb.BlockTable(kv_group=0, block_ids=sequence.block_ids)],
         sampling=_sampling(sequence.sampling, sequence.sample_index),
+        held=sequence.held,
     )
 
 
@@ -137,6 +169,7 @@ def _sampling(sampling: Sampling, sample_index: int) -> pb.SequenceSampling:
         biases=sampling.biases,
         allowed_token_ids=sampling.allowed_token_ids,
         bad_words=[types_pb2.TokenIds(ids=word) for word in sampling.bad_words],
+        num_candidates=sampling.num_candidates,
     )
 
 
@@ -153,6 +186,20 @@ def _token_logprobs(entry: pb.SlotLogprobs) -> TokenLogprobs:
         top_token_ids=array("I", columns.top_token_ids),
         top_logprobs=array("f", columns.top_logprobs),
     )
+
+
+def _candidates(message: pb.StepResult) -> dict[int, Candidates]:
+    by_slot = {entry.slot: _slot_candidates(entry) for entry in message.candidates}
+    if len(by_slot) != len(message.candidates):
+        raise ProtocolError(f"result of step {message.step_id}: candidates of a slot come twice")
+    return by_slot
+
+
+def _slot_candidates(entry: pb.SlotCandidates) -> Candidates:
+    token_ids, logprobs = list(entry.token_ids), list(entry.logprobs)
+    if not 0 < len(token_ids) == len(logprobs):
+        raise ProtocolError(f"slot {entry.slot}: {len(token_ids)} candidates and {len(logprobs)} logprobs")
+    return Candidates(token_ids, logprobs)
 
 
 def _slot_error(number: int) -> SlotError:

@@ -12,12 +12,18 @@ from scheduler_svc.live_request import LiveRequest
 from scheduler_svc.ports import ExecutorState, Load, ModelDescription
 from scheduler_svc.reader import Chunk, SampleChunk
 from scheduler_svc.request_fields import ChatFields, OutputMode, PromptFields, RequestFields
-from scheduler_svc.sampling_fields import SamplingFields
+from scheduler_svc.sampling_fields import EarlyStopping, SamplingFields
 
 _OUTPUT_MODES = {
     pb.OUTPUT_MODE_UNSPECIFIED: OutputMode.DELTA,
     pb.OUTPUT_MODE_DELTA: OutputMode.DELTA,
     pb.OUTPUT_MODE_FINAL: OutputMode.FINAL,
+}
+_EARLY_STOPPING: dict[int, EarlyStopping] = {
+    types_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.FALSE,
+    types_pb2.EARLY_STOPPING_FALSE: EarlyStopping.FALSE,
+    types_pb2.EARLY_STOPPING_TRUE: EarlyStopping.TRUE,
+    types_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
 }
 _REASONS = {
     FinishDetail.EOS: types_pb2.FINISH_REASON_STOP,
@@ -47,6 +53,7 @@ def request_fields(message: pb.GenerateRequest) -> RequestFields:
         output_mode=_OUTPUT_MODES.get(message.output_mode),
         return_prompt_token_ids=message.return_prompt_token_ids,
         cache_salt=message.cache_salt,
+        enable_prefix_caching=message.enable_prefix_caching if message.HasField("enable_prefix_caching") else True,
         expected_output_tokens=message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
         later_fields=_later_request_fields(message),
         # A drawn id is never sent twice, so its body needs no digest.
@@ -104,6 +111,7 @@ def load(value: Load, *, num_client_tasks: int) -> pb.SchedulerLoad:
         num_swapped=value.num_swapped,
         num_device_blocks=value.num_device_blocks,
         num_used_device_blocks=value.num_used_device_blocks,
+        num_cached_device_blocks=value.num_cached_device_blocks,
         num_host_blocks=value.num_host_blocks,
         num_used_host_blocks=value.num_used_host_blocks,
         num_stored_tokens=value.num_stored_tokens,
@@ -114,6 +122,9 @@ def load(value: Load, *, num_client_tasks: int) -> pb.SchedulerLoad:
         num_steps=value.num_steps,
         num_output_tokens=value.num_output_tokens,
         num_preemptions=value.num_preemptions,
+        num_prefix_queries=value.num_prefix_queries,
+        num_prefix_hits=value.num_prefix_hits,
+        num_shared_block_refs=value.num_shared_block_refs,
     )
 
 
@@ -183,22 +194,17 @@ def _sampling_fields(params: types_pb2.SamplingParams) -> SamplingFields:
         truncate_prompt_tokens=params.truncate_prompt_tokens if has("truncate_prompt_tokens") else None,
         priority=params.priority,
         n=params.n if has("n") else 1,
+        best_of=params.best_of if has("best_of") else None,
+        beam_width=params.beam_width if has("beam_width") else None,
+        length_penalty=params.length_penalty if has("length_penalty") else _DEFAULTS.length_penalty,
+        early_stopping=_EARLY_STOPPING.get(params.early_stopping),
         later_fields=_later_sampling_fields(params),
     )
 
 
 def _later_sampling_fields(params: types_pb2.SamplingParams) -> tuple[str, ...]:
     """Fields that are not built yet and ask for something else than their default."""
-    has = params.HasField
-    asked = {
-        "best_of": has("best_of") and params.best_of != 1,
-        "beam_width": has("beam_width"),
-        "length_penalty": has("length_penalty") and params.length_penalty != 1,
-        "early_stopping": params.early_stopping
-        not in (types_pb2.EARLY_STOPPING_UNSPECIFIED, types_pb2.EARLY_STOPPING_FALSE),
-        "grammar": has("grammar"),
-    }
-    return tuple(name for name, is_asked in asked.items() if is_asked)
+    return ("grammar",) if params.HasField("grammar") else ()
 
 
 def _later_request_fields(message: pb.GenerateRequest) -> tuple[str, ...]:
@@ -227,8 +233,8 @@ def _fill_output(
         output.logprobs.CopyFrom(_logprob_columns(chunk.token_ids, chunk.logprobs, token_text))
     if chunk.finish is not None:
         output.finish.CopyFrom(_finish(chunk.finish))
-        if live.request.spec.sampling.num_logprobs is not None:
-            output.cumulative_logprob = live.samples[chunk.sample_index].cumulative_logprob
+        if live.tells_cumulative_logprobs:
+            output.cumulative_logprob = live.returned[chunk.sample_index].cumulative_logprob
 
 
 def _fill_prompt_logprobs(

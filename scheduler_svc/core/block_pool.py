@@ -1,61 +1,114 @@
-"""A pool of KV blocks with reference counts."""
+"""A pool of KV blocks with reference counts, in device or in host memory."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from scheduler_svc.core.errors import InvariantError
 
 
 class BlockPool:
-    """Block ids 0 to num_blocks - 1; each is free or held by one or more block tables."""
+    """Block ids 0 to num_blocks - 1.
+
+    Each has one or more holders, or is *idle* (cached, held by nobody), or unused.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
+        self.cached: dict[int, int] = {}
+        """Cached blocks, with the node of the prefix cache that each is the place of."""
+        self.num_shared_refs = 0
+        """Blocks saved by sharing: holders beyond the first of each block."""
         # Popped from the end: the block freed last is used first, while it is warm in the cache.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._unused = list(range(num_blocks - 1, -1, -1))
+        # The least recently used comes first. A plain dict would scan the places of those taken from its front.
+        self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
-        return len(self._free)
+        """Blocks that nobody holds, unused and idle ones."""
+        return len(self._unused) + len(self._idle)
+
+    @property
+    def num_unused(self) -> int:
+        """Blocks that nobody holds and that are not cached."""
+        return len(self._unused)
+
+    @property
+    def num_idle(self) -> int:
+        """Cached blocks that nobody holds."""
+        return len(self._idle)
 
     def take(self, count: int) -> list[int]:
-        """Take `count` free blocks, each with one holder; raises InvariantError if there are not as many."""
-        if count > len(self._free):
-            raise InvariantError(f"{count} blocks wanted, {len(self._free)} free")
-        split = len(self._free) - count
-        taken = self._free[split:][::-1]
-        del self._free[split:]
+        """Take `count` unused blocks, each with one holder; raises InvariantError if there are not as many."""
+        if count > len(self._unused):
+            raise InvariantError(f"{count} blocks wanted, {len(self._unused)} unused")
+        split = len(self._unused) - count
+        taken = self._unused[split:][::-1]
+        del self._unused[split:]
         for block_id in taken:
             self.ref_counts[block_id] = 1
         return taken
 
     def share(self, block_id: int) -> None:
-        """Add a holder to a held block."""
-        if self.ref_counts[block_id] == 0:
-            raise InvariantError(f"block {block_id} is free and cannot be shared")
-        self.ref_counts[block_id] += 1
+        """Add a holder to a held or idle block; raises InvariantError if it is unused."""
+        count = self.ref_counts[block_id]
+        if count:
+            self.num_shared_refs += 1
+        elif block_id in self._idle:
+            del self._idle[block_id]
+        else:
+            raise InvariantError(f"block {block_id} is unused and cannot be shared")
+        self.ref_counts[block_id] = count + 1
 
     def drop(self, block_ids: Iterable[int]) -> None:
-        """Take a holder of each away; without holders a block is free."""
-        counts, free = self.ref_counts, self._free
+        """Take a holder of each away; without holders a block is idle if it is cached, else unused."""
+        counts, unused, cached = self.ref_counts, self._unused, self.cached
         for block_id in block_ids:
-            count = counts[block_id]
-            if count == 0:
+            count = counts[block_id] - 1
+            if count < 0:
                 raise InvariantError(f"block {block_id} is freed twice")
-            counts[block_id] = count - 1
-            if count == 1:
-                free.append(block_id)
+            counts[block_id] = count
+            if count:
+                self.num_shared_refs -= 1
+            elif block_id in cached:
+                self._idle[block_id] = None
+            else:
+                unused.append(block_id)
+
+    def cache(self, block_id: int, node: int) -> None:
+        """Mark a held block as the place of a node."""
+        if block_id in self.cached or self.ref_counts[block_id] == 0:
+            raise InvariantError(f"block {block_id} is cached already, or nobody holds it")
+        self.cached[block_id] = node
+
+    def uncache(self, block_id: int) -> int:
+        """Mark a cached block as the place of no node; returns the one that it was."""
+        node = self.cached.pop(block_id)
+        if self.ref_counts[block_id] == 0:
+            del self._idle[block_id]
+            self._unused.append(block_id)
+        return node
+
+    def evict(self) -> tuple[int, int]:
+        """Make the least recently used idle block an unused one; returns it, and the node that it was the place of."""
+        block_id, _ = self._idle.popitem(last=False)
+        self._unused.append(block_id)
+        return block_id, self.cached.pop(block_id)
 
     def check_integrity(self, holders: dict[int, int]) -> None:
-        """Prove that `holders` (block id to number of holders) and the free list account for every block."""
-        if len(set(self._free)) != len(self._free):
-            raise InvariantError("a block is in the free list twice")
-        free = set(self._free)
+        """Prove that `holders` (block id to number of holders), the idle and the unused account for every block."""
+        unused = set(self._unused)
+        if len(unused) != len(self._unused):
+            raise InvariantError("a block is unused twice")
         for block_id, count in enumerate(self.ref_counts):
             if holders.get(block_id, 0) != count:
                 raise InvariantError(f"block {block_id}: {holders.get(block_id, 0)} holders, ref count {count}")
-            if (block_id in free) != (count == 0):
-                raise InvariantError(f"block {block_id}: ref count {count}, free: {block_id in free}")
+            if (block_id in self._idle) != (count == 0 and block_id in self.cached):
+                raise InvariantError(f"block {block_id}: ref count {count}, idle: {block_id in self._idle}")
+            if (block_id in unused) != (count == 0 and block_id not in self.cached):
+                raise InvariantError(f"block {block_id}: ref count {count}, unused: {block_id in unused}")
+        if self.num_shared_refs != sum(count - 1 for count in self.ref_counts if count):
+            raise InvariantError(f"{self.num_shared_refs} shared references are not what the ref counts add up to")

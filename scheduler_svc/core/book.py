@@ -46,31 +46,39 @@ class RequestBook:
         self.groups[group.key] = group
         self.waiting.add(group)
 
-    def admit(self, group: SequenceGroup) -> None:
-        """A group leaves the queue and begins to run."""
-        self.waiting.remove(group)
+    def admitted(self, group: SequenceGroup) -> None:
+        """A group has come in, or those of it that there was room for."""
+        if not group.entrants:
+            self.waiting.remove(group)
         if not group.was_admitted:
             group.was_admitted = True
             self.rules.order.admitted(group)
 
-    def wait_again(self, sequence: Sequence) -> None:
-        """A sequence that ran has lost its KV and waits, in its old place; its tokens stay, those under way too."""
-        sequence.forget_computed()
-        sequence.move(SequenceState.WAITING)
-        self.waiting.add(sequence.group)
+    def wait_again(self, sequence: Sequence, *, swapped: bool = False) -> None:
+        """A sequence that ran waits, in its old place; its tokens stay, those under way too.
+
+        Its KV is lost, or swapped.
+        """
+        if swapped:
+            sequence.move(SequenceState.SWAPPED)
+        else:
+            sequence.forget_computed()
+            sequence.move(SequenceState.WAITING)
+        if not sequence.group.queued:
+            self.waiting.add(sequence.group)
 
     def end(self, sequence: Sequence, finish: Finish, *, tell: bool = True) -> None:
         """End a sequence wherever it is and free what it holds; without `tell` the engine knows already."""
-        if sequence.state is SequenceState.WAITING:
-            self.waiting.remove(sequence.group)
         for lane in self.lanes.values():
             lane.forget(sequence)
+        group = sequence.group
         sequence.move(SequenceState.FINISHED)
         sequence.finish = finish
+        if group.queued and not group.entrants:
+            self.waiting.remove(group)
         self._ended.append(sequence)
-        if tell:
+        if tell and sequence.sample_index < group.spec.num_samples:
             self._news.finishes[sequence] = finish
-        group = sequence.group
         if group.finished:
             del self.groups[group.key]
             self.struck.discard(group)

@@ -11,9 +11,10 @@ from scheduler_svc.core.cohort import DecodeCohort
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.policy import OrderPolicy
 from scheduler_svc.core.queues import RunningQueue
-from scheduler_svc.core.sequence import Sequence, held_slot
+from scheduler_svc.core.rates import MeasuredRates
+from scheduler_svc.core.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.slots import SlotPool
-from scheduler_svc.core.types import ExecutorSpec, FinishDetail, SequenceState, StepPlan
+from scheduler_svc.core.types import ExecutorSpec, FinishDetail, SequenceState, StepPlan, StepResult
 
 _drop: Callable[[int], None] = deque[int](maxlen=0).append
 """Takes a token and forgets it."""
@@ -21,7 +22,10 @@ _drop: Callable[[int], None] = deque[int](maxlen=0).append
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens of a sequence that does not decode with the cohort: of its prompt, or what is computed again."""
+    """Tokens of a sequence that does not decode with the cohort: of its prompt, a beam's, or what is computed again.
+
+    A fork has none, and samples.
+    """
 
     sequence: Sequence
     slot: int
@@ -34,7 +38,8 @@ class Chunk:
 class PlannedStep:
     """A plan and what it meant when it was made: its result is read against this, never against the present.
 
-    `preempted` and `retired` gave their blocks up before this step, `appended` got a block more.
+    `preempted` and `retired` gave their blocks up before this step, `swapped_out` among the former kept them in the
+    host pool, `swapped_in` have come back from there, `appended` got a block more.
     """
 
     plan: StepPlan
@@ -45,7 +50,12 @@ class PlannedStep:
     prompt_logprobs: dict[int, tuple[Sequence, range]] = field(default_factory=dict)
     """By slot: who asked for prompt logprobs, and of which prompt tokens this step gives them."""
     joined: list[Sequence] = field(default_factory=list)
+    joined_slots: list[int] = field(default_factory=list)
+    described: list[Sequence] = field(default_factory=list)
+    """One for each admission of the plan: a sequence may join earlier, and a beam may be described again."""
     preempted: list[Sequence] = field(default_factory=list)
+    swapped_out: list[Sequence] = field(default_factory=list)
+    swapped_in: list[Sequence] = field(default_factory=list)
     retired: list[Sequence] = field(default_factory=list)
     appended: list[tuple[Sequence, int]] = field(default_factory=list)
 
@@ -61,30 +71,54 @@ class PlannedStep:
         return sorted(self.cohort_slots + sampling) if sampling else self.cohort_slots
 
     @property
+    def candidate_slots(self) -> list[int]:
+        """The slots of beams whose candidates this step tells: they sample no token."""
+        return [chunk.slot for chunk in self.chunks if chunk.samples and chunk.sequence.is_beam]
+
+    @property
     def slots(self) -> list[int]:
-        """All slots that compute."""
+        """All slots that compute or sample."""
         return [*self.cohort_slots, *(chunk.slot for chunk in self.chunks)]
 
 
 class Lane:
     """One executor's block manager, slots, running sequences and plans in flight."""
 
-    def __init__(self, spec: ExecutorSpec, policy: OrderPolicy) -> None:
+    def __init__(self, spec: ExecutorSpec, policy: OrderPolicy, *, prefix_caching: bool = False) -> None:
         self.spec = spec
         self._policy = policy
+        self._caching = prefix_caching and spec.shares_prefixes
+        self.rates = MeasuredRates(spec.bytes_per_block)
         self.reset()
 
     def reset(self) -> None:
         """Begin anew with an executor that knows nothing: no blocks, no slots, no plans."""
         spec = self.spec
-        self.blocks = BlockManager(spec.num_blocks, spec.block_size, spec.watermark)
+        self.blocks = BlockManager(
+            spec.num_blocks,
+            spec.block_size,
+            spec.watermark,
+            num_host_blocks=spec.num_host_blocks,
+            caching=self._caching,
+            rates=self.rates,
+        )
         self.slots = SlotPool(spec.num_slots)
         self.running = RunningQueue(self._policy)
         """All that hold a slot and blocks."""
         self.prefilling = RunningQueue(self._policy)
-        """Of these, the ones that lack more than one token's KV."""
+        """Of these, the ones that have more to compute than a token a step, or have just come in."""
         self.cohort = DecodeCohort(spec.block_size)
-        """The others."""
+        """Of these, the ones that decode. The others are beams, or wait for their group's prompt."""
+        self.searches: dict[SequenceGroup, None] = {}
+        """Groups whose beams have tokens to compute."""
+        self.unwritten: dict[Sequence, bool] = {}
+        """Those whose next token goes to a block that they share since they forked; does the executor lack it."""
+        self.resuming: dict[Sequence, None] = {}
+        """Those that have forked, and decode from the next step on."""
+        self.stale_slots: list[int] = []
+        """Slots that keep their sequence, which the executor is to forget."""
+        self.swapped: dict[Sequence, None] = {}
+        """Sequences whose KV is in the host pool."""
         self.finishing: dict[Sequence, None] = {}
         """Sequences all of whose tokens are planned: they hold nothing, and wait for results alone."""
         self.retired: list[Sequence] = []
@@ -113,37 +147,62 @@ class Lane:
         """Token ids that end one sequence or another of those that have run here and not ended."""
         return self._num_with_stop_id.keys()
 
-    def enter(self, sequence: Sequence, num_tokens: int) -> int:
-        """Give a waiting sequence blocks for so many tokens, at least for its own, and a slot, which is returned."""
+    def enter(self, sequence: Sequence) -> None:
+        """Give a waiting sequence a slot; its blocks are given by whoever lets it in."""
         sequence.move(SequenceState.RUNNING)
-        self.blocks.allocate(sequence, num_tokens)
         slot = self.slots.take()
         sequence.slot = sequence.last_slot = slot
         self.sequence_at[slot] = sequence
         self.append_at[slot] = sequence.token_ids.append
         self.dropping.discard(slot)
-        if sequence not in self._known:
+        self.swapped.pop(sequence, None)
+        if sequence not in self._known and not sequence.is_beam:
             self._known.add(sequence)
             self._num_with_stop_id.update(sequence.group.stop_ids)
         self.running.add(sequence)
-        self.prefilling.add(sequence)
-        return slot
+        if not (sequence.is_attached or sequence.is_parked):
+            self.prefilling.add(sequence)
 
     def start_decoding(self, sequence: Sequence) -> None:
         """From the next step on it decodes with the others."""
-        self.prefilling.remove(sequence)
+        self.prefilling.discard(sequence)
         self.cohort.join(sequence)
 
-    def leave(self, sequence: Sequence) -> None:
-        """Take memory and slot of a running sequence back."""
+    def leave(self, sequence: Sequence, *, keeps_blocks: bool = False) -> None:
+        """Take the slot of a running sequence back, and its memory, unless it keeps its blocks to be swapped out."""
         if sequence.decodes:
             self.cohort.leave(sequence)
         else:
-            self.prefilling.remove(sequence)
+            self.prefilling.discard(sequence)
         self.running.remove(sequence)
-        self.slots.release(held_slot(sequence))
-        sequence.slot = None
-        self.blocks.free(sequence)
+        self.unwritten.pop(sequence, None)
+        self.resuming.pop(sequence, None)
+        if len(sequence.group.sequences) > 1:
+            self._desert(sequence)
+        slot = held_slot(sequence)
+        if sequence.described:
+            self.slots.release(slot)
+        else:
+            self.slots.give_back(slot)
+        sequence.slot, sequence.described = None, False
+        if not keeps_blocks:
+            self.blocks.free(sequence)
+
+    def swap_out(self, sequences: list[Sequence]) -> None:
+        """Move the KV of running sequences to the host pool, which must have room; they leave."""
+        for sequence in sequences:
+            self.leave(sequence, keeps_blocks=True)
+            self.swapped[sequence] = None
+        if not self.blocks.swap_out(sequences):
+            raise InvariantError("the host pool has no room for a group that is swapped out")
+
+    def _desert(self, source: Sequence) -> None:
+        """What others share with a sequence that leaves, and that it has not computed, they compute themselves."""
+        for sequence in self.prefilling:
+            if sequence.awaits is source:
+                sequence.share_computed(min(sequence.num_computed_tokens, source.num_computed_tokens))
+                sequence.awaits = source.awaits
+        self.searches.pop(source.group, None)
 
     def retire(self, sequence: Sequence) -> None:
         """All of its tokens are planned: it leaves its slot and blocks to others; its results are awaited."""
@@ -155,6 +214,9 @@ class Lane:
         """Drop a sequence that has ended, wherever it is, and what still comes from its slot."""
         if sequence.slot is not None:
             self.leave(sequence)
+        elif sequence in self.swapped:
+            del self.swapped[sequence]
+            self.blocks.free(sequence)
         self.finishing.pop(sequence, None)
         if sequence in self._known:
             self._known.discard(sequence)
@@ -163,6 +225,29 @@ class Lane:
         if slot is not None and self.sequence_at[slot] is sequence:
             self.append_at[slot] = _drop
             self.dropping.add(slot)
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Tokens whose KV the pool stores for those that run; what several share counts once."""
+        computed = sum(sequence.num_computed_tokens for sequence in self.running if not sequence.is_attached)
+        own = {block_id for sequence in self.running if not sequence.is_attached for block_id in sequence.block_ids}
+        held = sum(len(sequence.block_ids) for sequence in self.running if not sequence.is_attached)
+        return computed if len(own) == held else self._num_distinct_tokens()
+
+    def _num_distinct_tokens(self) -> int:
+        fill: dict[int, int] = {}
+        size = self.spec.block_size
+        for sequence in self.running:
+            for index, block_id in enumerate(sequence.block_ids):
+                stored = min(size, max(0, sequence.num_computed_tokens - index * size))
+                fill[block_id] = max(fill.get(block_id, 0), stored)
+        return sum(fill.values())
+
+    def observe(self, step: PlannedStep, result: StepResult) -> None:
+        """Learn from a result what computing and moving cost."""
+        plan = step.plan
+        num_swapped = 0 if plan.copied else len(plan.swapped_out) + len(plan.swapped_in)
+        self.rates.observe(step.total_tokens, num_swapped, result.device_ns, result.moves_ns)
 
     def _forget_stop_ids(self, stop_ids: Collection[int]) -> None:
         counts = self._num_with_stop_id
@@ -179,9 +264,16 @@ class Lane:
                 raise InvariantError(f"sequence {sequence.sequence_id} runs in state {sequence.state.name}")
             if self.sequence_at[held_slot(sequence)] is not sequence:
                 raise InvariantError(f"slot {sequence.slot} does not know sequence {sequence.sequence_id}")
-        self.blocks.check_integrity(self.running)
+        self.blocks.check_integrity([*self.running, *self.swapped])
         self.slots.check_integrity([held_slot(sequence) for sequence in self.running])
         decoding = [sequence for sequence in self.running if sequence.decodes]
         self.cohort.check_integrity(decoding)
-        if list(self.prefilling) != [sequence for sequence in self.running if not sequence.decodes]:
-            raise InvariantError("a running sequence neither prefills nor decodes, or does both")
+        prefilling = set(self.prefilling)
+        for sequence in self.running:
+            if sequence.decodes and sequence in prefilling:
+                raise InvariantError(f"sequence {sequence.sequence_id} prefills and decodes")
+            busy = sequence.decodes or sequence in prefilling
+            if not (busy or sequence.is_attached or sequence.is_beam):
+                raise InvariantError(f"sequence {sequence.sequence_id} runs and does nothing")
+        if not prefilling.issubset(self.running):
+            raise InvariantError("a sequence prefills that does not run")

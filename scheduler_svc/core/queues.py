@@ -51,6 +51,7 @@ class WaitingQueue:
         self._policy.arrived(group, self._lines)
         insort(self._lines.setdefault(self._policy.line(group), []), group, key=self._policy.key)
         insort(self._by_arrival, group, key=_arrival)
+        group.queued = True
 
     def remove(self, group: SequenceGroup) -> None:
         """Take a group out; raises InvariantError if it does not wait."""
@@ -63,6 +64,7 @@ class WaitingQueue:
         if not line:
             del self._lines[name]
         del self._by_arrival[bisect_left(self._by_arrival, group.arrival_number, key=_arrival)]
+        group.queued = False
 
     def _place(self, line: str) -> tuple[float, OrderKey]:
         return self._policy.rank(line), self._policy.key(self._lines[line][0])
@@ -100,10 +102,16 @@ class RunningQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out; raises InvariantError if it does not run."""
+        if not self.discard(sequence):
+            raise InvariantError(f"sequence {sequence.sequence_id} is not running")
+
+    def discard(self, sequence: Sequence) -> bool:
+        """Take a sequence out if it is there; was it."""
         index = bisect_left(self.sequences, sequence.order_key, key=_place)
         if index == len(self.sequences) or self.sequences[index] is not sequence:
-            raise InvariantError(f"sequence {sequence.sequence_id} is not running")
+            return False
         del self.sequences[index]
+        return True
 
     def _key(self, sequence: Sequence) -> OrderKey:
         return (*self._policy.key(sequence.group), sequence.sample_index)

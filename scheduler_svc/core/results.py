@@ -9,6 +9,7 @@ from collections.abc import Collection
 from scheduler_svc.core.book import RequestBook
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lane import Lane, PlannedStep
+from scheduler_svc.core.searching import take_candidates
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import Finish, FinishDetail, SequenceState, SlotError, StepResult, StepStatus
 
@@ -29,6 +30,10 @@ def check_result(lane: Lane, step: PlannedStep, result: StepResult) -> None:
     elif len(result.token_ids) != len(slots):
         raise InvariantError(f"step {result.step_id}: {len(result.token_ids)} tokens of {len(slots)} slots")
     _check_prompt_logprobs(step, result)
+    if result.candidates and not result.candidates.keys() <= set(step.candidate_slots):
+        raise InvariantError(
+            f"step {result.step_id}: candidates of slots {list(result.candidates)}, not of {step.candidate_slots}"
+        )
 
 
 def _check_errors(step: PlannedStep, result: StepResult) -> None:
@@ -52,7 +57,7 @@ def _check_samples(lane: Lane, expected: list[int], slots: list[int], result: St
     if len(counts) != len(slots) or sum(counts) != len(result.token_ids) or any(n > 1 for n in counts):
         raise InvariantError(f"step {result.step_id}: token counts do not add up")
     spoke = {slot for slot, count in zip(slots, counts, strict=True) if count}
-    for slot in sampling - spoke - set(result.error_slots):
+    for slot in sampling - spoke - set(result.error_slots) - result.candidates.keys():
         if _held_by(lane, slot).state is not SequenceState.FINISHED:
             raise InvariantError(f"step {result.step_id}: slot {slot} sampled nothing although it has not ended")
 
@@ -99,10 +104,18 @@ def take_result(book: RequestBook, lane: Lane, step: PlannedStep, result: StepRe
     for sequence in [sequence for sequence in lane.finishing if len(sequence.token_ids) >= sequence.max_len]:
         book.end(sequence, Finish(sequence.length_detail))
     for slot, error in zip(result.error_slots, result.errors, strict=True):
-        sequence = _held_by(lane, slot)
-        if sequence.state is not SequenceState.FINISHED:
-            book.end(sequence, Finish(_DETAILS.get(error, FinishDetail.EXECUTOR_ERROR)))
+        _end_failed(book, _held_by(lane, slot), error)
+    take_candidates(book, lane, step, result)
     return len(sequences)
+
+
+def _end_failed(book: RequestBook, sequence: Sequence, error: SlotError) -> None:
+    """End a sequence that has failed alone. A beam's search goes on without a beam that has no candidates."""
+    finish = Finish(_DETAILS.get(error, FinishDetail.EXECUTOR_ERROR))
+    if sequence.is_beam and error is not SlotError.NO_ALLOWED_TOKEN:
+        book.end_group(sequence.group, finish)
+    elif not sequence.is_beam and sequence.state is not SequenceState.FINISHED:
+        book.end(sequence, finish)
 
 
 def _sampled(lane: Lane, result: StepResult) -> tuple[list[int], list[int]]:

@@ -11,6 +11,7 @@ Here are the calls; `planning` plans a step, `results` takes its result in, `boo
 from __future__ import annotations
 
 from scheduler_svc.core.book import RequestBook
+from scheduler_svc.core.budget import MAX_ADMITTED_VALUES
 from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExistsError, RequestRejectedError
 from scheduler_svc.core.lane import Lane, PlannedStep
 from scheduler_svc.core.news import News
@@ -18,6 +19,7 @@ from scheduler_svc.core.planning import plan_step
 from scheduler_svc.core.queues import WaitingQueue
 from scheduler_svc.core.results import check_result, context_lens, strike, take_result
 from scheduler_svc.core.rules import Rules
+from scheduler_svc.core.searching import start_search
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import (
     ExecutorSpec,
@@ -60,6 +62,11 @@ class Scheduler:
         return self._book.lanes
 
     @property
+    def num_swapped(self) -> int:
+        """Groups that are swapped out."""
+        return len({sequence.group for lane in self.lanes.values() for sequence in lane.swapped})
+
+    @property
     def num_preemptions(self) -> int:
         """Since the beginning."""
         return self._book.num_preemptions
@@ -75,7 +82,8 @@ class Scheduler:
             )
         if spec.num_slots < spec.max_num_seqs:
             raise LimitsError(f"num_slots ({spec.num_slots}) must be at least max_num_seqs ({spec.max_num_seqs})")
-        self.lanes[executor_id] = Lane(spec, self._book.rules.order)
+        rules = self._book.rules
+        self.lanes[executor_id] = Lane(spec, rules.order, prefix_caching=rules.prefix_caching)
 
     def session_opened(self, last_completed_step_id: int) -> None:
         """An executor may have run steps for a scheduler before this one: step ids go on rising from there."""
@@ -90,16 +98,14 @@ class Scheduler:
         lane = self.lanes[executor_id]
         suspects = context_lens(lane, lane.inflight[0]) if lane.inflight else {}
         touched = {sequence for step in lane.inflight for sequence in context_lens(lane, step)}
-        stranded = [*lane.running, *lane.finishing]
-        for sequence in lane.running:
-            if sequence.decodes:
-                sequence.unfollow()
+        stranded = [*lane.running, *lane.finishing, *lane.swapped]
         lane.reset()
-        for sequence in (*stranded, *touched):
+        for sequence in touched.difference(stranded):
             sequence.forget_pending()
+            sequence.group.forget_candidates()
         for sequence in stranded:
-            sequence.slot = None
-            sequence.block_ids = []
+            sequence.lose_memory()
+            sequence.group.forget_candidates()
             self._book.wait_again(sequence)
         for group in strike(self._book, suspects, MAX_STRIKES):
             self._book.end_group(group, Finish(FinishDetail.EXECUTOR_ERROR))
@@ -115,9 +121,10 @@ class Scheduler:
         group = SequenceGroup(spec, self._num_arrivals, now)
         self._num_arrivals += 1
         max_model_len = max(lane.spec.max_model_len for lane in self.lanes.values())
-        for index in range(spec.num_samples):
+        for index in range(spec.num_sequences):
             self._num_sequences += 1
             group.sequences.append(Sequence(self._num_sequences, group, index, max_model_len))
+        start_search(group)
         self._book.add(group)
 
     def abort(self, key: RequestKey, detail: FinishDetail) -> News:
@@ -173,7 +180,10 @@ class Scheduler:
         step = lane.inflight.popleft()
         self.num_output_tokens += take_result(self._book, lane, step, result)
         lane.slots.result_seen(result.step_id)
-        return step, self.take_news()
+        lane.observe(step, result)
+        news = self.take_news()
+        self.num_output_tokens += sum(len(output.token_ids) for output in news.hypotheses)
+        return step, news
 
     def check_integrity(self) -> None:
         """Prove that every block, slot and group is accounted for; raises InvariantError."""
@@ -190,18 +200,29 @@ class Scheduler:
         num_prompt = len(spec.prompt_token_ids)
         if num_prompt == 0:
             raise RequestRejectedError("prompt", "the prompt has no tokens")
-        if spec.num_samples != 1:
-            raise RequestRejectedError("sampling_params.n", f"n = {spec.num_samples} is not built yet; use 1")
         longest = max(lane.spec.max_model_len for lane in self.lanes.values())
         if num_prompt + 1 > longest:
             raise RequestRejectedError(
                 "prompt", f"{num_prompt} prompt tokens and one of output exceed max_model_len = {longest}"
             )
+        self._check_group_fits(spec)
+
+    def _check_group_fits(self, spec: RequestSpec) -> None:
+        """A group's sequences run together, or at least begin so."""
+        count, num_prompt = spec.num_sequences, len(spec.prompt_token_ids)
+        field = "sampling_params.beam_width" if spec.beams else "sampling_params.n"
+        most = max(lane.spec.max_num_seqs for lane in self.lanes.values())
+        if count > most:
+            raise RequestRejectedError(field, f"{count} sequences exceed max_num_seqs = {most}")
+        if count > 1 and count * (num_prompt + spec.sampling.num_values) > MAX_ADMITTED_VALUES:
+            raise RequestRejectedError(
+                field, f"{count} sequences of {num_prompt} prompt tokens exceed {MAX_ADMITTED_VALUES} numbers in a plan"
+            )
         block_size = next(iter(self.lanes.values())).spec.block_size
-        needed = num_prompt // block_size + spec.num_samples
+        needed = num_prompt // block_size + count
         largest = max(lane.spec.num_blocks for lane in self.lanes.values())
         if needed > largest:
+            who = f"{num_prompt} prompt tokens" + (f" and {count} sequences" if count > 1 else "")
             raise RequestRejectedError(
-                "prompt",
-                f"{num_prompt} prompt tokens need {needed} KV blocks of {block_size} tokens; the pool has {largest}",
+                "prompt", f"{who} need {needed} KV blocks of {block_size} tokens; the pool has {largest}"
             )

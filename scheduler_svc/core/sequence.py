@@ -10,8 +10,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
+from scheduler_svc.core.beams import BeamSearch
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, RequestSpec, Sampling, SequenceState
+from scheduler_svc.core.types import (
+    Candidates,
+    Finish,
+    FinishDetail,
+    PromptLogprobs,
+    RequestSpec,
+    Sampling,
+    SequenceState,
+)
 
 _TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
@@ -19,6 +28,7 @@ _TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.SWAPPED: frozenset({SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.FINISHED: frozenset(),
 }
+_ENTERING = (SequenceState.WAITING, SequenceState.SWAPPED)
 
 
 class Clock(Protocol):
@@ -28,7 +38,7 @@ class Clock(Protocol):
 
 
 class Sequence:
-    """One sample of a request. Counts are in tokens."""
+    """One sample or beam of a request. Counts are in tokens."""
 
     __slots__ = (
         "_clock",
@@ -36,8 +46,10 @@ class Sequence:
         "_num_computed",
         "_num_planned",
         "asks_prompt_logprobs",
+        "awaits",
         "block_ids",
         "cache_node",
+        "described",
         "finish",
         "group",
         "host_block_ids",
@@ -74,6 +86,10 @@ class Sequence:
         self.slot: int | None = None
         self.last_slot: int | None = None
         """The slot that it has or had last: late tokens of a preempted sequence come from there."""
+        self.described = False
+        """Does the executor know it under its slot."""
+        self.awaits: Sequence | None = None
+        """Who computes the KV that it shares and that is not there yet."""
         self.block_ids: list[int] = []
         self.host_block_ids: list[int] = []
         """Where its KV is while it is swapped out."""
@@ -124,12 +140,47 @@ class Sequence:
         """Does it follow a clock."""
         return self._clock is not None
 
+    @property
+    def is_beam(self) -> bool:
+        """Is it one of the beams of a search: it gets its tokens from there."""
+        return self.group.search is not None
+
+    @property
+    def is_attached(self) -> bool:
+        """Does it wait for its group's first sequence to compute the prompt for both."""
+        return self.sample_index > 0 and not self.group.forked
+
+    @property
+    def is_parked(self) -> bool:
+        """Is it a beam that runs no more, or not yet: a slot for a later one."""
+        return self.is_beam and self.group.forked and self not in self.group.beams
+
+    @property
+    def may_compute(self) -> bool:
+        """Has it tokens to compute, and all that goes before them."""
+        return self.awaits is None and not (self.is_attached or self.is_parked)
+
     def compute(self, num_tokens: int) -> bool:
-        """Plan the KV of the next tokens; with all of them computed it samples one more, and True is returned."""
+        """Plan the KV of the next tokens; True when all are computed then: it samples one more, a beam candidates."""
         self._num_computed += num_tokens
         samples = self._num_computed == self._num_planned
-        self._num_planned += samples
+        self._num_planned += samples and not self.is_beam
         return samples
+
+    def share_computed(self, num_tokens: int) -> None:
+        """So many of its first tokens have their KV in blocks that it shares, or will have."""
+        self._num_computed = num_tokens
+
+    def fork(self, source: Sequence) -> None:
+        """Sample from the row that `source` samples from in this step: all that it has computed counts here too."""
+        self._num_computed = source._num_computed
+        self._num_planned = source._num_planned
+
+    def become(self, token_ids: list[int]) -> None:
+        """Be the beam of these tokens, of which the last is still to be computed."""
+        self.token_ids[:] = token_ids
+        self._num_planned = len(token_ids)
+        self._num_computed = len(token_ids) - 1
 
     def follow(self, clock: Clock) -> None:
         """From now on compute one token with every tick."""
@@ -140,6 +191,15 @@ class Sequence:
         """Leave the clock and keep the counts."""
         self._num_computed, self._num_planned = self.num_computed_tokens, self.num_planned_tokens
         self._clock = None
+
+    def lose_memory(self) -> None:
+        """The executor that it ran on is lost, with all that it held there."""
+        if self._clock is not None:
+            self.unfollow()
+        self.forget_pending()
+        self.slot, self.described = None, False
+        self.block_ids, self.host_block_ids = [], []
+        self.num_cached_blocks, self.cache_node = 0, None
 
     def forget_pending(self) -> None:
         """What plans in flight were to sample will not come."""
@@ -161,12 +221,21 @@ class Sequence:
             raise InvariantError(f"sequence {self.sequence_id}: {self.state.name} cannot become {state.name}")
         self.state = state
 
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Are logprobs of the prompt wanted of it, its group's first sequence, that are not known yet."""
+        wanted = self.sample_index == 0 and self.group.spec.sampling.num_prompt_logprobs is not None
+        return wanted and self.prompt_logprobs_end < self.num_prompt_tokens
+
     def admitted_sampling(self) -> Sampling:
         """What an executor is told at admission: prompt logprobs that are all known are not asked for again."""
         sampling = self.group.spec.sampling
-        wanted = sampling.num_prompt_logprobs is not None
-        self.asks_prompt_logprobs = wanted and self.prompt_logprobs_end < self.num_prompt_tokens
-        return replace(sampling, num_prompt_logprobs=None) if wanted and not self.asks_prompt_logprobs else sampling
+        self.asks_prompt_logprobs = self.lacks_prompt_logprobs
+        if sampling.num_prompt_logprobs is not None and not self.asks_prompt_logprobs:
+            sampling = replace(sampling, num_prompt_logprobs=None)
+        if self.group.search is not None:
+            sampling = replace(sampling, num_candidates=self.group.search.num_candidates)
+        return sampling
 
     def predicted_prompt_tokens(self, num_tokens: int) -> range:
         """The prompt tokens whose logprobs the next `num_tokens` tokens to be computed give."""
@@ -184,6 +253,7 @@ class Sequence:
     def forget_computed(self) -> None:
         """Start over: its KV is gone. Tokens stay."""
         self._num_computed = 0
+        self.awaits = None
 
     def stops_with(self, token_id: int) -> Finish | None:
         """How the sequence ends with this token, its newest, if that is one of its stop ids and may stop it."""
@@ -208,10 +278,16 @@ class SequenceGroup:
     __slots__ = (
         "arrival",
         "arrival_number",
+        "beams",
+        "candidates",
+        "forked",
         "furthest",
         "key",
+        "num_awaited",
         "num_preemptions",
         "num_strikes",
+        "queued",
+        "search",
         "sequences",
         "spec",
         "stop_ids",
@@ -227,6 +303,17 @@ class SequenceGroup:
         self.stop_ids = frozenset(spec.sampling.stop_token_ids)
         self.num_preemptions = 0
         self.was_admitted = False
+        self.queued = False
+        """Is it in the waiting queue."""
+        self.forked = spec.num_sequences == 1
+        """Have its sequences gone their own ways; before, the first computes the prompt for all."""
+        self.search: BeamSearch | None = None
+        self.beams: list[Sequence] = []
+        """Of a search that has forked: the beams that run, best first."""
+        self.candidates: dict[Sequence, Candidates] = {}
+        """What its beams have been told in this round."""
+        self.num_awaited = 0
+        """Candidates of its beams that plans in flight will tell."""
         self.num_strikes = 0
         """Failed steps that it was part of since it last got any further."""
         self.furthest = 0
@@ -236,6 +323,32 @@ class SequenceGroup:
     def finished(self) -> bool:
         """Have all of its sequences ended?"""
         return all(sequence.state is SequenceState.FINISHED for sequence in self.sequences)
+
+    def forget_candidates(self) -> None:
+        """What plans in flight were to tell of its beams will not come."""
+        self.candidates.clear()
+        self.num_awaited = 0
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those that hold a slot."""
+        return [sequence for sequence in self.sequences if sequence.slot is not None]
+
+    @property
+    def entrants(self) -> list[Sequence]:
+        """Those that wait for room of their own: before the fork the first one, then all that were put out."""
+        first = self.sequences if self.forked else self.sequences[:1]
+        return [sequence for sequence in first if sequence.state in _ENTERING]
+
+    @property
+    def due_beams(self) -> list[Sequence]:
+        """Beams that have a token to compute."""
+        return [beam for beam in self.beams if beam.num_uncomputed_tokens == 1]
+
+    @property
+    def swapped(self) -> bool:
+        """Was it swapped out."""
+        return any(sequence.state is SequenceState.SWAPPED for sequence in self.sequences)
 
 
 def _length_limit(spec: RequestSpec, max_model_len: int) -> tuple[int, FinishDetail]:

@@ -36,6 +36,10 @@ class SlotPool:
         """Give a slot up: the next plan tells the executor."""
         self._to_release.append(slot)
 
+    def give_back(self, slot: int) -> None:
+        """Give up a slot that the executor was never told of, or that nothing is under way for: it is free at once."""
+        self._free.append(slot)
+
     def releases_for(self, step_id: int) -> list[int]:
         """The slots that the plan of this step has to release."""
         released, self._to_release = self._to_release, []

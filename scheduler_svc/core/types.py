@@ -92,7 +92,7 @@ class BeamSpec:
     length_penalty: float = 1.0
     """Exponent of the output's length, by which a beam's sum of logprobs is divided."""
     early_stopping: bool | None = False
-    """True: done as soon as `width` beams have ended; False: when a better one is unlikely; None ("never"): impossible."""
+    """True: done once `width` beams have ended; False: when a better one is unlikely; None ("never"): impossible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +160,8 @@ class AdmittedSequence:
     block_ids: tuple[int, ...]
     sampling: Sampling
     sample_index: int
+    held: bool = False
+    """Takes no part in decode_ready until it is resumed."""
 
 
 @dataclass(slots=True)

@@ -5,31 +5,36 @@ from __future__ import annotations
 
 from executor_svc.convert import plan_from_wire, result_to_wire
 from executor_svc.plan import Limits
+from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from scheduler_svc.convert.execution import step_plan, step_result
 from scheduler_svc.core.types import ExecutorSpec, StepPlan, StepResult
 
+COSTS = StepCosts(step_us=100, token_us=10, context_token_us=0.01, sample_us=2, moved_block_us=20)
 _EPOCH = 1
 
 
 class CoreExecutor:
-    """An executor for one lane of the core. A plan that contradicts what was told raises InvalidPlan."""
+    """An executor for one lane of the core. A plan that contradicts what was told raises InvalidPlan.
 
-    def __init__(self, spec: ExecutorSpec, vocab_size: int, num_host_blocks: int = 0) -> None:
-        self.inner = SimulatedStepExecutor(
-            Limits(
-                num_slots=spec.num_slots,
-                max_num_seqs=spec.max_num_seqs,
-                max_num_batched_tokens=spec.max_num_batched_tokens,
-                max_model_len=spec.max_model_len,
-                vocab_size=vocab_size,
-                max_logprobs=vocab_size,
-                block_size=spec.block_size,
-                num_device_blocks=spec.num_blocks,
-                num_host_blocks=num_host_blocks,
-                max_inflight_plans=4,
-            )
+    Times in its results are modelled, and nothing waits for them: the same plans give the same results, so that a core
+    that goes by measured rates can be run again.
+    """
+
+    def __init__(self, spec: ExecutorSpec, vocab_size: int, costs: StepCosts = COSTS) -> None:
+        limits = Limits(
+            num_slots=spec.num_slots,
+            max_num_seqs=spec.max_num_seqs,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            max_model_len=spec.max_model_len,
+            vocab_size=vocab_size,
+            max_logprobs=vocab_size,
+            block_size=spec.block_size,
+            num_device_blocks=spec.num_blocks,
+            num_host_blocks=spec.num_host_blocks,
+            max_inflight_plans=4,
         )
+        self.inner = SimulatedStepExecutor(limits, costs, wait=lambda moment_ns: None)
 
     @property
     def slots(self) -> list[int]:
@@ -37,7 +42,11 @@ class CoreExecutor:
         taken: list[int] = self.inner.slots.admitted.nonzero()[0].tolist()
         return taken
 
+    def clear(self) -> None:
+        """A new session: no slots; what is in the pools stays."""
+        self.inner.clear()
+
     def run(self, plan: StepPlan) -> StepResult:
         """Carry out a plan."""
-        result = self.inner.execute(plan_from_wire(step_plan(plan, _EPOCH)))
+        result = self.inner.execute(plan_from_wire(step_plan(plan, _EPOCH)), received_ns=0)
         return step_result(result_to_wire(result, _EPOCH, incarnation=1))

@@ -1,4 +1,4 @@
-"""Results off the wire: errors with their kinds, and columns of prompt logprobs that fit or are refused."""
+"""Results off the wire: errors with their kinds; columns of prompt logprobs and candidates that fit or are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.convert.execution import ProtocolError, step_result
-from scheduler_svc.core.types import SlotError
+from scheduler_svc.core.types import Candidates, SlotError
 
 
 def entry(slot=4, start=1, **changes) -> pb.SlotLogprobs:
@@ -61,3 +61,34 @@ def test_errors_have_their_kinds() -> None:
     ]
     with pytest.raises(ProtocolError, match="1 errors of 2 slots"):
         step_result(result(error_slots=[1, 2], errors=[1]))
+
+
+def candidates(slot=4, token_ids=(7, 3), logprobs=(-0.5, -1.0)) -> pb.SlotCandidates:
+    return pb.SlotCandidates(slot=slot, token_ids=token_ids, logprobs=logprobs)
+
+
+def test_candidates_by_slot_digest_and_times() -> None:
+    timings = pb.StepTimings(queue_ns=1, device_ns=2, sample_ns=3, total_ns=4, moves_ns=5)
+    rows = [candidates(), candidates(2, [0], [-0.25])]
+    read = step_result(
+        result(slots=[2, 4], num_tokens=[0, 0], candidates=rows, debug_digest=b"\x01\xff", timings=timings)
+    )
+    assert read.candidates == {4: Candidates([7, 3], [-0.5, -1.0]), 2: Candidates([0], [-0.25])}
+    assert read.debug_digest == b"\x01\xff"
+    assert (read.queue_ns, read.device_ns, read.sample_ns, read.total_ns, read.moves_ns) == (1, 2, 3, 4, 5)
+    plain = step_result(result())
+    assert (plain.candidates, plain.debug_digest, plain.moves_ns) == ({}, b"", 0)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [candidates(token_ids=[], logprobs=[])],
+        [candidates(token_ids=[7])],
+        [candidates(logprobs=[-0.5])],
+        [candidates(), candidates(2), candidates()],
+    ],
+)
+def test_candidates_that_do_not_fit_are_refused(rows) -> None:
+    with pytest.raises(ProtocolError, match="candidates"):
+        step_result(result(candidates=rows))

@@ -107,14 +107,14 @@ def test_sampling_is_resolved(given, expected):
         "max_tokens": [0],
         "truncate_prompt_tokens": [0, -2],
         "logprobs": [-2, 21, -1],
-        "n": [0, 2],
-        "best_of": [2],
+        "n": [0, 65],
+        "best_of": [0, 65],
         "repetition_penalty": [0.0, -1.0, math.nan, math.inf],
         "presence_penalty": [2.1, -2.1, math.nan, -math.inf],
         "frequency_penalty": [2.1, -2.1, math.nan, math.inf],
         "prompt_logprobs": [-2, 21, -1],
-        "beam_width": [2],
-        "length_penalty": [0.5],
+        "beam_width": [0, 1, 129],
+        "length_penalty": [0.5, math.nan, math.inf],
         "early_stopping": [types_pb2.EARLY_STOPPING_TRUE, 77],
         "grammar": [types_pb2.GrammarSpec(regex="a")],
     }.items(),
@@ -127,8 +127,14 @@ def test_bad_and_later_sampling_fields_are_refused(name, values):
 def test_later_fields_at_their_defaults_are_fine():
     build({"n": 1, "best_of": 1, "repetition_penalty": 1.0, "presence_penalty": 0.0, "length_penalty": 1.0,
            "early_stopping": types_pb2.EARLY_STOPPING_FALSE, "frequency_penalty": 0})  # fmt: skip
-    build(resume_grace_s=0, enable_prefix_caching=False, speculation=pb.SpeculationParams(), cache_salt=b"s")
-    build(enable_prefix_caching=True)
+    build(resume_grace_s=0, speculation=pb.SpeculationParams())
+
+
+def test_the_prefix_cache_is_used_unless_the_request_opts_out():
+    assert (build().spec.uses_prefix_cache, build().spec.cache_salt) == (True, b"")
+    assert build(enable_prefix_caching=True).spec.uses_prefix_cache
+    spec = build(enable_prefix_caching=False, cache_salt=b"s").spec
+    assert (spec.uses_prefix_cache, spec.cache_salt) == (False, b"s")
 
 
 def test_min_tokens_must_leave_a_token_to_choose():

@@ -36,7 +36,7 @@ def test_options_and_environment(monkeypatch):
         (["--max-wait-s", "-1"], "--max-wait-s: Input should be greater than or equal to 0"),
         (["--batch-size", "0"], "--batch-size: Input should be greater than or equal to 1"),
         (["--order", "random"], "--order: Input should be 'fcfs'"),
-        (["--enable-prefix-caching"], "--enable-prefix-caching: is not built yet"),
+        (["--preemption", "never"], "--preemption: Input should be 'recompute', 'swap' or 'auto'"),
         (["--executor", "a:1", "--executor", "b:2"], "--executor: exactly one executor"),
         (["--executor", "a:b"], "--executor: 'a:b' is not HOST:PORT"),
         (["--listen", "a:70000"], "--listen: 'a:70000' is not HOST:PORT"),

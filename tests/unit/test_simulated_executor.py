@@ -342,7 +342,9 @@ def test_steps_end_when_their_modelled_time_has_passed() -> None:
     second = rig.step(1_050_000, scheduled=scheduled((0, 2, False)), copies=moves((40, 41)), swap_out=moves((7, 0)))
     assert second.timings.queue_ns == 114_000
     assert second.timings.device_ns == 1000 * (100 + 20 + 11)
+    assert second.timings.moves_ns == 40_000
     assert second.timings.total_ns == second.timings.device_ns + 40_000
+    assert first.timings.moves_ns == 0
     third = rig.step(5_000_000)
     assert (third.timings.queue_ns, third.timings.total_ns) == (0, 100_000)
     assert moments == [1_164_000, 1_164_000 + 171_000, 5_100_000]
@@ -357,6 +359,9 @@ def test_instant_steps_wait_for_nothing() -> None:
     timings = result.timings
     assert min(timings.device_ns, timings.sample_ns) > 0
     assert timings.total_ns >= timings.device_ns + timings.sample_ns
+    assert timings.moves_ns == 0
+    moved = rig.step(copies=moves((7, 40)), swap_out=moves((7, 0)), swap_in=moves((3, 41))).timings
+    assert 0 < moved.moves_ns <= moved.total_ns
 
 
 def test_a_cleared_executor_keeps_its_kv() -> None:

@@ -330,7 +330,9 @@ class SampleOutput(_message.Message):
     text_offset: _builtins.int
     """Where this text starts in the sample's text, in Unicode code points."""
     cumulative_logprob: _builtins.float
-    """Sum of the logprobs of the sample's tokens, with finish if logprobs were asked for."""
+    """Sum of the logprobs of the sample's tokens, with finish, if logprobs were asked for or best_of is over n; for beams
+    always, with what the processors made of the logprobs.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New token ids."""
@@ -381,9 +383,9 @@ class RequestStats(_message.Message):
     num_prompt_tokens: _builtins.int
     """Prompt tokens."""
     num_cached_tokens: _builtins.int
-    """Prompt tokens whose KV came from the prefix cache."""
+    """Prompt tokens whose KV came from the prefix cache when the request was first admitted."""
     num_completion_tokens: _builtins.int
-    """Output tokens over all samples."""
+    """Output tokens over all samples, also over those that best_of draws and does not return."""
     num_preemptions: _builtins.int
     """Times that the request was preempted."""
     queue_ns: _builtins.int

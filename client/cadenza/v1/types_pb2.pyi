@@ -222,9 +222,13 @@ class SamplingParams(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     n: _builtins.int
-    """Number of independent samples of one prompt, 1 or more; default 1. Above 1: later wave."""
+    """Number of samples of one prompt that are returned, 1 to 64, and 1 with greedy sampling; with beam_width the number of
+    beams that are, 1 to beam_width, best first; default 1.
+    """
     best_of: _builtins.int
-    """Number of samples drawn, of which the n best by cumulative logprob are returned; at least n. Later wave."""
+    """Number of samples drawn, n to 64, and 1 with greedy sampling; default n. With more than n, the n with the highest
+    cumulative logprobs are returned, best first, once all have ended.
+    """
     temperature: _builtins.float
     """Divides the logits; 0 is greedy; 0 or more, finite as a 32-bit float; default 1."""
     top_p: _builtins.float
@@ -262,11 +266,16 @@ class SamplingParams(_message.Message):
     truncate_prompt_tokens: _builtins.int
     """Keep only the last this many prompt tokens, 1 or more; -1: what max_model_len allows; absent: refuse what is too long."""
     beam_width: _builtins.int
-    """Number of beams, 2 or more; absent: no beam search. Later wave."""
+    """Number of beams, 2 to 128, and with the number of EOS and stop tokens added at most 256; absent: no beam search. With
+    it nothing is drawn and no output comes before the end: best_of, top_p, top_k, min_p, stop, logprobs and a
+    temperature other than 0 and 1 are refused.
+    """
     length_penalty: _builtins.float
-    """Exponent of the length in a beam's score; finite; default 1. Later wave."""
+    """Exponent of the output's length, by which a beam's cumulative logprob is divided to make its score; finite;
+    default 1. Other values need beam_width.
+    """
     early_stopping: Global___EarlyStopping.ValueType
-    """When beam search ends. Later wave."""
+    """When beam search ends. Other values than the default need beam_width."""
     priority: _builtins.int
     """Smaller goes first under --order priority; any value; default 0."""
     @_builtins.property

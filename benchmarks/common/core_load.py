@@ -1,0 +1,177 @@
+"""The scheduler core under a made-up load: set up, timed, weighed. No executor, no gRPC; results come in columns."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import tracemalloc
+from typing import Any
+
+from benchmarks.common.rows import BenchmarkError
+from benchmarks.common.scheduler_load import (
+    BLOCK_SIZE,
+    EOS,
+    PREFILL_BUDGET,
+    TOKEN,
+    WARM_UP_STEPS,
+    Case,
+    StepTimes,
+    leavers,
+)
+from scheduler_svc.convert import execution
+from scheduler_svc.core.news import News
+from scheduler_svc.core.rules import Rules
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling, StepPlan, StepResult
+
+_EXECUTOR = 0
+_EPOCH = 1
+_MAX_TOKENS = 1_000_000
+"""Asked for; what ends a sequence here is EOS."""
+
+
+def empty_core(case: Case, num_steps: int) -> Scheduler:
+    """A core without requests, with room for this case and so many timed steps."""
+    rules: dict[str, Any] = {"prefix_caching": True} if case.prefix_cache else {}
+    core = Scheduler(Rules(**rules))
+    spec = ExecutorSpec(
+        block_size=BLOCK_SIZE,
+        num_blocks=case.num_blocks(num_steps),
+        num_slots=2 * case.running,
+        max_num_seqs=case.running,
+        max_num_batched_tokens=max(PREFILL_BUDGET, case.running),
+        max_model_len=2 * case.longest(num_steps),
+    )
+    core.add_executor(_EXECUTOR, spec)
+    return core
+
+
+def start(core: Scheduler, prompts: list[tuple[int, ...]]) -> None:
+    """Add requests and run them until each has a token: all of them decode from now on."""
+    for index, prompt in enumerate(prompts):
+        core.add_request(_request(str(index), prompt), 0.0)
+    while any(seq.num_output_tokens < 1 for seq in core.lanes[_EXECUTOR].running) or len(core.waiting):
+        _plan(core)
+        _apply(core, _all_go_on(core))
+    core.check_integrity()
+
+
+def measure(core: Scheduler, case: Case, num_steps: int, seed: int) -> StepTimes:
+    """Time steps of a started core, two plans in flight; raises BenchmarkError for one that is not as it should be."""
+    changing = _Churn(case, seed)
+    _plan(core)
+    for _ in range(WARM_UP_STEPS if case.churn else 0):
+        changing.join(core)
+        _plan(core)
+        _apply(core, changing.result(core))
+    gc.collect()
+    times, clock = StepTimes(), time.perf_counter_ns
+    for _ in range(num_steps):
+        added = changing.join(core)
+        begin = clock()
+        plan = _plan(core)
+        planned = clock()
+        wire = execution.step_plan(plan, _EPOCH).SerializeToString()
+        converted = clock()
+        result = changing.result(core)
+        begin_apply = clock()
+        news = _apply(core, result)
+        applied = clock()
+        _check(case, plan, news, num_running=len(core.lanes[_EXECUTOR].running))
+        times.add(added, planned - begin, converted - planned, applied - begin_apply, len(wire))
+    if core.num_preemptions:
+        raise BenchmarkError(f"{core.num_preemptions} sequences were preempted: the pool is too small")
+    core.check_integrity()
+    return times
+
+
+def memory_per_sequence(case: Case, seed: int) -> dict[str, float]:
+    """What a running sequence takes up, by tracemalloc: bytes allocated from the empty core to all of them decoding.
+
+    The lists of their token ids are taken off, and the prompts are the caller's; the executor's books (free blocks,
+    slots), which are there before the first request, come as `pool_bytes_per_block`.
+    """
+    prompts = case.prompts(seed)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        core = empty_core(case, num_steps=0)
+        gc.collect()
+        empty = tracemalloc.get_traced_memory()[0]
+        start(core, prompts)
+        gc.collect()
+        full = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    tokens = sum(sys.getsizeof(sequence.token_ids) for sequence in core.lanes[_EXECUTOR].running)
+    return {
+        "memory_bytes_per_seq": (full - empty - tokens) / case.running,
+        "pool_bytes_per_block": empty / case.num_blocks(0),
+    }
+
+
+class _Churn:
+    """Results in which some sequences end with EOS in each step, and the newcomers that take their places."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self._count = case.num_changing
+        self._prompts = case.joiner_prompts(seed)
+        self._num_joined = 0
+        self._stopped: set[int] = set()
+
+    def join(self, core: Scheduler) -> int:
+        """Queue this step's newcomers; returns the nanoseconds that it took."""
+        prompts = [next(self._prompts) for _ in range(self._count)]
+        begin = time.perf_counter_ns()
+        for prompt in prompts:
+            self._num_joined += 1
+            core.add_request(_request(f"joiner {self._num_joined}", prompt), 0.0)
+        return time.perf_counter_ns() - begin
+
+    def result(self, core: Scheduler) -> StepResult:
+        """Of the oldest plan in flight: slots that have stopped stay silent until they are released."""
+        if not self._count:
+            return _all_go_on(core)
+        step = core.lanes[_EXECUTOR].inflight[0]
+        self._stopped.difference_update(step.plan.released_slots)
+        slots = [slot for slot in step.sampling_slots if slot not in self._stopped]
+        tokens = [TOKEN] * len(slots)
+        for index in leavers(step.plan.step_id, len(slots), self._count):
+            tokens[index] = EOS
+            self._stopped.add(slots[index])
+        return StepResult(step.plan.step_id, slots=slots, token_ids=tokens, total_ns=1000)
+
+
+def _request(request_id: str, prompt: tuple[int, ...]) -> RequestSpec:
+    sampling = Sampling(temperature=0.0, stop_token_ids=(EOS,))
+    return RequestSpec(request_id, prompt, sampling, _MAX_TOKENS, eos_token_ids=frozenset({EOS}))
+
+
+def _all_go_on(core: Scheduler) -> StepResult:
+    """The result of the oldest plan in flight: one token for each slot that samples."""
+    oldest = core.lanes[_EXECUTOR].inflight[0]
+    slots = list(oldest.sampling_slots)
+    return StepResult(oldest.plan.step_id, slots=slots, token_ids=[TOKEN] * len(slots), total_ns=1000)
+
+
+def _plan(core: Scheduler) -> StepPlan:
+    plan = core.plan_step(_EXECUTOR, 0.0)
+    if plan is None:
+        raise BenchmarkError("the core found nothing to plan")
+    return plan
+
+
+def _apply(core: Scheduler, result: StepResult) -> News:
+    return core.apply_result(_EXECUTOR, result, 0.0)[1]
+
+
+def _check(case: Case, plan: StepPlan, news: News, num_running: int) -> None:
+    """Every running sequence got its token, and exactly as many joined and ended as the case says."""
+    where = f"step {plan.step_id} of {case}"
+    if not plan.decode_ready or len(plan.admitted) != case.num_changing or len(news.finishes) != case.num_changing:
+        raise BenchmarkError(f"{where}: {len(plan.admitted)} joined, {len(news.finishes)} ended")
+    if num_running != case.running - case.num_changing or len(news.sequences) != len(news.token_ids):
+        raise BenchmarkError(f"{where}: {num_running} run")
+    if not case.churn and news.token_ids != [TOKEN] * case.running:
+        raise BenchmarkError(f"{where}: {len(news.token_ids)} tokens instead of {case.running}")

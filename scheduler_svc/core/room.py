@@ -1,0 +1,177 @@
+"""Room for those that run and for those that must not wait: who gives way, and what becomes of its KV."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from scheduler_svc.core.book import RequestBook
+from scheduler_svc.core.lane import Lane, PlannedStep
+from scheduler_svc.core.searching import cut_short
+from scheduler_svc.core.sequence import Sequence, held_slot
+from scheduler_svc.core.types import Finish, FinishDetail
+
+
+def make_room(book: RequestBook, lane: Lane, step: PlannedStep) -> bool:
+    """Blocks that this step's tokens are written to, for decodes and beams; victims go while there are too few.
+
+    Returns whether any had to go. All of them go before any block is taken, so what is freed here was not written to by
+    this step.
+    """
+    any_went = False
+    while _num_wanted(lane) > lane.blocks.num_free:
+        any_went = True
+        victim = lane.running.victims(book.waiting, step.planned_at)[0]
+        _put_out(book, lane, step, victim)
+    _write_apart(lane, step)
+    _give_blocks(lane, step)
+    return any_went
+
+
+def make_way(book: RequestBook, lane: Lane, step: PlannedStep, num_seqs: int, num_blocks: int) -> None:
+    """Push out running groups of a higher level than the next to join, if that makes room for so many of its own."""
+    head = book.waiting.head(step.planned_at)
+    if head is None:
+        return
+    order = book.rules.order
+    level, num_running, num_freed = order.level(head), len(lane.running), 0
+    victims: dict[Sequence, None] = {}
+    held: Counter[int] = Counter()
+    for sequence in lane.running.victims(book.waiting, step.planned_at):
+        fits = lane.blocks.can_take(num_blocks, alone=num_running <= 0, num_more=num_freed)
+        if fits and num_running + num_seqs <= lane.spec.max_num_seqs:
+            break
+        if order.level(sequence.group) <= level or book.waiting.is_overdue(sequence.group, step.planned_at):
+            return
+        for member in _unit(sequence):
+            if member not in victims:
+                victims[member] = None
+                num_running -= 1
+                held.update(member.block_ids)
+                num_freed = sum(count == lane.blocks.pool.ref_counts[block_id] for block_id, count in held.items())
+    for victim in victims:
+        if victim.slot is not None:
+            _give_way(book, lane, step, victim)
+
+
+def _num_wanted(lane: Lane) -> int:
+    """Blocks that decodes outgrow to, that beams outgrow to, and that forks write to apart from each other."""
+    beams = _due_beams(lane)
+    shared: dict[int, int] = {}
+    for sequence in (*lane.unwritten, *beams):
+        if lane.blocks.writes_shared(sequence):
+            block_id = sequence.block_ids[sequence.num_computed_tokens // lane.spec.block_size]
+            shared[block_id] = lane.blocks.pool.ref_counts[block_id] - 1
+    return len(lane.cohort.outgrowing) + len(_outgrowing(lane, beams)) + sum(shared.values())
+
+
+def _due_beams(lane: Lane) -> list[Sequence]:
+    return [beam for group in lane.searches for beam in group.due_beams]
+
+
+def _outgrowing(lane: Lane, beams: list[Sequence]) -> list[Sequence]:
+    return [beam for beam in beams if beam.num_computed_tokens == len(beam.block_ids) * lane.spec.block_size]
+
+
+def _write_apart(lane: Lane, step: PlannedStep) -> None:
+    """Copy-on-write: those that have forked, then beams; the last holder of a block keeps it."""
+    size = lane.spec.block_size
+    # Their source is last: the executor's table of it has that block.
+    for sequence, lacks_block in sorted(lane.unwritten.items(), key=lambda item: not item[1]):
+        lane.blocks.make_writable(sequence)
+        if lacks_block:
+            for block_id in sequence.block_ids[sequence.num_computed_tokens // size :]:
+                _note_append(step, sequence, block_id)
+    lane.unwritten.clear()
+    # Those that stay in their slot are last: by then their blocks are their own.
+    for beam in sorted(_due_beams(lane), key=lambda beam: beam.described):
+        if lane.blocks.writes_shared(beam):
+            lane.blocks.make_writable(beam)
+
+
+def _give_blocks(lane: Lane, step: PlannedStep) -> None:
+    """A block more for each that outgrows its own."""
+    beams, outgrowing = _outgrowing(lane, _due_beams(lane)), lane.cohort.outgrowing
+    if not (beams or outgrowing):
+        return
+    block_ids = lane.blocks.take(len(outgrowing) + len(beams))
+    for beam, block_id in zip(beams, block_ids[len(outgrowing) :], strict=True):
+        lane.blocks.register(beam)
+        beam.block_ids.append(block_id)
+        if beam.described:
+            _note_append(step, beam, block_id)
+    if outgrowing:
+        for sequence in outgrowing:
+            lane.blocks.register(sequence)
+        lane.cohort.give_blocks(outgrowing, block_ids[: len(outgrowing)])
+        step.plan.append_slots += [held_slot(sequence) for sequence in outgrowing]
+        step.plan.append_block_ids += block_ids[: len(outgrowing)]
+        step.appended += zip(outgrowing, block_ids, strict=False)
+
+
+def _note_append(step: PlannedStep, sequence: Sequence, block_id: int) -> None:
+    step.plan.append_slots.append(held_slot(sequence))
+    step.plan.append_block_ids.append(block_id)
+    step.appended.append((sequence, block_id))
+
+
+def _put_out(book: RequestBook, lane: Lane, step: PlannedStep, victim: Sequence) -> None:
+    """Memory is short: a sequence gives way; if there is nobody else who could go on, it ends."""
+    others = any(sequence.group is not victim.group for sequence in lane.running)
+    if others:
+        _give_way(book, lane, step, victim)
+    elif victim.group.search is not None:
+        cut_short(book, victim.group, FinishDetail.KV_CAPACITY)
+    elif len(lane.running) > 1:
+        _preempt(book, lane, step, [victim], swapped=False)
+    elif victim.num_pending == 0:
+        book.end(victim, Finish(FinishDetail.KV_CAPACITY))
+    else:
+        lane.retire(victim)
+        victim.limit_to_planned(FinishDetail.KV_CAPACITY)
+
+
+def _give_way(book: RequestBook, lane: Lane, step: PlannedStep, victim: Sequence) -> None:
+    """Preempt a sequence, with those that it cannot go without: its whole group if that is swapped."""
+    group = victim.group.running
+    swapped = _prefers_swap(book, lane, group)
+    _preempt(book, lane, step, group if swapped else _unit(victim), swapped=swapped)
+
+
+def _unit(sequence: Sequence) -> list[Sequence]:
+    """Those that lose their KV together: beams, and sequences before their fork."""
+    group = sequence.group
+    return group.running if group.search is not None or not group.forked else [sequence]
+
+
+def _prefers_swap(book: RequestBook, lane: Lane, group: list[Sequence]) -> bool:
+    """Is the group's KV to be kept in the host pool: what nothing computes, or shares to write to, is not."""
+    rule = book.rules.preemption
+    if rule == "recompute" or not lane.spec.num_host_blocks:
+        return False
+    if any(not sequence.described or lane.blocks.writes_shared(sequence) for sequence in group):
+        return False
+    if lane.blocks.num_to_swap(group) > lane.blocks.host_pool.num_free:
+        return False
+    if rule == "swap":
+        return True
+    num_blocks = lane.blocks.num_to_swap(group)
+    return lane.rates.swap_is_cheaper(num_blocks * lane.spec.block_size, num_blocks)
+
+
+def _preempt(book: RequestBook, lane: Lane, step: PlannedStep, sequences: list[Sequence], *, swapped: bool) -> None:
+    """Blocks and slots go, tokens stay, those under way too."""
+    if swapped:
+        lane.swap_out(sequences)
+        step.swapped_out += sequences
+    for sequence in sequences:
+        if swapped and sequence.is_beam:
+            # Candidates that are under way are dropped, and told again for the same token.
+            sequence.become(sequence.token_ids.copy())
+        elif not swapped:
+            lane.leave(sequence)
+        book.wait_again(sequence, swapped=swapped)
+    step.preempted += sequences
+    group = sequences[0].group
+    group.candidates.clear()
+    group.num_preemptions += 1
+    book.num_preemptions += 1

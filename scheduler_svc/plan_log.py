@@ -1,0 +1,51 @@
+"""The plan log's file as it is written: each record goes to the system at once, so that a killed process leaves all."""
+
+from __future__ import annotations
+
+import logging
+import os
+from io import FileIO
+
+from cadenza.plan_log import record_bytes
+from scheduler_svc.convert.plan_log import MakeRecord
+
+_LOG = logging.getLogger(__name__)
+
+
+class PlanLogWriter:
+    """Writes records until something goes wrong: then it says so once, and writes no more."""
+
+    def __init__(self, path: str) -> None:
+        """Open the file; one that is there is kept as PATH.old. Raises OSError, whose message names the option."""
+        self._path = path
+        try:
+            if os.path.isfile(path) and os.path.getsize(path):
+                # A scheduler that died is started again with the same options, and its log tells why it died.
+                os.replace(path, f"{path}.old")
+            self._file: FileIO | None = FileIO(path, "w")
+        except OSError as exc:
+            raise OSError(f"--record {path}: {(exc.strerror or str(exc)).lower()}") from exc
+
+    def write(self, make: MakeRecord) -> None:
+        """Write the record that `make` gives; never raises."""
+        if self._file is None:
+            return
+        try:
+            left = memoryview(record_bytes(make()))
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as exc:
+            self._give_up(exc.strerror or exc)
+        except Exception as exc:
+            # A record that cannot be made is our mistake, and requests must not suffer from it.
+            self._give_up(exc)
+
+    def _give_up(self, reason: object) -> None:
+        _LOG.error("recording to %s has ended: %s", self._path, reason)
+        self.close()
+
+    def close(self) -> None:
+        """Write no more; safe to call twice."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()

@@ -33,6 +33,7 @@ from scheduler_svc.recording import core_and_executor
 from scheduler_svc.step_watch import StepRecorder, StepWatch
 
 _LOG = logging.getLogger(__name__)
+_FINISHED = SequenceState.FINISHED
 
 
 class Engine:
@@ -210,18 +211,19 @@ class Engine:
         group = self._core.groups.get((tenant, request_id))
         if group is None:
             return None
-        ref_counts = self._loop.lane.blocks.pool.ref_counts
-        return [
-            SequenceBlockTable(
-                sample_index=sequence.sample_index,
-                block_ids=tuple(sequence.block_ids),
-                ref_counts=tuple(ref_counts[block_id] for block_id in sequence.block_ids),
-                num_computed_tokens=sequence.num_computed_tokens,
-                swapped=sequence.state is SequenceState.SWAPPED,
-            )
-            for sequence in group.sequences
-            if sequence.state is not SequenceState.FINISHED
-        ]
+        return [self._block_table(sequence) for sequence in group.sequences if sequence.state is not _FINISHED]
+
+    def _block_table(self, sequence: CoreSequence) -> SequenceBlockTable:
+        blocks, swapped = self._loop.lane.blocks, sequence.state is SequenceState.SWAPPED
+        block_ids = sequence.host_block_ids if swapped else sequence.block_ids
+        ref_counts = (blocks.host_pool if swapped else blocks.pool).ref_counts
+        return SequenceBlockTable(
+            sample_index=sequence.sample_index,
+            block_ids=tuple(block_ids),
+            ref_counts=tuple(ref_counts[block_id] for block_id in block_ids),
+            num_computed_tokens=sequence.num_computed_tokens,
+            swapped=swapped,
+        )
 
     def watch(self, *, include_block_tables: bool = False) -> StepWatch:
         """Step records from now on."""

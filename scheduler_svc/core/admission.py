@@ -41,13 +41,18 @@ def admit(book: RequestBook, lane: Lane, step: PlannedStep, budget: StepBudget, 
     ending: list[Sequence] = []
     memory_is_full, num_joined = False, 0
     while num_joined < num_admissible and (group := book.waiting.head(step.planned_at)) is not None:
-        if budget.exhausted or not _is_settled(group):
+        just_went = any(sequence.group is group for sequence in step.swapped_out)
+        if budget.exhausted or just_went or not _is_settled(group):
             break
         if _end_too_long(book, lane, group):
             continue
+        num_seats = _num_seats(lane)
+        if not num_seats or not lane.blocks.can_take(1, alone=not len(lane.running)):
+            memory_is_full = num_seats > 0
+            break
         arrivals = _arrivals(book, lane, group)
-        if not _has_seats(lane, len(arrivals)):
-            arrivals = arrivals[: _num_seats(lane)] if _may_split(group) else []
+        if num_seats < len(arrivals):
+            arrivals = arrivals[:num_seats] if _may_split(group) else []
         memory_is_full = not _has_blocks(lane, group, arrivals)
         while memory_is_full and len(arrivals) > 1 and _may_split(group):
             arrivals.pop()
@@ -87,10 +92,6 @@ def _may_split(group: SequenceGroup) -> bool:
 
 def _num_seats(lane: Lane) -> int:
     return min(lane.spec.max_num_seqs - len(lane.running), lane.slots.num_free)
-
-
-def _has_seats(lane: Lane, count: int) -> bool:
-    return count <= _num_seats(lane)
 
 
 def _has_blocks(lane: Lane, group: SequenceGroup, arrivals: list[Arrival]) -> bool:
@@ -177,20 +178,30 @@ def _arrival(book: RequestBook, lane: Lane, sequence: Sequence, sources: list[Se
 
 
 def _closest(sequence: Sequence, sources: Iterable[Sequence], size: int) -> tuple[Sequence | None, int]:
-    """Of the others the one with which it has the most full blocks in common, and how many these are."""
+    """Of the others the one with which it has the most full blocks in common, and how many these are.
+
+    Samples are taken to differ from their first token on.
+    """
     best, most = None, 0
     for source in sources:
         limit = (min(len(sequence.token_ids), len(source.token_ids)) - 1) // size
-        common = 0
-        while common < limit and _block(sequence, common, size) == _block(source, common, size):
-            common += 1
+        common = min(limit, sequence.num_prompt_tokens // size)
+        if sequence.is_beam and limit > most:
+            common = _num_common_blocks(sequence.token_ids, source.token_ids, common, limit, size)
         if common > most:
             best, most = source, common
     return best, most
 
 
-def _block(sequence: Sequence, index: int, size: int) -> list[int]:
-    return sequence.token_ids[index * size : (index + 1) * size]
+def _num_common_blocks(ours: list[int], theirs: list[int], least: int, most: int, size: int) -> int:
+    """Full blocks with the same tokens, `least` to `most` of them: by bisection, as slices compare quickly."""
+    while least < most:
+        middle = (least + most + 1) // 2
+        if ours[least * size : middle * size] == theirs[least * size : middle * size]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def _num_reserved(book: RequestBook, lane: Lane, sequence: Sequence) -> int:

@@ -103,7 +103,7 @@ class BeamSearch:
 
         Args:
             outputs: the output of each running beam so far.
-            candidates: the best next tokens of each: `num_candidates`, or as many as there are. A beam with none is out.
+            candidates: the best next tokens of each: `num_candidates`, or as many as there are; with none it is out.
 
         At most `width` run on, fewer where there are too few candidates; none when the search is over.
         """

@@ -194,9 +194,9 @@ class BlockManager:
         child.cache_node, child.num_cached_blocks = node, num_cached if node is not None else 0
 
     def writes_shared(self, sequence: Sequence) -> bool:
-        """Do others hold the block that the KV of its next token goes to?"""
+        """Is the block that the KV of its next token goes to held by others too, or cached?"""
         index = sequence.num_computed_tokens // self.block_size
-        return index < len(sequence.block_ids) and self.pool.ref_counts[sequence.block_ids[index]] > 1
+        return index < len(sequence.block_ids) and self._is_shared(sequence.block_ids[index])
 
     def make_writable(self, sequence: Sequence) -> int:
         """Copy-on-write of the block that its next token goes to; returns the block that is there now.
@@ -207,13 +207,16 @@ class BlockManager:
         if index >= len(sequence.block_ids):
             raise InvariantError(f"sequence {sequence.sequence_id} has no block for its next token")
         block_id = sequence.block_ids[index]
-        if self.pool.ref_counts[block_id] == 1:
+        if not self._is_shared(block_id):
             return block_id
         (own,) = self._tiers.take(1)
         self._tiers.moves.copy(block_id, own)
         sequence.block_ids[index] = own
         self._tiers.drop((block_id,))
         return own
+
+    def _is_shared(self, block_id: int) -> bool:
+        return self.pool.ref_counts[block_id] > 1 or block_id in self.pool.cached
 
     def free(self, sequence: Sequence, *, spoiled: bool = False) -> None:
         """Take all blocks of a sequence back, and cache what can be; safe to call twice.

@@ -168,8 +168,11 @@ class Lane:
         self.prefilling.discard(sequence)
         self.cohort.join(sequence)
 
-    def leave(self, sequence: Sequence, *, keeps_blocks: bool = False) -> None:
-        """Take the slot of a running sequence back, and its memory, unless it keeps its blocks to be swapped out."""
+    def leave(self, sequence: Sequence, *, keeps_blocks: bool = False, spoiled: bool = False) -> None:
+        """Take the slot of a running sequence back, and its memory, unless it keeps its blocks to be swapped out.
+
+        Spoiled KV leaves the prefix cache.
+        """
         if sequence.decodes:
             self.cohort.leave(sequence)
         else:
@@ -178,6 +181,7 @@ class Lane:
         self.unwritten.pop(sequence, None)
         self.resuming.pop(sequence, None)
         if len(sequence.group.sequences) > 1:
+            sequence.own_up()
             self._desert(sequence)
         slot = held_slot(sequence)
         if sequence.described:
@@ -186,7 +190,7 @@ class Lane:
             self.slots.give_back(slot)
         sequence.slot, sequence.described = None, False
         if not keeps_blocks:
-            self.blocks.free(sequence)
+            self.blocks.free(sequence, spoiled=spoiled)
 
     def swap_out(self, sequences: list[Sequence]) -> None:
         """Move the KV of running sequences to the host pool, which must have room; they leave."""
@@ -200,8 +204,7 @@ class Lane:
         """What others share with a sequence that leaves, and that it has not computed, they compute themselves."""
         for sequence in self.prefilling:
             if sequence.awaits is source:
-                sequence.share_computed(min(sequence.num_computed_tokens, source.num_computed_tokens))
-                sequence.awaits = source.awaits
+                sequence.own_up()
         self.searches.pop(source.group, None)
 
     def retire(self, sequence: Sequence) -> None:

@@ -62,7 +62,7 @@ def _resume(lane: Lane, step: PlannedStep) -> None:
 
 def _has_its_context(sequence: Sequence) -> bool:
     """Is what it shares computed, so that it may go on from there."""
-    if sequence.awaits is not None and sequence.awaits.num_computed_tokens >= sequence.num_computed_tokens:
+    if sequence.num_present_tokens == sequence.num_computed_tokens:
         sequence.awaits = None
     return sequence.awaits is None
 

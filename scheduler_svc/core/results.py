@@ -104,14 +104,16 @@ def take_result(book: RequestBook, lane: Lane, step: PlannedStep, result: StepRe
     for sequence in [sequence for sequence in lane.finishing if len(sequence.token_ids) >= sequence.max_len]:
         book.end(sequence, Finish(sequence.length_detail))
     for slot, error in zip(result.error_slots, result.errors, strict=True):
-        _end_failed(book, _held_by(lane, slot), error)
+        _end_failed(book, lane, _held_by(lane, slot), error)
     take_candidates(book, lane, step, result)
     return len(sequences)
 
 
-def _end_failed(book: RequestBook, sequence: Sequence, error: SlotError) -> None:
+def _end_failed(book: RequestBook, lane: Lane, sequence: Sequence, error: SlotError) -> None:
     """End a sequence that has failed alone. A beam's search goes on without a beam that has no candidates."""
     finish = Finish(_DETAILS.get(error, FinishDetail.EXECUTOR_ERROR))
+    if sequence.slot is not None and error is SlotError.NON_FINITE_LOGITS:
+        lane.leave(sequence, spoiled=True)
     if sequence.is_beam and error is not SlotError.NO_ALLOWED_TOKEN:
         book.end_group(sequence.group, finish)
     elif not sequence.is_beam and sequence.state is not SequenceState.FINISHED:

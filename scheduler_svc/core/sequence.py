@@ -171,6 +171,19 @@ class Sequence:
         """So many of its first tokens have their KV in blocks that it shares, or will have."""
         self._num_computed = num_tokens
 
+    @property
+    def num_present_tokens(self) -> int:
+        """Of its computed tokens those whose KV is there, and not still to come from a sequence that it awaits."""
+        if self.awaits is None:
+            return self.num_computed_tokens
+        return min(self.num_computed_tokens, self.awaits.num_present_tokens)
+
+    def own_up(self) -> None:
+        """Wait for nobody: of the KV that it shares only what is there counts."""
+        if self.awaits is not None:
+            self._num_computed = self.num_present_tokens
+            self.awaits = None
+
     def fork(self, source: Sequence) -> None:
         """Sample from the row that `source` samples from in this step: all that it has computed counts here too."""
         self._num_computed = source._num_computed
@@ -233,7 +246,7 @@ class Sequence:
         self.asks_prompt_logprobs = self.lacks_prompt_logprobs
         if sampling.num_prompt_logprobs is not None and not self.asks_prompt_logprobs:
             sampling = replace(sampling, num_prompt_logprobs=None)
-        if self.group.search is not None:
+        if self.group.search is not None and not sampling.num_candidates:
             sampling = replace(sampling, num_candidates=self.group.search.num_candidates)
         return sampling
 

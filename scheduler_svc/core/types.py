@@ -74,7 +74,7 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not appear in the output."""
     num_candidates: int = 0
-    """Best next tokens told in place of a sampled one, for beams; 0: sample."""
+    """Best next tokens told in place of a sampled one, for beams; 0: sample, or of a beam: what its search needs."""
 
     @property
     def num_values(self) -> int:

@@ -31,7 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "two layers": {"vocab_size": 23, "num_hidden_layers": 2, "seed": 2},
     "flat": {"vocab_size": 67, "num_hidden_layers": 1, "initializer_range": 0.08, "seed": 3},
 }
-NUM_CASES = 60
+NUM_CASES = 40
 EARLY_STOPPING: dict[bool | None, bool | str] = {True: True, False: False, None: "never"}
 """What transformers calls each of ours."""
 
@@ -190,7 +190,7 @@ def test_tokens_and_scores_are_those_of_transformers(reference: Any, seed: int) 
 def test_each_early_stopping_is_that_of_transformers(reference: Any) -> None:
     """With stop ids and length penalties for which it matters: each two of the three part somewhere."""
     parted = dict.fromkeys(itertools.combinations(EARLY_STOPPING, 2), 0)
-    for seed in range(25):
+    for seed in range(12):
         case = random_case(seed, reference.config.vocab_size)
         case = replace(case, stop_ids=case.stop_ids or (1, 2), max_tokens=25, min_tokens=0)
         outputs = {}

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence as Ids
 
+from scheduler_svc.core.beams import Hypothesis
+from scheduler_svc.core.lane import Lane
+from scheduler_svc.core.news import BeamOutput, News
 from scheduler_svc.core.rules import Rules
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.types import (
+    BeamSpec,
     ExecutorSpec,
     FinishDetail,
     PromptLogprobs,
     RequestSpec,
-    SampleDelta,
     Sampling,
     StepPlan,
     StepResult,
 )
-from tests.helpers.simulated_executor import SimulatedExecutor
+from tests.helpers.core_executor import COSTS, CoreExecutor, StepCosts
+from tests.helpers.known import VOCAB_SIZE, known_beams, known_sample
 
 
 class Bench:
-    def __init__(self, rules: Rules | None = None, **changes: int | float) -> None:
+    """Request ids are all of one tenant's making: no two tenants use the same here."""
+
+    def __init__(self, rules: Rules | None = None, *, costs: StepCosts = COSTS, **changes: int | float) -> None:
         limits = {
             "block_size": 4,
             "num_blocks": 64,
@@ -31,41 +39,90 @@ class Bench:
             "watermark": 0.0,
         }
         self.spec = ExecutorSpec(**{**limits, **changes})  # type: ignore[arg-type]
+        self.costs = costs
         self.core = Scheduler(rules)
         self.core.add_executor(0, self.spec)
-        self.executor = SimulatedExecutor(self.spec)
+        self.executor = CoreExecutor(self.spec, VOCAB_SIZE, costs)
         self.plans: deque[StepPlan] = deque()
-        self.tokens: dict[str, list[int]] = {}
+        self.specs: dict[str, RequestSpec] = {}
+        self.samples: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        """Tokens by request and sample."""
+        self.ends: dict[tuple[str, int], FinishDetail] = {}
+        self.tokens: defaultdict[str, list[int]] = defaultdict(list)
+        """Of each request's first sample."""
         self.details: dict[str, FinishDetail] = {}
+        """How that ended."""
+        self.hypotheses: list[BeamOutput] = []
         self.prompt_logprobs: dict[str, list[PromptLogprobs]] = {}
         self.order: list[str] = []
         """Who was admitted, one after the other."""
+        self.num_chunk_tokens = 0
+        """Planned so far, decodes left out."""
         self.now = 0.0
         """The virtual clock, in seconds; `run` lets every step take one."""
+
+    @property
+    def lane(self) -> Lane:
+        """The only one."""
+        return self.core.lanes[0]
 
     def add(
         self,
         request_id: str,
-        num_prompt: int,
+        prompt: int | Ids[int],
         max_tokens: int | None = 5,
         *,
+        n: int = 1,
+        beams: BeamSpec | None = None,
+        eos: Ids[int] = (),
         priority: int = 0,
         tenant: str = "",
         expected: int | None = None,
+        salt: bytes = b"",
+        uses_prefix_cache: bool = True,
         **sampling: object,
     ) -> RequestSpec:
+        """Queue a request; a prompt that is a number has so many tokens, 1, 2, 3 and so on."""
+        if isinstance(prompt, int):
+            prompt = [index % VOCAB_SIZE for index in range(1, prompt + 1)]
         spec = RequestSpec(
             request_id=request_id,
-            prompt_token_ids=tuple(range(1, num_prompt + 1)),
+            prompt_token_ids=tuple(prompt),
             sampling=Sampling(**sampling),  # type: ignore[arg-type]
             max_tokens=max_tokens,
+            eos_token_ids=frozenset(eos),
+            num_samples=n,
+            beams=beams,
+            cache_salt=salt,
+            uses_prefix_cache=uses_prefix_cache,
             priority=priority,
             tenant=tenant,
             expected_output_tokens=expected,
         )
         self.core.add_request(spec, self.now)
+        self.specs[request_id] = spec
         self.tokens[request_id] = []
         return spec
+
+    def known(self, request_id: str, sample_index: int = 0) -> list[int]:
+        """The tokens that a sample must get if nothing ends it early."""
+        return known_sample(self.specs[request_id], self.spec.max_model_len, sample_index)[0]
+
+    def known_beams(self, request_id: str) -> list[Hypothesis]:
+        """What a beam search must find if nothing cuts it short."""
+        return known_beams(self.specs[request_id], self.spec.max_model_len)
+
+    def found(self, request_id: str) -> list[Hypothesis]:
+        """What it found."""
+        return [
+            Hypothesis(output.token_ids, output.score, output.cumulative_logprob, output.finish)
+            for output in self.hypotheses
+            if output.group.spec.request_id == request_id
+        ]
+
+    def sequences(self, request_id: str, tenant: str = "") -> list[Sequence]:
+        """Of a request that has not ended."""
+        return self.core.groups[tenant, request_id].sequences
 
     def plan(self) -> StepPlan | None:
         plan = self.core.plan_step(0, self.now)
@@ -73,7 +130,9 @@ class Bench:
         self.core.check_integrity()
         if plan is not None:
             self.plans.append(plan)
-            self.order += [sequence.group.spec.request_id for sequence in self.core.lanes[0].inflight[-1].joined]
+            step = self.lane.inflight[-1]
+            self.order += dict.fromkeys(sequence.group.spec.request_id for sequence in step.joined)
+            self.num_chunk_tokens += sum(chunk.num_tokens for chunk in step.chunks)
         return plan
 
     def apply(self) -> StepResult:
@@ -83,14 +142,27 @@ class Bench:
         self.core.check_integrity()
         return result
 
-    def take(self, deltas: list[SampleDelta]) -> None:
-        for delta in deltas:
-            assert delta.key[1] not in self.details, "news of a request that has ended"
-            self.tokens[delta.key[1]] += delta.token_ids
+    def lose_executor(self) -> None:
+        """Its process dies with all plans in flight; the next one knows nothing."""
+        self.plans.clear()
+        self.take(self.core.executor_lost(0, self.now))
+        self.core.check_integrity()
+        self.executor = CoreExecutor(self.lane.spec, VOCAB_SIZE, self.costs)
+
+    def take(self, news: News) -> None:
+        self.hypotheses += news.hypotheses
+        for delta in news:
+            request_id, place = delta.key[1], (delta.key[1], delta.sample_index)
+            assert place not in self.ends, "news of a sample that has ended"
+            self.samples[place] += delta.token_ids
             if delta.prompt_logprobs is not None:
-                self.prompt_logprobs.setdefault(delta.key[1], []).append(delta.prompt_logprobs)
+                self.prompt_logprobs.setdefault(request_id, []).append(delta.prompt_logprobs)
             if delta.finish is not None:
-                self.details[delta.key[1]] = delta.finish.detail
+                self.ends[place] = delta.finish.detail
+            if delta.sample_index == 0:
+                self.tokens[request_id] += delta.token_ids
+                if delta.finish is not None:
+                    self.details[request_id] = delta.finish.detail
 
     def step(self, depth: int = 2) -> None:
         """Plan as far as may be, then let one step pass."""

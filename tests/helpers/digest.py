@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 from executor_svc.slots import Slots
 from scheduler_svc.core.lane import Lane
+from scheduler_svc.core.sequence import Sequence, held_slot
 
 
 @dataclass(frozen=True)
@@ -18,20 +20,25 @@ class SlotState:
     slot: int
     num_prompt_tokens: int
     num_computed_tokens: int
-    token_ids: Sequence[int]
-    block_ids: Sequence[int]
+    token_ids: Ids[int]
+    block_ids: Ids[int]
 
 
 def lane_states(lane: Lane) -> list[SlotState]:
-    """Every sequence that holds a slot, as the scheduler knows it."""
-    return [
-        SlotState(
-            sequence.slot, sequence.num_prompt_tokens, sequence.num_computed_tokens, sequence.token_ids,
-            sequence.block_ids,
-        )
-        for sequence in lane.running
-        if sequence.slot is not None
-    ]  # fmt: skip
+    """Every sequence that the executor has been told of and holds a slot, as far as it has been told."""
+    return [_told(lane, sequence) for sequence in lane.running if sequence.described]
+
+
+def _told(lane: Lane, sequence: Sequence) -> SlotState:
+    """Of a fork the executor lacks the blocks that it does not write to yet; of a beam the token that it is given."""
+    block_ids, token_ids = sequence.block_ids, sequence.token_ids
+    if lane.unwritten.get(sequence):
+        block_ids = block_ids[: sequence.num_computed_tokens // lane.spec.block_size]
+    if sequence.group in lane.searches and sequence in sequence.group.due_beams:
+        token_ids = token_ids[:-1]
+    return SlotState(
+        held_slot(sequence), sequence.num_prompt_tokens, sequence.num_computed_tokens, token_ids, block_ids
+    )
 
 
 def slot_states(slots: Slots) -> list[SlotState]:
@@ -65,8 +72,8 @@ def lane_digest(lane: Lane) -> bytes:
 
 
 def releases_ahead(lane: Lane) -> set[int]:
-    """Slots that are given up here and of which the next plan tells the executor."""
-    return set(lane.slots._to_release)
+    """Slots whose sequence is given up here, with the slot or alone, and of which the next plan tells the executor."""
+    return {*lane.slots._to_release, *lane.stale_slots}
 
 
 def check_mirror(lane: Lane, mirror: Slots, debug_digest: bytes) -> bool:

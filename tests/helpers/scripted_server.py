@@ -63,6 +63,8 @@ class Script(pb_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServi
         self.num_refused = 0
         self.num_sessions = 0
         self.params: list[types_pb2.SamplingParams] = []
+        self.caching: list[bool | None] = []
+        """What each request said of the prefix cache; None: nothing."""
         self.cancelled: list[str] = []
         self.hanging = threading.Event()
         self.was_cancelled = threading.Event()
@@ -71,8 +73,12 @@ class Script(pb_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServi
         self.cancelled.append(what)
         self.was_cancelled.set()
 
-    async def Generate(self, request, context):
+    def _note_request(self, request: pb.GenerateRequest) -> None:
         self.params.append(request.sampling_params)
+        self.caching.append(request.enable_prefix_caching if request.HasField("enable_prefix_caching") else None)
+
+    async def Generate(self, request, context):
+        self._note_request(request)
         text = text_of(request)
         if text in ("bad", "full"):
             status = INVALID if text == "bad" else FULL
@@ -100,7 +106,7 @@ class Script(pb_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServi
 
         async def read():
             async for message in request_iterator:
-                self.params.append(message.generate.sampling_params)
+                self._note_request(message.generate)
                 if self.active >= self.capacity:
                     self.num_refused += 1
                     out.put_nowait(event(message.generate, error=FULL, done=True))

@@ -48,6 +48,20 @@ def test_blocking_client_does_the_same(blocking):
         blocking.stream([])
 
 
+def test_every_call_can_opt_out_of_the_prefix_cache(blocking, script):
+    chat = [{"role": "user", "content": "hi"}]
+    calls = [
+        lambda **options: blocking.generate("a", **options),
+        lambda **options: blocking.chat(chat, **options),
+        lambda **options: [*blocking.stream("a", **options)],
+        lambda **options: [*blocking.stream_chat(chat, **options)],
+    ]
+    for call in calls:
+        call()
+        call(enable_prefix_caching=False)
+    assert script.caching == [None, False] * len(calls)
+
+
 def test_a_dropped_blocking_stream_aborts_the_request(blocking, script):
     for delta in blocking.stream("hang on", request_id="dropped"):
         if delta.outputs:

@@ -1,235 +1,256 @@
-"""The whole core under a hypothesis state machine, against a simulated executor whose KV cache is real bookkeeping."""
+"""The whole core under a hypothesis state machine, against the simulated executor.
+
+Its KV cache is real bookkeeping: a table, copy or swap that is wrong gives wrong tokens, and a plan that contradicts
+what was told is refused. At depth 1 what it has been told is compared with the core's books after each step.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_svc.core.batching import BatchingPolicy, ContinuousBatching, StaticBatching
-from scheduler_svc.core.policy import FairOrder, FcfsOrder, OrderPolicy, PriorityOrder, ShortestFirstOrder
+from scheduler_svc.core.beams import Hypothesis
+from scheduler_svc.core.errors import RequestRejectedError
+from scheduler_svc.core.news import News
 from scheduler_svc.core.rules import Rules
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import (
     ExecutorSpec,
     FinishDetail,
     PromptLogprobs,
+    RequestKey,
     RequestSpec,
-    SampleDelta,
-    Sampling,
+    SequenceState,
     StepPlan,
 )
-from tests.helpers.simulated_executor import (
-    VOCAB_SIZE,
-    SimulatedExecutor,
-    expected_prompt_logprobs,
-    expected_tokens,
-)
+from tests.helpers.core_executor import CoreExecutor
+from tests.helpers.core_histories import MAX_MODEL_LEN, executors, prompts, requests, rules
+from tests.helpers.digest import check_mirror
+from tests.helpers.known import VOCAB_SIZE, as_lists, known_beams, known_cuts, known_prompt_logprobs, known_sample
 
-MAX_MODEL_LEN = 60
+ENDED_EARLY = (FinishDetail.ABORTED, FinishDetail.EXECUTOR_ERROR)
+MANY_STEPS = 5_000
+"""More than all requests together may need."""
+PICK = st.integers(0, 99)
+
+Sample = tuple[RequestKey, int]
 
 
 class CoreMachine(RuleBasedStateMachine):
-    requests: Bundle[RequestSpec] = Bundle("requests")
-
-    @initialize(
-        block_size=st.sampled_from([1, 4, 8]),
-        num_blocks=st.integers(2, 12),
-        max_num_seqs=st.integers(1, 5),
-        extra_budget=st.integers(0, 20),
-        depth=st.integers(1, 3),
-        spare=st.integers(0, 3),
-        watermark=st.sampled_from([0.0, 0.1]),
-        order=st.sampled_from([FcfsOrder, PriorityOrder, ShortestFirstOrder, FairOrder]),
-        batching=st.one_of(
-            st.builds(ContinuousBatching, st.sampled_from([0.0, 1.0]), st.integers(0, 5)),
-            st.builds(StaticBatching, st.integers(1, 4), st.none() | st.floats(0, 9)),
-        ),
-        max_wait_s=st.none() | st.floats(0, 60),
-        threshold=st.sampled_from([0, 0, 3]),
-    )
-    def start(
-        self,
-        block_size: int,
-        num_blocks: int,
-        max_num_seqs: int,
-        extra_budget: int,
-        depth: int,
-        spare: int,
-        watermark: float,
-        order: type[OrderPolicy],
-        batching: BatchingPolicy,
-        max_wait_s: float | None,
-        threshold: int,
-    ) -> None:
-        self.spec = ExecutorSpec(
-            block_size=block_size,
-            num_blocks=num_blocks,
-            num_slots=max_num_seqs + spare,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs + extra_budget,
-            max_model_len=MAX_MODEL_LEN,
-            watermark=watermark,
-        )
-        self.core = Scheduler(Rules(order(), batching, max_wait_s, threshold))
-        self.core.add_executor(0, self.spec)
-        self.executor = SimulatedExecutor(self.spec)
+    @initialize(spec=executors(), rules=rules(), depth=st.integers(1, 4))
+    def start(self, spec: ExecutorSpec, rules: Rules, depth: int) -> None:
+        self.spec = spec
+        self.core = Scheduler(rules)
+        self.core.add_executor(0, spec)
+        self.executor = CoreExecutor(spec, VOCAB_SIZE)
         self.depth = depth
         self.plans: deque[StepPlan] = deque()
-        self.specs: dict[str, RequestSpec] = {}
-        self.outputs: dict[str, list[int]] = {}
-        self.prompt_logprobs: dict[str, list[PromptLogprobs]] = {}
-        self.finishes: dict[str, FinishDetail] = {}
+        self.specs: dict[RequestKey, RequestSpec] = {}
+        self.outputs: dict[Sample, list[int]] = {}
+        self.finishes: dict[Sample, FinishDetail] = {}
+        self.stopped: set[Sample] = set()
+        self.prompt_logprobs: dict[RequestKey, list[PromptLogprobs]] = {}
+        self.hypotheses: dict[RequestKey, list[Hypothesis]] = {}
         self.now = 0.0
 
-    @rule(
-        target=requests,
-        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=30),
-        max_tokens=st.none() | st.integers(1, 25),
-        stop_ids=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=3),
-        seed=st.integers(0, 2**64 - 1),
-        priority=st.integers(-2, 2),
-        tenant=st.sampled_from(["", "a", "b"]),
-        expected=st.none() | st.integers(1, 30),
-        num_prompt_logprobs=st.none() | st.integers(0, 3),
-    )
-    def add(
-        self,
-        prompt: list[int],
-        max_tokens: int | None,
-        stop_ids: set[int],
-        seed: int,
-        priority: int,
-        tenant: str,
-        expected: int | None,
-        num_prompt_logprobs: int | None,
-    ) -> RequestSpec | None:
-        spec = RequestSpec(
-            request_id=f"r{len(self.specs)}",
-            prompt_token_ids=tuple(prompt),
-            sampling=Sampling(seed=seed, stop_token_ids=tuple(stop_ids), num_prompt_logprobs=num_prompt_logprobs),
-            max_tokens=max_tokens,
-            priority=priority,
-            tenant=tenant,
-            expected_output_tokens=expected,
-        )
-        fits = len(prompt) // self.spec.block_size + 1 <= self.spec.num_blocks
-        if not fits:
-            with pytest.raises(Exception, match="KV blocks"):
-                self.core.add_request(spec, self.now)
-            return spec
-        self.core.add_request(spec, self.now)
-        self.specs[spec.request_id] = spec
-        self.outputs[spec.request_id] = []
-        self.prompt_logprobs[spec.request_id] = []
-        return spec
+    # --- what may happen ---------------------------------------------------------------------------------------------
+
+    @rule(data=st.data(), count=st.integers(1, 3))
+    @precondition(lambda self: len(self.core.groups) < 12)
+    def add(self, data: st.DataObject, count: int) -> None:
+        for _ in range(count):
+            self.add_one(data, data.draw(prompts()))
+
+    @rule(data=st.data(), pick=PICK)
+    @precondition(lambda self: self.finishes and len(self.core.groups) < 12)
+    def add_a_turn(self, data: st.DataObject, pick: int) -> None:
+        """A prompt that goes on where another request's output ended."""
+        key, index = list(self.finishes)[pick % len(self.finishes)]
+        talk = (*self.specs[key].prompt_token_ids, *self.outputs[key, index], *data.draw(prompts()))
+        self.add_one(data, talk[: MAX_MODEL_LEN - 5])
+
+    def add_one(self, data: st.DataObject, prompt: tuple[int, ...]) -> None:
+        spec = data.draw(requests(f"r{len(self.specs)}", prompt))
+        fits = len(prompt) // self.spec.block_size + spec.num_sequences <= self.spec.num_blocks
+        try:
+            self.core.add_request(spec, self.now)
+        except RequestRejectedError:
+            assert not fits or spec.num_sequences > self.spec.max_num_seqs
+        else:
+            assert fits
+            self.specs[spec.key] = spec
+            self.outputs |= {(spec.key, index): [] for index in range(spec.num_samples)}
+            self.prompt_logprobs[spec.key] = []
 
     @rule()
     @precondition(lambda self: len(self.plans) < self.depth)
     def plan(self) -> None:
+        self.plan_one()
+
+    def plan_one(self) -> bool:
         self.now += 1
         plan = self.core.plan_step(0, self.now)
         self.take(self.core.take_news())
-        if plan is not None:
-            self.plans.append(plan)
+        self.core.check_integrity()
+        if plan is None:
+            return False
+        plan.debug_digest = self.depth == 1
+        self.plans.append(plan)
+        return True
 
     @rule()
     @precondition(lambda self: self.plans)
     def apply(self) -> None:
         result = self.executor.run(self.plans.popleft())
-        _, deltas = self.core.apply_result(0, result, self.now)
-        self.take(deltas)
+        _, news = self.core.apply_result(0, result, self.now)
+        self.take(news)
+        self.core.check_integrity()
+        if result.debug_digest:
+            check_mirror(self.core.lanes[0], self.executor.inner.slots, result.debug_digest)
 
-    @rule(steps=st.integers(1, 12))
+    @rule(steps=st.integers(1, 15))
     def run_full(self, steps: int) -> None:
         """Keep the pipeline as full as its depth allows."""
         for _ in range(steps):
-            while len(self.plans) < self.depth:
-                before = len(self.plans)
-                self.plan()
-                self.core.check_integrity()
-                if len(self.plans) == before:
-                    break
+            while len(self.plans) < self.depth and self.plan_one():
+                pass
             if self.plans:
                 self.apply()
 
-    @rule(spec=consumes(requests))
-    def abort(self, spec: RequestSpec) -> None:
-        self.take(self.core.abort(spec.key, FinishDetail.ABORTED))
+    @rule(pick=PICK)
+    @precondition(lambda self: self.core.groups)
+    def abort(self, pick: int) -> None:
+        key = list(self.core.groups)[pick % len(self.core.groups)]
+        self.take(self.core.abort(key, FinishDetail.ABORTED))
 
-    @rule()
-    def lose_executor(self) -> None:
-        """The process dies with plans in flight, and a new one has empty memory."""
-        self.executor = SimulatedExecutor(self.spec)
+    @rule(pick=PICK)
+    def stop_sample(self, pick: int) -> None:
+        """The engine has found a stop string in a sample's text: it hears no more of it."""
+        running = [
+            (group.key, sequence.sample_index)
+            for group in self.core.groups.values()
+            for sequence in group.sequences
+            if sequence.num_output_tokens and not sequence.is_beam and sequence.state is not SequenceState.FINISHED
+        ]
+        if running:
+            key, index = running[pick % len(running)]
+            self.core.stop_sample(key, index)
+            self.stopped.add((key, index))
+            self.finishes[key, index] = FinishDetail.STOP_STRING
+
+    @rule(keeps_kv=st.booleans())
+    def lose_executor(self, keeps_kv: bool) -> None:
+        """A session ends with plans in flight; memory is empty then, or full of what nobody should read."""
+        if keeps_kv:
+            self.executor.clear()
+        else:
+            self.executor = CoreExecutor(self.spec, VOCAB_SIZE)
         self.plans.clear()
         self.take(self.core.executor_lost(0, self.now))
 
-    def take(self, deltas: list[SampleDelta]) -> None:
-        for delta in deltas:
-            request_id = delta.key[1]
-            assert request_id not in self.finishes, "news of a request that has ended"
-            self.outputs[request_id] += delta.token_ids
-            if delta.prompt_logprobs is not None:
-                self.prompt_logprobs[request_id].append(delta.prompt_logprobs)
-            if delta.finish is not None:
-                self.finishes[request_id] = delta.finish.detail
+    @rule(draining=st.booleans())
+    def drain(self, draining: bool) -> None:
+        self.core.drain(draining)
+
+    # --- what must hold ----------------------------------------------------------------------------------------------
 
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "core"):
             self.core.check_integrity()
 
-    def teardown(self) -> None:
-        """Run dry: every request ends, its tokens are the ones it would get alone, and nothing is left held."""
-        if not hasattr(self, "core"):
+    def take(self, news: News) -> None:
+        for output in news.hypotheses:
+            found = Hypothesis(output.token_ids, output.score, output.cumulative_logprob, output.finish)
+            self.hypotheses.setdefault(output.group.key, []).append(found)
+        for delta in news:
+            sample = delta.key, delta.sample_index
+            assert sample not in self.finishes, "news of a sample that has ended"
+            self.outputs[sample] += delta.token_ids
+            if delta.prompt_logprobs is not None:
+                self.prompt_logprobs[delta.key].append(delta.prompt_logprobs)
+            if delta.finish is not None:
+                self.finishes[sample] = delta.finish.detail
+        for sample in dict.fromkeys((delta.key, delta.sample_index) for delta in news if delta.finish is not None):
+            self.check_sample(*sample)
+
+    def check_sample(self, key: RequestKey, index: int) -> None:
+        """An ended sample has the tokens that it must have, and ends as it must."""
+        spec, output, detail = self.specs[key], self.outputs[key, index], self.finishes[key, index]
+        if spec.beams:
+            if index == 0:
+                self.check_beams(spec, detail)
             return
-        self.core.drain(True)
-        for _ in range(2_000):
-            self.run_full(1)
-            if not self.plans and not self.core.groups:
-                break
-        self.run_full(1)  # what ended last is still to be released
-        assert set(self.finishes) == set(self.specs)
-        for request_id, spec in self.specs.items():
-            self.check_output(spec, self.outputs[request_id], self.finishes[request_id])
-            self.check_prompt_logprobs(spec, self.outputs[request_id])
-        lane = self.core.lanes[0]
-        assert lane.blocks.pool.num_free == self.spec.num_blocks
-        assert not self.executor.slots
-        assert lane.slots.num_free == self.spec.num_slots
-
-    def check_output(self, spec: RequestSpec, output: list[int], detail: FinishDetail) -> None:
-        prompt = spec.prompt_token_ids
-        stop_ids = frozenset(spec.sampling.stop_token_ids)
-        limit = min(spec.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(prompt))
-        full = expected_tokens(prompt, spec.sampling.seed, limit, stop_ids)
-        assert output == full[: len(output)]
+        tokens, known_detail = known_sample(spec, MAX_MODEL_LEN, index)
+        assert output == tokens[: len(output)]
         if detail is FinishDetail.KV_CAPACITY:
-            assert len(prompt) + len(output) == self.spec.num_blocks * self.spec.block_size + 1
-        elif detail not in (FinishDetail.ABORTED, FinishDetail.EXECUTOR_ERROR):
-            assert output == full
-            stopped = bool(full) and full[-1] in stop_ids
-            by_length = (
-                FinishDetail.MAX_TOKENS
-                if spec.max_tokens is not None and len(prompt) + spec.max_tokens <= MAX_MODEL_LEN
-                else FinishDetail.MAX_MODEL_LEN
-            )
-            assert detail is (FinishDetail.STOP_TOKEN if stopped else by_length)
+            assert len(spec.prompt_token_ids) + len(output) == self.capacity + 1
+        elif detail not in ENDED_EARLY:
+            assert (output, detail) == (tokens, known_detail)
 
-    def check_prompt_logprobs(self, spec: RequestSpec, output: list[int]) -> None:
+    def check_beams(self, spec: RequestSpec, detail: FinishDetail) -> None:
+        """All of a search's results come at once, the best first."""
+        found = self.hypotheses.get(spec.key)
+        if found is None:
+            assert detail in (*ENDED_EARLY, FinishDetail.KV_CAPACITY)
+            return
+        assert len(found) == spec.num_samples
+        best = known_beams(spec, MAX_MODEL_LEN)
+        missing = [one for one in found[len(best) :] if one.finish.detail is FinishDetail.NO_ALLOWED_TOKEN]
+        if found != [*best, *missing]:
+            assert spec.beams is not None
+            assert self.most_blocks(spec) > self.spec.num_blocks, "what fits is not cut short"
+            cuts = known_cuts(spec, MAX_MODEL_LEN, FinishDetail.KV_CAPACITY)
+            assert any(found[: len(cut)] == cut and not any(one.token_ids for one in found[len(cut) :]) for cut in cuts)
+
+    def most_blocks(self, spec: RequestSpec) -> int:
+        """Blocks that the group may hold at once, if it shares none but the prompt's: with one for each copy."""
+        longest = min(len(spec.prompt_token_ids) + (spec.max_tokens or MAX_MODEL_LEN), MAX_MODEL_LEN)
+        num_shared = len(spec.prompt_token_ids) // self.spec.block_size
+        return num_shared + spec.num_sequences * (longest // self.spec.block_size + 2 - num_shared)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens whose KV the pool holds."""
+        return self.spec.num_blocks * self.spec.block_size
+
+    def check_prompt_logprobs(self, spec: RequestSpec) -> None:
         """Each row once and in order; all of them if there is any output."""
         end, num_top = 1, spec.sampling.num_prompt_logprobs
-        for part in self.prompt_logprobs[spec.request_id]:
+        for part in self.prompt_logprobs[spec.key]:
             assert part.start == end
             assert num_top is not None
             end = part.end
-            assert part == expected_prompt_logprobs(spec.prompt_token_ids[:end], num_top, part.start)
-        if output and num_top is not None:
+            assert as_lists(part) == known_prompt_logprobs(spec.prompt_token_ids[:end], num_top, part.start)
+        if num_top is not None and any(self.outputs[spec.key, index] for index in range(spec.num_samples)):
             assert end == len(spec.prompt_token_ids)
+
+    def teardown(self) -> None:
+        """Run dry: every request ends, and nothing is left held."""
+        if not hasattr(self, "core"):
+            return
+        self.core.drain(True)
+        for _ in range(MANY_STEPS):
+            if not self.plans and not self.core.groups:
+                break
+            self.run_full(1)
+        self.run_full(2)  # What ended last is still to be released.
+        assert not self.core.groups
+        assert set(self.finishes) == set(self.outputs)
+        for spec in self.specs.values():
+            self.check_prompt_logprobs(spec)
+        for key, index in self.stopped:
+            output = self.outputs[key, index]
+            assert output == known_sample(self.specs[key], MAX_MODEL_LEN, index)[0][: len(output)]
+        lane = self.core.lanes[0]
+        assert lane.blocks.num_free == self.spec.num_blocks
+        assert not lane.blocks.num_used_host
+        assert not self.executor.slots
+        assert lane.slots.num_free == self.spec.num_slots
 
 
 TestCore = CoreMachine.TestCase
-TestCore.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestCore.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

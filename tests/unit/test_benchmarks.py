@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -15,10 +17,13 @@ from benchmarks import scheduler_cost
 from benchmarks.__main__ import main
 from benchmarks.common import rows
 from benchmarks.common.burst_client import StreamTimes, latencies
+from benchmarks.common.core_load import empty_core, measure, memory_per_sequence, start
 from benchmarks.common.other_load import DISTURBED_CORES, OtherLoad, _own_s, note_on
 from benchmarks.common.rows import BenchmarkError, append_row, make_row
+from benchmarks.common.scheduler_load import BLOCK_SIZE, Case, leavers
 from benchmarks.common.stats import medians, percentile
 from benchmarks.common.workload import digest, load_workload, make_workload
+from benchmarks.peers.process import peer_process
 
 
 def test_a_workload_follows_from_its_seed() -> None:
@@ -120,41 +125,130 @@ def test_latencies_in_milliseconds() -> None:
     assert "tpot_p50_ms" not in latencies([StreamTimes(0.2, 0.2, 1)])
 
 
-def test_the_scheduler_benchmark_reaches_its_steady_state() -> None:
-    core = scheduler_cost.steady_core(8, 40, 20, seed=0)
-    metrics = scheduler_cost.measure(core, 8, 20).metrics()
-    assert core.num_output_tokens >= 8 * 20
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("churn", [0.0, 0.05])
+def test_the_scheduler_benchmark_reaches_its_steady_state(churn: float, prefix_cache: bool) -> None:
+    """`measure` itself raises for a step in which anything is not as the case says."""
+    case = Case(20, churn, prefix_cache, context_len=40)
+    core = empty_core(case, 20)
+    start(core, case.prompts(0))
+    metrics = measure(core, case, 20, seed=0).metrics()
     assert core.num_preemptions == 0
-    assert 0 < metrics["plan_bytes"] < 40
-    assert metrics["step_us"] > 0
+    assert core.num_output_tokens >= 20 * 20
+    assert 0 < metrics["plan_bytes"] < (300 if churn else 40)
+    assert metrics["us_per_step"] > 0
 
 
-def test_the_command_runs_one_benchmark(
+def test_a_step_that_is_not_steady_is_refused() -> None:
+    case = Case(4, context_len=20)
+    core = empty_core(case, 20)
+    start(core, case.prompts(0)[:3])
+    with pytest.raises(BenchmarkError, match="3 run"):
+        measure(core, case, 20, seed=0)
+
+
+def test_what_a_sequence_weighs_does_not_follow_its_token_ids() -> None:
+    """A block table may grow with the context; 8 bytes and more a token may not be counted."""
+    short, long = (memory_per_sequence(Case(64, context_len=tokens), 0) for tokens in (100, 1600))
+    assert 500 < short["memory_bytes_per_seq"] < long["memory_bytes_per_seq"] < 4096
+    assert long["memory_bytes_per_seq"] - short["memory_bytes_per_seq"] < 1500 * 2
+
+
+def test_prompts_are_spread_over_a_block_and_joiners_have_nothing_in_common() -> None:
+    case = Case(64, 0.05, context_len=1000)
+    lengths = [len(prompt) for prompt in case.prompts(3)]
+    assert {length % BLOCK_SIZE for length in lengths} == set(range(BLOCK_SIZE))
+    assert sum(lengths) / len(lengths) == pytest.approx(1000, abs=1)
+    assert case.prompts(3) == case.prompts(3) != case.prompts(4)
+    joiners = list(itertools.islice(case.joiner_prompts(3), 20))
+    assert {len(prompt) for prompt in joiners} == {64}
+    assert len({prompt[:8] for prompt in joiners}) == 20
+    assert (case.num_changing, Case(10, 0.05).num_changing, Case(4096, 0.05).num_changing) == (3, 1, 205)
+
+
+def test_leavers_take_turns() -> None:
+    seen = [index for step in range(5) for index in leavers(step, 12, 2)]
+    assert seen == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert list(leavers(3, 2, 4)) == [0, 1]
+
+
+OPTIONS = "--running 2 --prefix-cache-running --churn 0 --steps 4 --context-len 20 --repeats 2 --quiet-wait-s 0".split()
+
+
+def test_the_command_prints_flat_rows_and_records_whole_ones(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
-    options = [
-        "--running",
-        "2",
-        "--churn",
-        "0",
-        "--steps",
-        "4",
-        "--context-len",
-        "20",
-        "--repeats",
-        "2",
-        "--quiet-wait-s",
-        "0",
-    ]
-    assert main(["scheduler_cost", "--json", *options]) == 0
+    assert main(["scheduler_cost", "--json", *OPTIONS]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     row = json.loads(line)
-    assert (row["benchmark"], row["params"]["running"], row["repeats"]) == ("scheduler_cost", 2, 2)
+    assert list(row)[:5] == ["system", "running", "churn", "us_per_step", "plan_bytes"]
+    assert (row["system"], row["running"], row["churn"], row["repeats"]) == ("cadenza", 2, 0.0, 2)
+    assert all(isinstance(row[name], float) for name in ("us_per_step", "plan_bytes", "memory_bytes_per_seq"))
     assert not list(tmp_path.iterdir())
-    assert main(["scheduler_cost", "--json", "--record", *options]) == 0
-    printed = capsys.readouterr().out
-    assert (tmp_path / "scheduler_cost.jsonl").read_text(encoding="utf-8") == printed
+    assert main(["scheduler_cost", "--json", "--record", *OPTIONS]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    recorded = json.loads((tmp_path / "scheduler_cost.jsonl").read_text(encoding="utf-8"))
+    assert recorded["benchmark"] == "scheduler_cost"
+    assert recorded["medians"]["us_per_step"] == printed["us_per_step"]
+    assert recorded["params"]["running"] == 2
+
+
+def test_the_options_say_which_cases() -> None:
+    parser = argparse.ArgumentParser()
+    scheduler_cost.BENCHMARK.add_options(parser)
+    by_default = scheduler_cost.cases_of(parser.parse_args([]))
+    assert len(by_default) == len(set(by_default)) == 9
+    assert [case for case in by_default if case.prefix_cache] == [Case(1024, 0.05, True)]
+    options = "--running 8 --context-len 250 4000 --churn 0 --prefix-cache-running".split()
+    assert scheduler_cost.cases_of(parser.parse_args(options)) == [Case(8, context_len=250), Case(8, context_len=4000)]
+
+
+@pytest.mark.slow
+def test_it_runs_by_its_path_from_anywhere(tmp_path: Path) -> None:
+    script = Path(scheduler_cost.__file__).resolve()
+    done = subprocess.run(
+        [sys.executable, script, "--json", *OPTIONS], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["us_per_step"] > 0
+
+
+FAKE_VLLM = """
+import json, sys
+print(json.dumps({"version": "1.2"}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["case"]["running"] == 13:
+        sys.exit("13 is too many")
+    print(json.dumps({"us_per_step": asked["case"]["running"] * 10.0, "steps": asked["steps"]}), flush=True)
+"""
+
+
+@pytest.fixture
+def fake_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """A module that answers as a peer does."""
+    (tmp_path / "fake_peer.py").write_text(FAKE_VLLM, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "fake_peer"
+
+
+@pytest.mark.slow
+def test_a_peer_answers_case_by_case(fake_peer: str) -> None:
+    with peer_process(Path(sys.executable), fake_peer) as peer:
+        assert peer.version == "1.2"
+        assert peer.measure(Case(3), 5, 0) == {"us_per_step": 30.0, "steps": 5}
+        assert peer.measure(Case(4), 6, 0) == {"us_per_step": 40.0, "steps": 6}
+        with pytest.raises(BenchmarkError, match="13 is too many"):
+            peer.measure(Case(13), 5, 0)
+
+
+@pytest.mark.slow
+def test_a_peer_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scheduler_cost", *OPTIONS, "--peer-python", "/nowhere/python"]) == 1
+    assert "/nowhere/python: it finds no vllm" in capsys.readouterr().err
+    with pytest.raises(BenchmarkError, match="No module named"), peer_process(Path(sys.executable), "no.such.peer"):
+        pass
 
 
 def test_a_failing_benchmark_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:

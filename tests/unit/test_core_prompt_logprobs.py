@@ -10,7 +10,7 @@ import pytest
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.types import FinishDetail, PromptLogprobs, SlotError
 from tests.helpers.core_bench import Bench
-from tests.helpers.simulated_executor import SimulatedExecutor, expected_prompt_logprobs, expected_tokens
+from tests.helpers.known import known_prompt_logprobs
 
 
 def joined(parts: list[PromptLogprobs]) -> PromptLogprobs:
@@ -33,7 +33,7 @@ def test_prompt_logprobs_come_in_order_and_before_the_end(num_prompt: int, depth
     bench = Bench(max_num_batched_tokens=7)
     bench.add("r", num_prompt, max_tokens=1, num_prompt_logprobs=3)
     bench.run(depth)
-    assert joined(bench.prompt_logprobs["r"]) == expected_prompt_logprobs(range(1, num_prompt + 1), 3)
+    assert joined(bench.prompt_logprobs["r"]) == known_prompt_logprobs(range(1, num_prompt + 1), 3)
     assert bench.details["r"] is FinishDetail.MAX_TOKENS
 
 
@@ -53,14 +53,13 @@ def test_prompt_logprobs_that_are_known_are_not_asked_for_again() -> None:
     bench.add("r", 6, max_tokens=20, num_prompt_logprobs=1)
     bench.plan()
     bench.apply()
-    bench.take(bench.core.executor_lost(0, 0.0))
-    bench.executor = SimulatedExecutor(bench.spec)
+    bench.lose_executor()
     plan = bench.plan()
     assert plan is not None
     assert plan.admitted[0].sampling.num_prompt_logprobs is None
     bench.run()
-    assert joined(bench.prompt_logprobs["r"]) == expected_prompt_logprobs(range(1, 7), 1)
-    assert bench.tokens["r"] == expected_tokens(range(1, 7), 0, 20)
+    assert joined(bench.prompt_logprobs["r"]) == known_prompt_logprobs(range(1, 7), 1)
+    assert bench.tokens["r"] == bench.known("r")
 
 
 def test_prompt_logprobs_that_are_half_known_come_once() -> None:
@@ -70,11 +69,9 @@ def test_prompt_logprobs_that_are_half_known_come_once() -> None:
     bench.plan()
     bench.apply()
     bench.plan()
-    bench.plans.clear()
-    bench.take(bench.core.executor_lost(0, 0.0))
-    bench.executor = SimulatedExecutor(bench.spec)
+    bench.lose_executor()
     bench.run()
-    assert joined(bench.prompt_logprobs["r"]) == expected_prompt_logprobs(range(1, 21), 2)
+    assert joined(bench.prompt_logprobs["r"]) == known_prompt_logprobs(range(1, 21), 2)
     assert bench.prompt_logprobs["r"][0].end == 9
 
 
@@ -93,8 +90,8 @@ def test_late_prompt_logprobs_of_a_preempted_sequence_count(num_blocks: int, dep
                 num_late += sum(len(step.prompt_logprobs) for step in earlier)
         bench.apply()
     assert num_late > 0, "what this test is about"
-    assert joined(bench.prompt_logprobs["young"]) == expected_prompt_logprobs(range(1, 9), 2)
-    assert bench.tokens["young"] == expected_tokens(range(1, 9), 0, 3)
+    assert joined(bench.prompt_logprobs["young"]) == known_prompt_logprobs(range(1, 9), 2)
+    assert bench.tokens["young"] == bench.known("young")
 
 
 def test_an_aborted_request_has_the_prompt_logprobs_that_were_known() -> None:

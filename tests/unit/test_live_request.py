@@ -11,7 +11,7 @@ from scheduler_svc.detokenizer import TextStream
 from scheduler_svc.live_request import LiveRequest
 from scheduler_svc.ports import BestOf, EngineRequest
 from scheduler_svc.reader import RequestReader
-from tests.helpers.simulated_executor import expected_prompt_logprobs
+from tests.helpers.prompt_columns import made_up_prompt_logprobs
 from tests.helpers.toy_tokenizers import byte_level
 
 TOKENIZER = byte_level()
@@ -142,7 +142,7 @@ def test_logprobs_of_the_best_are_told_if_they_were_asked_for():
 def test_prompt_logprobs_come_before_the_choice_unless_all_comes_at_the_end(final_only):
     live = make(2, BestOf(1, tells_logprobs=False), logprobs=0, prompt_logprobs=1)
     reader = RequestReader(live, final_only=final_only)
-    live.prompt_logprobs.extend(expected_prompt_logprobs((1, 2, 3), 1))
+    live.prompt_logprobs.extend(made_up_prompt_logprobs((1, 2, 3), 1))
     give(live, 0, "a")
     first = reader.take()
     assert (first is None) is final_only

@@ -187,7 +187,7 @@ def test_a_file_cut_anywhere_has_what_was_whole(tmp_path: Path) -> None:
     sizes = [len(record_bytes(entry)) for entry in entries]
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     content, path = written(tmp_path / "whole", *entries).read_bytes(), tmp_path / "log"
-    for size in range(len(content)):
+    for size in (*range(0, ends[0], 50), *range(ends[0] - 1, len(content))):
         path.write_bytes(content[:size])
         if size < ends[0]:
             with pytest.raises(PlanLogError, match="is not a plan log, or ends within its header"):

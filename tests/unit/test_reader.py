@@ -11,7 +11,7 @@ from scheduler_svc.detokenizer import TextStream
 from scheduler_svc.live_request import LiveRequest
 from scheduler_svc.ports import EngineRequest
 from scheduler_svc.reader import RequestReader
-from tests.helpers.simulated_executor import expected_prompt_logprobs
+from tests.helpers.prompt_columns import made_up_prompt_logprobs
 from tests.helpers.toy_tokenizers import byte_level
 
 TOKENIZER = byte_level()
@@ -155,14 +155,14 @@ PROMPT = tuple(range(3, 43))
 
 def know(live, start, end, num_top):
     """The prompt logprobs of these tokens become known."""
-    live.prompt_logprobs.extend(expected_prompt_logprobs(PROMPT, num_top).rows(start, end))
+    live.prompt_logprobs.extend(made_up_prompt_logprobs(PROMPT, num_top).rows(start, end))
 
 
 def prompt_rows(chunks):
     """[(start, end)] of what they carry, each checked against what it ought to be."""
     spans = []
     for part in (chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None):
-        whole = expected_prompt_logprobs(PROMPT, part.num_top).rows(part.start, part.end)
+        whole = made_up_prompt_logprobs(PROMPT, part.num_top).rows(part.start, part.end)
         assert [list(part.logprobs), list(part.ranks)] == [whole.logprobs, whole.ranks]
         assert [list(part.top_token_ids), list(part.top_logprobs)] == [whole.top_token_ids, whole.top_logprobs]
         spans.append((part.start, part.end))
@@ -247,7 +247,7 @@ def test_estimated_sizes_are_no_smaller_than_real_ones():
     """The estimate keeps a response near 1 MiB, texts of the tokens included."""
     prompt = tuple(TOKENIZER.encode("Hello, 你好 there 😀. " * 400))
     live = make(prompt=prompt, prompt_logprobs=8)
-    live.prompt_logprobs.extend(expected_prompt_logprobs(prompt, 8))
+    live.prompt_logprobs.extend(made_up_prompt_logprobs(prompt, 8))
     chunk = RequestReader(live).take(200_000)
     message = generation_pb2.GenerateResponse()
     fill_response(message, live, chunk, with_prompt_ids=False)

@@ -22,7 +22,7 @@ from scheduler_svc.core.types import (
     StepStatus,
 )
 from tests.helpers.core_bench import Bench
-from tests.helpers.simulated_executor import SimulatedExecutor, expected_prompt_logprobs, expected_tokens
+from tests.helpers.known import known_prompt_logprobs, known_sample
 
 
 def test_chunks_and_decodes_share_a_step_within_the_budget() -> None:
@@ -52,11 +52,12 @@ def test_a_steady_decode_plan_carries_nothing_per_sequence() -> None:
 
 def test_a_stop_token_learnt_late_costs_one_dropped_token() -> None:
     bench = Bench()
-    stop = expected_tokens(range(1, 4), 0, 2)[1]
-    bench.add("r", 3, max_tokens=10, stop_token_ids=(stop,))
+    unstopped = bench.add("unstopped", 3, max_tokens=10)
+    tokens, _ = known_sample(unstopped, 128)
+    bench.add("r", 3, max_tokens=10, stop_token_ids=(tokens[1],))
     bench.run(depth=2)
-    expected = expected_tokens(range(1, 4), 0, 10, frozenset({stop}))
-    assert bench.tokens["r"] == expected
+    assert bench.tokens["unstopped"] == tokens
+    assert bench.tokens["r"] == tokens[:2]
     assert bench.details["r"] is FinishDetail.STOP_TOKEN
     assert not bench.executor.slots
 
@@ -78,8 +79,8 @@ def test_a_preempted_sequence_waits_for_its_late_token() -> None:
     bench.plan()
     assert young.state is SequenceState.WAITING, "its token has not arrived"
     bench.run()
-    for request_id, count in (("old", 2), ("young", 3)):
-        assert bench.tokens[request_id] == expected_tokens(range(1, count + 1), 0, 3)
+    for request_id in ("old", "young"):
+        assert bench.tokens[request_id] == bench.known(request_id)
 
 
 def test_an_old_sequence_is_never_preempted_for_a_young_one() -> None:
@@ -88,7 +89,7 @@ def test_an_old_sequence_is_never_preempted_for_a_young_one() -> None:
     bench.add("young", 8, max_tokens=14)
     bench.run()
     assert bench.core.num_preemptions > 0
-    assert bench.tokens["old"] == bench.tokens["young"] == expected_tokens(range(1, 9), 0, 14)
+    assert bench.tokens["old"] == bench.tokens["young"] == bench.known("old")
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -97,7 +98,7 @@ def test_a_sequence_that_fills_the_pool_ends_with_the_reason(depth: int) -> None
     bench.add("r", 4, max_tokens=None)
     bench.run(depth)
     assert bench.details["r"] is FinishDetail.KV_CAPACITY
-    assert bench.tokens["r"] == expected_tokens(range(1, 5), 0, 9), "12 positions and one token more"
+    assert bench.tokens["r"] == bench.known("r")[:9], "12 positions and one token more"
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
@@ -126,13 +127,10 @@ def test_a_lost_executor_costs_no_token() -> None:
             bench.plan()
             bench.plan()
             bench.apply()
-        bench.plans.clear()
-        bench.executor = SimulatedExecutor(bench.spec)
-        bench.take(bench.core.executor_lost(0, 0.0))
-        bench.core.check_integrity()
+        bench.lose_executor()
     bench.run()
-    assert bench.tokens["a"] == expected_tokens(range(1, 6), 0, 50)
-    assert bench.tokens["b"] == expected_tokens(range(1, 31), 0, 50)
+    assert bench.tokens["a"] == bench.known("a")
+    assert bench.tokens["b"] == bench.known("b")
 
 
 def test_an_executor_that_comes_back_with_a_shorter_model_ends_what_has_grown_too_long() -> None:
@@ -142,14 +140,13 @@ def test_an_executor_that_comes_back_with_a_shorter_model_ends_what_has_grown_to
     for _ in range(6):
         bench.plan()
         bench.apply()
-    bench.take(bench.core.executor_lost(0, 0.0))
+    bench.lose_executor()
     assert len(bench.tokens["long"]) == 6
-    shorter = replace(bench.spec, max_model_len=12)
-    bench.core.add_executor(0, shorter)
-    bench.executor = SimulatedExecutor(shorter)
+    bench.core.add_executor(0, replace(bench.spec, max_model_len=12))
+    bench.lose_executor()
     bench.run()
-    assert bench.tokens["long"] == expected_tokens(range(1, 9), 0, 6), "no token more"
-    assert bench.tokens["short"] == expected_tokens(range(1, 4), 0, 9)
+    assert bench.tokens["long"] == bench.known("long")[:6], "no token more"
+    assert bench.tokens["short"] == bench.known("short")[:9]
     assert set(bench.details.values()) == {FinishDetail.MAX_MODEL_LEN}
     assert not bench.core.groups
 
@@ -159,8 +156,7 @@ def test_a_request_that_kills_every_executor_is_ended() -> None:
     bench.add("poison", 5)
     for _ in range(MAX_STRIKES):
         assert bench.plan() is not None
-        bench.plans.clear()
-        bench.take(bench.core.executor_lost(0, 0.0))
+        bench.lose_executor()
     assert bench.details["poison"] is FinishDetail.EXECUTOR_ERROR
     assert not bench.core.groups
 
@@ -180,14 +176,14 @@ def test_a_result_is_read_against_its_own_plan() -> None:
         StepResult(plan.step_id, status=StepStatus.FAILED),
         StepResult(plan.step_id, slots=[slot], num_tokens=[0], error_slots=[slot]),
         StepResult(plan.step_id, slots=[slot], num_tokens=[0], error_slots=[slot + 1], errors=[SlotError.GRAMMAR]),
-        StepResult(plan.step_id, slots=[slot], token_ids=[1], prompt_logprobs={slot: expected_prompt_logprobs([1], 0)}),
+        StepResult(plan.step_id, slots=[slot], token_ids=[1], prompt_logprobs={slot: known_prompt_logprobs([1], 0)}),
     ]
     for result in bad:
         with pytest.raises(InvariantError):
             bench.core.apply_result(0, result, 0.0)
     assert bench.core.groups["", "r"].sequences[0].num_pending == 1, "nothing was changed"
     bench.run()
-    assert bench.tokens["r"] == expected_tokens(range(1, 4), 0, 5)
+    assert bench.tokens["r"] == bench.known("r")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +211,7 @@ def test_a_slot_that_fails_ends_its_sequence_alone(error: SlotError, detail: Fin
     bench.take(bench.core.apply_result(0, failed, 0.0)[1])
     bench.run()
     assert bench.details == {"bad": detail, "good": FinishDetail.MAX_TOKENS}
-    assert bench.tokens["good"] == expected_tokens(range(1, 5), 0, 5)
+    assert bench.tokens["good"] == bench.known("good")
 
 
 def test_a_slot_comes_back_after_the_results_of_all_earlier_plans() -> None:
@@ -272,4 +268,4 @@ def test_victims_are_those_of_the_largest_priority() -> None:
     bench.run()
     assert bench.order == ["later", "first", "later"]
     assert bench.core.num_preemptions == 1
-    assert bench.tokens["first"] == bench.tokens["later"] == expected_tokens(range(1, 9), 0, 14)
+    assert bench.tokens["first"] == bench.tokens["later"] == bench.known("first")

@@ -1,0 +1,96 @@
+"""Runs of the core over the simulated executor, and plain-text tables: what docs/generate_scheduler.py draws with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from executor_svc.simulated.costs import StepCosts
+from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.lane import Lane, PlannedStep
+from scheduler_svc.core.rules import Rules
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.types import BlockPairs, ExecutorSpec, RequestSpec, Sampling
+from tests.helpers.core_executor import COSTS, CoreExecutor
+
+VOCAB_SIZE = 97
+_GREEDY = Sampling(temperature=0.0)
+
+
+class Run:
+    """A core with one lane and its executor, one plan in flight, moved on step by step."""
+
+    def __init__(
+        self, rules: Rules, spec: ExecutorSpec, costs: StepCosts = COSTS, vocab_size: int = VOCAB_SIZE
+    ) -> None:
+        self.core = Scheduler(rules)
+        self.core.add_executor(0, spec)
+        self._executor = CoreExecutor(spec, vocab_size, costs)
+        self.now = 0.0
+
+    @property
+    def lane(self) -> Lane:
+        """Memory and queues of the executor."""
+        return self.core.lanes[0]
+
+    def add(self, name: str, prompt: Iterable[int], max_tokens: int | None, **more: object) -> None:
+        """A request, greedy unless `more` fields of its spec say otherwise."""
+        spec = {"sampling": _GREEDY, "max_tokens": max_tokens, **more}
+        self.core.add_request(RequestSpec(name, tuple(prompt), **spec), self.now)  # type: ignore[arg-type]
+
+    def plan(self) -> PlannedStep | None:
+        """Plan a step; None if there is nothing to do."""
+        if self.core.plan_step(0, self.now) is None:
+            return None
+        return self.lane.inflight[-1]
+
+    def step(self) -> PlannedStep:
+        """Plan a step where there is something to do, and prove that the books add up."""
+        step = self.plan()
+        if step is None:
+            raise InvariantError("a run has come to its end too early")
+        self.core.check_integrity()
+        return step
+
+    def apply(self, step: PlannedStep, seconds: float = 1.0) -> None:
+        """Let the executor run it, and take in the result."""
+        result = self._executor.run(step.plan)
+        self.now += seconds
+        self.core.apply_result(0, result, self.now)
+        self.core.take_news()
+
+
+def lane_spec(num_blocks: int, block_size: int = 4, **more: int) -> ExecutorSpec:
+    """Limits of a small executor, in tokens, blocks and sequences; `more` goes before these."""
+    limits = {"num_slots": 8, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, **more}
+    return ExecutorSpec(block_size=block_size, num_blocks=num_blocks, watermark=0.0, **limits)  # type: ignore[arg-type]
+
+
+def name_of(sequence: Sequence) -> str:
+    """A for a request's only sequence, A0 and so on for one of several."""
+    group = sequence.group
+    return group.spec.request_id + (str(sequence.sample_index) if len(group.sequences) > 1 else "")
+
+
+def grid(rows: Iterable[Iterable[object]]) -> str:
+    """Columns as wide as they need to be, two spaces apart."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def fenced(*grids: str) -> str:
+    """A block of text of Markdown, with an empty line between each two of these."""
+    return "```text\n" + "\n\n".join(grids) + "\n```"
+
+
+def pairs_text(moves: BlockPairs) -> str:
+    """Blocks moved, from and to."""
+    return " ".join(f"{source}→{destination}" for source, destination in moves) or "-"
+
+
+def table(rows: list[list[str]]) -> str:
+    """A table of Markdown; the first row is its head."""
+    head, *body = ("| " + " | ".join(row) + " |" for row in rows)
+    return "\n" + "\n".join([head, "|" + "---|" * len(rows[0]), *body]) + "\n"

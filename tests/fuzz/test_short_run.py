@@ -1,0 +1,79 @@
+"""A short run of the fuzz; and what it is worth: an executor or a plan that is a little wrong is found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from scheduler_svc.core.types import StepPlan, StepResult
+from tests.fuzz.__main__ import FuzzError, fuzz_run, main
+from tests.fuzz.settings import AXES
+from tests.helpers.core_executor import CoreExecutor
+
+GROUPS = tuple(axis for axis in AXES if axis != "static")
+RESERVED = tuple(axis for axis in AXES if axis not in ("samples", "beams"))
+
+
+def counts_of(seed: int, num_runs: int, axes: tuple[str, ...]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for number in range(num_runs):
+        run = fuzz_run(seed, number, axes)
+        counts.update({"steps": run.num_steps, **run.counts})
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "wanted"),
+    [
+        (GROUPS, {"forks", "copied", "searches"}),
+        (RESERVED, set()),
+    ],
+)
+def test_every_request_gets_its_tokens(axes: tuple[str, ...], wanted: set[str]) -> None:
+    counts = counts_of(seed=7, num_runs=8, axes=axes)
+    assert counts["steps"] > 1500
+    # All of it has happened: a run in which nothing is preempted or shared proves little.
+    wanted = wanted | {"preemptions", "swapped out", "swapped in", "prefix hits", "losses", "mirrors checked", "tokens"}
+    assert not wanted - {name for name, count in counts.items() if count >= 10}
+
+
+@pytest.mark.parametrize("lost", ["copied", "swapped_in", "swapped_out"])
+def test_a_lost_move_is_found(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    run = CoreExecutor.run
+
+    def forgetful(self: CoreExecutor, plan: StepPlan) -> StepResult:
+        return run(self, replace(plan, **{lost: []}))
+
+    monkeypatch.setattr(CoreExecutor, "run", forgetful)
+    with pytest.raises(FuzzError) as caught:
+        counts_of(seed=7, num_runs=10, axes=GROUPS)
+    assert "seed 7" in str(caught.value)
+    assert "--seed 7 --run" in str(caught.value)
+    assert "Settings(" in str(caught.value)
+
+
+def test_a_run_can_be_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--seed", "5", "--run", "2", "--without", "static"]
+    assert main(arguments) == 0
+    first = capsys.readouterr().out
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == first
+    assert "ok, seed 5" in first
+    assert "1 runs" in first
+
+
+def test_a_failing_run_says_how_to_repeat_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = CoreExecutor.run
+
+    def wrong(self: CoreExecutor, plan: StepPlan) -> StepResult:
+        result = run(self, plan)
+        return replace(result, token_ids=[(token_id + 1) % 23 for token_id in result.token_ids])
+
+    monkeypatch.setattr(CoreExecutor, "run", wrong)
+    assert main(["--seed", "5", "--without", "static"]) == 1
+    assert "repeat: python -m tests.fuzz --seed 5 --run 0 --without static" in capsys.readouterr().out

@@ -1,0 +1,104 @@
+"""Strategies for random histories of the core: what executors hold, rules, requests."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import hypothesis.strategies as st
+
+from scheduler_svc.core.batching import BatchingPolicy, ContinuousBatching, StaticBatching
+from scheduler_svc.core.policy import FairOrder, FcfsOrder, PriorityOrder, ShortestFirstOrder
+from scheduler_svc.core.rules import Rules
+from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec, Sampling
+from tests.helpers.known import VOCAB_SIZE
+
+MAX_MODEL_LEN = 60
+
+_rng = random.Random(0)
+_BEGINNINGS = [tuple(_rng.randrange(VOCAB_SIZE) for _ in range(30)) for _ in range(2)]
+"""What prompts have in common."""
+_TOKEN = st.integers(0, VOCAB_SIZE - 1)
+_BATCHINGS: st.SearchStrategy[BatchingPolicy] = st.one_of(
+    st.builds(ContinuousBatching, st.sampled_from([0.0, 1.0]), st.integers(0, 5)),
+    st.builds(ContinuousBatching),
+    st.builds(StaticBatching, st.integers(1, 4)),
+    st.builds(StaticBatching, st.integers(1, 4), st.floats(0, 9)),
+)
+
+
+@st.composite
+def executors(draw: st.DrawFn) -> ExecutorSpec:
+    """Small ones: memory, slots and budget all run short."""
+    block_size, max_num_seqs = draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 8))
+    return ExecutorSpec(
+        block_size=block_size,
+        num_blocks=draw(st.integers(3, 16)) * max(1, 8 // block_size),
+        num_slots=max_num_seqs + draw(st.integers(0, 3)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 24)),
+        max_model_len=MAX_MODEL_LEN,
+        watermark=draw(st.sampled_from([0.0, 0.1])),
+        num_host_blocks=draw(st.sampled_from([0, 4, 30])),
+        bytes_per_block=draw(st.sampled_from([0, 1000])),
+    )
+
+
+def rules() -> st.SearchStrategy[Rules]:
+    """Every order, batching and preemption, caching on and off."""
+    return st.builds(
+        Rules,
+        order=st.one_of(*map(st.builds, (FcfsOrder, PriorityOrder, ShortestFirstOrder, FairOrder))),
+        batching=_BATCHINGS,
+        max_wait_s=st.none() | st.floats(0, 60),
+        long_prefill_token_threshold=st.sampled_from([0, 0, 3]),
+        prefix_caching=st.booleans(),
+        preemption=st.sampled_from(["recompute", "swap", "auto"]),
+    )
+
+
+def prompts() -> st.SearchStrategy[tuple[int, ...]]:
+    """Some begin alike."""
+    beginning = st.builds(lambda tokens, count: tokens[:count], st.sampled_from(_BEGINNINGS), st.integers(0, 25))
+    return st.builds(lambda begin, end: (*begin, *end), beginning, st.lists(_TOKEN, min_size=1, max_size=5))
+
+
+@st.composite
+def requests(draw: st.DrawFn, request_id: str, prompt: tuple[int, ...]) -> RequestSpec:
+    """Greedy, sampled, n samples or beams, with all that rules tokens out."""
+    kind = draw(st.sampled_from(["greedy", "sampled", "n", "beams"]))
+    stop_ids = tuple(draw(st.lists(_TOKEN, max_size=3, unique=True)))
+    max_tokens = draw(st.sampled_from([1, 2, 5, 15, 25, None]))
+    sampling = Sampling(
+        temperature=0.0 if kind == "greedy" else 1.0,
+        seed=draw(st.integers(0, 2**64 - 1)),
+        stop_token_ids=stop_ids,
+        min_tokens=min(draw(st.sampled_from([0, 0, 2])), max_tokens or 2),
+        num_prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
+        allowed_token_ids=tuple(draw(st.sampled_from([[], [], list(range(0, VOCAB_SIZE, 7)), [3]]))),
+        bad_words=tuple(draw(st.sampled_from([[], [], [(3,)], [(5, 6), (20,)]]))),
+    )
+    return RequestSpec(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        eos_token_ids=frozenset(stop_ids[:1]),
+        cache_salt=draw(st.sampled_from([b"", b"", b"salt"])),
+        uses_prefix_cache=draw(st.sampled_from([True, True, True, False])),
+        priority=draw(st.integers(-1, 1)),
+        tenant=draw(st.sampled_from(["", "", "a"])),
+        expected_output_tokens=draw(st.none() | st.integers(1, 30)),
+        **draw(_sequences(kind)),
+    )
+
+
+@st.composite
+def _sequences(draw: st.DrawFn, kind: str) -> dict[str, Any]:
+    if kind == "n":
+        return {"num_samples": draw(st.integers(2, 4))}
+    if kind != "beams":
+        return {}
+    width = draw(st.integers(2, 4))
+    beams = BeamSpec(width, draw(st.sampled_from([1.0, 0.0, 2.0, -1.0])), draw(st.sampled_from([False, True, None])))
+    return {"beams": beams, "num_samples": draw(st.integers(1, width))}

@@ -348,13 +348,17 @@ _DRAWINGS: dict[str, Callable[[], str]] = {
 def content() -> str:
     """The whole page, its drawings made anew; raises SystemExit if it lacks the place of one."""
     page = TARGET.read_text(encoding="utf-8")
-    for name, draw in _DRAWINGS.items():
-        place = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.S)
-        drawing = draw()
-        page, count = place.subn(lambda found, drawing=drawing: f"{found[1]}{drawing}\n{found[2]}", page)  # type: ignore[misc]
-        if count != 1:
+    for name in _DRAWINGS:
+        if (count := len(_place(name).findall(page))) != 1:
             raise SystemExit(f"{TARGET} has {count} places for the drawing {name}")
+    for name, draw in _DRAWINGS.items():
+        before, _, after = _place(name).split(page)
+        page = f"{before}<!-- begin {name} -->\n{draw()}\n<!-- end {name} -->{after}"
     return page
+
+
+def _place(name: str) -> re.Pattern[str]:
+    return re.compile(rf"<!-- begin {name} -->\n(.*?)<!-- end {name} -->", re.S)
 
 
 def main() -> None:

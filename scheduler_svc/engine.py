@@ -182,7 +182,7 @@ class Engine:
         stored = lane.num_stored_tokens
         reserved = blocks.block_size * sum(map(blocks.num_reserved, lane.running))
         return Load(
-            num_waiting=len(self._core.waiting),
+            num_waiting=len(self._core.waiting) - self._core.num_swapped,
             num_running=len({sequence.group for sequence in (*lane.running, *lane.finishing)}),
             num_swapped=self._core.num_swapped,
             num_device_blocks=lane.spec.num_blocks,

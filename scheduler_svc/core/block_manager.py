@@ -196,27 +196,29 @@ class BlockManager:
     def writes_shared(self, sequence: Sequence) -> bool:
         """Is the block that the KV of its next token goes to held by others too, or cached?"""
         index = sequence.num_computed_tokens // self.block_size
-        return index < len(sequence.block_ids) and self._is_shared(sequence.block_ids[index])
+        if index >= len(sequence.block_ids):
+            return False
+        block_id = sequence.block_ids[index]
+        return self.pool.ref_counts[block_id] > 1 or block_id in self.pool.cached
 
     def make_writable(self, sequence: Sequence) -> int:
         """Copy-on-write of the block that its next token goes to; returns the block that is there now.
 
-        Raises InvariantError if it has none there, or if it is shared and no block is free.
+        The only holder keeps its block, which leaves the cache. Raises InvariantError if it has none there, or if it is
+        shared and no block is free.
         """
         index = sequence.num_computed_tokens // self.block_size
         if index >= len(sequence.block_ids):
             raise InvariantError(f"sequence {sequence.sequence_id} has no block for its next token")
         block_id = sequence.block_ids[index]
-        if not self._is_shared(block_id):
+        if self.pool.ref_counts[block_id] == 1:
+            self._tiers.uncache(block_id)
             return block_id
         (own,) = self._tiers.take(1)
         self._tiers.moves.copy(block_id, own)
         sequence.block_ids[index] = own
         self._tiers.drop((block_id,))
         return own
-
-    def _is_shared(self, block_id: int) -> bool:
-        return self.pool.ref_counts[block_id] > 1 or block_id in self.pool.cached
 
     def free(self, sequence: Sequence, *, spoiled: bool = False) -> None:
         """Take all blocks of a sequence back, and cache what can be; safe to call twice.

@@ -200,6 +200,11 @@ class Lane:
         if not self.blocks.swap_out(sequences):
             raise InvariantError("the host pool has no room for a group that is swapped out")
 
+    def forget_swapped(self, sequence: Sequence) -> None:
+        """Drop the KV of a sequence that is swapped out."""
+        del self.swapped[sequence]
+        self.blocks.free(sequence)
+
     def _desert(self, source: Sequence) -> None:
         """What others share with a sequence that leaves, and that it has not computed, they compute themselves."""
         for sequence in self.prefilling:
@@ -218,8 +223,7 @@ class Lane:
         if sequence.slot is not None:
             self.leave(sequence)
         elif sequence in self.swapped:
-            del self.swapped[sequence]
-            self.blocks.free(sequence)
+            self.forget_swapped(sequence)
         self.finishing.pop(sequence, None)
         if sequence in self._known:
             self._known.discard(sequence)
@@ -229,22 +233,23 @@ class Lane:
             self.append_at[slot] = _drop
             self.dropping.add(slot)
 
-    @property
-    def num_stored_tokens(self) -> int:
-        """Tokens whose KV the pool stores for those that run; what several share counts once."""
-        computed = sum(sequence.num_computed_tokens for sequence in self.running if not sequence.is_attached)
-        own = {block_id for sequence in self.running if not sequence.is_attached for block_id in sequence.block_ids}
-        held = sum(len(sequence.block_ids) for sequence in self.running if not sequence.is_attached)
-        return computed if len(own) == held else self._num_distinct_tokens()
-
-    def _num_distinct_tokens(self) -> int:
+    def num_distinct_tokens(self, sequences: Collection[Sequence]) -> int:
+        """Tokens whose KV the blocks of running sequences store; what several share counts once."""
         fill: dict[int, int] = {}
         size = self.spec.block_size
-        for sequence in self.running:
-            for index, block_id in enumerate(sequence.block_ids):
-                stored = min(size, max(0, sequence.num_computed_tokens - index * size))
-                fill[block_id] = max(fill.get(block_id, 0), stored)
+        for sequence in sequences:
+            num_computed = sequence.num_computed_tokens
+            for block_id in sequence.block_ids[: self.blocks.num_blocks_for(num_computed)]:
+                fill[block_id] = max(fill.get(block_id, 0), min(size, num_computed))
+                num_computed -= size
         return sum(fill.values())
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Tokens whose KV the pool stores for those that run."""
+        if self.blocks.num_shared_refs:
+            return self.num_distinct_tokens(self.running.sequences)
+        return sum(sequence.num_computed_tokens for sequence in self.running)
 
     def observe(self, step: PlannedStep, result: StepResult) -> None:
         """Learn from a result what computing and moving cost."""

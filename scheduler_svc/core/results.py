@@ -187,9 +187,9 @@ def strike(book: RequestBook, contexts: dict[Sequence, int], max_strikes: int) -
     """
     for sequence, context_len in contexts.items():
         group = sequence.group
-        if group.finished:
-            continue
-        group.furthest = max(group.furthest, context_len)
+        if not group.finished:
+            group.furthest = max(group.furthest, context_len)
+    for group in {sequence.group for sequence in contexts if not sequence.group.finished}:
         group.num_strikes += 1
         book.struck.add(group)
     return [group for group in book.struck if group.num_strikes >= max_strikes]

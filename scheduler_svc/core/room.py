@@ -144,18 +144,14 @@ def _unit(sequence: Sequence) -> list[Sequence]:
 
 
 def _prefers_swap(book: RequestBook, lane: Lane, group: list[Sequence]) -> bool:
-    """Is the group's KV to be kept in the host pool: what nothing computes, or shares to write to, is not."""
+    """Is the group's KV to be kept in the host pool, and is there room for it."""
     rule = book.rules.preemption
-    if rule == "recompute" or not lane.spec.num_host_blocks:
+    if rule == "recompute" or any(sequence.awaits is not None for sequence in group):
         return False
-    if any(not sequence.described or lane.blocks.writes_shared(sequence) for sequence in group):
+    num_blocks, num_tokens = lane.blocks.num_to_swap(group), lane.num_distinct_tokens(group)
+    if num_tokens == 0 or num_blocks > lane.blocks.host_pool.num_free:
         return False
-    if lane.blocks.num_to_swap(group) > lane.blocks.host_pool.num_free:
-        return False
-    if rule == "swap":
-        return True
-    num_blocks = lane.blocks.num_to_swap(group)
-    return lane.rates.swap_is_cheaper(num_blocks * lane.spec.block_size, num_blocks)
+    return rule == "swap" or lane.rates.swap_is_cheaper(num_tokens, num_blocks)
 
 
 def _preempt(book: RequestBook, lane: Lane, step: PlannedStep, sequences: list[Sequence], *, swapped: bool) -> None:
@@ -164,10 +160,9 @@ def _preempt(book: RequestBook, lane: Lane, step: PlannedStep, sequences: list[S
         lane.swap_out(sequences)
         step.swapped_out += sequences
     for sequence in sequences:
-        if swapped and sequence.is_beam:
-            # Candidates that are under way are dropped, and told again for the same token.
-            sequence.become(sequence.token_ids.copy())
-        elif not swapped:
+        if swapped:
+            sequence.recompute_newest()
+        else:
             lane.leave(sequence)
         book.wait_again(sequence, swapped=swapped)
     step.preempted += sequences

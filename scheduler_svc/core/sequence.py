@@ -214,6 +214,11 @@ class Sequence:
         self.block_ids, self.host_block_ids = [], []
         self.num_cached_blocks, self.cache_node = 0, None
 
+    def recompute_newest(self) -> None:
+        """A beam whose tokens are all computed computes the last again, as what its candidates are is not known."""
+        if self.is_beam:
+            self._num_computed = min(self._num_computed, len(self.token_ids) - 1)
+
     def forget_pending(self) -> None:
         """What plans in flight were to sample will not come."""
         self._num_planned = len(self.token_ids)

@@ -225,7 +225,7 @@ class Run:
         assert key not in self._core.groups
         details = {finish.detail for finish in outcome.finishes.values()}
         assert FinishDetail.ABORTED not in details or key in self._aborted
-        assert FinishDetail.EXECUTOR_ERROR not in details or self.counts["losses"] >= MAX_STRIKES
+        assert FinishDetail.EXECUTOR_ERROR not in details or self.counts["losses"] >= MAX_STRIKES, "too few strikes"
         assert FinishDetail.NON_FINITE_LOGITS not in details or self.counts["errors"]
         num_blocks = None if self._pool_changed else self._spec.num_blocks
         limits = Limits(self.settings.vocab_size, self._spec.max_model_len, self._spec.block_size, num_blocks)

@@ -326,7 +326,7 @@ def coming(rig: Rig, chats: list[Chat]) -> Iterator[list[Chat]]:
         count = not rig.core.groups if alone else rng.choice([0, 0, 0, 1, 1, 3])
         yield chats[:count]
         del chats[:count]
-        if rig.setting.aborts and rng.random() < 0.3:
+        if rig.setting.aborts and rng.random() < 0.3 and len(rig.chats) < 60:
             rig.disturb(rng)
 
 

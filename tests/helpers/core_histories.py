@@ -20,8 +20,9 @@ _BEGINNINGS = [tuple(_rng.randrange(VOCAB_SIZE) for _ in range(30)) for _ in ran
 """What prompts have in common."""
 _TOKEN = st.integers(0, VOCAB_SIZE - 1)
 _BATCHINGS: st.SearchStrategy[BatchingPolicy] = st.one_of(
-    st.builds(ContinuousBatching, st.sampled_from([0.0, 1.0]), st.integers(0, 5)),
     st.builds(ContinuousBatching),
+    st.builds(ContinuousBatching),
+    st.builds(ContinuousBatching, st.sampled_from([0.5, 1.0]), st.integers(0, 5)),
     st.builds(StaticBatching, st.integers(1, 4)),
     st.builds(StaticBatching, st.integers(1, 4), st.floats(0, 9)),
 )
@@ -30,16 +31,16 @@ _BATCHINGS: st.SearchStrategy[BatchingPolicy] = st.one_of(
 @st.composite
 def executors(draw: st.DrawFn) -> ExecutorSpec:
     """Small ones: memory, slots and budget all run short."""
-    block_size, max_num_seqs = draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 8))
+    block_size, max_num_seqs = draw(st.sampled_from([4, 1, 2, 8])), draw(st.sampled_from([4, 6, 8, 5, 3, 2, 1]))
     return ExecutorSpec(
         block_size=block_size,
-        num_blocks=draw(st.integers(3, 16)) * max(1, 8 // block_size),
+        num_blocks=max(3, draw(st.sampled_from([64, 48, 64, 32, 80])) // block_size),
         num_slots=max_num_seqs + draw(st.integers(0, 3)),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 24)),
         max_model_len=MAX_MODEL_LEN,
         watermark=draw(st.sampled_from([0.0, 0.1])),
-        num_host_blocks=draw(st.sampled_from([0, 4, 30])),
+        num_host_blocks=draw(st.sampled_from([30, 0, 6, 30])),
         bytes_per_block=draw(st.sampled_from([0, 1000])),
     )
 
@@ -53,7 +54,7 @@ def rules() -> st.SearchStrategy[Rules]:
         max_wait_s=st.none() | st.floats(0, 60),
         long_prefill_token_threshold=st.sampled_from([0, 0, 3]),
         prefix_caching=st.booleans(),
-        preemption=st.sampled_from(["recompute", "swap", "auto"]),
+        preemption=st.sampled_from(["swap", "recompute", "auto"]),
     )
 
 
@@ -68,15 +69,15 @@ def requests(draw: st.DrawFn, request_id: str, prompt: tuple[int, ...]) -> Reque
     """Greedy, sampled, n samples or beams, with all that rules tokens out."""
     kind = draw(st.sampled_from(["greedy", "sampled", "n", "beams"]))
     stop_ids = tuple(draw(st.lists(_TOKEN, max_size=3, unique=True)))
-    max_tokens = draw(st.sampled_from([1, 2, 5, 15, 25, None]))
+    max_tokens = draw(st.sampled_from([15, 1, 5, 25, 15, None]))
     sampling = Sampling(
         temperature=0.0 if kind == "greedy" else 1.0,
         seed=draw(st.integers(0, 2**64 - 1)),
         stop_token_ids=stop_ids,
         min_tokens=min(draw(st.sampled_from([0, 0, 2])), max_tokens or 2),
         num_prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
-        allowed_token_ids=tuple(draw(st.sampled_from([[], [], list(range(0, VOCAB_SIZE, 7)), [3]]))),
-        bad_words=tuple(draw(st.sampled_from([[], [], [(3,)], [(5, 6), (20,)]]))),
+        allowed_token_ids=tuple(draw(st.sampled_from([[], [], [], list(range(0, VOCAB_SIZE, 7))]))),
+        bad_words=tuple(draw(st.sampled_from([[], [], [(3,)], [(5, 6), (21,), (28,)]]))),
     )
     return RequestSpec(
         request_id=request_id,

@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from scheduler_svc.core.batching import StaticBatching
 from scheduler_svc.core.beams import Hypothesis
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.news import News
@@ -40,13 +41,14 @@ Sample = tuple[RequestKey, int]
 
 
 class CoreMachine(RuleBasedStateMachine):
-    @initialize(spec=executors(), rules=rules(), depth=st.integers(1, 4))
+    @initialize(spec=executors(), rules=rules(), depth=st.sampled_from([1, 2, 3, 4, 1]))
     def start(self, spec: ExecutorSpec, rules: Rules, depth: int) -> None:
         self.spec = spec
         self.core = Scheduler(rules)
         self.core.add_executor(0, spec)
         self.executor = CoreExecutor(spec, VOCAB_SIZE)
         self.depth = depth
+        self.reserves = isinstance(rules.batching, StaticBatching)
         self.plans: deque[StepPlan] = deque()
         self.specs: dict[RequestKey, RequestSpec] = {}
         self.outputs: dict[Sample, list[int]] = {}
@@ -55,6 +57,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.prompt_logprobs: dict[RequestKey, list[PromptLogprobs]] = {}
         self.hypotheses: dict[RequestKey, list[Hypothesis]] = {}
         self.now = 0.0
+        self.intact = True
+        """Has every step so far gone well: after one that has not there is nothing left to say."""
 
     # --- what may happen ---------------------------------------------------------------------------------------------
 
@@ -91,10 +95,11 @@ class CoreMachine(RuleBasedStateMachine):
         self.plan_one()
 
     def plan_one(self) -> bool:
-        self.now += 1
+        self.now, self.intact = self.now + 1, False
         plan = self.core.plan_step(0, self.now)
         self.take(self.core.take_news())
         self.core.check_integrity()
+        self.intact = True
         if plan is None:
             return False
         plan.debug_digest = self.depth == 1
@@ -104,14 +109,16 @@ class CoreMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.plans)
     def apply(self) -> None:
+        self.intact = False
         result = self.executor.run(self.plans.popleft())
         _, news = self.core.apply_result(0, result, self.now)
         self.take(news)
         self.core.check_integrity()
         if result.debug_digest:
             check_mirror(self.core.lanes[0], self.executor.inner.slots, result.debug_digest)
+        self.intact = True
 
-    @rule(steps=st.integers(1, 15))
+    @rule(steps=st.integers(1, 20))
     def run_full(self, steps: int) -> None:
         """Keep the pipeline as full as its depth allows."""
         for _ in range(steps):
@@ -120,13 +127,19 @@ class CoreMachine(RuleBasedStateMachine):
             if self.plans:
                 self.apply()
 
-    @rule(pick=PICK)
+    @rule(what=st.sampled_from(["abort", "stop", "stop", "lose", "drain"]), pick=PICK)
     @precondition(lambda self: self.core.groups)
-    def abort(self, pick: int) -> None:
-        key = list(self.core.groups)[pick % len(self.core.groups)]
-        self.take(self.core.abort(key, FinishDetail.ABORTED))
+    def disturb(self, what: str, pick: int) -> None:
+        if what == "abort":
+            key = list(self.core.groups)[pick % len(self.core.groups)]
+            self.take(self.core.abort(key, FinishDetail.ABORTED))
+        elif what == "stop":
+            self.stop_sample(pick)
+        elif what == "lose":
+            self.lose_executor(keeps_kv=pick % 2 == 0)
+        else:
+            self.core.drain(pick % 2 == 0)
 
-    @rule(pick=PICK)
     def stop_sample(self, pick: int) -> None:
         """The engine has found a stop string in a sample's text: it hears no more of it."""
         running = [
@@ -141,8 +154,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.stopped.add((key, index))
             self.finishes[key, index] = FinishDetail.STOP_STRING
 
-    @rule(keeps_kv=st.booleans())
-    def lose_executor(self, keeps_kv: bool) -> None:
+    def lose_executor(self, *, keeps_kv: bool) -> None:
         """A session ends with plans in flight; memory is empty then, or full of what nobody should read."""
         if keeps_kv:
             self.executor.clear()
@@ -150,10 +162,6 @@ class CoreMachine(RuleBasedStateMachine):
             self.executor = CoreExecutor(self.spec, VOCAB_SIZE)
         self.plans.clear()
         self.take(self.core.executor_lost(0, self.now))
-
-    @rule(draining=st.booleans())
-    def drain(self, draining: bool) -> None:
-        self.core.drain(draining)
 
     # --- what must hold ----------------------------------------------------------------------------------------------
 
@@ -187,7 +195,8 @@ class CoreMachine(RuleBasedStateMachine):
         tokens, known_detail = known_sample(spec, MAX_MODEL_LEN, index)
         assert output == tokens[: len(output)]
         if detail is FinishDetail.KV_CAPACITY:
-            assert len(spec.prompt_token_ids) + len(output) == self.capacity + 1
+            fills_the_pool = len(spec.prompt_token_ids) + len(output) == self.capacity + 1
+            assert fills_the_pool or (self.reserves and spec.num_samples > 1)
         elif detail not in ENDED_EARLY:
             assert (output, detail) == (tokens, known_detail)
 
@@ -230,7 +239,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Run dry: every request ends, and nothing is left held."""
-        if not hasattr(self, "core"):
+        if not (hasattr(self, "core") and self.intact):
             return
         self.core.drain(True)
         for _ in range(MANY_STEPS):

@@ -1,0 +1,125 @@
+"""Who of a group that waits would come in, with which blocks, and what that takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from scheduler_svc.core.book import RequestBook
+from scheduler_svc.core.lane import Lane
+from scheduler_svc.core.prefix_cache import NOTHING, Found
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.types import SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A sequence that is to come in, and where its blocks come from."""
+
+    sequence: Sequence
+    num_to_take: int
+    """Free device blocks that it takes."""
+    num_tokens: int = 0
+    """Tokens that it has blocks for."""
+    found: Found = NOTHING
+    source: Sequence | None = None
+    """Another one of its group with which it shares its first blocks."""
+    num_shared: int = 0
+    """Blocks that it shares with it."""
+
+
+def arrivals_of(book: RequestBook, lane: Lane, group: SequenceGroup) -> list[Arrival]:
+    """Who would come in, and what that takes."""
+    if group.swapped:
+        return _returns(lane, [sequence for sequence in group.sequences if sequence.state is SequenceState.SWAPPED])
+    if not group.forked:
+        return _first_arrivals(book, lane, group)
+    arrivals: list[Arrival] = []
+    sources = [sequence for sequence in group.running if sequence.block_ids]
+    for sequence in group.entrants:
+        if sequence.is_parked:
+            arrivals.append(Arrival(sequence, 0))
+        else:
+            arrivals.append(_arrival(book, lane, sequence, sources))
+            sources.append(sequence)
+    return arrivals
+
+
+def _returns(lane: Lane, swapped: list[Sequence]) -> list[Arrival]:
+    """They come back with all their blocks, and with one for their next token where they had none of their own."""
+    arrivals: list[Arrival] = []
+    writers: Counter[int] = Counter()
+    for sequence in swapped:
+        num_tokens = 0 if sequence.is_parked else len(sequence.token_ids)
+        host_block_ids = sequence.host_block_ids
+        num_more = max(0, lane.blocks.num_blocks_for(num_tokens) - len(host_block_ids))
+        index = sequence.num_computed_tokens // lane.spec.block_size
+        if sequence.group.forked and index < len(host_block_ids):
+            writers[host_block_ids[index]] += 1
+            num_more += writers[host_block_ids[index]] > 1
+        num_back = 0 if arrivals else lane.blocks.num_to_swap_in(swapped)
+        arrivals.append(Arrival(sequence, num_back + num_more, num_tokens))
+    return arrivals
+
+
+def _first_arrivals(book: RequestBook, lane: Lane, group: SequenceGroup) -> list[Arrival]:
+    """The first computes the prompt; the others share its blocks, and get what is reserved for them beyond."""
+    first, *others = group.sequences
+    arrivals = [_arrival(book, lane, first, [])]
+    num_shared = lane.blocks.num_blocks_for(first.num_prompt_tokens)
+    for other in others:
+        num_tokens = first.num_prompt_tokens if other.is_beam else _num_reserved(book, lane, other)
+        num_new = lane.blocks.num_blocks_for(num_tokens) - num_shared
+        arrivals.append(Arrival(other, num_new, num_tokens, source=first, num_shared=num_shared))
+    return arrivals
+
+
+def _arrival(book: RequestBook, lane: Lane, sequence: Sequence, sources: list[Sequence]) -> Arrival:
+    num_tokens = _num_reserved(book, lane, sequence)
+    num_blocks = lane.blocks.num_blocks_for(num_tokens)
+    # Only the first of a group asks the cache: what it takes out changes what others would find.
+    found = NOTHING if sources else lane.blocks.find(sequence)
+    source, num_shared = _closest(sequence, sources, lane.spec.block_size)
+    if num_shared:
+        return Arrival(sequence, num_blocks - num_shared, num_tokens, source=source, num_shared=num_shared)
+    return Arrival(sequence, found.num_to_take(num_blocks), num_tokens, found)
+
+
+def _closest(sequence: Sequence, sources: Iterable[Sequence], size: int) -> tuple[Sequence | None, int]:
+    """Of the others the one with which it has the most full blocks in common, and how many these are.
+
+    Samples are taken to differ from their first token on.
+    """
+    best, most = None, 0
+    for source in sources:
+        limit = (min(len(sequence.token_ids), len(source.token_ids)) - 1) // size
+        common = min(limit, sequence.num_prompt_tokens // size)
+        if sequence.is_beam and limit > most:
+            common = _num_common_blocks(sequence.token_ids, source.token_ids, common, limit, size)
+        if common > most:
+            best, most = source, common
+    return best, most
+
+
+def _num_common_blocks(ours: list[int], theirs: list[int], least: int, most: int, size: int) -> int:
+    """Full blocks with the same tokens, `least` to `most` of them: by bisection, as slices compare quickly."""
+    while least < most:
+        middle = (least + most + 1) // 2
+        if ours[least * size : middle * size] == theirs[least * size : middle * size]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def _num_reserved(book: RequestBook, lane: Lane, sequence: Sequence) -> int:
+    """Tokens that a newcomer gets blocks for: its own, and what is reserved, as far as the pool could hold that.
+
+    Nothing is reserved for beams, nor for a group that could not have all that is reserved for it.
+    """
+    wanted = book.rules.batching.num_reserved_tokens(sequence)
+    others = len(sequence.group.sequences) - 1
+    if sequence.is_beam or (others and lane.blocks.num_blocks_for(wanted) * (others + 1) > lane.spec.num_blocks):
+        wanted = 0
+    return max(len(sequence.token_ids), min(wanted, lane.spec.num_blocks * lane.spec.block_size))

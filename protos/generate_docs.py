@@ -23,7 +23,7 @@ PROTO_ROOT = ROOT / "protos"
 PAGES = ROOT / "docs" / "api"
 PACKAGE = "cadenza.v1"
 # In the order in which a reader wants them.
-FILES = ("generation", "types", "admin", "execution")
+FILES = ("generation", "types", "admin", "execution", "planlog")
 _Path = tuple[int, ...]
 _Home = tuple[str, str]  # page and anchor of a message or an enum
 _Field = pb.FieldDescriptorProto

@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import grpc
@@ -27,6 +28,7 @@ from scheduler_svc.core.errors import LimitsError
 from scheduler_svc.engine import Engine
 from scheduler_svc.executor_client import GrpcExecutor
 from scheduler_svc.ports import ExecutorFencedError, ExecutorLostError, ModelDescription
+from scheduler_svc.recording import core_and_executor
 from scheduler_svc.requests import RequestBuilder
 from scheduler_svc.servicer import Front, GenerationServicer, UnreadableMessages
 from scheduler_svc.tokenizer import Tokenizer, TokenizerError, load_tokenizer, preload
@@ -49,7 +51,9 @@ class Service:
         self._config = config
         scheduler_id = uuid.uuid4().hex
         self._executors = [GrpcExecutor(target, scheduler_id) for target in config.executor]
-        self._engine = Engine(config, self._executors)
+        (executor,) = self._executors
+        self._recording = ExitStack()
+        self._engine = Engine(config, *self._recording.enter_context(core_and_executor(config, executor)))
         self._front = Front(self._engine, config, version=_version())
         self._health = HealthServicer(list(_SERVICES))
         self._tokenizer: Tokenizer | None = None
@@ -93,6 +97,7 @@ class Service:
         self._front.stop()
         await self._server.stop(_STOP_GRACE_S)
         await self._engine.stop()
+        self._recording.close()
         for executor in self._executors:
             await executor.aclose()
         if self._tokenizer is not None:

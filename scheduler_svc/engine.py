@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import DrainingError, QueueFullError, RequestExistsError
 from scheduler_svc.core.lane import PlannedStep
 from scheduler_svc.core.news import BeamOutput, News
 from scheduler_svc.core.results import context_lens
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence as CoreSequence
 from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, StepResult, TokenLogprobs
 from scheduler_svc.live_request import Listener, LiveRequest
@@ -29,7 +29,6 @@ from scheduler_svc.ports import (
     ModelDescription,
     SequenceBlockTable,
 )
-from scheduler_svc.recording import core_and_executor
 from scheduler_svc.step_watch import StepRecorder, StepWatch
 
 _LOG = logging.getLogger(__name__)
@@ -39,12 +38,10 @@ _FINISHED = SequenceState.FINISHED
 class Engine:
     """Requests in, live requests out. Implements PlanLoopListener."""
 
-    def __init__(self, config: SchedulerConfig, executors: Sequence[ExecutorPort]) -> None:
-        (executor,) = executors
+    def __init__(self, config: SchedulerConfig, core: Scheduler, executor: ExecutorPort) -> None:
         self._config = config
-        self._recording = ExitStack()
-        self._core, executor = self._recording.enter_context(core_and_executor(config, executor))
-        self._loop = PlanLoop(self._core, 0, executor, config, self)
+        self._core = core
+        self._loop = PlanLoop(core, 0, executor, config, self)
         self._live: dict[RequestKey, LiveRequest] = {}
         self._timers: dict[RequestKey, asyncio.TimerHandle] = {}
         self._idle = asyncio.Event()
@@ -81,7 +78,6 @@ class Engine:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._recording.close()
 
     async def _run(self) -> None:
         try:

@@ -145,12 +145,13 @@ def _admitted(sequence: AdmittedSequence) -> pb.AdmittedSequence:
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_computed_tokens=sequence.num_computed_tokens,
         block_tables=[pb.BlockTable(kv_group=0, block_ids=sequence.block_ids)],
-        sampling=_sampling(sequence.sampling, sequence.sample_index),
+        sampling=sequence_sampling(sequence.sampling, sequence.sample_index),
         held=sequence.held,
     )
 
 
-def _sampling(sampling: Sampling, sample_index: int) -> pb.SequenceSampling:
+def sequence_sampling(sampling: Sampling, sample_index: int) -> pb.SequenceSampling:
+    """How one sequence's tokens are chosen."""
     return pb.SequenceSampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

@@ -62,7 +62,7 @@ def request_message(spec: RequestSpec) -> pb.RecordedRequest:
         request_id=spec.request_id,
         tenant=spec.tenant,
         prompt_token_ids=spec.prompt_token_ids,
-        sampling=execution._sampling(spec.sampling, 0),
+        sampling=execution.sequence_sampling(spec.sampling, 0),
         max_tokens=spec.max_tokens,
         eos_token_ids=sorted(spec.eos_token_ids),
         num_samples=spec.num_samples,

@@ -188,6 +188,7 @@ class Rig:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=limits.max_model_len,
             num_host_blocks=limits.num_host_blocks,
+            bytes_per_block=self.pools.bytes_per_block,
         )
         self.core.add_executor(0, spec)
         self.plans: deque[StepPlan] = deque()
@@ -306,11 +307,10 @@ def bits(*values: float) -> bytes:
 
 
 def modelled(plan: StepPlan, result: StepResult) -> StepResult:
-    """With times that are the same in every run: now and then computing is so slow that swaps are cheaper."""
-    ns_per_token = 50_000 if plan.step_id // 16 % 2 else 50
+    """With times that are the same in every run: swaps are the cheaper in 16 steps, computing in the next 16."""
     num_tokens = sum(plan.scheduled_num_tokens) + len(result.slots)
     num_moves = len(plan.swapped_out) + len(plan.swapped_in)
-    return replace(result, device_ns=ns_per_token * num_tokens, moves_ns=20_000 * num_moves)
+    return replace(result, device_ns=num_tokens * (1 if plan.step_id // 16 % 2 else 1000), moves_ns=2000 * num_moves)
 
 
 def coming(rig: Rig, chats: list[Chat]) -> Iterator[list[Chat]]:
@@ -330,9 +330,67 @@ def coming(rig: Rig, chats: list[Chat]) -> Iterator[list[Chat]]:
             rig.disturb(rng)
 
 
-def run(model: Model, setting: Setting) -> tuple[Outcome, Counter[str]]:
-    rig = Rig(model, setting)
-    return rig.run(coming(rig, load())), rig.happened
+# --- many ways -------------------------------------------------------------------------------------------------------
+
+SMALL = {"block_size": 8, "num_blocks": 34}
+ROOM = {"num_host_blocks": 200}
+NO_CACHE = {"enable_prefix_caching": False}
+ALONE = Setting(num_blocks=100, max_num_batched_tokens=512, depth=1, arrivals="alone", options=NO_CACHE)
+
+
+def kinds(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+SETTINGS: dict[str, Setting] = {
+    "all at once": Setting(happens=kinds("hits")),
+    "no cache, one plan in flight": Setting(depth=1, options=NO_CACHE),
+    "other order, three plans": Setting(depth=3, arrivals="shuffled", happens=kinds("hits")),
+    "now and then, four plans": Setting(depth=4, arrivals="scattered", happens=kinds("hits")),
+    "alone, cached": Setting(arrivals="alone", happens=kinds("hits")),
+    "small chunks, few at once": Setting(block_size=8, max_num_seqs=7, max_num_batched_tokens=11, depth=3),
+    "odd chunks, blocks of 32": Setting(block_size=32, max_num_batched_tokens=37, options=NO_CACHE),
+    "long prompts in pieces, blocks of 64": Setting(block_size=64, options={"long_prefill_token_threshold": 11}),
+    "static": Setting(arrivals="scattered", options={"batching": "static", "batch_size": 4}),
+    "static, few blocks": Setting(**SMALL, max_num_seqs=9, options={"batching": "static", "batch_size": 5}),
+    "dynamic": Setting(
+        arrivals="scattered", depth=3, options={"batching": "dynamic", "batch_size": 5, "batch_window_ms": 40}
+    ),
+    "newcomers held back": Setting(
+        max_num_seqs=6, options={"waiting_served_ratio": 2.0, "max_waiting_steps": 7, "order": "fair"}
+    ),
+    "recompute": Setting(**SMALL, happens=kinds("recompute", "hits")),
+    "recompute, no cache, four plans": Setting(**SMALL, depth=4, options=NO_CACHE, happens=kinds("recompute")),
+    "swap": Setting(**SMALL, **ROOM, options={"preemption": "swap"}, happens=kinds("swap", "hits")),
+    "swap, no cache, one plan": Setting(
+        **SMALL, **ROOM, depth=1, arrivals="scattered", options={"preemption": "swap"} | NO_CACHE, happens=kinds("swap")
+    ),
+    "swap, four plans, blocks of 16": Setting(
+        num_blocks=22, num_host_blocks=200, depth=4, options={"preemption": "swap"}, happens=kinds("swap")
+    ),
+    "swap, a small host pool": Setting(
+        **SMALL, num_host_blocks=14, options={"preemption": "swap"} | NO_CACHE, happens=kinds("swap", "recompute")
+    ),
+    "auto": Setting(
+        **SMALL, **ROOM, depth=3, arrivals="scattered", options={"preemption": "auto"},
+        happens=kinds("swap", "recompute"),
+    ),
+    "the urgent first": Setting(
+        **SMALL, **ROOM, arrivals="scattered", options={"order": "priority", "preemption": "swap"},
+        happens=kinds("swap"),
+    ),
+    "the short first": Setting(
+        **SMALL, options={"order": "sjf", "max_wait_s": 0.3, "long_prefill_token_threshold": 9},
+        happens=kinds("recompute"),
+    ),
+    "cached in the host pool": Setting(
+        **SMALL, **ROOM, max_num_seqs=5, arrivals="scattered", happens=kinds("hits", "host hits")
+    ),
+    "broken sessions": Setting(**SMALL, **ROOM, depth=3, loses_every=45, options={"preemption": "swap"}),
+    "aborts": Setting(
+        **SMALL, **ROOM, arrivals="scattered", aborts=True, options={"preemption": "swap"}, happens=kinds("swap")
+    ),
+}  # fmt: skip
 
 
 def mixture(seed: int) -> Setting:
@@ -362,3 +420,59 @@ def mixture(seed: int) -> Setting:
         aborts=rng.random() < 0.4,
         options=options,
     )
+
+
+# --- the test --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A model, and what each request of the load is told alone."""
+
+    model: Model
+    expected: Outcome
+
+
+def run(model: Model, setting: Setting) -> tuple[Outcome, Counter[str]]:
+    rig = Rig(model, setting)
+    return rig.run(coming(rig, load())), +rig.happened
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Golden]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(NUM_THREADS)
+    folder = make_llama(tmp_path_factory.mktemp("model"), dtype=getattr(torch, request.param))
+    model = Model(folder, dtype=request.param)
+    expected, happened = run(model, ALONE)
+    assert not happened
+    yield Golden(model, expected)
+    torch.set_num_threads(before)
+
+
+def check(golden: Golden, setting: Setting) -> None:
+    found, happened = run(golden.model, setting)
+    for key, told in golden.expected.items():
+        assert found[key] == told, key
+    assert setting.happens <= happened.keys()
+
+
+def test_the_load_has_something_of_everything(golden: Golden) -> None:
+    told = list(golden.expected.values())
+    assert len({tuple(one.token_ids) for one in told}) == len(told), "the outputs differ"
+    assert {one.finish.detail for one in told if one.finish} == {
+        FinishDetail.EOS, FinishDetail.STOP_TOKEN, FinishDetail.MAX_TOKENS
+    }  # fmt: skip
+    assert sum(1 for one in told if one.logprobs) > 15
+    assert sum(1 for one in told if one.prompt_logprobs) == 3
+    assert sum(1 for one in told if one.cumulative_logprob is not None) == 11
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_same_request_same_bits(golden: Golden, name: str) -> None:
+    check(golden, SETTINGS[name])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_everything_at_once(golden: Golden, seed: int) -> None:
+    check(golden, mixture(seed))

@@ -36,7 +36,10 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gemma2": {"family": "gemma2", "seed": 8, "vocab_size": 50},
 }
 ROOMY = {"num_gpu_blocks": 1000, "num_cpu_blocks": 0}
-TIGHT = {"recompute": {"num_gpu_blocks": 48, "num_cpu_blocks": 0}, "swap": {"num_gpu_blocks": 48, "num_cpu_blocks": 500}}
+TIGHT = {
+    "recompute": {"num_gpu_blocks": 48, "num_cpu_blocks": 0},
+    "swap": {"num_gpu_blocks": 48, "num_cpu_blocks": 500},
+}
 
 
 @dataclass(frozen=True)
@@ -193,15 +196,12 @@ def check(golden: Golden, outputs: list[RequestOutput]) -> None:
                 assert sample.finish_detail == min(search.limits, key=search.limits.__getitem__)
 
 
-def told(outputs: list[RequestOutput]) -> list[Any]:
-    return [
-        [(sample.token_ids, sample.logprobs, sample.cumulative_logprob) for sample in output.outputs]
-        for output in outputs
-    ]
+def told(output: RequestOutput) -> list[Any]:
+    return [(sample.token_ids, sample.logprobs, sample.cumulative_logprob) for sample in output.outputs]
 
 
-def searches_swapped(watch: StepWatch, outputs: list[RequestOutput]) -> int:
-    """How many of these requests were swapped out, and all of their beams with them."""
+def num_searches_swapped(watch: StepWatch, outputs: list[RequestOutput]) -> int:
+    """How many of these requests were swapped out."""
     request_of = {joined.sequence_id: joined.request_id for record in watch.records for joined in record.joined}
     gone = {request_of[sequence_id] for record in watch.records for sequence_id in record.swapped_out_ids}
     return len(gone & {output.request_id for output in outputs})
@@ -223,14 +223,14 @@ async def test_with_room_for_all(golden: Golden) -> None:
 
 @pytest.mark.parametrize("preemption", TIGHT)
 async def test_preempted(golden: Golden, preemption: str) -> None:
-    async with serving(golden, "recompute", **ROOMY) as client:
-        _, expected = await generate(client, golden)
     async with serving(golden, preemption, **TIGHT[preemption]) as client, watch_steps(client) as watch:
         outputs, others = await generate(client, golden)
-        await watch.wait_left(sum(len(output.outputs) for output in outputs), 10.0)
+        alone = [(await client.generate([prompt], [params]))[0] for prompt, params in golden.others]
+        # They came after all the others had left.
+        await watch.wait_left(sum(search.params.beam_width or 0 for search in golden.searches), 10.0)
     check(golden, outputs)
-    assert told(others) == told(expected)
+    assert [told(output) for output in others] == [told(output) for output in alone]
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
-    num_swapped = searches_swapped(watch, outputs)
-    print(num_swapped, sum(output.metrics.num_preemptions for output in outputs))
+    assert sum(output.metrics.num_preemptions for output in alone) == 0
+    num_swapped = num_searches_swapped(watch, outputs)
     assert num_swapped > 0 if preemption == "swap" else num_swapped == 0

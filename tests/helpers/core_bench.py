@@ -56,8 +56,8 @@ class Bench:
         self.prompt_logprobs: dict[str, list[PromptLogprobs]] = {}
         self.order: list[str] = []
         """Who was admitted, one after the other."""
-        self.num_chunk_tokens = 0
-        """Planned so far, decodes left out."""
+        self.num_computed_tokens = 0
+        """What all steps planned so far compute."""
         self.now = 0.0
         """The virtual clock, in seconds; `run` lets every step take one."""
 
@@ -132,7 +132,7 @@ class Bench:
             self.plans.append(plan)
             step = self.lane.inflight[-1]
             self.order += dict.fromkeys(sequence.group.spec.request_id for sequence in step.joined)
-            self.num_chunk_tokens += sum(chunk.num_tokens for chunk in step.chunks)
+            self.num_computed_tokens += step.total_tokens
         return plan
 
     def apply(self) -> StepResult:

@@ -65,7 +65,9 @@ def test_the_blocks_of_dropped_beams_are_free_with_the_result() -> None:
         held = {block_id for beam in beams for block_id in beam.block_ids}
         assert bench.spec.num_blocks - bench.lane.blocks.num_free == len(held)
         # One token a block: what beams have in common they hold in common.
-        assert len(held) == len({tuple(beam.token_ids[: end + 1]) for beam in beams for end in range(len(beam.block_ids))})
+        assert len(held) == len(
+            {tuple(beam.token_ids[: end + 1]) for beam in beams for end in range(len(beam.block_ids))}
+        )
     assert num_dropped > 0, "what this test is about"
     bench.run()
     assert bench.lane.blocks.num_free == bench.spec.num_blocks
@@ -108,9 +110,9 @@ def test_swapped_beams_compute_nothing_again() -> None:
     bench.add("urgent", 50, max_tokens=4, priority=0)
     while "urgent" not in bench.details:
         bench.step(depth=1)
-    before = bench.num_chunk_tokens
+    before = bench.num_computed_tokens
     until_round(bench, "beams", 8)
-    assert bench.num_chunk_tokens - before <= 3 * 3, "one token for each beam and round"
+    assert bench.num_computed_tokens - before <= 3 * 3, "one token for each beam and round"
 
 
 def test_beams_that_outgrow_the_pool_are_cut_and_told_as_they_are() -> None:

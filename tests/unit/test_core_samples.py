@@ -39,7 +39,7 @@ def test_the_prompt_is_computed_once() -> None:
     bench = Bench()
     bench.add("r", 21, max_tokens=6, n=4)
     bench.run()
-    assert bench.num_chunk_tokens == 21
+    assert bench.num_computed_tokens == 21 + 4 * 5, "and of each sample all tokens but the last"
 
 
 def test_full_blocks_of_the_prompt_are_shared() -> None:
@@ -136,12 +136,13 @@ def test_samples_put_out_together_compute_what_they_share_once() -> None:
     bench.add("r", 16, max_tokens=12, n=3, priority=1)
     until_forked(bench, "r")
     bench.step()
+    before = bench.num_computed_tokens
     bench.add("urgent", 8, max_tokens=3, n=3, priority=0)
     bench.step()
     assert all(sequence.slot is None for sequence in bench.sequences("r"))
     bench.run()
     assert [bench.samples["r", index] for index in range(3)] == [bench.known("r", index) for index in range(3)]
-    assert bench.num_chunk_tokens < 16 + 8 + 2 * 16, "three samples, and the prompt twice in all"
+    assert bench.num_computed_tokens - before == (8 + 3 * 2) + (16 + 3 * 11), "no prompt twice"
 
 
 def test_a_stopped_sample_leaves_the_others_alone() -> None:

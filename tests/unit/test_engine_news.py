@@ -7,6 +7,7 @@ import pytest
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.lane import PlannedStep
 from scheduler_svc.core.news import BeamOutput, News
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import (
     BeamSpec,
@@ -38,7 +39,7 @@ class Stage:
     """An engine that serves one request, whose core is played by the test."""
 
     def __init__(self, *, best_of=None, text=False, **spec):
-        self.engine = Engine(SchedulerConfig(), [NoExecutor()])
+        self.engine = Engine(SchedulerConfig(), Scheduler(), NoExecutor())
         spec = RequestSpec("r", (5, 6, 7), Sampling(num_logprobs=0 if best_of else None), **spec)
         make_text = (lambda: TextStream(TOKENIZER)) if text else None
         self.live = LiveRequest(EngineRequest(spec, make_text, best_of=best_of), arrival_ns=1)

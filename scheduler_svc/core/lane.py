@@ -88,7 +88,7 @@ class Lane:
         self.spec = spec
         self._policy = policy
         self._caching = prefix_caching and spec.shares_prefixes
-        self.rates = MeasuredRates(spec.bytes_per_block)
+        self.rates = MeasuredRates()
         self.reset()
 
     def reset(self) -> None:

@@ -6,20 +6,16 @@ _DECAY = 0.9
 """How much of the past counts after each observation."""
 _MIN_TOKENS = 16
 """Of a step that tells what a token costs: in a smaller one it is mostly the step itself that is paid for."""
-_GUESSED_BYTES_PER_NS = 4.0
-"""4 GB/s between device and host, a guess on the low side, until a move is measured."""
-_GUESSED_BYTES_PER_BLOCK = 1 << 20
-"""Where the executor does not say; a small model's."""
 
 
 class MeasuredRates:
     """Nanoseconds per token computed and per block moved: quotients of sums that decay with every step.
 
     A quotient of sums weighs a step by its size, so that the long steps of prefills count for more than short ones.
+    Before both are measured blocks are moved: that throws nothing away, and tells what a move costs.
     """
 
-    def __init__(self, bytes_per_block: int = 0) -> None:
-        self._prior_ns_per_block = (bytes_per_block or _GUESSED_BYTES_PER_BLOCK) / _GUESSED_BYTES_PER_NS
+    def __init__(self) -> None:
         self._compute_ns = 0.0
         self._num_tokens = 0.0
         self._moves_ns = 0.0
@@ -44,21 +40,20 @@ class MeasuredRates:
         return self._compute_ns / self._num_tokens if self._num_tokens else None
 
     @property
-    def ns_per_block(self) -> float:
-        """Of moving between device and host, one way."""
-        return self._moves_ns / self._num_moved_blocks if self._num_moved_blocks else self._prior_ns_per_block
+    def ns_per_block(self) -> float | None:
+        """Of moving between device and host, one way; None before it was measured."""
+        return self._moves_ns / self._num_moved_blocks if self._num_moved_blocks else None
 
     def swap_is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
-        """Do so many blocks move out and back in less time than so many tokens are computed again?
-
-        Yes before computing was measured: a swap throws nothing away.
-        """
+        """Do so many blocks move out and back in less time than so many tokens are computed again?"""
         return self._cheaper(num_tokens, 2 * num_blocks)
 
     def swap_in_is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
-        """Do so many blocks move in, in less time than so many tokens are computed? Yes before that was measured."""
+        """Do so many blocks move in, in less time than so many tokens are computed?"""
         return self._cheaper(num_tokens, num_blocks)
 
     def _cheaper(self, num_tokens: int, num_moves: int) -> bool:
-        ns_per_token = self.ns_per_token
-        return ns_per_token is None or num_moves * self.ns_per_block < num_tokens * ns_per_token
+        ns_per_token, ns_per_block = self.ns_per_token, self.ns_per_block
+        if ns_per_token is None or ns_per_block is None:
+            return True
+        return num_moves * ns_per_block < num_tokens * ns_per_token

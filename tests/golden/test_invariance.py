@@ -1,67 +1,36 @@
-"""A request's tokens and logprobs, to the bit, whatever it is batched with: the core over the real CPU executor.
+"""A request's tokens and logprobs, to the bit, whatever it is batched with, on the real CPU executor.
 
 Over batch composition, order of arrival, batching policies and orders of service, chunk and block sizes, plans in
 flight, preemption by recompute and by swap in pools so small that it happens, the prefix cache and its host tier, and
-sessions that break. All decoding algorithms in one load; fp32 and bf16. KV that nobody has computed is NaN.
+sessions that break; in one process, where a run repeats itself exactly, and through both services over gRPC. All
+decoding algorithms in one load; fp32 and bf16.
 """
 
 from __future__ import annotations
 
 import random
-from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from executor_svc.config import ExecutorConfig
-from executor_svc.convert import plan_from_wire, result_to_wire
-from executor_svc.description import limits_of
-from executor_svc.model_runner import ModelRunner
-from executor_svc.step import StepExecutor
-from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.convert.execution import step_plan, step_result
-from scheduler_svc.core.news import News
-from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import (
-    BeamSpec,
-    ExecutorSpec,
-    Finish,
-    FinishDetail,
-    RequestSpec,
-    Sampling,
-    StepPlan,
-    StepResult,
-)
-from scheduler_svc.make_rules import make_rules
+from cadenza import AsyncClient, RequestOutput, SamplingParams
+from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampling
 from tests.checkpoints import make_llama
+from tests.helpers.core_model import Chat, Outcome, Rig, Setting
+from tests.helpers.services import cadenza_services
 from tests.kernels.driver import NUM_THREADS, Model
 
 VOCAB_SIZE, MAX_TOKENS = 131, 20
 STOPS = tuple(range(1, 131, 11))
 """So many that outputs end at all lengths."""
-NO_EOS: frozenset[int] = frozenset()
 
 
 # --- the load --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A request, and what the user says after each answer: every turn's prompt is all that was said before."""
-
-    spec: RequestSpec
-    says: tuple[tuple[int, ...], ...] = ()
-
-    def turn(self, answer: list[int]) -> Chat:
-        """The next one."""
-        prompt = (*self.spec.prompt_token_ids, *answer, *self.says[0])
-        return Chat(
-            replace(self.spec, request_id=f"{self.spec.request_id}, on", prompt_token_ids=prompt), self.says[1:]
-        )
 
 
 def text(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -121,233 +90,24 @@ def load() -> list[Chat]:
     ]  # fmt: skip
 
 
-@dataclass
-class Told:
-    """All that was told of a sample; the bits of its logprobs."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: bytes = b""
-    prompt_logprobs: bytes = b""
-    cumulative_logprob: float | None = None
-    finish: Finish | None = None
-
-
-Outcome = dict[tuple[str, int], Told]
-"""By request id and sample index."""
-
-
-# --- one way to run it -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Sizes, options of the scheduler, who comes when, and what must happen: no more, no less."""
-
-    block_size: int = 16
-    num_blocks: int = 600
-    num_host_blocks: int = 0
-    max_num_seqs: int = 24
-    max_num_batched_tokens: int = 256
-    depth: int = 2
-    arrivals: str = "together"
-    """Or alone, one after the other; shuffled; scattered over the steps."""
-    loses_every: int = 0
-    """The session with the executor breaks after so many steps."""
-    aborts: bool = False
-    """Others come that are aborted."""
-    happens: frozenset[str] = frozenset()
-    """Of recompute, swap, hits and host hits."""
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-class Rig:
-    """The core, a model's executor, and the plans in flight between them; time is counted, not taken."""
-
-    def __init__(self, model: Model, setting: Setting) -> None:
-        config = ExecutorConfig(
-            **model.options
-            | {
-                "block_size": setting.block_size,
-                "num_gpu_blocks": setting.num_blocks,
-                "num_cpu_blocks": setting.num_host_blocks,
-                "max_num_seqs": setting.max_num_seqs,
-                "max_num_batched_tokens": setting.max_num_batched_tokens,
-            }
-        )
-        geometry = model.loaded.geometry
-        self.setting = setting
-        self.pools = model.device.new_kv_cache(geometry, config)
-        limits = limits_of(config, geometry, self.pools)
-        self.executor = StepExecutor(ModelRunner(model.loaded, model.device, self.pools), self.pools, limits)
-        self.core = Scheduler(make_rules(SchedulerConfig(**setting.options)))
-        spec = ExecutorSpec(
-            block_size=limits.block_size,
-            num_blocks=limits.num_device_blocks,
-            num_slots=limits.num_slots,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_model_len=limits.max_model_len,
-            num_host_blocks=limits.num_host_blocks,
-            bytes_per_block=self.pools.bytes_per_block,
-        )
-        self.core.add_executor(0, spec)
-        self.plans: deque[StepPlan] = deque()
-        self.chats: dict[str, Chat] = {}
-        self.doomed: deque[RequestSpec] = deque()
-        self.outcome: Outcome = {}
-        self.happened: Counter[str] = Counter()
-        self.now = 0.0
-        self.num_applied = 0
-        self.lose_memory()
-
-    def lose_memory(self) -> None:
-        """Whoever reads what was not computed since then fails."""
-        self.executor.clear()
-        for layer in (*self.pools.layers, *self.pools._host_layers):
-            layer.fill_(float("nan"))
-
-    def run(self, coming: Iterator[list[Chat]]) -> Outcome:
-        """Until all is told. `coming`: who comes before each step; it may look at what is there."""
-        for chats in coming:
-            for one in chats:
-                self.add(one)
-            self.step()
-        while self.core.groups or self.plans:
-            self.step()
-        self.step()
-        lane = self.core.lanes[0]
-        assert lane.blocks.num_free == self.setting.num_blocks
-        assert lane.blocks.num_used_host == 0
-        assert not self.executor.slots.admitted.any()
-        if self.core.lanes[0].blocks.num_prefix_hits:
-            self.happened["hits"] += 1
-        return self.outcome
-
-    def add(self, one: Chat) -> None:
-        self.chats[one.spec.request_id] = one
-        self.core.add_request(one.spec, self.now)
-        self.core.drain(False)
-        for index in range(one.spec.num_samples):
-            self.outcome[one.spec.request_id, index] = Told()
-
-    def disturb(self, rng: random.Random) -> None:
-        """One comes that is aborted before it ends."""
-        fields = rng.choice([{"num_samples": 3}, {"beams": BeamSpec(3), "num_samples": 2}, {}])
-        doomed = chat(f"doomed at {self.now}", SYSTEM[: rng.randrange(8, 43)], DRAWN, **fields)
-        self.add(doomed)
-        self.doomed.append(doomed.spec)
-        if len(self.doomed) > 2:
-            self.take(self.core.abort(self.doomed.popleft().key, FinishDetail.ABORTED))
-
-    def step(self) -> None:
-        """Plan as far ahead as may be, then let the oldest plan run."""
-        self.now += 0.01
-        while len(self.plans) < self.setting.depth and self.plan():
-            pass
-        if self.plans:
-            self.apply()
-            self.num_applied += 1
-            if self.setting.loses_every and self.num_applied % self.setting.loses_every == 0:
-                self.plans.clear()
-                self.lose_memory()
-                self.take(self.core.executor_lost(0, self.now))
-        elif (wakes_at := self.core.wakes_at(0, self.now)) is not None:
-            self.now = wakes_at
-        elif self.core.groups:
-            self.core.drain(True)
-
-    def plan(self) -> bool:
-        plan = self.core.plan_step(0, self.now)
-        self.take(self.core.take_news())
-        self.core.check_integrity()
-        if plan is None:
-            return False
-        self.plans.append(plan)
-        step = self.core.lanes[0].inflight[-1]
-        self.happened["swap"] += len(step.swapped_out)
-        self.happened["recompute"] += len(step.preempted) - len(step.swapped_out)
-        self.happened["host hits"] += bool(plan.swapped_in and not step.swapped_in)
-        return True
-
-    def apply(self) -> None:
-        plan = self.plans.popleft()
-        result = step_result(result_to_wire(self.executor.execute(plan_from_wire(step_plan(plan, 1)), 0), 1, 1))
-        assert not result.error_slots
-        news = self.core.apply_result(0, modelled(plan, result), self.now)[1]
-        self.core.check_integrity()
-        self.take(news)
-
-    def take(self, news: News) -> None:
-        for delta in news:
-            told = self.outcome[delta.key[1], delta.sample_index]
-            assert told.finish is None, "news of a sample that has ended"
-            told.token_ids += delta.token_ids
-            for row in delta.logprobs:
-                ids = array("q", (row.rank, *row.top_token_ids)).tobytes()
-                told.logprobs += ids + bits(row.logprob, *row.top_logprobs)
-            if (prompt := delta.prompt_logprobs) is not None:
-                for at, logprob in enumerate(prompt.logprobs):
-                    top = slice(at * prompt.num_top, (at + 1) * prompt.num_top)
-                    ids = array("q", (prompt.start + at, prompt.ranks[at], *prompt.top_token_ids[top])).tobytes()
-                    told.prompt_logprobs += ids + bits(logprob, *prompt.top_logprobs[top])
-            if delta.finish is not None:
-                told.finish, told.cumulative_logprob = delta.finish, delta.cumulative_logprob
-                self.talk_on(delta.key[1])
-
-    def talk_on(self, request_id: str) -> None:
-        """With all its samples told, a chat goes on from the first."""
-        one = self.chats[request_id]
-        every = [self.outcome[request_id, index] for index in range(one.spec.num_samples)]
-        if one.says and all(told.finish for told in every):
-            self.add(one.turn(every[0].token_ids))
-
-
-def bits(*values: float) -> bytes:
-    return array("d", values).tobytes()
-
-
-def modelled(plan: StepPlan, result: StepResult) -> StepResult:
-    """With times that are the same in every run: swaps are the cheaper in 16 steps, computing in the next 16."""
-    num_tokens = sum(plan.scheduled_num_tokens) + len(result.slots)
-    num_moves = len(plan.swapped_out) + len(plan.swapped_in)
-    return replace(result, device_ns=num_tokens * (1 if plan.step_id // 16 % 2 else 1000), moves_ns=2000 * num_moves)
-
-
-def coming(rig: Rig, chats: list[Chat]) -> Iterator[list[Chat]]:
-    """Who comes before each step, as the setting says."""
-    chats, rng = list(chats), random.Random(3)
-    if rig.setting.arrivals in ("shuffled", "scattered"):
-        rng.shuffle(chats)
-    if rig.setting.arrivals in ("together", "shuffled"):
-        yield chats
-        chats = []
-    while chats or rig.core.groups:
-        alone = rig.setting.arrivals == "alone"
-        count = not rig.core.groups if alone else rng.choice([0, 0, 0, 1, 1, 3])
-        yield chats[:count]
-        del chats[:count]
-        if rig.setting.aborts and rng.random() < 0.3 and len(rig.chats) < 60:
-            rig.disturb(rng)
-
-
 # --- many ways -------------------------------------------------------------------------------------------------------
 
-SMALL = {"block_size": 8, "num_blocks": 34}
-ROOM = {"num_host_blocks": 200}
+SMALL: dict[str, Any] = {"block_size": 8, "num_blocks": 34}
+ROOM: dict[str, Any] = {"num_host_blocks": 200}
 NO_CACHE = {"enable_prefix_caching": False}
 ALONE = Setting(num_blocks=100, max_num_batched_tokens=512, depth=1, arrivals="alone", options=NO_CACHE)
 
 
-def kinds(*names: str) -> frozenset[str]:
-    return frozenset(names)
-
+HITS = frozenset({"hits"})
+SWAPS = frozenset({"swap one", "swap samples", "swap beams"})
+RECOMPUTES = frozenset({"recompute one", "recompute samples", "recompute beams"})
 
 SETTINGS: dict[str, Setting] = {
-    "all at once": Setting(happens=kinds("hits")),
+    "all at once": Setting(happens=HITS),
     "no cache, one plan in flight": Setting(depth=1, options=NO_CACHE),
-    "other order, three plans": Setting(depth=3, arrivals="shuffled", happens=kinds("hits")),
-    "now and then, four plans": Setting(depth=4, arrivals="scattered", happens=kinds("hits")),
-    "alone, cached": Setting(arrivals="alone", happens=kinds("hits")),
+    "other order, three plans": Setting(depth=3, arrivals="shuffled", happens=HITS),
+    "now and then, four plans": Setting(depth=4, arrivals="scattered", happens=HITS),
+    "alone, cached": Setting(arrivals="alone", happens=HITS),
     "small chunks, few at once": Setting(block_size=8, max_num_seqs=7, max_num_batched_tokens=11, depth=3),
     "odd chunks, blocks of 32": Setting(block_size=32, max_num_batched_tokens=37, options=NO_CACHE),
     "long prompts in pieces, blocks of 64": Setting(block_size=64, options={"long_prefill_token_threshold": 11}),
@@ -359,42 +119,42 @@ SETTINGS: dict[str, Setting] = {
     "newcomers held back": Setting(
         max_num_seqs=6, options={"waiting_served_ratio": 2.0, "max_waiting_steps": 7, "order": "fair"}
     ),
-    "recompute": Setting(**SMALL, happens=kinds("recompute", "hits")),
-    "recompute, no cache, four plans": Setting(**SMALL, depth=4, options=NO_CACHE, happens=kinds("recompute")),
-    "swap": Setting(**SMALL, **ROOM, options={"preemption": "swap"}, happens=kinds("swap", "hits")),
+    "recompute": Setting(**SMALL, happens=HITS | RECOMPUTES - {"recompute samples"}),
+    "recompute, no cache, four plans": Setting(**SMALL, depth=4, options=NO_CACHE, happens=RECOMPUTES),
+    "swap": Setting(**SMALL, **ROOM, options={"preemption": "swap"}, happens=HITS | SWAPS),
     "swap, no cache, one plan": Setting(
-        **SMALL, **ROOM, depth=1, arrivals="scattered", options={"preemption": "swap"} | NO_CACHE, happens=kinds("swap")
+        **SMALL, **ROOM, depth=1, arrivals="scattered", options={"preemption": "swap"} | NO_CACHE, happens=SWAPS
     ),
     "swap, four plans, blocks of 16": Setting(
-        num_blocks=22, num_host_blocks=200, depth=4, options={"preemption": "swap"}, happens=kinds("swap")
+        num_blocks=22, num_host_blocks=200, depth=4, options={"preemption": "swap"}, happens=SWAPS
     ),
     "swap, a small host pool": Setting(
-        **SMALL, num_host_blocks=14, options={"preemption": "swap"} | NO_CACHE, happens=kinds("swap", "recompute")
+        **SMALL, num_host_blocks=14, options={"preemption": "swap"} | NO_CACHE, happens=SWAPS | {"recompute beams"}
     ),
     "auto": Setting(
         **SMALL, **ROOM, depth=3, arrivals="scattered", options={"preemption": "auto"},
-        happens=kinds("swap", "recompute"),
+        happens=SWAPS | {"recompute samples", "recompute beams"},
     ),
     "the urgent first": Setting(
         **SMALL, **ROOM, arrivals="scattered", options={"order": "priority", "preemption": "swap"},
-        happens=kinds("swap"),
+        happens=SWAPS,
     ),
     "the short first": Setting(
         **SMALL, options={"order": "sjf", "max_wait_s": 0.3, "long_prefill_token_threshold": 9},
-        happens=kinds("recompute"),
+        happens=RECOMPUTES,
     ),
     "cached in the host pool": Setting(
-        **SMALL, **ROOM, max_num_seqs=5, arrivals="scattered", happens=kinds("hits", "host hits")
+        **SMALL, **ROOM, max_num_seqs=5, arrivals="scattered", happens=HITS | {"host hits"}
     ),
     "broken sessions": Setting(**SMALL, **ROOM, depth=3, loses_every=45, options={"preemption": "swap"}),
     "aborts": Setting(
-        **SMALL, **ROOM, arrivals="scattered", aborts=True, options={"preemption": "swap"}, happens=kinds("swap")
+        **SMALL, **ROOM, arrivals="scattered", aborts=True, options={"preemption": "swap"}, happens=SWAPS
     ),
 }  # fmt: skip
 
 
 def mixture(seed: int) -> Setting:
-    """Everything at once, at random."""
+    """Everything at once, at random, in pools that just hold the largest request."""
     rng = random.Random(seed)
     block_size = rng.choice([8, 8, 16, 32])
     max_num_seqs = rng.choice([5, 9, 24])
@@ -429,13 +189,15 @@ def mixture(seed: int) -> Setting:
 class Golden:
     """A model, and what each request of the load is told alone."""
 
+    folder: Path
     model: Model
     expected: Outcome
+    dtype: str
 
 
 def run(model: Model, setting: Setting) -> tuple[Outcome, Counter[str]]:
     rig = Rig(model, setting)
-    return rig.run(coming(rig, load())), +rig.happened
+    return rig.run(load()), +rig.happened
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -446,7 +208,7 @@ def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model = Model(folder, dtype=request.param)
     expected, happened = run(model, ALONE)
     assert not happened
-    yield Golden(model, expected)
+    yield Golden(folder, model, expected, request.param)
     torch.set_num_threads(before)
 
 
@@ -476,3 +238,73 @@ def test_same_request_same_bits(golden: Golden, name: str) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_everything_at_once(golden: Golden, seed: int) -> None:
     check(golden, mixture(seed))
+
+
+# --- the same over gRPC ----------------------------------------------------------------------------------------------
+
+SERVED: dict[str, dict[str, Any]] = {
+    "roomy": {"num_gpu_blocks": 600, "max_num_batched_tokens": 64},
+    "few blocks, swap": {
+        "num_gpu_blocks": 34, "block_size": 8, "num_cpu_blocks": 200,
+        "scheduler": {"preemption": "swap", "max_inflight_plans": 4},
+    },
+    "few blocks, dynamic": {
+        "num_gpu_blocks": 34, "block_size": 8,
+        "scheduler": {"batching": "dynamic", "batch_size": 6, "batch_window_ms": 20, "order": "sjf"},
+    },
+}  # fmt: skip
+
+
+def as_asked(spec: RequestSpec) -> SamplingParams:
+    """The request as a client asks for it; every stop token by its id."""
+    sampling, beams = spec.sampling, spec.beams
+    never = {True: True, False: False, None: "never"}
+    search: dict[str, Any] = (
+        {"beam_width": beams.width, "length_penalty": beams.length_penalty}
+        | {"early_stopping": never[beams.early_stopping]}
+        if beams
+        else {}
+    )
+    return SamplingParams(
+        n=spec.num_samples, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
+        min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty, frequency_penalty=sampling.frequency_penalty, seed=sampling.seed,
+        max_tokens=spec.max_tokens, min_tokens=sampling.min_tokens, ignore_eos=True,
+        stop_token_ids=list(sampling.stop_token_ids), logprobs=sampling.num_logprobs,
+        prompt_logprobs=sampling.num_prompt_logprobs, priority=spec.priority,
+        logit_bias=dict(zip(sampling.bias_token_ids, sampling.biases, strict=True)),
+        allowed_token_ids=list(sampling.allowed_token_ids) or None, **search,
+    )  # fmt: skip
+
+
+def check_output(golden: Golden, request_id: str, output: RequestOutput) -> None:
+    for sample in output.outputs:
+        told = golden.expected[request_id, sample.index]
+        assert sample.token_ids == told.token_ids, request_id
+        rows = zip(sample.logprobs or (), sample.token_ids, strict=sample.logprobs is not None)
+        assert [row[token_id].logprob for row, token_id in rows] == told.chosen_logprobs, request_id
+        if told.cumulative_logprob is not None:
+            assert sample.cumulative_logprob == told.cumulative_logprob, request_id
+
+
+@pytest.mark.parametrize("name", SERVED)
+async def test_the_same_through_both_services(golden: Golden, name: str) -> None:
+    """What the core and the executor say of it in one process; words to ban need a tokenizer, and are left out."""
+    chats = [chat for chat in load() if not chat.spec.sampling.bad_words]
+    options = {"max_num_seqs": 24, "num_threads": NUM_THREADS, **SERVED[name]}
+    async with cadenza_services(golden.folder, dtype=golden.dtype, **options) as running:
+        async with AsyncClient(running.target) as client:
+            while chats:
+                prompts = [
+                    {"prompt_token_ids": list(chat.spec.prompt_token_ids), "cache_salt": chat.spec.cache_salt.hex()}
+                    for chat in chats
+                ]
+                outputs = await client.generate(prompts, [as_asked(chat.spec) for chat in chats])
+                for chat, output in zip(chats, outputs, strict=True):
+                    check_output(golden, chat.spec.request_id, output)
+                answers = [output.outputs[0].token_ids for output in outputs]
+                chats = [chat.turn(answer) for chat, answer in zip(chats, answers, strict=True) if chat.says]
+        load_now = await running.load()
+        assert (load_now.num_preemptions > 0) is name.startswith("few")
+        assert load_now.num_prefix_hits > 0
+        await running.wait_until_free()

@@ -200,6 +200,10 @@ def told(output: RequestOutput) -> list[Any]:
     return [(sample.token_ids, sample.logprobs, sample.cumulative_logprob) for sample in output.outputs]
 
 
+def num_preemptions(outputs: list[RequestOutput]) -> int:
+    return sum(output.metrics.num_preemptions for output in outputs if output.metrics)
+
+
 def num_searches_swapped(watch: StepWatch, outputs: list[RequestOutput]) -> int:
     """How many of these requests were swapped out."""
     request_of = {joined.sequence_id: joined.request_id for record in watch.records for joined in record.joined}
@@ -215,7 +219,7 @@ async def test_with_room_for_all(golden: Golden) -> None:
     check(golden, again)
     ends = {sample.finish_detail for output in outputs for sample in output.outputs}
     assert ends == {"eos", "stop_token", "max_tokens", "max_model_len"}
-    assert sum(output.metrics.num_preemptions for output in outputs) == 0
+    assert num_preemptions(outputs) == 0
     assert [output.num_cached_tokens for output in again] == [
         (len(search.prompt) - 1) // 8 * 8 for search in golden.searches
     ]
@@ -230,7 +234,7 @@ async def test_preempted(golden: Golden, preemption: str) -> None:
         await watch.wait_left(sum(search.params.beam_width or 0 for search in golden.searches), 10.0)
     check(golden, outputs)
     assert [told(output) for output in others] == [told(output) for output in alone]
-    assert sum(output.metrics.num_preemptions for output in outputs) > 0
-    assert sum(output.metrics.num_preemptions for output in alone) == 0
+    assert num_preemptions(outputs) > 0
+    assert num_preemptions(alone) == 0
     num_swapped = num_searches_swapped(watch, outputs)
     assert num_swapped > 0 if preemption == "swap" else num_swapped == 0

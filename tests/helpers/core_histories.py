@@ -34,10 +34,10 @@ def executors(draw: st.DrawFn) -> ExecutorSpec:
     block_size, max_num_seqs = draw(st.sampled_from([4, 1, 2, 8])), draw(st.sampled_from([4, 6, 8, 5, 3, 2, 1]))
     return ExecutorSpec(
         block_size=block_size,
-        num_blocks=max(3, draw(st.sampled_from([64, 48, 64, 32, 80])) // block_size),
+        num_blocks=max(3, draw(st.sampled_from([64, 48, 160, 32, 80])) // block_size),
         num_slots=max_num_seqs + draw(st.integers(0, 3)),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 24)),
+        max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([24, 8, 4, 12, 0])),
         max_model_len=MAX_MODEL_LEN,
         watermark=draw(st.sampled_from([0.0, 0.1])),
         num_host_blocks=draw(st.sampled_from([30, 0, 6, 30])),
@@ -53,7 +53,7 @@ def rules() -> st.SearchStrategy[Rules]:
         batching=_BATCHINGS,
         max_wait_s=st.none() | st.floats(0, 60),
         long_prefill_token_threshold=st.sampled_from([0, 0, 3]),
-        prefix_caching=st.booleans(),
+        prefix_caching=st.sampled_from([True, True, False]),
         preemption=st.sampled_from(["swap", "recompute", "auto"]),
     )
 

@@ -62,7 +62,7 @@ class Row:
 
 
 def make_rates(token_ns: int, block_ns: int) -> MeasuredRates:
-    rates = MeasuredRates(0)
+    rates = MeasuredRates()
     rates.observe(100, 100, 100 * token_ns, 100 * block_ns)
     return rates
 

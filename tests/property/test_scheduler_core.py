@@ -7,12 +7,12 @@ what was told is refused. At depth 1 what it has been told is compared with the 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_svc.core.batching import StaticBatching
 from scheduler_svc.core.beams import Hypothesis
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.news import News
@@ -48,7 +48,6 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.add_executor(0, spec)
         self.executor = CoreExecutor(spec, VOCAB_SIZE)
         self.depth = depth
-        self.reserves = isinstance(rules.batching, StaticBatching)
         self.plans: deque[StepPlan] = deque()
         self.specs: dict[RequestKey, RequestSpec] = {}
         self.outputs: dict[Sample, list[int]] = {}
@@ -68,16 +67,19 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.add_one(data, data.draw(prompts()))
 
-    @rule(data=st.data(), pick=PICK)
+    @rule(data=st.data(), pick=PICK, is_same=st.booleans())
     @precondition(lambda self: self.finishes and len(self.core.groups) < 12)
-    def add_a_turn(self, data: st.DataObject, pick: int) -> None:
-        """A prompt that goes on where another request's output ended."""
+    def add_a_turn(self, data: st.DataObject, pick: int, is_same: bool) -> None:
+        """The same prompt as before, or one that goes on where another request's output ended."""
         key, index = list(self.finishes)[pick % len(self.finishes)]
-        talk = (*self.specs[key].prompt_token_ids, *self.outputs[key, index], *data.draw(prompts()))
-        self.add_one(data, talk[: MAX_MODEL_LEN - 5])
+        former = self.specs[key]
+        talk = (*former.prompt_token_ids, *self.outputs[key, index], *data.draw(prompts()))[: MAX_MODEL_LEN - 5]
+        self.add_one(data, former.prompt_token_ids if is_same else talk, former)
 
-    def add_one(self, data: st.DataObject, prompt: tuple[int, ...]) -> None:
+    def add_one(self, data: st.DataObject, prompt: tuple[int, ...], former: RequestSpec | None = None) -> None:
         spec = data.draw(requests(f"r{len(self.specs)}", prompt))
+        if former is not None:
+            spec = replace(spec, tenant=former.tenant, cache_salt=former.cache_salt)
         fits = len(prompt) // self.spec.block_size + spec.num_sequences <= self.spec.num_blocks
         try:
             self.core.add_request(spec, self.now)
@@ -195,8 +197,7 @@ class CoreMachine(RuleBasedStateMachine):
         tokens, known_detail = known_sample(spec, MAX_MODEL_LEN, index)
         assert output == tokens[: len(output)]
         if detail is FinishDetail.KV_CAPACITY:
-            fills_the_pool = len(spec.prompt_token_ids) + len(output) == self.capacity + 1
-            assert fills_the_pool or (self.reserves and spec.num_samples > 1)
+            assert len(spec.prompt_token_ids) + len(output) == self.capacity + 1
         elif detail not in ENDED_EARLY:
             assert (output, detail) == (tokens, known_detail)
 

@@ -7,22 +7,17 @@ import pytest
 from scheduler_svc.core.rates import MeasuredRates
 
 
-def test_before_anything_is_measured_moves_have_a_price_and_swapping_is_preferred() -> None:
-    rates = MeasuredRates(bytes_per_block=4_000_000)
-    assert rates.ns_per_token is None
-    assert rates.ns_per_block == 1_000_000
+def test_before_both_are_measured_blocks_are_moved() -> None:
+    rates = MeasuredRates()
+    assert (rates.ns_per_token, rates.ns_per_block) == (None, None)
     assert rates.swap_is_cheaper(1, 1000)
     assert rates.swap_in_is_cheaper(1, 1000)
-    assert MeasuredRates().ns_per_block > 0
-
-
-def test_the_guess_for_moves_holds_until_one_is_measured() -> None:
-    rates = MeasuredRates(bytes_per_block=4_000_000)
     rates.observe(100, 0, 100_000, 0)
-    assert (rates.ns_per_token, rates.ns_per_block) == (1000, 1_000_000)
-    assert not rates.swap_is_cheaper(16, 1)
+    assert (rates.ns_per_token, rates.ns_per_block) == (1000, None)
+    assert rates.swap_is_cheaper(1, 1000)
     rates.observe(0, 10, 0, 50_000)
     assert (rates.ns_per_token, rates.ns_per_block) == (1000, 5000)
+    assert not rates.swap_is_cheaper(1, 1000)
     assert rates.swap_is_cheaper(16, 1)
 
 

@@ -1,0 +1,275 @@
+"""The core over the real executor of a model, in one process, moved on step by step. For tests only.
+
+Plans and results go through the wire's own conversions. Time is counted, not taken, so the same requests give the same
+plans in every run. KV that nobody has computed is NaN: whoever reads it fails.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.convert import plan_from_wire, result_to_wire
+from executor_svc.description import limits_of
+from executor_svc.model_runner import ModelRunner
+from executor_svc.plan import Limits
+from executor_svc.step import StepExecutor
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.convert.execution import step_plan, step_result
+from scheduler_svc.core.news import News
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.types import (
+    ExecutorSpec,
+    Finish,
+    FinishDetail,
+    RequestKey,
+    RequestSpec,
+    SampleDelta,
+    StepPlan,
+    StepResult,
+)
+from scheduler_svc.make_rules import make_rules
+from tests.kernels.driver import Model
+
+_STEP_S = 0.01
+_EPOCH = 1
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A request, and what the user says after each answer: a turn's prompt is all that was said before it."""
+
+    spec: RequestSpec
+    says: tuple[tuple[int, ...], ...] = ()
+
+    def turn(self, answer: list[int]) -> Chat:
+        """The next one."""
+        prompt = (*self.spec.prompt_token_ids, *answer, *self.says[0])
+        return Chat(
+            replace(self.spec, request_id=f"{self.spec.request_id}, on", prompt_token_ids=prompt), self.says[1:]
+        )
+
+
+@dataclass
+class Told:
+    """All that was told of a sample."""
+
+    token_ids: list[int] = field(default_factory=list)
+    chosen_logprobs: list[float] = field(default_factory=list)
+    logprobs: bytes = b""
+    """Bits of every row: ranks, top ids, logprobs."""
+    prompt_logprobs: bytes = b""
+    """The same of the prompt, with indices."""
+    cumulative_logprob: float | None = None
+    finish: Finish | None = None
+
+    def add(self, delta: SampleDelta) -> None:
+        """Take what one delta brings."""
+        assert self.finish is None, "news of a sample that has ended"
+        self.token_ids += delta.token_ids
+        for row in delta.logprobs:
+            self.chosen_logprobs.append(row.logprob)
+            self.logprobs += _bits((row.rank, *row.top_token_ids), (row.logprob, *row.top_logprobs))
+        if (prompt := delta.prompt_logprobs) is not None:
+            for at, (logprob, rank) in enumerate(zip(prompt.logprobs, prompt.ranks, strict=True)):
+                top = slice(at * prompt.num_top, (at + 1) * prompt.num_top)
+                self.prompt_logprobs += _bits(
+                    (prompt.start + at, rank, *prompt.top_token_ids[top]), (logprob, *prompt.top_logprobs[top])
+                )
+        self.finish, self.cumulative_logprob = delta.finish, delta.cumulative_logprob
+
+
+Outcome = dict[tuple[str, int], Told]
+"""By request id and sample index."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes, options of the scheduler, who comes when, and what must happen."""
+
+    block_size: int = 16
+    num_blocks: int = 600
+    num_host_blocks: int = 0
+    max_num_seqs: int = 24
+    max_num_batched_tokens: int = 256
+    depth: int = 2
+    """Plans in flight."""
+    arrivals: Literal["together", "shuffled", "scattered", "alone"] = "together"
+    """All before the first step, in one order or another; now and then; each when the one before has ended."""
+    loses_every: int = 0
+    """The session with the executor breaks after so many steps, and its memory is gone; 0: never."""
+    aborts: bool = False
+    """Others come that are aborted."""
+    happens: frozenset[str] = frozenset()
+    """Of: hits, host hits; recompute or swap, and whom: one, samples, beams."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the scheduler service, those that rule the core."""
+
+
+class Rig:
+    """One lane of the core, its executor, and the plans in flight between them."""
+
+    def __init__(self, model: Model, setting: Setting) -> None:
+        sizes: dict[str, Any] = {
+            "block_size": setting.block_size,
+            "num_gpu_blocks": setting.num_blocks,
+            "num_cpu_blocks": setting.num_host_blocks,
+            "max_num_seqs": setting.max_num_seqs,
+            "max_num_batched_tokens": setting.max_num_batched_tokens,
+        }
+        config, geometry = ExecutorConfig(**{**model.options, **sizes}), model.loaded.geometry
+        self.setting = setting
+        self.happened: Counter[str] = Counter()
+        """How often what a setting may ask for did happen."""
+        self.outcome: Outcome = {}
+        self.pools = model.device.new_kv_cache(geometry, config)
+        limits = limits_of(config, geometry, self.pools)
+        self.executor = StepExecutor(ModelRunner(model.loaded, model.device, self.pools), self.pools, limits)
+        self.core = Scheduler(make_rules(SchedulerConfig(**setting.options)))
+        self.core.add_executor(0, _spec(limits, self.pools.bytes_per_block))
+        self._plans: deque[StepPlan] = deque()
+        self._chats: dict[str, Chat] = {}
+        self._doomed: deque[RequestKey] = deque()
+        self._rng = random.Random(3)
+        self._now = 0.0
+        self._num_applied = 0
+        self._lose_memory()
+
+    def run(self, chats: Iterable[Chat]) -> Outcome:
+        """Let all of them come, and go on until all is told and nothing is held."""
+        for coming in self._arrivals(list(chats)):
+            for chat in coming:
+                self._add(chat)
+            self._step()
+        while self.core.groups or self._plans:
+            self._step()
+        self._step()
+        blocks = self.core.lanes[0].blocks
+        assert blocks.num_free == self.setting.num_blocks
+        assert blocks.num_used_host == 0
+        assert not self.executor.slots.admitted.any()
+        self.happened["hits"] += blocks.num_prefix_hits
+        return self.outcome
+
+    def _arrivals(self, chats: list[Chat]) -> Iterator[list[Chat]]:
+        """Who comes before each step."""
+        rng, arrivals = self._rng, self.setting.arrivals
+        everyone = list(chats)
+        if arrivals in ("shuffled", "scattered"):
+            rng.shuffle(chats)
+        if arrivals in ("together", "shuffled"):
+            yield chats
+            chats = []
+        while chats or self.core.groups.keys() - set(self._doomed):
+            count = not self.core.groups if arrivals == "alone" else rng.choice([0, 0, 0, 1, 1, 3])
+            yield chats[:count]
+            del chats[:count]
+            if self.setting.aborts and rng.random() < 0.3:
+                self._disturb(rng.choice(everyone).spec)
+
+    def _add(self, chat: Chat) -> None:
+        self._chats[chat.spec.request_id] = chat
+        self.core.add_request(chat.spec, self._now)
+        self.core.drain(False)
+        for index in range(chat.spec.num_samples):
+            self.outcome[chat.spec.request_id, index] = Told()
+
+    def _disturb(self, spec: RequestSpec) -> None:
+        """One like this comes, and another before it is aborted."""
+        doomed = replace(spec, request_id=f"doomed at {self._num_applied}")
+        if doomed.key not in self.core.groups:
+            self._add(Chat(doomed))
+            self._doomed.append(doomed.key)
+        if len(self._doomed) > 2:
+            self._take(self.core.abort(self._doomed.popleft(), FinishDetail.ABORTED))
+
+    def _step(self) -> None:
+        """Plan as far ahead as may be, then let the oldest plan run."""
+        self._now += _STEP_S
+        while len(self._plans) < self.setting.depth and self._plan():
+            pass
+        if self._plans:
+            self._apply()
+        elif (wakes_at := self.core.wakes_at(0, self._now)) is not None:
+            self._now = wakes_at
+        elif self.core.groups:
+            self.core.drain(True)  # A static batch would wait for more.
+
+    def _plan(self) -> bool:
+        plan = self.core.plan_step(0, self._now)
+        self._take(self.core.take_news())
+        self.core.check_integrity()
+        if plan is None:
+            return False
+        self._plans.append(plan)
+        step = self.core.lanes[0].inflight[-1]
+        swapped = set(step.swapped_out)
+        self.happened.update(f"{'swap' if one in swapped else 'recompute'} {_kind(one)}" for one in step.preempted)
+        self.happened["host hits"] += bool(plan.swapped_in and not step.swapped_in)
+        return True
+
+    def _apply(self) -> None:
+        plan = self._plans.popleft()
+        made = self.executor.execute(plan_from_wire(step_plan(plan, _EPOCH)), received_ns=0)
+        result = step_result(result_to_wire(made, _EPOCH, incarnation=1))
+        assert not result.error_slots
+        self._take(self.core.apply_result(0, _modelled(plan, result), self._now)[1])
+        self.core.check_integrity()
+        self._num_applied += 1
+        if self.setting.loses_every and self._num_applied % self.setting.loses_every == 0:
+            self._plans.clear()
+            self._lose_memory()
+            self._take(self.core.executor_lost(0, self._now))
+
+    def _lose_memory(self) -> None:
+        """Whoever reads what was not computed since then fails."""
+        self.executor.clear()
+        for layer in (*self.pools.layers, *self.pools._host_layers):
+            layer.fill_(float("nan"))
+
+    def _take(self, news: News) -> None:
+        for delta in news:
+            self.outcome[delta.key[1], delta.sample_index].add(delta)
+            if delta.finish is not None:
+                self._talk_on(delta.key[1])
+
+    def _talk_on(self, request_id: str) -> None:
+        """With all its samples told, a chat goes on from the first."""
+        chat = self._chats[request_id]
+        every = [self.outcome[request_id, index] for index in range(chat.spec.num_samples)]
+        if chat.says and all(told.finish for told in every):
+            self._add(chat.turn(every[0].token_ids))
+
+
+def _kind(sequence: Sequence) -> str:
+    return "beams" if sequence.is_beam else "samples" if len(sequence.group.sequences) > 1 else "one"
+
+
+def _spec(limits: Limits, bytes_per_block: int) -> ExecutorSpec:
+    return ExecutorSpec(
+        block_size=limits.block_size,
+        num_blocks=limits.num_device_blocks,
+        num_slots=limits.num_slots,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        num_host_blocks=limits.num_host_blocks,
+        bytes_per_block=bytes_per_block,
+    )
+
+
+def _bits(integers: Iterable[int], numbers: Iterable[float]) -> bytes:
+    return array("q", integers).tobytes() + array("d", numbers).tobytes()
+
+
+def _modelled(plan: StepPlan, result: StepResult) -> StepResult:
+    """Times by a model: moving blocks costs less than computing in 16 steps, and more in the next 16."""
+    num_tokens = sum(plan.scheduled_num_tokens) + len(result.slots)
+    num_moves = len(plan.swapped_out) + len(plan.swapped_in)
+    return replace(result, device_ns=num_tokens * (1 if plan.step_id // 16 % 2 else 1000), moves_ns=2000 * num_moves)

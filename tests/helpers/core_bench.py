@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence as Ids
 
+from executor_svc.simulated.costs import StepCosts
 from scheduler_svc.core.beams import Hypothesis
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.news import BeamOutput, News
@@ -21,7 +22,7 @@ from scheduler_svc.core.types import (
     StepPlan,
     StepResult,
 )
-from tests.helpers.core_executor import COSTS, CoreExecutor, StepCosts
+from tests.helpers.core_executor import COSTS, CoreExecutor
 from tests.helpers.known import VOCAB_SIZE, known_beams, known_sample
 
 

@@ -258,9 +258,7 @@ def auto() -> str:
     ]
     for moved_block_us in (20.0, 80.0, 320.0):
         costs = COSTS.model_copy(update={"moved_block_us": moved_block_us})
-        spec = lane_spec(
-            10, size, num_host_blocks=10, max_num_batched_tokens=64, max_model_len=128, bytes_per_block=1 << 16
-        )
+        spec = lane_spec(10, size, num_host_blocks=10, max_num_batched_tokens=64, max_model_len=128)
         run = Run(Rules(preemption="auto"), spec, costs)
         for name in "ABCD":
             run.add(name, range(1, 33), 48)

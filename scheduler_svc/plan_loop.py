@@ -226,6 +226,5 @@ def _narrow(model: ModelDescription, config: SchedulerConfig) -> ExecutorSpec:
         max_model_len=min(config.max_model_len or model.max_model_len, model.max_model_len),
         watermark=config.watermark,
         num_host_blocks=model.num_host_blocks if model.can_swap else 0,
-        bytes_per_block=model.bytes_per_block,
         shares_prefixes=model.shares_prefixes,
     )

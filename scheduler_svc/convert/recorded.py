@@ -35,7 +35,6 @@ def executor_message(spec: ExecutorSpec) -> pb.RecordedExecutor:
         max_num_batched_tokens=spec.max_num_batched_tokens,
         max_model_len=spec.max_model_len,
         watermark=spec.watermark,
-        bytes_per_block=spec.bytes_per_block,
         shares_prefixes=spec.shares_prefixes,
     )
 
@@ -51,7 +50,6 @@ def executor_spec(message: pb.RecordedExecutor) -> ExecutorSpec:
         max_num_batched_tokens=message.max_num_batched_tokens,
         max_model_len=message.max_model_len,
         watermark=message.watermark,
-        bytes_per_block=message.bytes_per_block,
         shares_prefixes=message.shares_prefixes,
     )
 

@@ -7,6 +7,7 @@ sequences go that end.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Ids
@@ -19,6 +20,8 @@ from scheduler_svc.core.rates import MeasuredRates
 from scheduler_svc.core.sequence import Sequence
 
 _NO_ADAPTER = 0
+_MAX_CHAINS = 64
+"""Prefixes remembered of sequences that wait: only those that are next are looked up."""
 
 
 class BlockManager:
@@ -43,6 +46,8 @@ class BlockManager:
         self.num_prefix_hits = 0
         """Of these, tokens that were found."""
         self._num_watermark_blocks = int(watermark * num_blocks)
+        self._chains: dict[int, list[int]] = {}
+        """By sequence id: the nodes that were found when it last looked."""
         self._caching = caching
         self._tiers = BlockTiers(num_blocks, num_host_blocks, block_size, rates)
         self.pool = self._tiers.device
@@ -99,28 +104,42 @@ class BlockManager:
         """
         if not self._caching or not _may_hit(sequence):
             return NOTHING
-        size, token_ids, cache = self.block_size, sequence.token_ids, self._tiers.cache
-        out_to, counts = self._tiers.moves.out_to, self.pool.ref_counts
-        parent: Parent = _root(sequence)
-        nodes: list[int] = []
-        places: list[int] = []
-        for start in range(0, len(token_ids) - size, size):
-            node = cache.find(parent, tuple(token_ids[start : start + size]))
+        size, cache, counts = self.block_size, self._tiers.cache, self.pool.ref_counts
+        nodes = self._chain(sequence)
+        places = list(map(cache.place, nodes))
+        out_to = self._tiers.moves.out_to
+        if out_to:
             # What this plan moves out cannot come in by it too.
-            if node is None or on_host(place := cache.place(node)) in out_to:
-                break
-            nodes.append(node)
-            places.append(place)
-            parent = node
+            moving = (index for index, place in enumerate(places) if on_host(place) in out_to)
+            del places[next(moving, len(places)) :]
         num_used = self._tiers.num_worth_using(places)
         used = places[:num_used]
         return Found(
             nodes=tuple(nodes[:num_used]),
             num_tokens=num_used * size,
-            num_queried=len(token_ids),
+            num_queried=len(sequence.token_ids),
             num_idle=sum(place >= 0 and counts[place] == 0 for place in used),
             num_host=sum(place < 0 for place in used),
         )
+
+    def _chain(self, sequence: Sequence) -> list[int]:
+        """The nodes of its longest cached prefix, without the last token; from those known of old, if they are there.
+
+        One that waits for room asks in every step.
+        """
+        size, token_ids, cache = self.block_size, sequence.token_ids, self._tiers.cache
+        nodes = list(itertools.takewhile(cache.__contains__, self._chains.pop(sequence.sequence_id, ())))
+        parent: Parent = nodes[-1] if nodes else _root(sequence)
+        for start in range(len(nodes) * size, len(token_ids) - size, size):
+            node = cache.find(parent, tuple(token_ids[start : start + size]))
+            if node is None:
+                break
+            nodes.append(node)
+            parent = node
+        if len(self._chains) == _MAX_CHAINS:
+            self._chains.clear()
+        self._chains[sequence.sequence_id] = nodes
+        return nodes
 
     def register(self, sequence: Sequence) -> None:
         """Put its full blocks into the cache, as far as they are computed for sure; no-op if it may not be cached.
@@ -167,6 +186,7 @@ class BlockManager:
         if num_new < 0 or (shared and num_found):
             raise InvariantError(f"sequence {sequence.sequence_id} needs {num_blocks} other blocks than it is given")
         _clear(sequence)
+        self._chains.pop(sequence.sequence_id, None)
         if found and num_found:
             sequence.block_ids = self._tiers.use(found.nodes, num_new)
             sequence.num_cached_blocks, sequence.cache_node = num_found, found.nodes[-1]

@@ -143,8 +143,6 @@ class ExecutorSpec:
     watermark: float = 0.01
     num_host_blocks: int = 0
     """Blocks of the host pool, to swap to."""
-    bytes_per_block: int = 0
-    """Of KV, over all layers; 0: not known."""
     shares_prefixes: bool = True
     """Does the KV of a token depend on nothing but the tokens before it, so that blocks may be shared by requests."""
 

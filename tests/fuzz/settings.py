@@ -115,5 +115,4 @@ def draw_spec(rng: Random, axes: tuple[str, ...]) -> ExecutorSpec:
         max_model_len=rng.choice([24, 40, 60]),
         watermark=rng.choice([0.0, 0.1]),
         num_host_blocks=rng.choice([0, 3, 12, 40]) if "swap" in axes else 0,
-        bytes_per_block=rng.choice([0, 8 * block_size, 1 << 20]),
     )

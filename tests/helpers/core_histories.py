@@ -41,7 +41,6 @@ def executors(draw: st.DrawFn) -> ExecutorSpec:
         max_model_len=MAX_MODEL_LEN,
         watermark=draw(st.sampled_from([0.0, 0.1])),
         num_host_blocks=draw(st.sampled_from([30, 0, 6, 30])),
-        bytes_per_block=draw(st.sampled_from([0, 1000])),
     )
 
 

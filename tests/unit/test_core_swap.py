@@ -102,7 +102,7 @@ def test_without_room_in_the_host_pool_it_is_computed_again() -> None:
     ("token_us", "moved_block_us", "swaps"), [(100.0, 1.0, True), (1.0, 100.0, False)], ids=["swap", "recompute"]
 )
 def test_auto_goes_by_measured_rates(token_us: float, moved_block_us: float, swaps: bool) -> None:
-    bench = bench_of("auto", costs=StepCosts(token_us=token_us, moved_block_us=moved_block_us), bytes_per_block=4000)
+    bench = bench_of("auto", costs=StepCosts(token_us=token_us, moved_block_us=moved_block_us))
     bench.add("measured", 40, max_tokens=1)
     bench.run()
     # What a move costs is only known once there was one.

@@ -135,7 +135,7 @@ def narrowed(**changes: Any) -> tuple[ModelDescription, Any]:
 
 
 def test_a_lane_knows_host_pool_block_size_and_sharing() -> None:
-    model, spec = narrowed()
-    assert (spec.num_host_blocks, spec.bytes_per_block, spec.shares_prefixes) == (6, model.bytes_per_block, True)
+    _, spec = narrowed()
+    assert (spec.num_host_blocks, spec.shares_prefixes) == (6, True)
     assert narrowed(shares_prefixes=False)[1] == dataclasses.replace(spec, shares_prefixes=False)
     assert narrowed(can_swap=False)[1] == dataclasses.replace(spec, num_host_blocks=0)

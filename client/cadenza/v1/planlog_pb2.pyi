@@ -239,7 +239,6 @@ class RecordedExecutor(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     WATERMARK_FIELD_NUMBER: _builtins.int
-    BYTES_PER_BLOCK_FIELD_NUMBER: _builtins.int
     SHARES_PREFIXES_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """Tokens per KV block."""
@@ -257,8 +256,6 @@ class RecordedExecutor(_message.Message):
     """Most tokens of a sequence."""
     watermark: _builtins.float
     """Share of the blocks that is kept free when sequences are admitted; 0 to 1."""
-    bytes_per_block: _builtins.int
-    """Bytes of one block over all layers; 0: not known."""
     shares_prefixes: _builtins.bool
     """May requests share blocks."""
     def __init__(
@@ -272,12 +269,11 @@ class RecordedExecutor(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
         watermark: _builtins.float = ...,
-        bytes_per_block: _builtins.int = ...,
         shares_prefixes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_slots", b"num_slots", "shares_prefixes", b"shares_prefixes", "watermark", b"watermark"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_slots", b"num_slots", "shares_prefixes", b"shares_prefixes", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

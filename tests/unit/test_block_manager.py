@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from scheduler_svc.core.block_manager import BlockManager
@@ -12,9 +14,12 @@ from scheduler_svc.core.types import RequestSpec, Sampling
 SIZE = 4
 
 
+_IDS = itertools.count(1)
+
+
 def make(num_tokens: int, num_computed: int = 0) -> Sequence:
     spec = RequestSpec("r", (7,) * num_tokens, Sampling(), max_tokens=100)
-    sequence = Sequence(1, SequenceGroup(spec, 0, 0.0), 0, 10_000)
+    sequence = Sequence(next(_IDS), SequenceGroup(spec, 0, 0.0), 0, 10_000)
     sequence.compute(num_computed)
     return sequence
 

@@ -173,7 +173,7 @@ def test_memory_that_is_cached_is_free_for_those_who_need_it() -> None:
 
 def evicted_to_the_host() -> Bench:
     """The system prompt was cached, and pushed into the host pool."""
-    bench = caching(num_blocks=8, num_host_blocks=16, bytes_per_block=1000)
+    bench = caching(num_blocks=8, num_host_blocks=16)
     hits(bench, "a", (*SYSTEM_PROMPT, 30), max_tokens=1)
     hits(bench, "b", range(20, 48), max_tokens=4)
     assert len(bench.lane.blocks.host_pool.cached) >= 4

@@ -45,8 +45,13 @@ class Run:
         self._past: list[tuple[int, ...]] = []
 
     def steps(self, count: int) -> None:
-        """Make random calls until so many steps were planned, then let all requests end."""
-        while self.num_steps < count:
+        """Make random calls until so many steps were planned, then let all requests end.
+
+        A static batch may need more requests than come here: the turns are limited too.
+        """
+        for _ in range(20 * count):
+            if self.num_steps >= count:
+                break
             self._turn()
         self._end()
 

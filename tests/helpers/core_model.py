@@ -132,7 +132,7 @@ class Rig:
         limits = limits_of(config, geometry, self.pools)
         self.executor = StepExecutor(ModelRunner(model.loaded, model.device, self.pools), self.pools, limits)
         self.core = Scheduler(make_rules(SchedulerConfig(**setting.options)))
-        self.core.add_executor(0, _spec(limits, self.pools.bytes_per_block))
+        self.core.add_executor(0, _spec(limits))
         self._plans: deque[StepPlan] = deque()
         self._chats: dict[str, Chat] = {}
         self._doomed: deque[RequestKey] = deque()
@@ -251,7 +251,7 @@ def _kind(sequence: Sequence) -> str:
     return "beams" if sequence.is_beam else "samples" if len(sequence.group.sequences) > 1 else "one"
 
 
-def _spec(limits: Limits, bytes_per_block: int) -> ExecutorSpec:
+def _spec(limits: Limits) -> ExecutorSpec:
     return ExecutorSpec(
         block_size=limits.block_size,
         num_blocks=limits.num_device_blocks,
@@ -260,7 +260,6 @@ def _spec(limits: Limits, bytes_per_block: int) -> ExecutorSpec:
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
         num_host_blocks=limits.num_host_blocks,
-        bytes_per_block=bytes_per_block,
     )
 
 

@@ -48,7 +48,7 @@ class BlockManager:
         self._num_watermark_blocks = int(watermark * num_blocks)
         self._chains: dict[int, list[int]] = {}
         """By sequence id: the nodes that were found when it last looked."""
-        self._caching = caching
+        self.caching = caching
         self._tiers = BlockTiers(num_blocks, num_host_blocks, block_size, rates)
         self.pool = self._tiers.device
         self.host_pool = self._tiers.host
@@ -102,7 +102,7 @@ class BlockManager:
         Never the last token, which is computed in any case. Nothing for requests that opted out, or that still want
         logprobs of their prompt. Blocks in the host pool are used as far as moving them in costs less than computing.
         """
-        if not self._caching or not _may_hit(sequence):
+        if not self.caching or not _may_hit(sequence):
             return NOTHING
         size, cache, counts = self.block_size, self._tiers.cache, self.pool.ref_counts
         nodes = self._chain(sequence)
@@ -147,7 +147,7 @@ class BlockManager:
         Between plans, or before the plan in the making computes. A content that is cached already keeps its first
         block; the sequence's own stays out of the cache.
         """
-        if not self._caching or not sequence.block_ids or not sequence.group.spec.uses_prefix_cache:
+        if not self.caching or not sequence.block_ids or not sequence.group.spec.uses_prefix_cache:
             return
         size, token_ids, block_ids = self.block_size, sequence.token_ids, sequence.block_ids
         # A token is computed for sure once another came after it: an executor lets the KV of a stop token be.

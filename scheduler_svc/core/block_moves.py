@@ -25,6 +25,9 @@ class Moves:
     """(host block, device block)."""
 
 
+NO_MOVES = Moves([], [], [])
+
+
 class PendingMoves:
     """Moves by destination, and the blocks that must stay as they are until the plan has been made."""
 
@@ -41,6 +44,11 @@ class PendingMoves:
         """Copy sources that their last holder has left: nobody may write to them in this plan."""
         self.quarantined: dict[int, None] = {}
         """Host blocks that are swapped in: nothing may be swapped out to them in this plan."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Has nothing been recorded."""
+        return not (self.out_to or self.copied_to or self.in_to or self.kept_sources or self.quarantined)
 
     @property
     def fill_blocks(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from scheduler_svc.core.block_moves import Moves, PendingMoves
+from scheduler_svc.core.block_moves import NO_MOVES, Moves, PendingMoves
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.prefix_cache import PrefixCache, on_host
@@ -84,6 +84,8 @@ class BlockTiers:
 
     def take_moves(self) -> Moves:
         """The moves of the plan, which is complete; what was kept for it is let go."""
+        if self.moves.is_empty:
+            return NO_MOVES
         moves, self.moves = self.moves, PendingMoves()
         self.device.drop(moves.kept_sources)
         self.host.drop(moves.quarantined)

@@ -38,8 +38,9 @@ def plan_step(book: RequestBook, lane: Lane, plan: StepPlan, now: float) -> Plan
     step.retired, lane.retired = lane.retired, []
     _take_moves(lane, step)
     # Only now: what they hold belongs to this step, and is free, or may be shared, for the next one.
-    for chunk in step.chunks:
-        lane.blocks.register(chunk.sequence)
+    if lane.blocks.caching:
+        for chunk in step.chunks:
+            lane.blocks.register(chunk.sequence)
     for sequence in ending:
         lane.retire(sequence)
     moves = plan.swapped_out or plan.copied or plan.swapped_in

@@ -100,8 +100,9 @@ def _give_blocks(lane: Lane, step: PlannedStep) -> None:
         if beam.described:
             _note_append(step, beam, block_id)
     if outgrowing:
-        for sequence in outgrowing:
-            lane.blocks.register(sequence)
+        if lane.blocks.caching:
+            for sequence in outgrowing:
+                lane.blocks.register(sequence)
         lane.cohort.give_blocks(outgrowing, block_ids[: len(outgrowing)])
         step.plan.append_slots += [held_slot(sequence) for sequence in outgrowing]
         step.plan.append_block_ids += block_ids[: len(outgrowing)]

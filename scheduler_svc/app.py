@@ -80,6 +80,8 @@ class Service:
             self._tokenizer = await _in_thread(lambda: self._load_tokenizer(model))
         max_model_len = min(self._config.max_model_len or model.max_model_len, model.max_model_len)
         _log_choices(model, self._tokenizer, max_model_len)
+        if self._config.preemption != "recompute" and not model.num_host_blocks:
+            _LOG.warning("--preemption %s: the executor has no host blocks (--num-cpu-blocks)", self._config.preemption)
         self._front.open(RequestBuilder(model, self._tokenizer, max_model_len=max_model_len))
         self._engine.add_health_listener(self._health.set)
         self._health.set(self._engine.connected and not self._engine.draining)

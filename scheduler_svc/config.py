@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from cadenza.settings.help import about
@@ -132,6 +132,7 @@ class SchedulerConfig(ServiceSettings):
     max_queued_requests: int = Field(
         1024,
         ge=1,
+        validate_default=True,
         description="Most requests waiting; further ones are refused with RESOURCE_EXHAUSTED.",
         json_schema_extra=about("Scheduling", "requests"),
     )
@@ -188,4 +189,14 @@ class SchedulerConfig(ServiceSettings):
     @classmethod
     def _weights_can_be_read(cls, value: str) -> str:
         read_weights(value)
+        return value
+
+    @field_validator("max_queued_requests")
+    @classmethod
+    def _batches_can_fill(cls, value: int, info: ValidationInfo) -> int:
+        batch_size = info.data.get("batch_size", 1)
+        if info.data.get("batching") == "static" and value < batch_size:
+            raise ValueError(
+                f"{value} requests at most may wait, so a static batch of batch_size {batch_size} never fills"
+            )
         return value

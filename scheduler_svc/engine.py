@@ -196,6 +196,8 @@ class Engine:
             num_prefix_queries=blocks.num_prefix_queries,
             num_prefix_hits=blocks.num_prefix_hits,
             num_shared_block_refs=blocks.num_shared_refs,
+            num_cached_host_blocks=blocks.host_pool.num_idle,
+            num_prefix_host_hits=blocks.num_prefix_host_hits,
         )
 
     def executor_infos(self) -> list[ExecutorState]:

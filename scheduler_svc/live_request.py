@@ -136,11 +136,11 @@ class LiveRequest:
         best_of = self.request.best_of
         return len(self.samples) if best_of is None else best_of.num_returned
 
-    @property
-    def tells_cumulative_logprobs(self) -> bool:
-        """Are they known: logprobs were asked for or needed, or beams have them."""
-        spec = self.request.spec
-        return spec.beams is not None or spec.sampling.num_logprobs is not None
+    def cumulative_logprob(self, sample_index: int) -> float | None:
+        """Of a returned sample; None if logprobs were neither asked for nor needed, or for a search's empty result."""
+        spec, sample = self.request.spec, self.returned[sample_index]
+        known = spec.sampling.num_logprobs is not None if spec.beams is None else bool(sample.token_ids)
+        return sample.cumulative_logprob if known else None
 
     @property
     def num_completion_tokens(self) -> int:

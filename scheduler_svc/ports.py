@@ -187,6 +187,8 @@ class Load:
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     num_shared_block_refs: int = 0
+    num_cached_host_blocks: int = 0
+    num_prefix_host_hits: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,9 @@ class ServerLoad:
     num_prefix_queries: int
     num_prefix_hits: int
     num_shared_block_refs: int
+    num_fragmented_slots: int
+    num_cached_host_blocks: int
+    num_prefix_host_hits: int
 
 
 @dataclass(frozen=True, slots=True)

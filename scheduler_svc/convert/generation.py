@@ -125,6 +125,8 @@ def load(value: Load, *, num_client_tasks: int) -> pb.SchedulerLoad:
         num_prefix_queries=value.num_prefix_queries,
         num_prefix_hits=value.num_prefix_hits,
         num_shared_block_refs=value.num_shared_block_refs,
+        num_cached_host_blocks=value.num_cached_host_blocks,
+        num_prefix_host_hits=value.num_prefix_host_hits,
     )
 
 
@@ -233,8 +235,9 @@ def _fill_output(
         output.logprobs.CopyFrom(_logprob_columns(chunk.token_ids, chunk.logprobs, token_text))
     if chunk.finish is not None:
         output.finish.CopyFrom(_finish(chunk.finish))
-        if live.tells_cumulative_logprobs:
-            output.cumulative_logprob = live.returned[chunk.sample_index].cumulative_logprob
+        cumulative_logprob = live.cumulative_logprob(chunk.sample_index)
+        if cumulative_logprob is not None:
+            output.cumulative_logprob = cumulative_logprob
 
 
 def _fill_prompt_logprobs(

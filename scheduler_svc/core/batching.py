@@ -65,26 +65,33 @@ class ContinuousBatching:
 class StaticBatching:
     """A batch of `batch_size` requests runs until its longest sequence ends; memory is reserved to the full length.
 
-    It starts when it is full, when the service drains, or, with a `window_s`, that long after its first request came
-    (then it is called dynamic). What memory keeps out of a batch waits for the next.
+    It starts when it is full, when the service drains, when a request is overdue, or, with a `window_s`, that long
+    after its first request came (then it is called dynamic). Those that were part of a batch before, and lost their
+    memory or found none, need not wait for company again.
     """
 
     batch_size: int
     window_s: float | None = None
     _num_left: int = 0
     """Places of the running batch that are not taken yet: its prompts may need several steps."""
+    _leaves_some: bool = False
+    """Memory has kept requests out of the batch that ran last."""
 
     def num_admissible(self, lane: Lane, waiting: WaitingQueue, now: float, *, draining: bool) -> int:
         """What is left of the batch; a whole one when none runs and it may start."""
         if not self._is_busy(lane):
             due = self.wakes_at(lane, waiting, now)
-            starts = len(waiting) >= self.batch_size or draining or (due is not None and now >= due)
+            was_in_one = self._leaves_some or any(group.was_admitted for group in waiting)
+            starts = len(waiting) >= self.batch_size or draining or was_in_one or (due is not None and now >= due)
             self._num_left = min(self.batch_size, len(waiting)) if starts else 0
+            self._leaves_some = False
         return self._num_left
 
     def joined(self, count: int, *, memory_is_full: bool) -> None:
         """Count them; with memory full the batch is closed."""
-        self._num_left = 0 if memory_is_full else self._num_left - count
+        self._num_left -= count
+        if memory_is_full and self._num_left:
+            self._num_left, self._leaves_some = 0, True
 
     def num_reserved_tokens(self, sequence: Sequence) -> int:
         """As many as it may ever have, without the last: its KV is never needed."""
@@ -94,7 +101,8 @@ class StaticBatching:
         return bool(len(lane.running) or lane.finishing)
 
     def wakes_at(self, lane: Lane, waiting: WaitingQueue, now: float) -> float | None:
-        """The end of the window, while no batch runs."""
-        if self.window_s is None or waiting.oldest is None or self._is_busy(lane):
+        """The end of the window, or when a request is overdue, while no batch runs."""
+        if waiting.oldest is None or self._is_busy(lane):
             return None
-        return waiting.oldest.arrival + self.window_s
+        window_end = None if self.window_s is None else waiting.oldest.arrival + self.window_s
+        return min((moment for moment in (window_end, waiting.overdue_at) if moment is not None), default=None)

@@ -45,6 +45,8 @@ class BlockManager:
         """Tokens of sequences that looked for a cached prefix when they were admitted, since start."""
         self.num_prefix_hits = 0
         """Of these, tokens that were found."""
+        self.num_prefix_host_hits = 0
+        """Of these, tokens found in the host pool."""
         self._num_watermark_blocks = int(watermark * num_blocks)
         self._chains: dict[int, list[int]] = {}
         """By sequence id: the nodes that were found when it last looked."""
@@ -198,6 +200,7 @@ class BlockManager:
         if found:
             self.num_prefix_queries += found.num_queried
             self.num_prefix_hits += found.num_tokens
+            self.num_prefix_host_hits += found.num_host * self.block_size
 
     def share_table(self, source: Sequence, child: Sequence, num_tokens: int) -> None:
         """Fork: give a child without blocks all blocks of its source that hold the first `num_tokens` tokens."""

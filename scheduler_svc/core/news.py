@@ -18,7 +18,8 @@ class BeamOutput:
     token_ids: tuple[int, ...]
     score: float
     """What they are ranked by: the sum of logprobs over the length's penalty."""
-    cumulative_logprob: float
+    cumulative_logprob: float | None
+    """None: there are fewer results than were asked for, and this one is empty."""
     finish: Finish
 
 

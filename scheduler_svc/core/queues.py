@@ -35,6 +35,13 @@ class WaitingQueue:
         return self._max_wait_s is not None and now - group.arrival >= self._max_wait_s
 
     @property
+    def overdue_at(self) -> float | None:
+        """When the oldest has been here for longer than anyone should wait."""
+        if self._max_wait_s is None or not self._by_arrival:
+            return None
+        return self._by_arrival[0].arrival + self._max_wait_s
+
+    @property
     def oldest(self) -> SequenceGroup | None:
         """Who arrived first."""
         return self._by_arrival[0] if self._by_arrival else None

@@ -19,7 +19,7 @@ from scheduler_svc.core.planning import plan_step
 from scheduler_svc.core.queues import WaitingQueue
 from scheduler_svc.core.results import check_result, context_lens, strike, take_result
 from scheduler_svc.core.rules import Rules
-from scheduler_svc.core.searching import start_search
+from scheduler_svc.core.searching import cut_short, start_search
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import (
     ExecutorSpec,
@@ -128,10 +128,10 @@ class Scheduler:
         self._book.add(group)
 
     def abort(self, key: RequestKey, detail: FinishDetail) -> News:
-        """End a request at once; nothing happens if it is not known."""
+        """End a request at once, a beam search with its beams as they are; nothing happens if it is not known."""
         group = self.groups.get(key)
         if group is not None:
-            self._book.end_group(group, Finish(detail))
+            cut_short(self._book, group, detail)
         return self.take_news()
 
     def stop_sample(self, key: RequestKey, sample_index: int) -> None:

@@ -8,6 +8,7 @@ step is planned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from scheduler_svc.core.beams import BeamSearch, Hypothesis
@@ -54,7 +55,7 @@ def take_candidates(book: RequestBook, lane: Lane, step: PlannedStep, result: St
 
 
 def cut_short(book: RequestBook, group: SequenceGroup, detail: FinishDetail) -> None:
-    """End a search before its time: beams that run count as they are."""
+    """End a group before its time: beams that run count as they are."""
     if group.search is None or not group.forked:
         book.end_group(group, Finish(detail))
         return
@@ -117,7 +118,7 @@ def _finish(book: RequestBook, group: SequenceGroup, found: list[Hypothesis], ot
             best = found[index]
             output = BeamOutput(group, index, best.token_ids, best.score, best.cumulative_logprob, best.finish)
         else:
-            output = BeamOutput(group, index, (), 0.0, 0.0, otherwise)
+            output = BeamOutput(group, index, (), -math.inf, None, otherwise)
         book.news.hypotheses.append(output)
     for sequence in group.sequences:
         if sequence.state is not SequenceState.FINISHED:

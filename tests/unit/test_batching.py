@@ -151,3 +151,35 @@ def test_continuous_batches_reserve_nothing() -> None:
     while len(bench.details) < 4:
         bench.step()
         assert not any(map(lane.blocks.num_reserved, lane.running))
+
+
+def test_what_memory_kept_out_of_a_static_batch_runs_next_without_waiting_for_company() -> None:
+    bench = static(3, num_blocks=12)
+    for name in ("a", "b", "c"):
+        bench.add(name, 4, max_tokens=17)  # 5 blocks each
+    bench.run()
+    assert bench.order == ["a", "b", "c"]
+    assert bench.tokens["c"] == bench.known("c")
+
+
+def test_those_that_were_in_a_static_batch_go_on_after_their_executor_was_lost() -> None:
+    bench = static(3)
+    bench.add("short", 3, max_tokens=2)
+    for name in ("a", "b"):
+        bench.add(name, 3, max_tokens=20)
+    while "short" not in bench.details:
+        bench.step()
+    bench.lose_executor()
+    bench.run()
+    assert [bench.tokens[name] for name in ("a", "b")] == [bench.known("a"), bench.known("b")]
+
+
+def test_a_static_batch_starts_for_one_that_is_overdue() -> None:
+    bench = Bench(Rules(batching=StaticBatching(4), max_wait_s=3.0))
+    bench.add("alone", 3, max_tokens=2)
+    bench.step()
+    assert bench.order == []
+    assert bench.core.wakes_at(0, bench.now) == 3.0
+    for _ in range(3):
+        bench.step()
+    assert bench.order == ["alone"]

@@ -181,3 +181,24 @@ def test_the_executor_knows_the_beams_that_run() -> None:
 def test_wider_than_may_run_is_refused() -> None:
     with pytest.raises(RequestRejectedError, match="5 sequences exceed max_num_seqs = 4"):
         Bench().add("r", 3, beams=BeamSpec(5))
+
+
+def test_an_aborted_search_tells_its_beams_as_they_are() -> None:
+    bench = Bench()
+    spec = bench.add("b", 6, max_tokens=12, n=2, beams=BeamSpec(3))
+    while len(bench.sequences("b")[0].token_ids) < 6 + 4:
+        bench.step(depth=1)
+    beams = [list(beam.token_ids[6:]) for beam in bench.core.groups[spec.key].beams]
+    bench.take(bench.core.abort(spec.key, FinishDetail.ABORTED))
+    assert {bench.ends["b", index] for index in (0, 1)} == {FinishDetail.ABORTED}
+    assert [bench.samples["b", 0], bench.samples["b", 1]] == beams[:2]
+    bench.core.check_integrity()
+
+
+def test_results_that_there_are_none_of_have_no_logprob() -> None:
+    bench = Bench()
+    bench.add("b", 6, max_tokens=1, n=3, beams=BeamSpec(3), allowed_token_ids=(5,))
+    bench.run()
+    assert [output.token_ids for output in bench.hypotheses] == [(5,), (), ()]
+    assert [output.cumulative_logprob is None for output in bench.hypotheses] == [False, True, True]
+    assert bench.ends["b", 2] is FinishDetail.NO_ALLOWED_TOKEN

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from scheduler_svc.__main__ import read_config
+from scheduler_svc.config import SchedulerConfig
 
 
 def test_defaults():
@@ -56,3 +58,10 @@ def test_executor_from_the_environment(monkeypatch: pytest.MonkeyPatch, value: s
     config = read_config([])
     assert config is not None
     assert config.executor == ["127.0.0.1:7"]
+
+
+def test_a_static_batch_that_could_never_fill_is_refused() -> None:
+    with pytest.raises(ValidationError, match="batch_size 2000 never fills"):
+        SchedulerConfig(batching="static", batch_size=2000)
+    assert SchedulerConfig(batching="static", batch_size=2000, max_queued_requests=2000).batch_size == 2000
+    assert SchedulerConfig(batching="dynamic", batch_size=2000).batch_size == 2000

@@ -761,6 +761,8 @@ class SchedulerLoad(_message.Message):
     NUM_PREFIX_HITS_FIELD_NUMBER: _builtins.int
     NUM_FRAGMENTED_SLOTS_FIELD_NUMBER: _builtins.int
     NUM_SHARED_BLOCK_REFS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_HOST_HITS_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     """Sequence groups in the waiting queue."""
     num_running: _builtins.int
@@ -801,6 +803,10 @@ class SchedulerLoad(_message.Message):
     """Free slots that no waiting request can use for want of contiguous room: external fragmentation, 0 with paging."""
     num_shared_block_refs: _builtins.int
     """References to held blocks beyond the first of each: blocks saved by sharing."""
+    num_cached_host_blocks: _builtins.int
+    """Free host blocks that the prefix cache could still use."""
+    num_prefix_host_hits: _builtins.int
+    """Of num_prefix_hits, tokens whose KV came back from the host pool."""
     def __init__(
         self,
         *,
@@ -824,10 +830,12 @@ class SchedulerLoad(_message.Message):
         num_prefix_hits: _builtins.int = ...,
         num_fragmented_slots: _builtins.int = ...,
         num_shared_block_refs: _builtins.int = ...,
+        num_cached_host_blocks: _builtins.int = ...,
+        num_prefix_host_hits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_device_blocks", b"num_cached_device_blocks", "num_client_tasks", b"num_client_tasks", "num_device_blocks", b"num_device_blocks", "num_fragmented_slots", b"num_fragmented_slots", "num_host_blocks", b"num_host_blocks", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prefix_hits", b"num_prefix_hits", "num_prefix_queries", b"num_prefix_queries", "num_reserved_slots", b"num_reserved_slots", "num_running", b"num_running", "num_shared_block_refs", b"num_shared_block_refs", "num_steps", b"num_steps", "num_stored_tokens", b"num_stored_tokens", "num_swapped", b"num_swapped", "num_unused_slots", b"num_unused_slots", "num_used_device_blocks", b"num_used_device_blocks", "num_used_host_blocks", b"num_used_host_blocks", "num_used_slots", b"num_used_slots", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_device_blocks", b"num_cached_device_blocks", "num_cached_host_blocks", b"num_cached_host_blocks", "num_client_tasks", b"num_client_tasks", "num_device_blocks", b"num_device_blocks", "num_fragmented_slots", b"num_fragmented_slots", "num_host_blocks", b"num_host_blocks", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prefix_hits", b"num_prefix_hits", "num_prefix_host_hits", b"num_prefix_host_hits", "num_prefix_queries", b"num_prefix_queries", "num_reserved_slots", b"num_reserved_slots", "num_running", b"num_running", "num_shared_block_refs", b"num_shared_block_refs", "num_steps", b"num_steps", "num_stored_tokens", b"num_stored_tokens", "num_swapped", b"num_swapped", "num_unused_slots", b"num_unused_slots", "num_used_device_blocks", b"num_used_device_blocks", "num_used_host_blocks", b"num_used_host_blocks", "num_used_slots", b"num_used_slots", "num_waiting", b"num_waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

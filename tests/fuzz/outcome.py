@@ -31,6 +31,7 @@ class Outcome:
     finishes: dict[int, Finish] = field(default_factory=dict)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     hypotheses: list[BeamOutput] = field(default_factory=list)
+    aborted: bool = False
 
     @classmethod
     def of(cls, spec: RequestSpec) -> Outcome:
@@ -128,32 +129,37 @@ def _check_beams(outcome: Outcome, limits: Limits) -> None:
     """Against the same search alone; or the same cut short at one step or another, if it may have filled the pool."""
     spec, found = outcome.spec, [_told(output) for output in outcome.hypotheses]
     details = {finish.detail for finish in outcome.finishes.values()}
-    if details <= set(_CUT):
-        assert not found
-        return
     if not found:
-        assert details == {FinishDetail.KV_CAPACITY}
-        assert limits.num_blocks is None, "a search that never began has filled the pool"
+        began_never = FinishDetail.KV_CAPACITY not in details or limits.num_blocks is None
+        assert details <= {*_CUT, FinishDetail.KV_CAPACITY}
+        assert began_never, "a search that never began has filled the pool"
         return
-    *cuts, whole = _search(spec, limits)
-    if _agree(whole, found, FinishDetail.NO_ALLOWED_TOKEN):
+    by = FinishDetail.ABORTED if outcome.aborted else FinishDetail.KV_CAPACITY
+    *cuts, whole = _search(spec, limits, by)
+    if not outcome.aborted and _agree(whole, found, FinishDetail.NO_ALLOWED_TOKEN):
         return
     num_prompt, width = len(spec.prompt_token_ids), spec.num_sequences
-    at = [num for num, cut in enumerate(cuts, start=1) if _agree(cut, found, FinishDetail.KV_CAPACITY)]
+    at = [num for num, cut in enumerate(cuts, start=1) if _agree(cut, found, by)]
     assert at, f"{found} instead of {whole}"
-    assert any(limits.may_fill_pool(num_prompt, num, width) for num in at), f"cut short after {at} tokens"
+    assert outcome.aborted or any(limits.may_fill_pool(num_prompt, num, width) for num in at), (
+        f"cut short after {at} tokens"
+    )
 
 
 def _told(output: BeamOutput) -> Hypothesis:
-    return Hypothesis(output.token_ids, output.score, output.cumulative_logprob, output.finish)
+    return Hypothesis(output.token_ids, output.score, output.cumulative_logprob or 0.0, output.finish)
+
+
+def _told_of_nothing(detail: FinishDetail) -> Hypothesis:
+    return Hypothesis((), -math.inf, 0.0, Finish(detail))
 
 
 def _agree(wanted: list[Hypothesis], found: list[Hypothesis], otherwise: FinishDetail) -> bool:
     """Samples for which the search has nothing end empty."""
-    return found == wanted + [Hypothesis((), 0.0, 0.0, Finish(otherwise))] * (len(found) - len(wanted))
+    return found == wanted + [_told_of_nothing(otherwise)] * (len(found) - len(wanted))
 
 
-def _search(spec: RequestSpec, limits: Limits) -> Iterator[list[Hypothesis]]:
+def _search(spec: RequestSpec, limits: Limits, by: FinishDetail) -> Iterator[list[Hypothesis]]:
     """The n best: if the search were cut short after the first token, the second and so on, and at its end."""
     assert spec.beams is not None
     count, detail = _max_output(spec, limits)
@@ -180,7 +186,7 @@ def _search(spec: RequestSpec, limits: Limits) -> Iterator[list[Hypothesis]]:
         if search.done:
             break
         outputs = [[*outputs[parent], token_id] for parent, token_id in pairs]
-        yield search.best(spec.num_samples, outputs, FinishDetail.KV_CAPACITY)
+        yield search.best(spec.num_samples, outputs, by)
     yield search.best(spec.num_samples)
 
 

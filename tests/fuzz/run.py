@@ -116,6 +116,7 @@ class Run:
     def _abort(self) -> None:
         key = self._rng.choice(list(self._live))
         self._aborted.add(key)
+        self._live[key].aborted = True
         self._take(self._core.abort(key, FinishDetail.ABORTED))
         assert key not in self._live
 

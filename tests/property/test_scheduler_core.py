@@ -52,6 +52,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.specs: dict[RequestKey, RequestSpec] = {}
         self.outputs: dict[Sample, list[int]] = {}
         self.finishes: dict[Sample, FinishDetail] = {}
+        self.aborted: set[RequestKey] = set()
         self.stopped: set[Sample] = set()
         self.prompt_logprobs: dict[RequestKey, list[PromptLogprobs]] = {}
         self.hypotheses: dict[RequestKey, list[Hypothesis]] = {}
@@ -134,6 +135,7 @@ class CoreMachine(RuleBasedStateMachine):
     def disturb(self, what: str, pick: int) -> None:
         if what == "abort":
             key = list(self.core.groups)[pick % len(self.core.groups)]
+            self.aborted.add(key)
             self.take(self.core.abort(key, FinishDetail.ABORTED))
         elif what == "stop":
             self.stop_sample(pick)
@@ -212,8 +214,9 @@ class CoreMachine(RuleBasedStateMachine):
         missing = [one for one in found[len(best) :] if one.finish.detail is FinishDetail.NO_ALLOWED_TOKEN]
         if found != [*best, *missing]:
             assert spec.beams is not None
-            assert self.most_blocks(spec) > self.spec.num_blocks, "what fits is not cut short"
-            cuts = known_cuts(spec, MAX_MODEL_LEN, FinishDetail.KV_CAPACITY)
+            by = FinishDetail.ABORTED if spec.key in self.aborted else FinishDetail.KV_CAPACITY
+            assert spec.key in self.aborted or self.most_blocks(spec) > self.spec.num_blocks, "what fits is not cut"
+            cuts = known_cuts(spec, MAX_MODEL_LEN, by)
             assert any(found[: len(cut)] == cut and not any(one.token_ids for one in found[len(cut) :]) for cut in cuts)
 
     def most_blocks(self, spec: RequestSpec) -> int:

@@ -70,7 +70,10 @@ def expected_tokens(
     sample_index: int = 0,
     output: Sequence[int] = (),
 ) -> list[int]:
-    """The next `count` tokens after prompt and output; the last is a stop token, or what none may follow."""
+    """The next `count` tokens after prompt and output; the last is a stop token, or what none may follow.
+
+    Of which sample is said by `sample_index` here, whatever `sampling` says of it.
+    """
     context, tokens = SimulatedContext([*prompt, *output]), [int(token) for token in output]
     stops = set(map(int, sampling.stop_token_ids))
     key = _mix((int(sampling.seed) + _mix((sample_index + GAMMA) & _MASK)) & _MASK)

@@ -126,7 +126,7 @@ class StepRecord(_message.Message):
 
     @_builtins.property
     def num_sampled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens sampled by each; [n]."""
+        """Tokens sampled by each; [n]. A beam samples none: its search gives it tokens."""
 
     @_builtins.property
     def left(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceLeft]:

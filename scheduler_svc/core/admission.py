@@ -7,7 +7,7 @@ in common with each other, in full blocks, one computes for all.
 
 from __future__ import annotations
 
-from scheduler_svc.core.arrivals import Arrival, arrivals_of
+from scheduler_svc.core.arrivals import Arrival, arrivals_of, have_blocks
 from scheduler_svc.core.book import RequestBook
 from scheduler_svc.core.budget import StepBudget
 from scheduler_svc.core.chunks import plan_chunk
@@ -21,24 +21,23 @@ def admit(book: RequestBook, lane: Lane, step: PlannedStep, budget: StepBudget, 
     """Let waiting groups in while there is room. Returns those whose only token this step plans."""
     ending: list[Sequence] = []
     memory_is_full, num_joined = False, 0
-    while num_joined < num_admissible and (group := book.waiting.head(step.planned_at)) is not None:
-        just_went = any(sequence.group is group for sequence in step.swapped_out)
-        if budget.exhausted or just_went or not _is_settled(group):
+    while num_joined < num_admissible and (num_seats := _num_seats(lane)) and not budget.exhausted:
+        alone = not len(lane.running)
+        memory_is_full = not lane.blocks.can_take(1, alone=alone)
+        if memory_is_full or (group := book.waiting.head(step.planned_at)) is None:
             break
-        if _end_too_long(book, lane, group):
+        if any(sequence.group is group for sequence in step.swapped_out) or not group.is_settled:
+            break
+        if _end_unfit(book, lane, group):
             continue
-        num_seats = _num_seats(lane)
-        if not num_seats or not lane.blocks.can_take(1, alone=not len(lane.running)):
-            memory_is_full = num_seats > 0
-            break
         arrivals = arrivals_of(book, lane, group)
         if num_seats < len(arrivals):
-            arrivals = arrivals[:num_seats] if _may_split(group) else []
-        memory_is_full = not _has_blocks(lane, group, arrivals)
-        while memory_is_full and len(arrivals) > 1 and _may_split(group):
+            arrivals = arrivals[:num_seats] if group.may_split else []
+        memory_is_full = not have_blocks(lane, group, arrivals, alone=alone)
+        while memory_is_full and len(arrivals) > 1 and group.may_split:
             arrivals.pop()
-            memory_is_full = not _has_blocks(lane, group, arrivals)
-        if memory_is_full and not len(lane.running):
+            memory_is_full = not have_blocks(lane, group, arrivals, alone=alone)
+        if memory_is_full and alone:
             _make_smaller(book, lane, group)
             continue
         if memory_is_full or not arrivals:
@@ -53,43 +52,21 @@ def admit(book: RequestBook, lane: Lane, step: PlannedStep, budget: StepBudget, 
     return ending
 
 
-def wanted(book: RequestBook, lane: Lane, group: SequenceGroup) -> tuple[int, int] | None:
-    """Sequences and blocks that a group needs to come in as a whole; None while results of it are awaited."""
-    if not _is_settled(group):
-        return None
-    arrivals = arrivals_of(book, lane, group)
-    return len(arrivals), sum(arrival.num_to_take for arrival in arrivals)
-
-
-def _is_settled(group: SequenceGroup) -> bool:
-    """Nothing that plans in flight will tell of it is missing."""
-    return not group.num_awaited and not any(sequence.num_pending for sequence in group.entrants)
-
-
-def _may_split(group: SequenceGroup) -> bool:
-    """Can a part of it run: samples that have forked, whose KV must be computed again."""
-    return group.forked and group.search is None and not group.swapped
-
-
 def _num_seats(lane: Lane) -> int:
     return min(lane.spec.max_num_seqs - len(lane.running), lane.slots.num_free)
 
 
-def _has_blocks(lane: Lane, group: SequenceGroup, arrivals: list[Arrival]) -> bool:
-    alone = not len(lane.running)
-    count = sum(arrival.num_to_take for arrival in arrivals)
-    if not alone and not group.forked and group.sequences[0].num_prompt_tokens % lane.spec.block_size:
-        count += len(arrivals) - 1  # Their fork will copy the last block.
-    return lane.blocks.can_take(count, alone=alone)
-
-
-def _end_too_long(book: RequestBook, lane: Lane, group: SequenceGroup) -> bool:
-    """End what has to end here, as it may have begun when the executor held more; did anything."""
+def _end_unfit(book: RequestBook, lane: Lane, group: SequenceGroup) -> bool:
+    """End what can never come in, as it may have begun when the executor held more; did anything."""
+    unfinished = [sequence for sequence in group.sequences if sequence.state is not SequenceState.FINISHED]
+    if len(unfinished) > lane.spec.max_num_seqs and not (group.may_split or group.swapped):
+        cut_short(book, group, FinishDetail.EXECUTOR_ERROR)
+        return True
     ended = False
     if group.search is not None:
         group.search.limit(lane.spec.max_model_len, FinishDetail.MAX_MODEL_LEN)
-    for sequence in group.entrants if group.forked else group.sequences:
-        if sequence.state is SequenceState.FINISHED or (detail := lane.too_long(sequence)) is None:
+    for sequence in group.entrants if group.forked else unfinished:
+        if (detail := lane.too_long(sequence)) is None:
             continue
         ended = True
         if group.search is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler_svc.core.book import RequestBook
@@ -46,6 +45,14 @@ def arrivals_of(book: RequestBook, lane: Lane, group: SequenceGroup) -> list[Arr
     return arrivals
 
 
+def have_blocks(lane: Lane, group: SequenceGroup, arrivals: list[Arrival], *, alone: bool, num_more: int = 0) -> bool:
+    """Would there be blocks for them: with nobody else there all are theirs; with so many more free than there are."""
+    count = sum(arrival.num_to_take for arrival in arrivals)
+    if not alone and not group.forked and group.sequences[0].num_prompt_tokens % lane.spec.block_size:
+        count += len(arrivals) - 1  # Their fork will copy the last block.
+    return lane.blocks.can_take(count, alone=alone, num_more=num_more)
+
+
 def _returns(lane: Lane, swapped: list[Sequence]) -> list[Arrival]:
     """They come back with all their blocks, and with one for their next token where they had none of their own."""
     arrivals: list[Arrival] = []
@@ -86,13 +93,13 @@ def _arrival(book: RequestBook, lane: Lane, sequence: Sequence, sources: list[Se
     return Arrival(sequence, found.num_to_take(num_blocks), num_tokens, found)
 
 
-def _closest(sequence: Sequence, sources: Iterable[Sequence], size: int) -> tuple[Sequence | None, int]:
+def _closest(sequence: Sequence, sources: list[Sequence], size: int) -> tuple[Sequence | None, int]:
     """Of the others the one with which it has the most full blocks in common, and how many these are.
 
-    Samples are taken to differ from their first token on.
+    Samples are taken to differ from their first token on, so that one of them is as good as another.
     """
     best, most = None, 0
-    for source in sources:
+    for source in sources if sequence.is_beam else sources[:1]:
         limit = (min(len(sequence.token_ids), len(source.token_ids)) - 1) // size
         common = min(limit, sequence.num_prompt_tokens // size)
         if sequence.is_beam and limit > most:

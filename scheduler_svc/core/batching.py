@@ -40,10 +40,12 @@ class ContinuousBatching:
 
     def num_admissible(self, lane: Lane, waiting: WaitingQueue, now: float, *, draining: bool) -> int:
         """All or none."""
-        enough = len(waiting) >= self.waiting_served_ratio * len(lane.running)
         oldest = waiting.oldest
-        overdue = oldest is not None and waiting.is_overdue(oldest, now)
-        if enough or overdue or draining or self._num_held_back >= self.max_waiting_steps:
+        if oldest is None or not self.waiting_served_ratio:
+            return len(waiting)
+        num_running = len({sequence.group for sequence in lane.running})
+        enough = len(waiting) >= self.waiting_served_ratio * num_running
+        if enough or waiting.is_overdue(oldest, now) or draining or self._num_held_back >= self.max_waiting_steps:
             self._num_held_back = 0
             return len(waiting)
         self._num_held_back += 1
@@ -81,7 +83,8 @@ class StaticBatching:
         """What is left of the batch; a whole one when none runs and it may start."""
         if not self._is_busy(lane):
             due = self.wakes_at(lane, waiting, now)
-            was_in_one = self._leaves_some or any(group.was_admitted for group in waiting)
+            left = bool(self._leaves_some or self._num_left)
+            was_in_one = len(waiting) > 0 and (left or any(group.was_admitted for group in waiting))
             starts = len(waiting) >= self.batch_size or draining or was_in_one or (due is not None and now >= due)
             self._num_left = min(self.batch_size, len(waiting)) if starts else 0
             self._leaves_some = False

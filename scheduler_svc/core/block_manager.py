@@ -87,10 +87,6 @@ class BlockManager:
         reserve = 0 if alone else self._num_watermark_blocks
         return num_blocks + reserve <= self.pool.num_free + num_more
 
-    def can_admit(self, num_tokens: int, *, alone: bool, num_more: int = 0) -> bool:
-        """The same for the blocks of so many tokens."""
-        return self.can_take(self.num_blocks_for(num_tokens), alone=alone, num_more=num_more)
-
     def take(self, count: int) -> list[int]:
         """Free blocks, to be appended to block tables; raises InvariantError if there are not as many.
 
@@ -123,6 +119,16 @@ class BlockManager:
             num_idle=sum(place >= 0 and counts[place] == 0 for place in used),
             num_host=sum(place < 0 for place in used),
         )
+
+    def blocks_of(self, found: Found) -> list[int]:
+        """The device blocks of what was found."""
+        return [place for place in map(self._tiers.cache.place, found.nodes) if place >= 0]
+
+    def spoil(self, sequence: Sequence) -> None:
+        """Its KV is not what its tokens should have: none of its prefix is cached any more, whoever put it there."""
+        for node in self._chain(sequence) if self.caching else ():
+            self._tiers.forget(node)
+        self._chains.pop(sequence.sequence_id, None)
 
     def _chain(self, sequence: Sequence) -> list[int]:
         """The nodes of its longest cached prefix, without the last token; from those known of old, if they are there.
@@ -341,9 +347,7 @@ def _root(sequence: Sequence) -> tuple[str, bytes, int]:
 
 
 def _may_hit(sequence: Sequence) -> bool:
-    spec = sequence.group.spec
-    wants_logprobs = spec.sampling.num_prompt_logprobs is not None
-    return spec.uses_prefix_cache and not (wants_logprobs and sequence.prompt_logprobs_end < sequence.num_prompt_tokens)
+    return sequence.group.spec.uses_prefix_cache and not sequence.lacks_prompt_logprobs
 
 
 def _clear(sequence: Sequence) -> None:

@@ -76,6 +76,15 @@ class BlockTiers:
         if block_id in self.device.cached:
             self.cache.forget(self.device.uncache(block_id))
 
+    def forget(self, node: int) -> None:
+        """Let nobody find this node."""
+        place = self.cache.place(node)
+        if place >= 0:
+            self.device.uncache(place)
+        else:
+            self.host.uncache(on_host(place))
+        self.cache.forget(node)
+
     def quarantine(self, host_block_id: int) -> None:
         """Hold a host block, which this plan reads, until the plan is complete."""
         if host_block_id not in self.moves.quarantined:

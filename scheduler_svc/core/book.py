@@ -65,7 +65,7 @@ class RequestBook:
             sequence.forget_computed()
             sequence.move(SequenceState.WAITING)
         if not sequence.group.queued:
-            self.waiting.add(sequence.group)
+            self.waiting.add(sequence.group, again=True)
 
     def end(self, sequence: Sequence, finish: Finish, *, tell: bool = True) -> None:
         """End a sequence wherever it is and free what it holds; without `tell` the engine knows already."""

@@ -229,7 +229,8 @@ class Lane:
             self._known.discard(sequence)
             self._forget_stop_ids(sequence.group.stop_ids)
         slot = sequence.last_slot
-        if slot is not None and self.sequence_at[slot] is sequence:
+        # It may have had its slot on an executor that held more.
+        if slot is not None and slot < self.spec.num_slots and self.sequence_at[slot] is sequence:
             self.append_at[slot] = _drop
             self.dropping.add(slot)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core.admission import admit, wanted
+from scheduler_svc.core.admission import admit
 from scheduler_svc.core.book import RequestBook
 from scheduler_svc.core.budget import StepBudget
 from scheduler_svc.core.chunks import plan_beams, plan_chunk
@@ -19,7 +19,7 @@ def plan_step(book: RequestBook, lane: Lane, plan: StepPlan, now: float) -> Plan
     budget = StepBudget(spec.max_num_batched_tokens, spec.max_num_seqs, book.rules.long_prefill_token_threshold)
     num_admissible = book.rules.batching.num_admissible(lane, book.waiting, now, draining=book.draining)
     if num_admissible and book.rules.order.preemptive:
-        _make_way(book, lane, step)
+        make_way(book, lane, step)
     memory_is_short = make_room(book, lane, step)
     _resume(lane, step)
     # Those who share KV wait until a plan before this one has computed it.
@@ -45,14 +45,6 @@ def plan_step(book: RequestBook, lane: Lane, plan: StepPlan, now: float) -> Plan
         lane.retire(sequence)
     moves = plan.swapped_out or plan.copied or plan.swapped_in
     return step if step.total_tokens or plan.released_slots or moves else None
-
-
-def _make_way(book: RequestBook, lane: Lane, step: PlannedStep) -> None:
-    """Push out running groups of a higher level than the next to join, if that makes enough room for it."""
-    head = book.waiting.head(step.planned_at)
-    room = wanted(book, lane, head) if head is not None else None
-    if room is not None:
-        make_way(book, lane, step, *room)
 
 
 def _resume(lane: Lane, step: PlannedStep) -> None:

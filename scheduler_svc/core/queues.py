@@ -53,9 +53,10 @@ class WaitingQueue:
             return oldest
         return self._lines[min(self._lines, key=self._place)][0]
 
-    def add(self, group: SequenceGroup) -> None:
-        """Put a group in its place."""
-        self._policy.arrived(group, self._lines)
+    def add(self, group: SequenceGroup, *, again: bool = False) -> None:
+        """Put a group in its place: a new one, or one that has run."""
+        if not again:
+            self._policy.arrived(group, self._lines)
         insort(self._lines.setdefault(self._policy.line(group), []), group, key=self._policy.key)
         insort(self._by_arrival, group, key=_arrival)
         group.queued = True

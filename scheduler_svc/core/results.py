@@ -112,9 +112,11 @@ def take_result(book: RequestBook, lane: Lane, step: PlannedStep, result: StepRe
 def _end_failed(book: RequestBook, lane: Lane, sequence: Sequence, error: SlotError) -> None:
     """End a sequence that has failed alone. A beam's search goes on without a beam that has no candidates."""
     finish = Finish(_DETAILS.get(error, FinishDetail.EXECUTOR_ERROR))
-    if sequence.slot is not None and error is SlotError.NON_FINITE_LOGITS:
-        lane.leave(sequence, spoiled=True)
-    if sequence.is_beam and error is not SlotError.NO_ALLOWED_TOKEN:
+    if error is SlotError.NON_FINITE_LOGITS:
+        if sequence.slot is not None:
+            lane.leave(sequence, spoiled=True)
+        lane.blocks.spoil(sequence)
+    if not sequence.group.forked or (sequence.is_beam and error is not SlotError.NO_ALLOWED_TOKEN):
         book.end_group(sequence.group, finish)
     elif not sequence.is_beam and sequence.state is not SequenceState.FINISHED:
         book.end(sequence, finish)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from scheduler_svc.core.arrivals import arrivals_of, have_blocks
 from scheduler_svc.core.book import RequestBook
 from scheduler_svc.core.lane import Lane, PlannedStep
 from scheduler_svc.core.searching import cut_short
@@ -17,40 +18,63 @@ def make_room(book: RequestBook, lane: Lane, step: PlannedStep) -> bool:
     Returns whether any had to go. All of them go before any block is taken, so what is freed here was not written to by
     this step.
     """
-    any_went = False
+    victims: list[Sequence] | None = None
     while _num_wanted(lane) > lane.blocks.num_free:
-        any_went = True
-        victim = lane.running.victims(book.waiting, step.planned_at)[0]
-        _put_out(book, lane, step, victim)
+        if victims is None:
+            victims = lane.running.victims(book.waiting, step.planned_at)[::-1]
+        victim = victims.pop()
+        if victim.slot is not None:
+            _put_out(book, lane, step, victim)
     _write_apart(lane, step)
     _give_blocks(lane, step)
-    return any_went
+    return victims is not None
 
 
-def make_way(book: RequestBook, lane: Lane, step: PlannedStep, num_seqs: int, num_blocks: int) -> None:
-    """Push out running groups of a higher level than the next to join, if that makes room for so many of its own."""
-    head = book.waiting.head(step.planned_at)
-    if head is None:
+def make_way(book: RequestBook, lane: Lane, step: PlannedStep) -> None:
+    """Push out running groups of a higher level than the next to join, if that makes room for it."""
+    head, order = book.waiting.head(step.planned_at), book.rules.order
+    if head is None or not head.is_settled or not len(lane.running):
         return
-    order = book.rules.order
-    level, num_running, num_freed = order.level(head), len(lane.running), 0
-    victims: dict[Sequence, None] = {}
-    held: Counter[int] = Counter()
+    level = order.level(head)
+    if order.level(lane.running.sequences[-1].group) <= level:
+        return
+    arrivals = arrivals_of(book, lane, head)
+    # What it will share with a victim is not free when that has gone.
+    kept = {block_id for arrival in arrivals for block_id in lane.blocks.blocks_of(arrival.found)}
+    leaving = _Leaving(lane, kept)
     for sequence in lane.running.victims(book.waiting, step.planned_at):
-        fits = lane.blocks.can_take(num_blocks, alone=num_running <= 0, num_more=num_freed)
-        if fits and num_running + num_seqs <= lane.spec.max_num_seqs:
+        num_left = len(lane.running) - len(leaving.sequences)
+        fits = have_blocks(lane, head, arrivals, alone=num_left == 0, num_more=leaving.num_freed)
+        if fits and num_left + len(arrivals) <= lane.spec.max_num_seqs:
             break
         if order.level(sequence.group) <= level or book.waiting.is_overdue(sequence.group, step.planned_at):
             return
-        for member in _unit(sequence):
-            if member not in victims:
-                victims[member] = None
-                num_running -= 1
-                held.update(member.block_ids)
-                num_freed = sum(count == lane.blocks.pool.ref_counts[block_id] for block_id, count in held.items())
-    for victim in victims:
+        leaving.add(sequence)
+    for victim in leaving.sequences:
         if victim.slot is not None:
             _give_way(book, lane, step, victim)
+
+
+class _Leaving:
+    """Sequences that would be pushed out, and the blocks that this would free."""
+
+    def __init__(self, lane: Lane, kept: set[int]) -> None:
+        self.sequences: dict[Sequence, None] = {}
+        self.num_freed = 0
+        self._ref_counts = lane.blocks.pool.ref_counts
+        self._kept = kept
+        self._holders: Counter[int] = Counter()
+
+    def add(self, sequence: Sequence) -> None:
+        """This one, with those that cannot stay without it."""
+        for member in _unit(sequence):
+            if member in self.sequences:
+                continue
+            self.sequences[member] = None
+            for block_id in member.block_ids:
+                self._holders[block_id] += 1
+                last = self._holders[block_id] == self._ref_counts[block_id]
+                self.num_freed += last and block_id not in self._kept
 
 
 def _num_wanted(lane: Lane) -> int:

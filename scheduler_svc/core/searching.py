@@ -80,7 +80,9 @@ def _go_on(book: RequestBook, lane: Lane, group: SequenceGroup) -> None:
 def _reorder(lane: Lane, group: SequenceGroup, beams: list[Sequence], pairs: list[tuple[int, int]]) -> None:
     """Make the beams that run on of those that ran: (index of the parent, new token) each, best first."""
     parents = [beams[index] for index, _ in pairs]
-    tokens = [[*beams[index].token_ids, token_id] for index, token_id in pairs]
+    outputs = [
+        [*parent.token_ids[parent.num_prompt_tokens :], pair[1]] for parent, pair in zip(parents, pairs, strict=True)
+    ]
     others = [sequence for sequence in group.sequences if sequence not in parents]
     heirs: list[Sequence] = []
     for sequence in others:
@@ -92,8 +94,8 @@ def _reorder(lane: Lane, group: SequenceGroup, beams: list[Sequence], pairs: lis
             heir = others.pop()
             lane.blocks.share_table(parent, heir, parent.num_computed_tokens)
         heirs.append(heir)
-    for heir, token_ids in zip(heirs, tokens, strict=True):
-        heir.become(token_ids)
+    for heir, output in zip(heirs, outputs, strict=True):
+        heir.become(output)
     for sequence in others:
         sequence.forget_computed()
     group.beams, group.forked = heirs, True

@@ -189,11 +189,11 @@ class Sequence:
         self._num_computed = source._num_computed
         self._num_planned = source._num_planned
 
-    def become(self, token_ids: list[int]) -> None:
-        """Be the beam of these tokens, of which the last is still to be computed."""
-        self.token_ids[:] = token_ids
-        self._num_planned = len(token_ids)
-        self._num_computed = len(token_ids) - 1
+    def become(self, output: list[int]) -> None:
+        """Be the beam of this output, of which the last token is still to be computed."""
+        self.token_ids[self.num_prompt_tokens :] = output
+        self._num_planned = len(self.token_ids)
+        self._num_computed = self._num_planned - 1
 
     def follow(self, clock: Clock) -> None:
         """From now on compute one token with every tick."""
@@ -357,6 +357,16 @@ class SequenceGroup:
         """Those that wait for room of their own: before the fork the first one, then all that were put out."""
         first = self.sequences if self.forked else self.sequences[:1]
         return [sequence for sequence in first if sequence.state in _ENTERING]
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing that plans in flight will tell of those that wait is missing."""
+        return not self.num_awaited and not any(sequence.num_pending for sequence in self.entrants)
+
+    @property
+    def may_split(self) -> bool:
+        """Can a part of it run: samples that have forked, whose KV must be computed again."""
+        return self.forked and self.search is None and not self.swapped
 
     @property
     def due_beams(self) -> list[Sequence]:

@@ -116,9 +116,11 @@ def _end_failed(book: RequestBook, lane: Lane, sequence: Sequence, error: SlotEr
         if sequence.slot is not None:
             lane.leave(sequence, spoiled=True)
         lane.blocks.spoil(sequence)
-    if not sequence.group.forked or (sequence.is_beam and error is not SlotError.NO_ALLOWED_TOKEN):
+    if sequence.is_beam and error is SlotError.NO_ALLOWED_TOKEN:
+        return
+    if sequence.is_beam or not sequence.group.forked:
         book.end_group(sequence.group, finish)
-    elif not sequence.is_beam and sequence.state is not SequenceState.FINISHED:
+    elif sequence.state is not SequenceState.FINISHED:
         book.end(sequence, finish)
 
 

@@ -135,13 +135,15 @@ def _check_beams(outcome: Outcome, limits: Limits) -> None:
         assert began_never, "a search that never began has filled the pool"
         return
     by = FinishDetail.ABORTED if outcome.aborted else FinishDetail.KV_CAPACITY
+    if FinishDetail.EXECUTOR_ERROR in details:
+        by = FinishDetail.EXECUTOR_ERROR  # It does not fit the executor that came back.
     *cuts, whole = _search(spec, limits, by)
     if not outcome.aborted and _agree(whole, found, FinishDetail.NO_ALLOWED_TOKEN):
         return
     num_prompt, width = len(spec.prompt_token_ids), spec.num_sequences
     at = [num for num, cut in enumerate(cuts, start=1) if _agree(cut, found, by)]
     assert at, f"{found} instead of {whole}"
-    assert outcome.aborted or any(limits.may_fill_pool(num_prompt, num, width) for num in at), (
+    assert by is not FinishDetail.KV_CAPACITY or any(limits.may_fill_pool(num_prompt, num, width) for num in at), (
         f"cut short after {at} tokens"
     )
 

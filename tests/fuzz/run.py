@@ -32,7 +32,7 @@ class Run:
         self.num_steps = 0
         self._rng = rng
         self._spec = settings.spec
-        self._pool_changed = False
+        self._has_changed = False
         self._now = 0.0
         self._draining = False
         self._core = Scheduler(settings.rules())
@@ -138,11 +138,10 @@ class Run:
                 self._executor = CoreExecutor(self._spec, self.settings.vocab_size)
             case "other":
                 self._count_lane()
+                # Its requests' lengths were settled when they came.
                 drawn = draw_spec(self._rng, self.settings.axes)
-                size = self._spec.block_size
-                num_blocks = max(drawn.num_blocks * drawn.block_size // size, 1)
-                self._spec = replace(self._spec, num_blocks=num_blocks, num_host_blocks=drawn.num_host_blocks)
-                self._pool_changed = True
+                self._spec = replace(drawn, max_model_len=self._spec.max_model_len)
+                self._has_changed = True
                 self._core.add_executor(_EXECUTOR, self._spec)
                 self._executor = CoreExecutor(self._spec, self.settings.vocab_size)
         self._core.session_opened(self._rng.choice([0, self._core.last_step_id + 3]))
@@ -231,9 +230,10 @@ class Run:
         assert key not in self._core.groups
         details = {finish.detail for finish in outcome.finishes.values()}
         assert FinishDetail.ABORTED not in details or key in self._aborted
-        assert FinishDetail.EXECUTOR_ERROR not in details or self.counts["losses"] >= MAX_STRIKES, "too few strikes"
+        may_be_lost = self._has_changed or self.counts["losses"] >= MAX_STRIKES
+        assert FinishDetail.EXECUTOR_ERROR not in details or may_be_lost, "too few strikes"
         assert FinishDetail.NON_FINITE_LOGITS not in details or self.counts["errors"]
-        num_blocks = None if self._pool_changed else self._spec.num_blocks
+        num_blocks = None if self._has_changed else self._spec.num_blocks
         limits = Limits(self.settings.vocab_size, self._spec.max_model_len, self._spec.block_size, num_blocks)
         try:
             check(outcome, limits)

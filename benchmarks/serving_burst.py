@@ -53,7 +53,8 @@ def _run_model(folder: Path, requests: list[Request], options: argparse.Namespac
     from benchmarks.common.greedy_check import check_greedy
     from benchmarks.common.static_batches import load_model, use_fastest_threads
 
-    service = dict(options.set)
+    # Each repeat sends the same prompts, and the peer keeps nothing of them either.
+    service = {"enable_prefix_caching": False, **dict(options.set)}
     progress(f"{NAME}: {folder.name}: comparing greedy tokens in fp32")
     num_compared = check_greedy(folder, requests, **service)
     model = load_model(folder)

@@ -176,7 +176,7 @@ class Engine:
         lane, blocks = self._loop.lane, self._loop.lane.blocks
         used = lane.spec.num_blocks - blocks.num_free
         stored = lane.num_stored_tokens
-        reserved = blocks.block_size * sum(map(blocks.num_reserved, lane.running))
+        reserved = lane.num_reserved_tokens
         return Load(
             num_waiting=len(self._core.waiting) - self._core.num_swapped,
             num_running=len({sequence.group for sequence in (*lane.running, *lane.finishing)}),

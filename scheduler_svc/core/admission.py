@@ -112,6 +112,7 @@ def _enter(lane: Lane, step: PlannedStep, arrivals: list[Arrival]) -> None:
             lane.blocks.allocate(sequence, arrival.num_tokens, found=arrival.found)
             sequence.share_computed(arrival.found.num_tokens)
             sequence.num_hit_tokens = arrival.found.num_tokens
+            sequence.group.reserve += lane.blocks.take(arrival.num_reserve)
         elif sequence.is_attached:
             lane.blocks.share_table(source, sequence, sequence.num_prompt_tokens)
             sequence.block_ids += lane.blocks.take(arrival.num_to_take)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler_svc.core.book import RequestBook
 from scheduler_svc.core.lane import Lane
@@ -26,6 +26,8 @@ class Arrival:
     """Another one of its group with which it shares its first blocks."""
     num_shared: int = 0
     """Blocks that it shares with it."""
+    num_reserve: int = 0
+    """Of num_to_take, blocks that are held for its group's beams to grow into."""
 
 
 def arrivals_of(book: RequestBook, lane: Lane, group: SequenceGroup) -> list[Arrival]:
@@ -79,7 +81,23 @@ def _first_arrivals(book: RequestBook, lane: Lane, group: SequenceGroup) -> list
         num_tokens = first.num_prompt_tokens if other.is_beam else _num_reserved(book, lane, other)
         num_new = lane.blocks.num_blocks_for(num_tokens) - num_shared
         arrivals.append(Arrival(other, num_new, num_tokens, source=first, num_shared=num_shared))
+    if first.is_beam and (num_reserve := _num_reserve(book, lane, first)):
+        num_to_take = arrivals[0].num_to_take + num_reserve
+        arrivals[0] = replace(arrivals[0], num_to_take=num_to_take, num_reserve=num_reserve)
     return arrivals
+
+
+def _num_reserve(book: RequestBook, lane: Lane, first: Sequence) -> int:
+    """Blocks that a search may need beyond its prompt's, if the policy reserves and the pool could hold them all.
+
+    Beams share the full blocks of the prompt, and at worst nothing else.
+    """
+    wanted, num_prompt = book.rules.batching.num_reserved_tokens(first), first.num_prompt_tokens
+    num_full = num_prompt // lane.spec.block_size
+    own = lane.blocks.num_blocks_for(wanted) - num_full
+    most = num_full + own * len(first.group.sequences)
+    reserves = wanted > num_prompt and most <= lane.spec.num_blocks
+    return most - lane.blocks.num_blocks_for(num_prompt) if reserves else 0
 
 
 def _arrival(book: RequestBook, lane: Lane, sequence: Sequence, sources: list[Sequence]) -> Arrival:
@@ -123,7 +141,7 @@ def _num_common_blocks(ours: list[int], theirs: list[int], least: int, most: int
 def _num_reserved(book: RequestBook, lane: Lane, sequence: Sequence) -> int:
     """Tokens that a newcomer gets blocks for: its own, and what is reserved, as far as the pool could hold that.
 
-    Nothing is reserved for beams, nor for a group that could not have all that is reserved for it.
+    A group gets no more than its own if it could not have all that is reserved for it. For beams see `_num_reserve`.
     """
     wanted = book.rules.batching.num_reserved_tokens(sequence)
     others = len(sequence.group.sequences) - 1

@@ -94,6 +94,10 @@ class BlockManager:
         """
         return self._tiers.take(count)
 
+    def give_back(self, block_ids: Ids[int]) -> None:
+        """Free blocks that were taken and are in no table."""
+        self._tiers.drop(block_ids)
+
     def find(self, sequence: Sequence) -> Found:
         """The longest cached prefix that it may use; changes nothing. Use it before blocks are taken or swapped.
 
@@ -322,10 +326,10 @@ class BlockManager:
         """The moves recorded since the last call, for the plan that is now complete; its blocks are let go."""
         return self._tiers.take_moves()
 
-    def check_integrity(self, holders: Iterable[Sequence]) -> None:
-        """Prove that the tables of `holders`, all that hold device or host blocks, account for every block."""
+    def check_integrity(self, holders: Iterable[Sequence], reserved: Iterable[int] = ()) -> None:
+        """Prove that the tables of `holders`, all that hold blocks, and those reserved account for every block."""
         moves = self._tiers.moves
-        on_device, on_hosts = Counter(moves.kept_sources.keys()), Counter(moves.quarantined.keys())
+        on_device, on_hosts = Counter([*moves.kept_sources, *reserved]), Counter(moves.quarantined.keys())
         for sequence in holders:
             table, host_table = sequence.block_ids, sequence.host_block_ids
             if len(set(table)) != len(table) or len(set(host_table)) != len(host_table):

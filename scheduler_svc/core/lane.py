@@ -211,6 +211,8 @@ class Lane:
             if sequence.awaits is source:
                 sequence.own_up()
         self.searches.pop(source.group, None)
+        self.blocks.give_back(source.group.reserve)
+        source.group.reserve = []
 
     def retire(self, sequence: Sequence) -> None:
         """All of its tokens are planned: it leaves its slot and blocks to others; its results are awaited."""
@@ -233,6 +235,16 @@ class Lane:
         if slot is not None and slot < self.spec.num_slots and self.sequence_at[slot] is sequence:
             self.append_at[slot] = _drop
             self.dropping.add(slot)
+
+    @property
+    def _groups(self) -> set[SequenceGroup]:
+        return {sequence.group for sequence in self.running}
+
+    @property
+    def num_reserved_tokens(self) -> int:
+        """Token slots that those that run hold beyond those of their tokens."""
+        blocks = sum(map(self.blocks.num_reserved, self.running)) + sum(len(group.reserve) for group in self._groups)
+        return blocks * self.spec.block_size
 
     def num_distinct_tokens(self, sequences: Collection[Sequence]) -> int:
         """Tokens whose KV the blocks of running sequences store; what several share counts once."""
@@ -273,7 +285,8 @@ class Lane:
                 raise InvariantError(f"sequence {sequence.sequence_id} runs in state {sequence.state.name}")
             if self.sequence_at[held_slot(sequence)] is not sequence:
                 raise InvariantError(f"slot {sequence.slot} does not know sequence {sequence.sequence_id}")
-        self.blocks.check_integrity([*self.running, *self.swapped])
+        reserved = [block_id for group in self._groups for block_id in group.reserve]
+        self.blocks.check_integrity([*self.running, *self.swapped], reserved)
         self.slots.check_integrity([held_slot(sequence) for sequence in self.running])
         decoding = [sequence for sequence in self.running if sequence.decodes]
         self.cohort.check_integrity(decoding)

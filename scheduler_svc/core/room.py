@@ -18,6 +18,7 @@ def make_room(book: RequestBook, lane: Lane, step: PlannedStep) -> bool:
     Returns whether any had to go. All of them go before any block is taken, so what is freed here was not written to by
     this step.
     """
+    _draw_on_reserves(lane)
     victims: list[Sequence] | None = None
     while _num_wanted(lane) > lane.blocks.num_free:
         if victims is None:
@@ -77,15 +78,29 @@ class _Leaving:
                 self.num_freed += last and block_id not in self._kept
 
 
+def _draw_on_reserves(lane: Lane) -> None:
+    """Free so many of the blocks reserved for beams as these are about to take."""
+    for group in lane.searches:
+        if group.reserve:
+            kept = max(0, len(group.reserve) - _num_wanted_by(lane, group.due_beams, group.due_beams))
+            lane.blocks.give_back(group.reserve[kept:])
+            del group.reserve[kept:]
+
+
 def _num_wanted(lane: Lane) -> int:
-    """Blocks that decodes outgrow to, that beams outgrow to, and that forks write to apart from each other."""
+    """Blocks that decodes and beams outgrow to, and that forks write to apart from each other."""
     beams = _due_beams(lane)
+    return len(lane.cohort.outgrowing) + _num_wanted_by(lane, beams, [*lane.unwritten, *beams])
+
+
+def _num_wanted_by(lane: Lane, beams: list[Sequence], sharers: list[Sequence]) -> int:
+    """Blocks that beams outgrow to, and one for each holder but the last of a block that sharers write to."""
     shared: dict[int, int] = {}
-    for sequence in (*lane.unwritten, *beams):
+    for sequence in sharers:
         if lane.blocks.writes_shared(sequence):
             block_id = sequence.block_ids[sequence.num_computed_tokens // lane.spec.block_size]
             shared[block_id] = lane.blocks.pool.ref_counts[block_id] - 1
-    return len(lane.cohort.outgrowing) + len(_outgrowing(lane, beams)) + sum(shared.values())
+    return len(_outgrowing(lane, beams)) + sum(shared.values())
 
 
 def _due_beams(lane: Lane) -> list[Sequence]:

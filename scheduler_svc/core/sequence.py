@@ -211,6 +211,7 @@ class Sequence:
             self.unfollow()
         self.forget_pending()
         self.slot, self.described = None, False
+        self.group.reserve = []
         self.block_ids, self.host_block_ids = [], []
         self.num_cached_blocks, self.cache_node = 0, None
 
@@ -305,6 +306,7 @@ class SequenceGroup:
         "num_preemptions",
         "num_strikes",
         "queued",
+        "reserve",
         "search",
         "sequences",
         "spec",
@@ -332,6 +334,8 @@ class SequenceGroup:
         """What its beams have been told in this round."""
         self.num_awaited = 0
         """Candidates of its beams that plans in flight will tell."""
+        self.reserve: list[int] = []
+        """Device blocks that are held for its beams to grow into."""
         self.num_strikes = 0
         """Failed steps that it was part of since it last got any further."""
         self.furthest = 0

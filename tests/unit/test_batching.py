@@ -6,7 +6,7 @@ import pytest
 
 from scheduler_svc.core.batching import ContinuousBatching, StaticBatching
 from scheduler_svc.core.rules import Rules
-from scheduler_svc.core.types import FinishDetail
+from scheduler_svc.core.types import BeamSpec, FinishDetail
 from tests.helpers.core_bench import Bench
 
 
@@ -184,3 +184,21 @@ def test_a_static_batch_starts_for_one_that_is_overdue() -> None:
     for _ in range(3):
         bench.step()
     assert bench.order == ["alone"]
+
+
+def test_a_static_batch_reserves_for_beams_too() -> None:
+    bench = static(2, num_blocks=40, max_num_seqs=8, num_slots=12)
+    for name in ("a", "b"):
+        bench.add(name, 6, max_tokens=15, beams=BeamSpec(3))  # a full block of prompt, and 4 more for each beam
+    bench.step(depth=1)
+    assert bench.lane.blocks.num_free == 40 - 2 * 13
+    assert bench.lane.num_reserved_tokens == 4 * 2 * (13 - 2)
+    free = []
+    while len(bench.details) < 2:
+        bench.step(depth=1)
+        free.append(bench.lane.blocks.num_free)
+    bench.run()
+    assert min(free) >= 40 - 2 * 13
+    assert bench.core.num_preemptions == 0
+    assert bench.lane.blocks.num_free == 40
+    assert [bench.found(name) for name in ("a", "b")] == [bench.known_beams(name)[:1] for name in ("a", "b")]

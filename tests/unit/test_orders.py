@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from scheduler_svc.core.policy import FairOrder, FcfsOrder, OrderPolicy, PriorityOrder, ShortestFirstOrder
-from scheduler_svc.core.rules import Rules
-from scheduler_svc.core.types import FinishDetail
+from scheduler_svc.core.rules import Preemption, Rules
+from scheduler_svc.core.types import BeamSpec, FinishDetail
 from tests.helpers.core_bench import Bench
 
 ONE_AT_A_TIME = {"max_num_seqs": 1, "num_slots": 4}
@@ -142,6 +144,27 @@ def test_nobody_waits_longer_than_the_bound(order: type[OrderPolicy]) -> None:
         bench.step()
     assert bench.tokens["unloved"] == bench.known("unloved")
     assert bench.now <= start + MAX_WAIT_S + 30 + 10, "once overdue it is nobody's victim"
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("group", [{"n": 4}, {"beams": BeamSpec(4)}], ids=["samples", "beams"])
+@pytest.mark.parametrize("order", [FcfsOrder, PriorityOrder, ShortestFirstOrder, FairOrder])
+def test_a_group_waits_no_longer_than_the_bound(
+    order: type[OrderPolicy], group: dict[str, Any], preemption: Preemption
+) -> None:
+    """It needs all seats at once."""
+    rules = Rules(order=order(), max_wait_s=MAX_WAIT_S, preemption=preemption)
+    bench = Bench(rules, max_num_seqs=4, num_blocks=24, num_host_blocks=64)
+    longest_run = 10
+    for index in range(3):
+        bench.add(f"first{index}", 4, max_tokens=longest_run, priority=0, tenant="greedy")
+    bench.add("unloved", 8, max_tokens=30, priority=9, tenant="greedy", expected=99, **group)
+    count = 0
+    while "unloved" not in bench.order:
+        bench.add(f"loved{count}", 3, max_tokens=5, priority=-1, tenant=f"t{count}", expected=1)
+        count += 1
+        bench.step()
+    assert bench.now <= MAX_WAIT_S + longest_run + 5
 
 
 @pytest.mark.parametrize("order", [PriorityOrder, ShortestFirstOrder])

@@ -1,9 +1,10 @@
 """The scheduler core: requests in, plans out, results in, tokens out.
 
-Pure: no clock, no randomness, no I/O. Each step (1) gives running sequences their next tokens, decodes before prefill
-chunks, preempting the order's first victims where blocks run out, (2) admits waiting groups while token budget, slots
-and blocks allow, (3) releases what ended. A sequence is the same whether its tokens are a prompt's, a decode's or
-computed again after a preemption: it has tokens without KV, and a step computes some of them.
+Pure: no clock, no randomness, no I/O. Each step (1) makes room for the tokens of those that run, preempting the order's
+first victims where blocks run out, (2) gives decodes, beams and prefill chunks their tokens, (3) lets in groups that
+wait, new or put out before, as token budget, slots and blocks allow, (4) releases what ended. A sequence is the same
+whether its tokens are a prompt's, a decode's or computed again after a preemption: it has tokens without KV, and a step
+computes some of them.
 
 Here are the calls; `planning` plans a step, `results` takes its result in, `book` knows where each request is.
 """

@@ -248,7 +248,7 @@ SERVED: dict[str, dict[str, Any]] = {
         "num_gpu_blocks": 34, "block_size": 8, "num_cpu_blocks": 200,
         "scheduler": {"preemption": "swap", "max_inflight_plans": 4},
     },
-    "few blocks, dynamic": {
+    "dynamic": {  # What is reserved is never fought over, few blocks as there are.
         "num_gpu_blocks": 34, "block_size": 8,
         "scheduler": {"batching": "dynamic", "batch_size": 6, "batch_window_ms": 20, "order": "sjf"},
     },

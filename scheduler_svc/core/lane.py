@@ -181,8 +181,7 @@ class Lane:
         self.unwritten.pop(sequence, None)
         self.resuming.pop(sequence, None)
         if len(sequence.group.sequences) > 1:
-            sequence.own_up()
-            self._desert(sequence)
+            self._leave_group(sequence)
         slot = held_slot(sequence)
         if sequence.described:
             self.slots.release(slot)
@@ -205,14 +204,18 @@ class Lane:
         del self.swapped[sequence]
         self.blocks.free(sequence)
 
-    def _desert(self, source: Sequence) -> None:
-        """What others share with a sequence that leaves, and that it has not computed, they compute themselves."""
+    def _leave_group(self, leaver: Sequence) -> None:
+        """What others share with one that leaves, and that is not there yet, they compute themselves.
+
+        Beams leave all together: their turn is over, and what was reserved for them is free.
+        """
+        leaver.own_up()
         for sequence in self.prefilling:
-            if sequence.awaits is source:
+            if sequence.awaits is leaver:
                 sequence.own_up()
-        self.searches.pop(source.group, None)
-        self.blocks.give_back(source.group.reserve)
-        source.group.reserve = []
+        self.searches.pop(leaver.group, None)
+        self.blocks.give_back(leaver.group.reserve)
+        leaver.group.reserve = []
 
     def retire(self, sequence: Sequence) -> None:
         """All of its tokens are planned: it leaves its slot and blocks to others; its results are awaited."""

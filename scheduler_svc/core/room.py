@@ -142,10 +142,11 @@ def _give_blocks(lane: Lane, step: PlannedStep) -> None:
         if lane.blocks.caching:
             for sequence in outgrowing:
                 lane.blocks.register(sequence)
-        lane.cohort.give_blocks(outgrowing, block_ids[: len(outgrowing)])
+        block_ids = block_ids[: len(outgrowing)]
+        lane.cohort.give_blocks(outgrowing, block_ids)
         step.plan.append_slots += [held_slot(sequence) for sequence in outgrowing]
-        step.plan.append_block_ids += block_ids[: len(outgrowing)]
-        step.appended += zip(outgrowing, block_ids, strict=False)
+        step.plan.append_block_ids += block_ids
+        step.appended += zip(outgrowing, block_ids, strict=True)
 
 
 def _note_append(step: PlannedStep, sequence: Sequence, block_id: int) -> None:

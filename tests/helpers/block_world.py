@@ -1,0 +1,351 @@
+"""The block manager in a small world, beside a model that knows what every block holds.
+
+The model keeps the KV of both pools: for each position of each block, all tokens up to there of who wrote it, with
+tenant and salt. It carries out the moves of each plan in the executor's order. Whatever is asked in whatever order,
+each table must read its own sequence's tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import cycle
+
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.prefix_cache import NOTHING
+from scheduler_svc.core.rates import MeasuredRates
+from scheduler_svc.core.types import RequestSpec, Sampling
+
+STOP = 9
+# Python's hashes of x and x + 2**61 - 1 are equal: half of these prompts look like the other half.
+ALIKE = 2**61 - 1
+PROMPTS = [[1] * 9, [1, 1, 1] + [1 + ALIKE] * 6, [1 + ALIKE] * 9]
+TOKENS = [1, 1, 1 + ALIKE]
+
+
+@dataclass(frozen=True)
+class Group:
+    spec: RequestSpec
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence as the block manager sees one, and what is true of it: tokens not confirmed yet, KV that is there."""
+
+    sequence_id: int
+    group: Group
+    token_ids: list[int]
+    known: list[int] = field(default_factory=list)
+    num_written: int = 0
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    host_block_ids: list[int] = field(default_factory=list)
+    num_cached_blocks: int = 0
+    cache_node: int | None = None
+    lacks_prompt_logprobs: bool = False
+
+    def kv(self, position: int) -> tuple[str, bytes, tuple[int, ...]]:
+        spec = self.group.spec
+        return spec.tenant, spec.cache_salt, tuple(self.known[: position + 1])
+
+    @property
+    def stopped(self) -> bool:
+        return self.known[-1] == STOP
+
+
+def make_rates(token_ns: int, block_ns: int) -> MeasuredRates:
+    rates = MeasuredRates()
+    rates.observe(100, 100, 100 * token_ns, 100 * block_ns)
+    return rates
+
+
+class World:
+    """The block manager, the model, and whoever holds blocks."""
+
+    def __init__(
+        self, block_size: int, num_blocks: int, num_host_blocks: int, caching: bool, rates: tuple[int, int] | None
+    ) -> None:
+        self.blocks = BlockManager(
+            num_blocks,
+            block_size,
+            0.0,
+            num_host_blocks=num_host_blocks,
+            caching=caching,
+            rates=make_rates(*rates) if rates else None,
+        )
+        self.size, self.caching = block_size, caching
+        self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
+        self.device = [[None] * block_size for _ in range(num_blocks)]
+        self.host = [[None] * block_size for _ in range(num_host_blocks)]
+        self.waiting: list[Row] = []
+        self.running: list[Row] = []
+        self.swapped: list[Row] = []
+        self.ended: list[Row] = []
+        self.just_out: set[Row] = set()
+        self.just_in = False
+        self.num_made = self.num_queries = self.num_hits = 0
+
+    # ------------------------------------------------------------- arrivals
+
+    def arrive(
+        self,
+        prompt: list[int],
+        num_tokens: int,
+        scope: tuple[str, bytes],
+        option: str,
+        num_reserved: int,
+        makes_way: str,
+    ) -> None:
+        tenant, salt = scope
+        spec = RequestSpec(
+            "r",
+            tuple(prompt[:num_tokens]),
+            Sampling(num_prompt_logprobs=1 if option == "logprobs" else None),
+            tenant=tenant,
+            cache_salt=salt,
+            uses_prefix_cache=option != "opted out",
+        )
+        token_ids = prompt[:num_tokens]
+        if option == "again" and self.ended:
+            # A conversation goes on.
+            old = self.ended[num_tokens % len(self.ended)]
+            spec, token_ids = old.group.spec, [*old.token_ids, num_tokens]
+        row = self._make_row(Group(spec), token_ids)
+        self.waiting = [*self.waiting[-3:], row]
+        # As in a scheduler, those that run make way: most of the time the pool is full.
+        while makes_way and self.running and self.blocks.num_free < self.blocks.num_blocks_for(len(token_ids)):
+            if makes_way != "swap out" or not self._swap_out(len(self.running) - 1, 1):
+                self._leave(len(self.running) - 1, makes_way)
+        self._admit(row, num_reserved)
+
+    def _make_row(self, group: Group, token_ids: list[int]) -> Row:
+        self.num_made += 1
+        lacks = group.spec.sampling.num_prompt_logprobs is not None and len(token_ids) > 1
+        return Row(self.num_made, group, token_ids, list(token_ids), lacks_prompt_logprobs=lacks)
+
+    def _admit(self, row: Row, num_reserved: int) -> None:
+        found = self.blocks.find(row)
+        spec = row.group.spec
+        if not self.caching or not spec.uses_prefix_cache or row.lacks_prompt_logprobs:
+            assert found is NOTHING
+        assert found.num_tokens == found.num_blocks * self.size <= len(row.token_ids) - 1
+        num_tokens = len(row.token_ids) + num_reserved
+        num_to_take = found.num_to_take(self.blocks.num_blocks_for(num_tokens))
+        if not self.blocks.can_take(num_to_take, alone=True):
+            return
+        num_free = self.blocks.num_free
+        self.blocks.allocate(row, num_tokens, found=found)
+        assert self.blocks.num_free == num_free - num_to_take
+        assert len(row.block_ids) == self.blocks.num_blocks_for(num_tokens)
+        self.just_in |= found.num_host > 0
+        self.num_queries += found.num_queried
+        self.num_hits += found.num_tokens
+        row.num_computed_tokens = row.num_written = found.num_tokens
+        self.waiting.remove(row)
+        self.running.append(row)
+
+    def change(self, op: str, pick: int, num_rows: int, token_id: int) -> None:
+        """One of the other things that happen between two steps."""
+        if op == "admit":
+            if self.waiting:
+                self._admit(self.waiting[pick % len(self.waiting)], 0)
+        elif op == "fork":
+            self._fork(pick, token_id)
+        elif op == "admit beside":
+            self._admit_beside(pick, token_id)
+        elif op == "write":
+            self._write(pick)
+        elif op == "swap out":
+            self._swap_out(pick, num_rows)
+        elif op == "swap in":
+            self._swap_in(pick, num_rows)
+        else:
+            self._leave(pick, op)
+
+    # ------------------------------------------------------------- sharing
+
+    def _fork(self, pick: int, token_id: int) -> None:
+        sources = [row for row in self.running if row.num_written]
+        if not sources:
+            return
+        source = sources[pick % len(sources)]
+        num_shared = max(1, min(source.num_written, len(source.token_ids)) - pick % 3)
+        child = self._make_row(source.group, [*source.token_ids[:num_shared], token_id])
+        num_free = self.blocks.num_free
+        self.blocks.share_table(source, child, num_shared)
+        assert self.blocks.num_free == num_free
+        assert child.block_ids == source.block_ids[: self.blocks.num_blocks_for(num_shared)]
+        child.num_computed_tokens = child.num_written = num_shared
+        self.running.append(child)
+        if pick % 2:
+            self._write(pick)
+
+    def _write(self, pick: int) -> None:
+        """Copy-on-write early in a plan: what was copied may be shared again, swapped or freed in the same plan."""
+        sharing = [row for row in self.running if self.blocks.writes_shared(row)]
+        if sharing and self.blocks.num_free:
+            self.blocks.make_writable(sharing[pick % len(sharing)])
+
+    def _admit_beside(self, pick: int, token_id: int) -> None:
+        """As a fork, but of whole blocks, and with room for its own tokens."""
+        sources = [row for row in self.running if min(row.num_written, len(row.token_ids)) >= self.size]
+        if not sources or not self.blocks.num_free:
+            return
+        source = sources[pick % len(sources)]
+        num_blocks = min(source.num_written, len(source.token_ids)) // self.size
+        child = self._make_row(source.group, [*source.token_ids[: num_blocks * self.size], token_id])
+        self.blocks.allocate(child, len(child.token_ids), shared=source.block_ids[:num_blocks])
+        child.num_computed_tokens = child.num_written = num_blocks * self.size
+        self.running.append(child)
+
+    # ------------------------------------------------------------- departures
+
+    def _leave(self, pick: int, how: str) -> None:
+        rows = self.swapped if self.swapped and (how == "end swapped" or not self.running) else self.running
+        if not rows:
+            return
+        row = rows.pop(pick % len(rows))
+        self.blocks.free(row, spoiled=how == "spoil")
+        assert (row.block_ids, row.host_block_ids, row.num_cached_blocks, row.cache_node) == ([], [], 0, None)
+        self.blocks.free(row)
+        row.num_computed_tokens = row.num_written = 0
+        row.token_ids = list(row.known)
+        if how == "preempt" and not row.stopped:
+            self.waiting.append(row)
+        elif how == "end":
+            self.ended = [row, *self.ended[:3]]
+
+    def _swap_out(self, pick: int, num_rows: int) -> bool:
+        if not self.running:
+            return False
+        first = pick % len(self.running)
+        rows = self.running[first : first + num_rows]
+        tables = [list(row.block_ids) for row in rows]
+        num_distinct = len({block_id for table in tables for block_id in table})
+        assert self.blocks.num_to_swap(rows) == num_distinct
+        num_free = self.blocks.host_pool.num_free
+        if not self.blocks.swap_out(rows):
+            assert num_distinct > num_free or self.just_in
+            assert tables == [row.block_ids for row in rows]
+            return False
+        assert [len(row.host_block_ids) for row in rows] == [len(table) for table in tables]
+        assert not any(row.block_ids for row in rows)
+        assert self.blocks.host_pool.num_free == num_free - num_distinct
+        del self.running[first : first + num_rows]
+        self.swapped += rows
+        self.just_out.update(rows)
+        return True
+
+    def _swap_in(self, pick: int, num_rows: int) -> None:
+        if not self.swapped:
+            return
+        first = pick % len(self.swapped)
+        rows = [row for row in self.swapped[first : first + num_rows] if row not in self.just_out]
+        num_to_take = self.blocks.num_to_swap_in(rows)
+        if not rows or not self.blocks.can_take(num_to_take, alone=True):
+            return
+        num_free = self.blocks.num_free
+        self.blocks.swap_in(rows)
+        assert self.blocks.num_free == num_free - num_to_take
+        self.just_in = True
+        self.swapped = [row for row in self.swapped if row not in rows]
+        self.running += rows
+
+    # ------------------------------------------------------------- steps and results
+
+    def step(self, wanted: list[int], sampled: list[int], confirmed: list[bool]) -> None:
+        """A plan is complete and runs. Of some sequences the results are in at once."""
+        wants, samples, confirms = cycle(wanted), cycle(sampled), cycle(confirmed)
+        chunks = [(row, self._make_room(row, next(wants))) for row in self.running]
+        self._move()
+        for row, num_tokens in chunks:
+            self._compute(row, num_tokens, next(samples))
+        self.just_out.clear()
+        self.just_in = False
+        self._check_counts()
+        self._check_contents()
+        for row in list(self.running):
+            if next(confirms):
+                row.token_ids = list(row.known)
+                self.blocks.register(row)
+                if row.stopped or len(row.known) > 12:
+                    self._leave(self.running.index(row), "end")
+
+    def _make_room(self, row: Row, num_wanted: int) -> int:
+        num_tokens = min(num_wanted, len(row.known) - row.num_computed_tokens)
+        if num_tokens <= 0:
+            return 0
+        while self.blocks.num_blocks_for(row.num_computed_tokens + num_tokens) > len(row.block_ids):
+            if not self.blocks.num_free:
+                break
+            row.block_ids += self.blocks.take(1)
+        if self.blocks.writes_shared(row):
+            if not self.blocks.num_free:
+                return 0
+            block_id = self.blocks.make_writable(row)
+            assert block_id == row.block_ids[row.num_computed_tokens // self.size]
+            assert not self.blocks.writes_shared(row)
+        return min(num_tokens, len(row.block_ids) * self.size - row.num_computed_tokens)
+
+    def _move(self) -> None:
+        """The moves of the plan as an executor carries them out, which allows none that depends on their order."""
+        moves = self.blocks.take_moves()
+        for pairs in (moves.swapped_out, moves.copied, moves.swapped_in):
+            destinations = [destination for _, destination in pairs]
+            assert len(set(destinations)) == len(destinations)
+        assert not {source for source, _ in moves.copied} & {destination for _, destination in moves.copied}
+        assert not {destination for _, destination in moves.swapped_out} & {source for source, _ in moves.swapped_in}
+        for source_pool, target_pool, pairs in (
+            (self.device, self.host, moves.swapped_out),
+            (self.device, self.device, moves.copied),
+            (self.host, self.device, moves.swapped_in),
+        ):
+            contents = [list(source_pool[source]) for source, _ in pairs]
+            for content, (_, destination) in zip(contents, pairs, strict=True):
+                target_pool[destination] = content
+
+    def _compute(self, row: Row, num_tokens: int, sampled: int) -> None:
+        for _ in range(num_tokens):
+            position = row.num_computed_tokens
+            row.num_computed_tokens += 1
+            # The executor knows of a stop before the scheduler does, and computes no more.
+            if row.stopped and position == len(row.known) - 1:
+                return
+            self.device[row.block_ids[position // self.size]][position % self.size] = row.kv(position)
+            row.num_written += 1
+        if num_tokens and row.num_computed_tokens == len(row.known):
+            row.known.append(sampled)
+
+    # ------------------------------------------------------------- what always holds
+
+    def check(self) -> None:
+        self.blocks.check_integrity(self.running + self.swapped)
+        holders = Counter(block_id for row in self.running for block_id in row.block_ids)
+        assert len(holders) + self.blocks.num_free <= self.num_blocks
+        assert all(self.blocks.pool.ref_counts[block_id] >= count for block_id, count in holders.items())
+        assert self.blocks.num_used_host == len({block_id for row in self.swapped for block_id in row.host_block_ids})
+        assert (self.blocks.num_prefix_queries, self.blocks.num_prefix_hits) == (self.num_queries, self.num_hits)
+        assert not (self.blocks.num_cached and not self.caching)
+
+    def _check_counts(self) -> None:
+        """Between plans nothing but tables holds blocks."""
+        holders = Counter(block_id for row in self.running for block_id in row.block_ids)
+        assert self.blocks.num_free == self.num_blocks - len(holders)
+        assert self.blocks.pool.ref_counts == [holders[block_id] for block_id in range(self.num_blocks)]
+        assert self.blocks.num_shared_refs == holders.total() - len(holders)
+        assert self.blocks.host_pool.num_free == self.num_host_blocks - self.blocks.num_used_host
+
+    def _check_contents(self) -> None:
+        for rows, pool in ((self.running, self.device), (self.swapped, self.host)):
+            for row in rows:
+                table = row.block_ids or row.host_block_ids
+                read = [pool[table[position // self.size]][position % self.size] for position in range(row.num_written)]
+                assert read == [row.kv(position) for position in range(row.num_written)]
+
+    def close(self) -> None:
+        """Once all have gone, every block is free."""
+        for row in self.running + self.swapped:
+            self.blocks.free(row)
+        self.blocks.take_moves()
+        self.blocks.check_integrity([])
+        assert (self.blocks.num_free, self.blocks.num_used_host) == (self.num_blocks, 0)

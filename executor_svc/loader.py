@@ -67,7 +67,7 @@ def load_model(config: ExecutorConfig, device: Device) -> LoadedModel:
         ignored = ignored_tensors(spec)
         weights.check_all_used(lambda tensor: tensor.endswith(ignored))
     geometry = _geometry(config.model, name, spec, max_model_len, device, weights.num_parameters)
-    probe(model, geometry, device, max(config.max_num_batched_tokens, config.max_num_seqs))
+    probe(device, max(config.max_num_batched_tokens, config.max_num_seqs))
     return LoadedModel(
         model=model,
         geometry=geometry,

@@ -42,6 +42,6 @@ def build_model(config: ExecutorConfig) -> tuple[StepExecutor, Description]:
         limits.num_host_blocks, pools.bytes_per_block,
     )  # fmt: skip
     _log.info("loaded in %.1f s; fingerprint %s", time.monotonic() - began, prints.digest.hex()[:16])
-    executor = StepExecutor(ModelRunner(loaded, device, pools), pools, limits)
+    executor = StepExecutor(ModelRunner(loaded, device, pools, limits), pools, limits)
     description = describe(loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes)
     return executor, description

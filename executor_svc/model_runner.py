@@ -1,62 +1,60 @@
-"""Runs a model over the flat tensors of a step."""
+"""Runs a model over the flat tensors of a step: its operations, recorded once, are replayed on each step's rows."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from executor_svc.plan import Limits
 from executor_svc.device import Device
 from executor_svc.input_batch import ForwardBatch
-from executor_svc.kernels.interface import MIN_ROWS
 from executor_svc.kv_cache import KVCache
 from executor_svc.loader import LoadedModel
 
 
-def _at_least_two(rows: Tensor) -> Tensor:
-    """Repeat a single row: one alone would be computed by other code, with other bits."""
-    return rows if rows.shape[0] >= MIN_ROWS else rows.expand(MIN_ROWS, *rows.shape[1:]).contiguous()
-
-
 class ModelRunner:
-    """A model and its cache on a device; for use by one thread."""
+    """A model and its cache on a device; for use by one thread.
 
-    def __init__(self, loaded: LoadedModel, device: Device, kv_cache: KVCache) -> None:
-        self._model = loaded.model
-        self._vocab_size = loaded.geometry.vocab_size
-        self._device = device
-        self._kv_cache = kv_cache
+    What it returns is its own memory: hidden states stay until the next `forward`, logits until the next `logits`.
+    """
 
+    def __init__(self, loaded: LoadedModel, device: Device, kv_cache: KVCache, limits: Limits) -> None:
+        """Record the model for steps of max_num_batched_tokens tokens and logits of max_num_seqs rows."""
+        model, kernels = loaded.model, device.kernels
+        most = limits.max_num_batched_tokens
+        self._model = model
+        self._most_logits = limits.max_num_seqs
+        self._token_ids = torch.zeros(most, dtype=torch.int64)
+        self._rows = torch.zeros(self._most_logits, dtype=torch.int64)
+        self._ropes = model.new_ropes(most)
+        max_model_len = loaded.geometry.max_model_len
+        self._plans = [kernels.new_attention_plan(shape, max_model_len, most) for shape in model.attention_shapes]
+        with kernels.recording() as finish:
+            self._hidden = model.forward(self._token_ids, self._ropes, kv_cache.layers, self._plans)
+            self._forward = finish()
+        with kernels.recording() as finish:
+            self._logits = model.logits(kernels.take_rows(self._hidden, self._rows))
+            self._compute_logits = finish()
+
+    @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Write the batch's keys and values to the cache; return hidden states [T or 2, hidden] of its tokens."""
-        with torch.inference_mode():
-            plans = [
-                self._device.kernels.plan_attention(
-                    shape,
-                    self._kv_cache.block_size,
-                    batch.slot_mapping,
-                    batch.query_start_loc,
-                    batch.seq_lens,
-                    batch.block_tables,
-                )
-                for shape in self._model.attention_shapes
-            ]
-            return self._model.forward(
-                _at_least_two(batch.token_ids),
-                _at_least_two(batch.positions),
-                _at_least_two(batch.rope_lens),
-                self._kv_cache.layers,
-                plans,
-            )
+        """Write the batch's keys and values to the cache; return hidden states [T, hidden] of its tokens."""
+        num_tokens = batch.token_ids.shape[0]
+        self._token_ids[:num_tokens] = batch.token_ids
+        self._model.ropes(batch.positions, batch.rope_lens, self._ropes)
+        for plan in self._plans:
+            plan.fill(batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_tables)
+        self._forward.run(rows=num_tokens, **{plan.name: plan.num_tiles for plan in self._plans})
+        return self._hidden[:num_tokens]
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Return the logits [R, vocab_size] fp32 of these rows [R] int64 of hidden states.
+        """Return the logits [R, vocab_size] fp32 of these rows [R] int64 of the last `forward`'s hidden states.
 
         A row's bits do not depend on the others, so many rows can be asked for piece by piece.
         """
-        # Made outside of inference mode, so that callers may write into it.
-        logits = torch.empty(len(rows), self._vocab_size, device=self._device.torch_device)
+        if len(rows) > self._most_logits:
+            return torch.cat([self.logits(hidden, part).clone() for part in rows.split(self._most_logits)])
+        self._rows[: len(rows)] = rows
         if len(rows):
-            with torch.inference_mode():
-                wanted = _at_least_two(hidden.index_select(0, rows.to(hidden.device)))
-                logits.copy_(self._model.logits(wanted)[: len(rows)])
-        return logits
+            self._compute_logits.run(rows=len(rows))
+        return self._logits[: len(rows)]

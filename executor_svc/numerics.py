@@ -6,10 +6,9 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.description import Fingerprint, ModelGeometry
+from executor_svc.description import Fingerprint
 from executor_svc.device import Device
 from executor_svc.kv_cache import KVCache
-from executor_svc.models.base import CausalLM
 
 if TYPE_CHECKING:
     from executor_svc.loader import LoadedModel
@@ -42,10 +41,10 @@ def fingerprint(config: ExecutorConfig, loaded: LoadedModel, device: Device, kv_
     )
 
 
-def probe(model: CausalLM, geometry: ModelGeometry, device: Device, max_rows: int) -> None:
+def probe(device: Device, max_rows: int) -> None:
     """In exact mode, check that a row's bits do not depend on its batch on this machine, for steps up to max_rows.
 
     Raises NumericsError, naming the shape that fails and `--numerics fast`.
     """
     if device.numerics == "exact":
-        device.probe_numerics(model.attention_shapes, geometry.hidden_size, max_rows)
+        device.probe_numerics(max_rows)

@@ -1,22 +1,18 @@
 """What a device offers to the layers: one method per operation, the same for every device.
 
-Names of sizes: T tokens of the step (at least two rows are always run, see `MIN_ROWS`), S sequences, H query heads,
-KVH key and value heads, D head size, DP padded head size, B block size, N blocks of the pool.
+Names of sizes: T tokens of the step, S sequences, H query heads, KVH key and value heads, D head size, DP padded head
+size, B block size, N blocks of the pool.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
-
-KEY_TILE = 64
-"""Attention walks keys in tiles of this many absolute positions: a multiple of every allowed block size."""
-
-MIN_ROWS = 2
-"""Fewest rows of a linear: one row alone takes another path in oneDNN and in sums, with other bits."""
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -46,16 +42,38 @@ class Linear(Protocol):
     in_features: int
     out_features: int
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias in the dtype of x; x is contiguous with at least MIN_ROWS rows."""
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """Return x @ weight.T + bias of contiguous x, rounded to its dtype; out_dtype: float32, to have that as floats."""
         ...
 
 
 class AttentionPlan(Protocol):
-    """What `Kernels.plan_attention` works out once per step and every layer uses; each device has its own."""
+    """What is worked out once per step and every layer of one attention shape uses; each device has its own."""
 
-    @property
-    def num_tokens(self) -> int: ...
+    name: str
+    """Names the number of its tiles to a program."""
+
+    num_tiles: int
+    """Of the step that it holds: what attention's work is counted in."""
+
+    def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
+        """Take a step: arguments as in `input_batch.ForwardBatch`.
+
+        With a window, blocks wholly before the one of a sequence's first token are not needed: their entries may be
+        any valid block, with any content.
+        """
+        ...
+
+
+class Program(Protocol):
+    """Recorded operations."""
+
+    def run(self, **counts: int) -> None:
+        """Run them on the first `rows` rows of the tensors that they were recorded with.
+
+        Each plan's number of tiles is given by its name.
+        """
+        ...
 
 
 class Kernels(Protocol):
@@ -70,20 +88,23 @@ class Kernels(Protocol):
         """Return the head size that q, k, v and the cache have on this device."""
         ...
 
-    def plan_attention(
-        self,
-        shape: AttentionShape,
-        block_size: int,
-        slot_mapping: Tensor,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        block_tables: Tensor,
-    ) -> AttentionPlan:
-        """Work out what every layer's attention shares: arguments as in `input_batch.ForwardBatch`.
+    def new_attention_plan(self, shape: AttentionShape, max_model_len: int, most_tokens: int) -> AttentionPlan:
+        """Return a plan, to be filled for each step of at most so many tokens."""
+        ...
 
-        With a window, blocks wholly before the one of a sequence's first token are not needed: their entries may be
-        any valid block, with any content.
+    def recording(self) -> AbstractContextManager[Callable[[], Program]]:
+        """Record operations instead of running them; what this gives makes a program of them afterwards.
+
+        Results are in memory that is kept: of the same operation on the same shape it is the same each time.
         """
+        ...
+
+    def embed(self, table: Tensor, token_ids: Tensor, scale: float) -> Tensor:
+        """Return table[token_ids] * scale, [T, hidden], for table [vocabulary, hidden] and token_ids [T] int64."""
+        ...
+
+    def take_rows(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Return table[ids], [R, columns], for ids [R] int64."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -94,8 +115,14 @@ class Kernels(Protocol):
         """
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return (rms_norm(x + residual), x + residual); may write into x and residual."""
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return (rms_norm(x * scale + residual), x * scale + residual); may write into x and residual."""
+        ...
+
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
+        """Return x * scale + residual; may write into x and residual."""
         ...
 
     def norm_heads(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, shape: AttentionShape) -> Tensor:
@@ -115,7 +142,7 @@ class Kernels(Protocol):
             cos: [T, R] cosine of each token's angles, in the dtype of qkv; R is even and at most D. Only the first R
                 columns of a head are rotated, the others stay.
             sin: [T, R] sine, its first half negated.
-            kv_layer: [N, 2, KVH, B, DP], written at the plan's slots.
+            kv_layer: [N, 2, KVH, B, DP], written at the plan's slots, in an order of the device's own within a head.
 
         Returns: q [T, H, DP].
         """
@@ -136,6 +163,9 @@ class Kernels(Protocol):
         """Return gelu(gate) * up, with the tanh form of gelu, of gate_up [T, 2 * intermediate] as [T, intermediate]."""
         ...
 
-    def softcap(self, x: Tensor, cap: float) -> Tensor:
-        """Return cap * tanh(x / cap) of x [R, columns], rounded to its dtype after each operation; may write into x."""
+    def finish_logits(self, logits: Tensor, dtype: torch.dtype, divisor: float, cap: float | None) -> Tensor:
+        """Return cap * tanh(logits / divisor / cap) of logits [R, vocabulary] float32; may write into them.
+
+        Rounded to dtype after each operation. Divisor 1 and cap None: these operations are not there.
+        """
         ...

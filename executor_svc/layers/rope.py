@@ -31,14 +31,19 @@ class RopeConfig:
 class Rotary(Protocol):
     """cos and sin by position: a pure function of position and length, whatever batch or chunk a token is in."""
 
-    def at(self, positions: Tensor, rope_lens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [T, size] in the model's dtype, the first half of sin negated.
+    def new(self, most_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return memory for cos and sin of so many tokens, [most_tokens, size] in the model's dtype."""
+        ...
+
+    def write(self, positions: Tensor, rope_lens: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Write cos and sin of T tokens to the first rows of cos and sin, the first half of sin negated.
 
         So rotating x is x * cos + swap_halves(x) * sin.
 
         Args:
             positions: [T] int64, absolute.
             rope_lens: [T] int64, the length of each token's sequence as `input_batch.ForwardBatch` defines it.
+            cos, sin: [most tokens, size].
         """
         ...
 
@@ -69,22 +74,30 @@ def _spread(halves: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
+def _new_pair(like: Tensor, rows: int, size: int) -> tuple[Tensor, Tensor]:
+    return like.new_zeros(rows, size), like.new_zeros(rows, size)
+
+
 class RotaryTables:
-    """A table of max_model_len rows: its bytes are max_model_len * size in the model's dtype."""
+    """A table each of max_model_len rows: together 2 * max_model_len * size numbers in the model's dtype."""
 
     def __init__(self, config: RopeConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         """Angles are rounded to fp32, as in transformers."""
         frequencies = inverse_frequencies(config, max_model_len)
         tiles = -(-max_model_len // _TILE_ROWS)
-        table = torch.empty(tiles * _TILE_ROWS, config.size, dtype=dtype)
-        for tile in table.split(_TILE_ROWS):
-            start = tile.storage_offset() // config.size
+        cos, sin = (torch.empty(tiles * _TILE_ROWS, config.size, dtype=dtype) for _ in range(2))
+        for start in range(0, tiles * _TILE_ROWS, _TILE_ROWS):
             angles = torch.arange(start, start + _TILE_ROWS).float()[:, None] * frequencies
-            tile.copy_(_halves(angles, config.scaling.attention_factor, dtype))
-        self._table = table.to(device)
+            end = start + _TILE_ROWS
+            cos[start:end], sin[start:end] = _spread(_halves(angles, config.scaling.attention_factor, dtype))
+        self._cos, self._sin = cos.to(device), sin.to(device)
 
-    def at(self, positions: Tensor, rope_lens: Tensor) -> tuple[Tensor, Tensor]:
-        return _spread(self._table.index_select(0, positions))
+    def new(self, most_tokens: int) -> tuple[Tensor, Tensor]:
+        return _new_pair(self._cos, most_tokens, self._cos.shape[1])
+
+    def write(self, positions: Tensor, rope_lens: Tensor, cos: Tensor, sin: Tensor) -> None:
+        for table, into in ((self._cos, cos), (self._sin, sin)):
+            torch.index_select(table, 0, positions, out=into[: positions.shape[0]])
 
 
 class DynamicRotary:
@@ -99,7 +112,10 @@ class DynamicRotary:
         self._scaling = scaling
         self._dtype = dtype
 
-    def at(self, positions: Tensor, rope_lens: Tensor) -> tuple[Tensor, Tensor]:
+    def new(self, most_tokens: int) -> tuple[Tensor, Tensor]:
+        return _new_pair(torch.empty(0, dtype=self._dtype), most_tokens, self._config.size)
+
+    def write(self, positions: Tensor, rope_lens: Tensor, cos: Tensor, sin: Tensor) -> None:
         rows = positions.shape[0]
         padding = (0, -rows % _TILE_ROWS)
         tiles = zip(
@@ -107,7 +123,7 @@ class DynamicRotary:
             functional.pad(rope_lens, padding).split(_TILE_ROWS),
             strict=True,
         )
-        return _spread(torch.cat([self._tile(*tile) for tile in tiles])[:rows])
+        cos[:rows], sin[:rows] = _spread(torch.cat([self._tile(*tile) for tile in tiles])[:rows])
 
     def _tile(self, positions: Tensor, lengths: Tensor) -> Tensor:
         frequencies = self._scaling.frequencies_at(self._config.theta, self._config.size, lengths)

@@ -45,23 +45,36 @@ class CausalLM(Protocol):
     num_layers: int
     vocab_size: int
 
+    def ropes(self, positions: Tensor, rope_lens: Tensor, into: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Write cos and sin of each token to the first T rows of each pair that `new_ropes` made.
+
+        Args:
+            positions, rope_lens: [T] int64, as in `input_batch.ForwardBatch`.
+            into: pairs [most tokens, R].
+        """
+        ...
+
+    def new_ropes(self, most_tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Return memory for cos and sin of so many tokens, a pair for each kind of rotary embedding."""
+        ...
+
     def forward(
         self,
         token_ids: Tensor,
-        positions: Tensor,
-        rope_lens: Tensor,
+        ropes: Sequence[tuple[Tensor, Tensor]],
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
-        """Return hidden states [T, hidden] before the final norm.
+        """Return hidden states [T, hidden] before the final norm; every operation is one of the kernels.
 
         Args:
-            token_ids, positions, rope_lens: [T] int64, as in `input_batch.ForwardBatch`.
+            token_ids: [T] int64, as in `input_batch.ForwardBatch`.
+            ropes: cos and sin of the tokens.
             kv_layers: the cache of each layer, [N, 2, KVH, B, DP].
             plans: one for each of `attention_shapes`.
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, vocab_size] in the model's dtype for hidden [R, hidden], R at least two."""
+        """Return logits [R, vocab_size] for hidden [R, hidden]: rounded to the model's dtype, as float32."""
         ...

@@ -52,45 +52,46 @@ class Decoder:
             self._spec.attention_softcap,
         )
 
+    def new_ropes(self, most_tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """As in `models.base.CausalLM`."""
+        return [rotary.new(most_tokens) for rotary in self._rotaries]
+
+    def ropes(self, positions: Tensor, rope_lens: Tensor, into: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """As in `models.base.CausalLM`."""
+        for rotary, pair in zip(self._rotaries, into, strict=True):
+            rotary.write(positions, rope_lens, *pair)
+
     def forward(
         self,
         token_ids: Tensor,
-        positions: Tensor,
-        rope_lens: Tensor,
+        ropes: Sequence[tuple[Tensor, Tensor]],
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
         """Return hidden states [T, hidden] before the final norm; arguments as in `models.base.CausalLM`."""
-        kernels, eps = self._kernels, self._spec.rms_norm_eps
-        ropes = [rotary.at(positions, rope_lens) for rotary in self._rotaries]
-        residual = self._embedding.index_select(0, token_ids)
-        if self._embedding_scale != 1.0:
-            residual.mul_(self._embedding_scale)
+        kernels, eps, scale = self._kernels, self._spec.rms_norm_eps, self._spec.residual_scale
+        residual = kernels.embed(self._embedding, token_ids, self._embedding_scale)
         delta: Tensor | None = None
         for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_layers, strict=True)):
             if delta is None:
                 normed = kernels.rms_norm(residual, layer.before_attention, eps)
             else:
-                normed, residual = kernels.add_rms_norm(delta, residual, layer.before_attention, eps)
+                normed, residual = kernels.add_rms_norm(delta, residual, layer.before_attention, eps, scale)
             attended = layer.attention(normed, ropes[self._rotary_of[index]], kv_layer, plans[self._plan_of[index]])
-            attended = self._contribution(attended, layer.after_attention)
-            normed, residual = kernels.add_rms_norm(attended, residual, layer.before_mlp, eps)
-            delta = self._contribution(layer.mlp(normed), layer.after_mlp)
-        return residual if delta is None else residual.add_(delta)
+            attended = self._normed_after(attended, layer.after_attention)
+            normed, residual = kernels.add_rms_norm(attended, residual, layer.before_mlp, eps, scale)
+            delta = self._normed_after(layer.mlp(normed), layer.after_mlp)
+        return residual if delta is None else kernels.add(delta, residual, scale)
 
-    def _contribution(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """Return what is added to the residual for an output x of attention or feed-forward; may write into x."""
-        if norm is not None:
-            x = self._kernels.rms_norm(x, norm, self._spec.rms_norm_eps)
-        return x if self._spec.residual_scale == 1.0 else x.mul_(self._spec.residual_scale)
+    def _normed_after(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """Return an output x of attention or feed-forward, with the norm after it where the model has one."""
+        return x if norm is None else self._kernels.rms_norm(x, norm, self._spec.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, vocab_size] in the model's dtype for hidden [R, hidden], R at least two."""
+        """Return logits [R, vocab_size] for hidden [R, hidden]: rounded to the model's dtype, as float32."""
         spec = self._spec
-        logits = self._head(self._kernels.rms_norm(hidden, self._final_norm, spec.rms_norm_eps))
-        if spec.logits_divisor != 1.0:
-            logits.div_(spec.logits_divisor)
-        return logits if spec.logits_softcap is None else self._kernels.softcap(logits, spec.logits_softcap)
+        logits = self._head(self._kernels.rms_norm(hidden, self._final_norm, spec.rms_norm_eps), torch.float32)
+        return self._kernels.finish_logits(logits, hidden.dtype, spec.logits_divisor, spec.logits_softcap)
 
 
 def ignored_tensors(spec: DecoderSpec) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
+from executor_svc.description import limits_of
 from executor_svc.device import Device, make_device
 from executor_svc.input_batch import ForwardBatch
 from executor_svc.kv_cache import KVCache
@@ -76,7 +77,7 @@ class Driver:
         self.cache: KVCache = device.new_kv_cache(loaded.geometry, config)
         for layer in self.cache.layers:
             layer.fill_(float("nan"))
-        self.runner = ModelRunner(loaded, device, self.cache)
+        self.runner = ModelRunner(loaded, device, self.cache, limits_of(config, loaded.geometry, self.cache))
         self._free = list(range(self.cache.num_device_blocks))
         random.Random(seed).shuffle(self._free)
 
@@ -107,7 +108,7 @@ class Driver:
                 **{name: getattr(batch, name) for name in ForwardBatch.__dataclass_fields__ if name != "logits_rows"},
                 logits_rows=rows,
             )
-        out = self.runner.logits(self.runner.forward(batch), batch.logits_rows)
+        out = self.runner.logits(self.runner.forward(batch), batch.logits_rows).clone()
         for sequence, count in work:
             sequence.num_computed += count
         return list(out.split([1 if logits == "last" else count for _, count in work]))

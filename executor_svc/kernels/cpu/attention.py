@@ -1,136 +1,310 @@
-"""Paged attention on the CPU for prefill chunks and decodes in one batch.
+"""Paged attention on the CPU for prefill chunks and decodes in one batch, straight from the cache's blocks.
 
-After flash attention (Dao et al., 2022) with keys in tiles at absolute positions, but with the exact maximum of each
-row taken first: a maximum has the same bits in any order, and no rescaling is needed. A row's weighted values are then
-summed tile by tile in the order of positions, in fp32. Keys and values come from the cache, within a chunk too.
-So a row's bits depend on its own query and on its sequence's cache only: with a window, rows of a tile may be led
-through key tiles before their own window, whose values they add with weight 0. No loop runs over sequences.
+A row (one token, one head) goes through its keys in three passes: scores, exact maximum and exponentials, weighted
+values. Every number is one chain of operations in the order of absolute positions, so a row's bits depend on its own
+query and on its sequence's cache alone: not on the batch, the chunk, the block size or the thread.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from executor_svc.kernels.cpu.attention_plan import DECODE_TILE, Chunk, CpuAttentionPlan, TileGroup, tile_rows
-from executor_svc.kernels.cpu.workspace import Workspace
-from executor_svc.kernels.interface import KEY_TILE, AttentionShape
+from executor_svc.kernels.cpu.attention_plan import TILE_FIELDS, tile_tokens
+from executor_svc.kernels.cpu.codegen.compiled import Code, has_feature
+from executor_svc.kernels.cpu.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec, pieces
+from executor_svc.kernels.cpu.codegen.functions import exp, tanh, where
+from executor_svc.kernels.interface import AttentionShape
 
-
-def attention(
-    q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: CpuAttentionPlan, workspace: Workspace
-) -> Tensor:
-    """Return [T, H * DP] for q [T, H, DP] (any strides) and kv_layer [N, 2, KVH, B, DP], contiguous."""
-    out = q.new_empty(q.shape[0], shape.num_heads * shape.padded_head_size)
-    if plan.num_tokens < q.shape[0]:
-        out[plan.num_tokens :] = 0
-    cache_rows = kv_layer.view(-1, kv_layer.shape[3] * kv_layer.shape[4])
-    for group in plan.groups:
-        _attend(q, cache_rows, shape, group, workspace, out)
-    return out
+_FLOAT = 4
+_ALIGNED = 64
+"""Scores are kept from a multiple of this position on: of every block size, and of LANES."""
 
 
-def _attend(
-    q: Tensor, cache_rows: Tensor, shape: AttentionShape, group: TileGroup, work: Workspace, out: Tensor
-) -> None:
-    """Compute the rows of one group of query tiles and store them in out."""
-    queries = _queries(q, shape, group)
-    heads, rows = shape.num_kv_heads, queries.shape[2]
-    num_pairs = group.levels[-1][1]
-    weights = work.take("scores", (num_pairs, heads, rows, KEY_TILE), torch.float32)
-    by_pair = queries.index_select(0, group.pair_tile) if group.query_tile == DECODE_TILE else None
-    for chunk in group.chunks:
-        keys = _gather(cache_rows, group.key_rows, chunk, num_pairs, shape, work)
-        left = by_pair[chunk.lo : chunk.hi] if by_pair is not None else _slice(queries, chunk)
-        scores = weights[chunk.lo : chunk.hi].flatten(0, 1)
-        torch.bmm(left.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out=scores)
-        if shape.softcap is not None:
-            scores.tanh_().mul_(shape.softcap)
-    totals = _softmax_numerators(weights, group)
-    values = torch.zeros(group.num_tiles, heads, rows, shape.padded_head_size)
-    for chunk in group.chunks:
-        tile = _gather(cache_rows, group.value_rows, chunk, num_pairs, shape, work, chunk.blank_rows)
-        part = torch.bmm(weights[chunk.lo : chunk.hi].flatten(0, 1), tile.flatten(0, 1))
-        part = part.view(chunk.hi - chunk.lo, heads, rows, -1)
-        for lo, hi, first in chunk.segments:
-            values[first : first + hi - lo] += part[lo - chunk.lo : hi - chunk.lo]
-    values.div_(totals[..., None])
-    _store(values, shape, group, out)
+def scratch_bytes(shape: AttentionShape, max_model_len: int) -> int:
+    """What one thread needs: the queries of a tile and their scores."""
+    rows = tile_tokens(shape) * shape.group
+    return rows * _FLOAT * (shape.padded_head_size + _score_stride(max_model_len))
 
 
-def _queries(q: Tensor, shape: AttentionShape, group: TileGroup) -> Tensor:
-    """Return [tiles, KVH, rows, DP] fp32: the scaled queries of a tile, token by token, heads of a KV head together.
+def _score_stride(max_model_len: int) -> int:
+    return -(-max_model_len // _ALIGNED) * _ALIGNED + _ALIGNED
 
-    With a softcap they are divided by it too: the scores that they give are those whose tanh is taken.
+
+def attention(code: Code, dtype: Dtype, shape: AttentionShape, block_size: int, max_model_len: int) -> str:
+    """Add the kernel; returns its name.
+
+    Items: for each query tile one for each KV head. Arguments: tiles, q [T, H, DP], bytes from one token's to the next's,
+    kv_layer, out [T, H * DP], and a table of [tiles, block_tables, bytes of a row of those, scratch memory].
     """
-    size, heads, per_kv = group.query_tile, shape.num_kv_heads, shape.group
-    scale = shape.scale if shape.softcap is None else shape.scale / shape.softcap
-    picked = q.index_select(0, group.q_rows).view(group.num_tiles, size, heads, per_kv, -1).transpose(1, 2)
-    rows = tile_rows(shape, size)
-    if rows == size * per_kv:
-        tiles = picked.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        return tiles.view(group.num_tiles, heads, rows, -1).mul_(scale)
-    tiles = torch.zeros(group.num_tiles, heads, rows, shape.padded_head_size)
-    tiles[:, :, : size * per_kv] = picked.flatten(2, 3)
-    return tiles.mul_(scale)
+    return _AttentionKernel(code, dtype, shape, block_size, max_model_len).add()
 
 
-def _slice(queries: Tensor, chunk: Chunk) -> Tensor:
-    """Return the query tiles of a chunk that holds one key tile."""
-    ((lo, hi, first),) = chunk.segments
-    return queries[first : first + hi - lo]
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """What an item works on."""
+
+    row: Int
+    tokens: Int
+    position: Int
+    blocks: Int
+    """Address of the sequence's block table."""
+    keys: Int
+    """Address of this KV head's keys in block 0."""
+    values: Int
+    queries: Int
+    scores: Int
+    first: Int
+    """Position of the first score that is kept."""
+    out: Int
 
 
-def _gather(
-    cache_rows: Tensor,
-    index: Tensor,
-    chunk: Chunk,
-    num_pairs: int,
-    shape: AttentionShape,
-    work: Workspace,
-    blank_rows: Tensor | None = None,
-) -> Tensor:
-    """Return keys or values of a chunk's pairs: [pairs, KVH, KEY_TILE, DP] fp32, in scratch memory.
+class _AttentionKernel:
+    def __init__(self, code: Code, dtype: Dtype, shape: AttentionShape, block_size: int, max_model_len: int) -> None:
+        self._code, self._dtype, self._shape, self._block = code, dtype, shape, block_size
+        self._size = ITEM_BYTES[dtype]
+        self._width = shape.padded_head_size
+        self._tokens = tile_tokens(shape)
+        self._score_bytes = _score_stride(max_model_len) * _FLOAT
+        self._scratch_bytes = scratch_bytes(shape, max_model_len)
+        self._block_bytes = 2 * shape.num_kv_heads * block_size * self._width * self._size
+        self._registers = 24 if has_feature("avx512f") else 6
+        window = "" if shape.window is None else f"_window{shape.window}"
+        cap = "" if shape.softcap is None else f"_cap{shape.softcap}"
+        sizes = f"{shape.num_heads}_{shape.num_kv_heads}_{shape.head_size}_{self._width}_{block_size}_{max_model_len}"
+        self._name = f"attention_{dtype}_{sizes}_{shape.scale}{window}{cap}"
 
-    Values at positions that may hold anything must be zeroed: their weight is 0, but 0 times a stale NaN is NaN.
-    """
-    per_pair = index.shape[0] // num_pairs
-    rows = index[chunk.lo * per_pair : chunk.hi * per_pair]
-    gathered = work.take("gathered", (rows.shape[0], cache_rows.shape[1]), cache_rows.dtype)
-    torch.index_select(cache_rows, 0, rows, out=gathered)
-    if blank_rows is not None:
-        gathered.view(-1, shape.padded_head_size).index_fill_(0, blank_rows, 0.0)
-    tiles = gathered.view(chunk.hi - chunk.lo, shape.num_kv_heads, KEY_TILE, shape.padded_head_size)
-    if tiles.dtype == torch.float32:
-        return tiles
-    return work.take("tiles", tuple(tiles.shape), torch.float32).copy_(tiles)
+    def add(self) -> str:
+        return self._code.kernel(self._name, 6, self._item)
+
+    def _item(
+        self, emit: Emitter, item: Int, thread: Int, _: Int, q: Int, q_stride: Int, kv_layer: Int, out: Int, table: Int
+    ) -> None:
+        shape, size = self._shape, self._size
+        heads = shape.num_kv_heads
+        record = emit.load_int(table) + item // heads * (8 * TILE_FIELDS)
+        row, tokens, position, sequence = (emit.load_int(record + 8 * field) for field in range(TILE_FIELDS))
+        head = item % heads
+        scratch = emit.load_int(table + 24) + thread * self._scratch_bytes
+        head_bytes = self._block * self._width * size
+        first_seen = self._first_seen(emit, position)
+        tile = _Tile(
+            row=row,
+            tokens=tokens,
+            position=position,
+            blocks=emit.load_int(table + 8) + sequence * emit.load_int(table + 16),
+            keys=kv_layer + head * head_bytes,
+            values=kv_layer + (head + heads) * head_bytes,
+            queries=scratch,
+            scores=scratch + self._tokens * shape.group * self._width * _FLOAT,
+            first=first_seen // _ALIGNED * _ALIGNED,
+            out=out + head * (shape.group * self._width * size),
+        )
+        self._widen_queries(emit, tile, q + row * q_stride + head * (shape.group * self._width * size), q_stride)
+        self._score(emit, tile, first_seen)
+
+        def finish(token: Int, _: list[Vec]) -> None:
+            self._finish_token(emit, tile, token)
+
+        emit.loop(0, tokens, 1, finish)
+
+    def _first_seen(self, emit: Emitter, position: Int) -> Int:
+        """The first position that a token at this one sees."""
+        window = self._shape.window
+        return emit.int(0) if window is None else (position - (window - 1)).most(0)
+
+    def _widen_queries(self, emit: Emitter, tile: _Tile, q: Int, q_stride: Int) -> None:
+        """Queries times the scale, as floats, row by row: token by token, the heads of a KV head together.
+
+        With a softcap they are divided by it too: the scores that they give are those whose tanh is taken.
+        """
+        shape = self._shape
+        scale = shape.scale if shape.softcap is None else shape.scale / shape.softcap
+        length = shape.group * self._width
+
+        def token(index: Int, _: list[Vec]) -> None:
+            source, into = q + index * q_stride, tile.queries + index * (length * _FLOAT)
+
+            def piece(offset: Int, _: list[Vec]) -> None:
+                emit.store(emit.load(source + offset * self._size, self._dtype) * scale, into + offset * _FLOAT, "float32")
+
+            emit.loop(0, length, LANES, piece)
+
+        emit.loop(0, tile.tokens, 1, token)
+
+    # ------------------------------------------------------------------ scores
+
+    def _score(self, emit: Emitter, tile: _Tile, first_seen: Int) -> None:
+        """Scores of all the tile's rows with all keys that any of them sees, and perhaps a few more."""
+        group = self._shape.group
+        low = first_seen // self._block
+        high = (tile.position + tile.tokens - 1) // self._block + 1
+        rows = self._tokens * group
+
+        def token(index: Int, _: list[Vec]) -> None:
+            queries = tile.queries + index * (group * self._width * _FLOAT)
+            self._score_rows(emit, tile, queries, tile.scores + index * (group * self._score_bytes), group, low, high)
+
+        if self._tokens > 1:
+            whole = tile.tokens // self._tokens  # 1 or 0
+            score_all = lambda *_: self._score_rows(emit, tile, tile.queries, tile.scores, rows, low, high)
+            emit.loop(0, whole, 1, score_all)
+            emit.loop(whole * self._tokens, tile.tokens, 1, token)
+        else:
+            emit.loop(0, tile.tokens, 1, token)
+
+    def _score_rows(self, emit: Emitter, tile: _Tile, queries: Int, scores: Int, rows: int, low: Int, high: Int) -> None:
+        """Rows in parts that fit the registers, each through the blocks low to high - 1, some at once for few rows."""
+        most = max(1, self._registers // 2)
+        for start in range(0, rows, most):
+            part = min(most, rows - start)
+            at_once = max(1, min(4, most // part)) if self._block <= LANES else 1
+            asked = queries + start * self._width * _FLOAT, scores + start * self._score_bytes
+            several = low + (high - low) // at_once * at_once
+            for begin, end, blocks in ((low, several, at_once), (several, high, 1)):
+                call = self._score_helper(part, blocks)
+
+                def run(block: Int, _: list[Vec], call: Any = call, blocks: int = blocks) -> None:
+                    keys = [self._of_block(emit, tile.blocks, tile.keys, block + which) for which in range(blocks)]
+                    into = asked[1] + (block * self._block - tile.first) * _FLOAT
+                    call(emit, asked[0], into, *keys)
+
+                emit.loop(begin, end, blocks, run)
+                if at_once == 1:
+                    break
+
+    def _of_block(self, emit: Emitter, blocks: Int, base: Int, block: Int) -> Int:
+        return base + emit.load_int32(blocks + block * 4) * self._block_bytes
+
+    def _score_helper(self, rows: int, blocks: int) -> Callable[..., None]:
+        """A helper: scores of `rows` queries with all keys of some blocks that follow each other in the sequence."""
+        width, stride = self._width, self._block * self._size
+        places = [(which, offset, count) for which in range(blocks) for offset, count in pieces(self._block)]
+
+        def body(emit: Emitter, queries: Int, scores: Int, *keys: Int) -> None:
+            for chosen in _parts(places, max(1, self._registers // rows)):
+
+                def column(index: Int, sums: list[Vec], chosen: Sequence[tuple[int, int, int]] = chosen) -> list[Vec]:
+                    key = [
+                        emit.load(keys[which] + index * stride + offset * self._size, self._dtype, count)
+                        for which, offset, count in chosen
+                    ]
+                    query = [emit.load_all(queries + index * _FLOAT + row * width * _FLOAT, "float32") for row in range(rows)]
+                    products = [(query[row], each) for row in range(rows) for each in key]
+                    return [q.times_plus(k, total) for (q, k), total in zip(products, sums, strict=True)]
+
+                zeros = [emit.vec(0.0)] * (rows * len(chosen))
+                sums = emit.loop(0, self._shape.head_size, 1, column, zeros)
+                for row in range(rows):
+                    for number, (which, offset, count) in enumerate(chosen):
+                        place = scores + row * self._score_bytes + (which * self._block + offset) * _FLOAT
+                        emit.store(sums[row * len(chosen) + number], place, "float32", count)
+
+        return self._code.helper(f"{self._name}_scores_{rows}_{blocks}", 2 + blocks, body)
+
+    # ------------------------------------------------------------------ weights and values
+
+    def _finish_token(self, emit: Emitter, tile: _Tile, token: Int) -> None:
+        """Turn a token's scores into weights and add up its values."""
+        shape, group = self._shape, self._shape.group
+        position = tile.position + token
+        lowest = self._first_seen(emit, position)
+        scores = tile.scores + token * (group * self._score_bytes)
+        out = tile.out + (tile.row + token) * (shape.num_heads * self._width * self._size)
+        columns = self._width // LANES
+        heads = max(1, self._registers // columns)
+        weigh = self._weigh_helper()
+        totals = tile.queries + token * (group * self._width * _FLOAT)  # the queries are not needed any more
+
+        def head(index: Int, _: list[Vec]) -> None:
+            row = scores + index * self._score_bytes
+            weigh(emit, row, lowest, position, tile.first, totals + index * (LANES * _FLOAT))
+
+        emit.loop(0, group, 1, head)
+        for start in range(0, group, heads):
+            part = min(heads, group - start)
+            self._values_helper(part)(
+                emit,
+                scores + start * self._score_bytes,
+                tile.blocks,
+                tile.values,
+                lowest,
+                position,
+                tile.first,
+                totals + start * LANES * _FLOAT,
+                out + start * self._width * self._size,
+            )
+
+    def _weigh_helper(self) -> Callable[..., None]:
+        """A helper: scores of one row to exp(score - maximum), 0 where it does not see; their sum in 16 lanes."""
+        cap = self._shape.softcap
+
+        def body(emit: Emitter, scores: Int, lowest: Int, position: Int, first: Int, total: Int) -> None:
+            begin, end = lowest // LANES * LANES, position + 1
+
+            def seen(at: Int) -> Any:
+                place = emit.builder.add(emit.every(at), emit.lanes())
+                above = emit.builder.icmp_signed(">=", place, emit.every(lowest))
+                return emit.builder.and_(above, emit.builder.icmp_signed("<=", place, emit.every(position)))
+
+            def find_highest(at: Int, highest: list[Vec]) -> list[Vec]:
+                place = scores + (at - first) * _FLOAT
+                score = emit.load(place, "float32")
+                if cap is not None:
+                    score = tanh(score) * cap
+                    emit.store(score, place, "float32")
+                return [highest[0].maximum(where(emit, seen(at), score, emit.vec(float("-inf"))))]
+
+            peak = emit.loop(begin, end, LANES, find_highest, [emit.vec(float("-inf"))])[0].highest()
+
+            def weigh(at: Int, sums: list[Vec]) -> list[Vec]:
+                place = scores + (at - first) * _FLOAT
+                weight = where(emit, seen(at), exp(emit.load(place, "float32") - peak), emit.vec(0.0))
+                emit.store(weight, place, "float32")
+                return [sums[0] + weight]
+
+            emit.store(emit.loop(begin, end, LANES, weigh, [emit.vec(0.0)])[0].total(), total, "float32")
+
+        return self._code.helper(f"{self._name}_weigh", 5, body)
+
+    def _values_helper(self, rows: int) -> Callable[..., None]:
+        """A helper: the weighted sum of values over the total, for `rows` heads of one token."""
+        columns, width, size = self._width // LANES, self._width, self._size
+        at_once = min(columns, max(1, self._registers // rows))
+
+        def body(
+            emit: Emitter, weights: Int, blocks: Int, values: Int, lowest: Int, position: Int, first: Int, totals: Int, out: Int
+        ) -> None:
+            for start in range(0, columns, at_once):
+                part = range(start, min(columns, start + at_once))
+
+                def block(index: Int, sums: list[Vec], part: range = part) -> list[Vec]:
+                    rows_of = self._of_block(emit, blocks, values, index)
+                    begin = index * self._block
+
+                    def key(at: Int, sums: list[Vec]) -> list[Vec]:
+                        value = [
+                            emit.load(rows_of + (at - begin) * (width * size) + column * LANES * size, self._dtype)
+                            for column in part
+                        ]
+                        place = weights + (at - first) * _FLOAT
+                        weight = [emit.load_all(place + row * self._score_bytes, "float32") for row in range(rows)]
+                        products = [(weight[row], each) for row in range(rows) for each in value]
+                        return [w.times_plus(v, total) for (w, v), total in zip(products, sums, strict=True)]
+
+                    return emit.loop(begin.most(lowest), (begin + self._block).least(position + 1), 1, key, sums)
+
+                zeros = [emit.vec(0.0)] * (rows * len(part))
+                sums = emit.loop(lowest // self._block, position // self._block + 1, 1, block, zeros)
+                for row in range(rows):
+                    total = emit.load(totals + row * LANES * _FLOAT, "float32")
+                    for number, column in enumerate(part):
+                        place = out + row * width * size + column * LANES * size
+                        emit.store(sums[row * len(part) + number] / total, place, self._dtype)
+
+        return self._code.helper(f"{self._name}_values_{rows}", 8, body)
 
 
-def _softmax_numerators(weights: Tensor, group: TileGroup) -> Tensor:
-    """Turn scores [pairs, KVH, rows, KEY_TILE] into exp(score - row maximum) in place; return the row sums per tile."""
-    if group.hiding_pairs is None:
-        weights.masked_fill_(group.hidden, float("-inf"))
-    else:
-        masked = weights.index_select(0, group.hiding_pairs).masked_fill_(group.hidden, float("-inf"))
-        weights.index_copy_(0, group.hiding_pairs, masked)
-    maxima = weights.amax(-1)
-    top = maxima[: group.num_tiles].clone()
-    for lo, hi, count in group.levels[1:]:
-        torch.maximum(top[:count], maxima[lo:hi], out=top[:count])
-    per_pair = top if len(group.levels) == 1 else top.index_select(0, group.pair_tile)
-    weights.sub_(per_pair[..., None]).exp_()
-    sums = weights.sum(-1)
-    totals = sums[: group.num_tiles]
-    for lo, hi, count in group.levels[1:]:
-        totals[:count] += sums[lo:hi]
-    return totals
-
-
-def _store(values: Tensor, shape: AttentionShape, group: TileGroup, out: Tensor) -> None:
-    """Copy the real rows of [tiles, KVH, rows, DP] to their tokens in out [T, H * DP]."""
-    size, heads, per_kv = group.query_tile, shape.num_kv_heads, shape.group
-    real = values[:, :, : size * per_kv].to(out.dtype)
-    by_token = real.view(group.num_tiles, heads, size, per_kv, -1).transpose(1, 2).reshape(-1, out.shape[1])
-    if by_token.shape[0] != group.out_source.shape[0]:
-        by_token = by_token.index_select(0, group.out_source)
-    out.index_copy_(0, group.out_rows, by_token)
+def _parts(places: Sequence[tuple[int, int, int]], most: int) -> list[Sequence[tuple[int, int, int]]]:
+    return [places[start : start + most] for start in range(0, len(places), most)]

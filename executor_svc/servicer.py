@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
+import psutil
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -24,6 +25,8 @@ from executor_svc.worker import RejectedPlan, Session, Worker
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.5
+
+_process = psutil.Process()
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -135,7 +138,12 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         try:
             last_completed = await asyncio.wrap_future(opened)
             _log.info("session of epoch %d open, last completed step %d", epoch, last_completed)
-            answer = pb.SessionOpened(epoch=epoch, incarnation=self._incarnation, last_completed_step_id=last_completed)
+            answer = pb.SessionOpened(
+                epoch=epoch,
+                incarnation=self._incarnation,
+                last_completed_step_id=last_completed,
+                resident_bytes=resident_bytes(),
+            )
             await context.write(pb.ExecuteResponse(opened=answer))
             helpers.append(asyncio.create_task(self._read(session, requests, outbox)))
             helpers.append(asyncio.create_task(self._beat(outbox)))
@@ -179,6 +187,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                             running_step_id=activity.step_id,
                             running_age_ns=activity.age_ns,
                             num_queued_plans=activity.num_queued,
+                            resident_bytes=resident_bytes(),
                         )
                     )
                 )
@@ -197,6 +206,11 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                 num_plans = item.num_plans
             else:
                 await context.write(item)
+
+
+def resident_bytes() -> int:
+    """Bytes of memory resident in this process now."""
+    return int(_process.memory_info().rss)
 
 
 async def _first(requests: AsyncIterator[pb.ExecuteRequest]) -> pb.OpenSession:

@@ -1,4 +1,4 @@
-"""The scheduler as a process: bind, wait for the executor, load the tokenizer, serve, stop.
+"""The scheduler as a process: bind, load the tokenizer while the executor loads its model, serve, stop.
 
 At a stop, streams that run end with UNAVAILABLE, so that a client can tell them from finished ones and go elsewhere.
 """
@@ -6,6 +6,7 @@ At a stop, streams that run end with UNAVAILABLE, so that a client can tell them
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.metadata
 import logging
 import signal
@@ -72,12 +73,15 @@ class Service:
 
     async def open(self) -> None:
         """Wait for the executor, load the tokenizer, let calls in. Raises ExecutorLostError, TokenizerError."""
-        importing = None if self._config.skip_tokenizer_init else _in_thread(preload)
-        await self._engine.start()
+        starting = asyncio.create_task(self._engine.start())
+        try:
+            await self._begin_tokenizer()
+            await starting
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
         model = self._engine.model
-        if importing is not None:
-            await importing
-            self._tokenizer = await _in_thread(lambda: self._load_tokenizer(model))
+        await self._end_tokenizer(model)
         max_model_len = min(self._config.max_model_len or model.max_model_len, model.max_model_len)
         _log_choices(model, self._tokenizer, max_model_len)
         if self._config.preemption != "recompute" and not model.num_host_blocks:
@@ -105,9 +109,21 @@ class Service:
         if self._tokenizer is not None:
             self._tokenizer.close()
 
-    def _load_tokenizer(self, model: ModelDescription) -> Tokenizer | None:
+    async def _begin_tokenizer(self) -> None:
+        """Do what needs no executor: load the tokenizer if an option names it, else import what it takes."""
         named = self._config.tokenizer
-        return load_tokenizer(named or model.tokenizer, model_vocab_size=model.vocab_size, required=named is not None)
+        if self._config.skip_tokenizer_init:
+            return
+        if named is None:
+            await _in_thread(preload)
+        else:
+            self._tokenizer = await _in_thread(lambda: load_tokenizer(named, required=True))
+
+    async def _end_tokenizer(self, model: ModelDescription) -> None:
+        if not self._config.skip_tokenizer_init and self._config.tokenizer is None:
+            self._tokenizer = await _in_thread(lambda: load_tokenizer(model.tokenizer))
+        if self._tokenizer is not None:
+            self._tokenizer.check_fits(model.vocab_size)
 
 
 async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
@@ -120,6 +136,9 @@ async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
     try:
         address = await service.start()
         if await _opened(service, stop):
+            # What is loaded lives as long as the process: the collector, which holds up every stream for the 50 ms
+            # that it takes to walk it (measured), need not.
+            gc.freeze()
             print(f"ready {address}", flush=True)
             await service.run(stop)
         _LOG.info("stopping")

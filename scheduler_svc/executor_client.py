@@ -31,7 +31,8 @@ _HEARTBEAT_S = 0.5
 _SILENCE_S = 10.0
 _OPEN_TIMEOUT_S = 60.0
 """An executor that is taken over answers when its running step has ended."""
-_FIRST_NOTICE_S = 2.0
+_FIRST_NOTICE_S = 5.0
+"""An executor that is started beside this scheduler has loaded a small model by then."""
 _NOTICE_S = 30.0
 _DESCRIBE_TIMEOUT_S = 5.0
 _RETRY_S = 0.2
@@ -63,7 +64,8 @@ class GrpcExecutor:
                     # UNAVAILABLE: still loading, or the connection broke; DEADLINE_EXCEEDED: nobody listens.
                     if exc.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                         raise ExecutorLostError(f"Describe: {_reason(exc)}") from exc
-                    await asyncio.sleep(_RETRY_S)
+                    if exc.code() is grpc.StatusCode.UNAVAILABLE:  # at once, perhaps
+                        await asyncio.sleep(_RETRY_S)
         finally:
             notice.cancel()
         if message.protocol_version != PROTOCOL_VERSION:
@@ -103,6 +105,8 @@ class GrpcPlanStream:
     def __init__(self, call: _Call, epoch: int, *, silence_s: float) -> None:
         self.last_heartbeat: pb.Heartbeat | None = None
         """The executor's last: which step runs, and for how long."""
+        self.resident_bytes = 0
+        """Memory resident in the executor's process, as it last told; 0: not known."""
         self._call = call
         self._epoch = epoch
         self._silence_s = silence_s
@@ -128,6 +132,7 @@ class GrpcPlanStream:
         if message.WhichOneof("message") != "opened" or message.opened.epoch != self._epoch:
             raise ExecutorLostError("the answer to OpenSession is not this session's SessionOpened")
         self.opened = SessionOpened(message.opened.incarnation, message.opened.last_completed_step_id)
+        self.resident_bytes = message.opened.resident_bytes
         self._heart = asyncio.create_task(self._beat(), name="executor-heartbeat")
 
     async def send(self, plan: StepPlan) -> None:
@@ -173,6 +178,7 @@ class GrpcPlanStream:
         self._last_seen = time.monotonic()
         if message.WhichOneof("message") == "heartbeat":
             self.last_heartbeat = message.heartbeat
+            self.resident_bytes = message.heartbeat.resident_bytes
         return message
 
     async def _write(self, message: pb.ExecuteRequest) -> None:

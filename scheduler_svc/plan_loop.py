@@ -70,6 +70,7 @@ class PlanLoop:
         self._epoch = 0
         self._incarnation = 0
         self._last_done_step_id = 0
+        self._stream: PlanStream | None = None
         self.connected = False
 
     @property
@@ -89,6 +90,7 @@ class PlanLoop:
             block_size=self.model.block_size,
             num_inflight_plans=len(self.lane.inflight),
             last_step_id=self._last_done_step_id,
+            resident_bytes=self._stream.resident_bytes if self._stream is not None else 0,
         )
 
     async def describe(self) -> None:
@@ -121,6 +123,7 @@ class PlanLoop:
         self._last_done_step_id = stream.opened.last_completed_step_id
         self._core.session_opened(stream.opened.last_completed_step_id)
         _LOG.info("executor %s: session %d is open", self._executor.target, self._epoch)
+        self._stream = stream
         self._set_connected(True)
         tasks = [asyncio.create_task(self._send_plans(stream)), asyncio.create_task(self._receive_results(stream))]
         try:
@@ -132,6 +135,7 @@ class PlanLoop:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await stream.close()
+            self._stream = None
             self._set_connected(False)
             self._listener.on_news(self._core.executor_lost(self._executor_id, time.monotonic()))
 

@@ -73,6 +73,10 @@ class PlanStream(Protocol):
 
     opened: SessionOpened
 
+    @property
+    def resident_bytes(self) -> int:
+        """Memory resident in the executor's process, as it last told; 0: not known."""
+
     async def send(self, plan: StepPlan) -> None:
         """Send the next plan; raises ExecutorLostError."""
 
@@ -228,6 +232,7 @@ class ExecutorState:
     block_size: int
     num_inflight_plans: int
     last_step_id: int
+    resident_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,11 @@ class _RecordedStream:
         self._stream = stream
         self._log = log
 
+    @property
+    def resident_bytes(self) -> int:
+        """The executor's memory."""
+        return self._stream.resident_bytes
+
     async def send(self, plan: StepPlan) -> None:
         """Send the next plan."""
         await self._stream.send(plan)

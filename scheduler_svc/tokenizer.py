@@ -40,8 +40,8 @@ def preload() -> None:
         importlib.import_module("transformers.models.auto.tokenization_auto")
 
 
-def load_tokenizer(source: str, *, model_vocab_size: int, required: bool = False) -> Tokenizer | None:
-    """Load from a folder or a hub id; blocking, seconds.
+def load_tokenizer(source: str, *, required: bool = False) -> Tokenizer | None:
+    """Load from a folder or a hub id; blocking, seconds. `Tokenizer.check_fits` tells whether it is the model's.
 
     None when `source` is empty or a folder without a tokenizer, unless `required`. Raises TokenizerError.
     """
@@ -63,9 +63,7 @@ def load_tokenizer(source: str, *, model_vocab_size: int, required: bool = False
     except Exception as exc:
         reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         raise TokenizerError(f"cannot load a tokenizer from {source!r}: {reason} {_HINT}") from exc
-    tokenizer = Tokenizer(inner, source)
-    tokenizer.check_fits(model_vocab_size)
-    return tokenizer
+    return Tokenizer(inner, source)
 
 
 class Tokenizer:
@@ -92,6 +90,8 @@ class Tokenizer:
         Tokens added to the vocabulary may lie beyond, as Gemma 3's <image_soft_token> does for its text models:
         `RequestBuilder` refuses prompts that hold one.
         """
+        if self.vocab_size <= model_vocab_size:
+            return
         added = getattr(self._inner, "added_tokens_decoder", None) or {}
         ids = [token_id for token_id in self._inner.get_vocab().values() if token_id >= model_vocab_size]
         if any(token_id not in added for token_id in ids):
@@ -99,9 +99,8 @@ class Tokenizer:
                 f"the tokenizer {self.source!r} has token ids up to {max(ids)}, the model a vocabulary of "
                 f"{model_vocab_size}: they do not belong together (--tokenizer names another)"
             )
-        if ids:
-            names = ", ".join(str(added[token_id]) for token_id in sorted(ids)[:3])
-            _LOG.warning("%d added tokens are beyond the model's vocabulary: %s", len(ids), names)
+        names = ", ".join(str(added[token_id]) for token_id in sorted(ids)[:3])
+        _LOG.warning("%d added tokens are beyond the model's vocabulary: %s", len(ids), names)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of text; with special tokens such as BOS if the model has them."""

@@ -18,11 +18,12 @@ from cadenza import AsyncClient, LocalServices, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class StreamTimes:
-    """One request of a burst; seconds since the burst began."""
+    """One request; seconds since the run began."""
 
     first_s: float  # the first token is here
     last_s: float  # the last token is here
     num_tokens: int
+    due_s: float = 0.0  # it was to be sent; how late the client was then counts as the server's
 
 
 @contextmanager
@@ -31,20 +32,34 @@ def running_services(model: Path, **options: Any) -> Iterator[str]:
 
     Raises BenchmarkError if a service died meanwhile: a restart would be in the times.
     """
-    events: list[str] = []
-    services = LocalServices(str(model), on_event=events.append, device="cpu", skip_tokenizer_init=True, **options)
-    with services:
+    with local_services(model, **options) as services:
         yield services.target
+
+
+@contextmanager
+def local_services(model: Path, **options: Any) -> Iterator[LocalServices]:
+    """As `running_services`, with all that is known of the services."""
+    events: list[str] = []
+    settings = {"device": "cpu", "skip_tokenizer_init": True, **options}
+    with LocalServices(str(model), on_event=events.append, **settings) as services:
+        yield services
     if events:
         raise BenchmarkError("; ".join(events))
 
 
-async def stream_burst(target: str, requests: Sequence[Request]) -> tuple[list[StreamTimes], float]:
-    """All requests at once, each a stream of its own; times of each, and seconds until the last has ended."""
+async def stream_burst(
+    target: str, requests: Sequence[Request], arrivals: Sequence[float] | None = None
+) -> tuple[list[StreamTimes], float]:
+    """Each request a stream of its own, all at once or at `arrivals`, in seconds since the start.
+
+    Returns the times of each, and seconds until the last has ended.
+    """
+    due = arrivals or [0.0] * len(requests)
     async with AsyncClient(target) as client:
         await client.model_info()  # so that connecting is not in the times
         start = time.perf_counter()
-        times = await asyncio.gather(*(_stream(client, request, start) for request in requests))
+        streams = [_stream(client, request, start, due_s) for request, due_s in zip(requests, due, strict=True)]
+        times = await asyncio.gather(*streams)
         return list(times), time.perf_counter() - start
 
 
@@ -64,7 +79,7 @@ async def generate_burst(target: str, requests: Sequence[Request]) -> tuple[list
 
 def latencies(times: Sequence[StreamTimes]) -> dict[str, float]:
     """TTFT and TPOT (time per output token after the first, of requests with two or more), p50 and p99, in ms."""
-    ttft = [1e3 * each.first_s for each in times]
+    ttft = [1e3 * (each.first_s - each.due_s) for each in times]
     tpot = [1e3 * (each.last_s - each.first_s) / (each.num_tokens - 1) for each in times if each.num_tokens > 1]
     metrics = {"ttft_p50_ms": percentile(ttft, 50), "ttft_p99_ms": percentile(ttft, 99)}
     if tpot:
@@ -72,7 +87,9 @@ def latencies(times: Sequence[StreamTimes]) -> dict[str, float]:
     return metrics
 
 
-async def _stream(client: AsyncClient, request: Request, start: float) -> StreamTimes:
+async def _stream(client: AsyncClient, request: Request, start: float, due_s: float) -> StreamTimes:
+    if due_s:
+        await asyncio.sleep(due_s - (time.perf_counter() - start))
     first_s = last_s = 0.0
     num_tokens = 0
     async for delta in client.stream(request.prompt, _params(request)):
@@ -82,7 +99,7 @@ async def _stream(client: AsyncClient, request: Request, start: float) -> Stream
             first_s = first_s or last_s
             num_tokens += new
     _check_length(request, num_tokens)
-    return StreamTimes(first_s, last_s, num_tokens)
+    return StreamTimes(first_s, last_s, num_tokens, due_s)
 
 
 def _params(request: Request) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""Checkpoints that benchmarks run on: the demo model, and a seeded random one that is made on demand."""
+"""Checkpoints that benchmarks run on: the demo model, and seeded random ones that are made on demand."""
 
 from __future__ import annotations
 
@@ -12,29 +12,39 @@ from benchmarks.common.rows import ROOT, BenchmarkError
 
 DEMO_MODEL = ROOT / "models" / "cadenza-demo"
 CACHE = ROOT / "benchmarks" / ".cache"
-_NAME = "llama-10m-bf16-seed0"
-_SHAPE: dict[str, Any] = {
-    "hidden_size": 256,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 768,
-    "vocab_size": 8192,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
+_COMMON: dict[str, Any] = {"rms_norm_eps": 1e-5, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+SHAPES: dict[str, dict[str, Any]] = {
+    "10m": {
+        "hidden_size": 256,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 768,
+        "vocab_size": 8192,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+    "135m": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
 }
+"""Llama shapes by size: 10.5M parameters, where overhead rules, and SmolLM2-135M's with 134.5M."""
 
 
-def random_checkpoint(cache: Path = CACHE) -> Path:
-    """A random Llama checkpoint of 10.5M parameters in bf16, without a tokenizer; made once, then taken from `cache`.
+def random_checkpoint(shape: str = "10m", cache: Path = CACHE) -> Path:
+    """A random Llama checkpoint of one of SHAPES in bf16, without a tokenizer; made once, then taken from `cache`.
 
-    Shape and seed are those with which the project's peers were measured.
+    Shapes and seed are those with which the project's peers were measured.
     """
-    folder = cache / _NAME
+    name = f"llama-{shape}-bf16-seed0"
+    folder = cache / name
     if folder.is_dir():
         return folder
     import torch
@@ -43,9 +53,9 @@ def random_checkpoint(cache: Path = CACHE) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**_SHAPE)).to(torch.bfloat16)
+        model = LlamaForCausalLM(LlamaConfig(**_COMMON, **SHAPES[shape])).to(torch.bfloat16)
     # Renamed once it is whole, so that a run that was stopped leaves no half checkpoint.
-    made = Path(tempfile.mkdtemp(prefix=f"{_NAME}-", dir=cache))
+    made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=cache))
     try:
         model.save_pretrained(made)
         made.rename(folder)

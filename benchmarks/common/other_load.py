@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Collection
 from types import TracebackType
 
 import psutil
@@ -17,18 +18,22 @@ class OtherLoad:
     """Cores used, on average while the block ran, by processes that are neither this one nor its descendants.
 
     `cores` is known after the block. The kernel counts CPU time in ticks of 10 ms: blocks should last 0.2 s or more.
+    Children whose ids are in `others` count as others, with what descends from them: systems that have to be idle.
     """
 
     cores: float = 0.0
 
+    def __init__(self, others: Collection[int] = ()) -> None:
+        self._others = others
+
     def __enter__(self) -> OtherLoad:
-        self._start, self._busy, self._own = time.monotonic(), _busy_s(), _own_s()
+        self._start, self._busy, self._own = time.monotonic(), _busy_s(), _own_s(self._others)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        others = (_busy_s() - self._busy) - (_own_s() - self._own)
+        others = (_busy_s() - self._busy) - (_own_s(self._others) - self._own)
         self.cores = max(0.0, others) / max(time.monotonic() - self._start, 1e-9)
 
 
@@ -39,11 +44,14 @@ def note_on(other_cores: float) -> str:
     return f"disturbed: other processes used up to {other_cores:.2f} cores meanwhile"
 
 
-def wait_quiet(limit_s: float) -> bool:
-    """Wait until others have used at most DISTURBED_CORES cores for a second; False if that took over `limit_s` s."""
+def wait_quiet(limit_s: float, others: Collection[int] = ()) -> bool:
+    """Wait until others have used at most DISTURBED_CORES cores for a second; False if that took over `limit_s` s.
+
+    `others` as for OtherLoad.
+    """
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        with OtherLoad() as other:
+        with OtherLoad(others) as other:
             time.sleep(1.0)
         if other.cores <= DISTURBED_CORES:
             return True
@@ -56,12 +64,13 @@ def _busy_s() -> float:
     return float(times.user + times.nice + times.system + getattr(times, "steal", 0.0))
 
 
-def _own_s() -> float:
-    """CPU seconds of this process and its descendants, ended and collected ones included."""
-    total = 0.0
-    root = psutil.Process(os.getpid())
-    for process in [root, *root.children(recursive=True)]:
+def _own_s(others: Collection[int] = ()) -> float:
+    """CPU seconds of this process and its descendants, ended and collected ones included; not those under `others`."""
+    total, left = 0.0, [psutil.Process(os.getpid())]
+    while left:
+        process = left.pop()
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            left += [child for child in process.children() if child.pid not in others]
             times = process.cpu_times()
             total += times.user + times.system + times.children_user + times.children_system
     return total

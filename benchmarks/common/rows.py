@@ -6,8 +6,8 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -42,10 +42,17 @@ class Row:
     medians: dict[str, float]  # over the repeats
     other_cores: float  # the most that other processes used during a repeat
     note: str  # empty for a measurement that nothing disturbed
+    runs: tuple[dict[str, Any], ...] = ()  # what the row was made of, from benchmarks that print that; not recorded
 
     def to_json(self) -> str:
         """One line."""
-        return json.dumps(asdict(self), ensure_ascii=False)
+        content = asdict(self)
+        del content["runs"]
+        return json.dumps(content, ensure_ascii=False)
+
+    def with_runs(self, runs: Iterable[dict[str, Any]]) -> Row:
+        """The same with the runs that it was made of."""
+        return replace(self, runs=tuple(runs))
 
 
 def make_row(

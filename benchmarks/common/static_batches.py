@@ -65,10 +65,3 @@ def serve_static(model: Any, requests: Sequence[Request], batch_size: int) -> fl
     for first in range(0, len(requests), batch_size):
         generate_batch(model, requests[first : first + batch_size])
     return time.perf_counter() - start
-
-
-def two_best_logits(model: Any, token_ids: Sequence[int]) -> tuple[list[float], list[int]]:
-    """The two best logits after these tokens, best first, and their token ids."""
-    with torch.inference_mode():
-        best = torch.topk(model(torch.tensor([list(token_ids)])).logits[0, -1].float(), 2)
-    return best.values.tolist(), best.indices.tolist()

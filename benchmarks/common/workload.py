@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from benchmarks.common.rows import BenchmarkError
 
 MIN_PROMPT, MAX_PROMPT = 16, 256
 MIN_OUTPUT, MEAN_OUTPUT, MAX_OUTPUT = 8, 64, 256
+DECODE_OUTPUT = 128
 _FIRST_ID, _END_ID = 300, 8000  # past special tokens and single bytes; within the smallest usual vocabularies
 
 
@@ -32,17 +34,32 @@ def make_workload(num_requests: int, seed: int, vocab_size: int) -> list[Request
     For vocabularies of 8,000 ids or more, and the same seed, these are the requests that the project's peers were
     measured with. Raises BenchmarkError for a vocabulary that is too small.
     """
-    end = min(_END_ID, vocab_size)
-    if end <= _FIRST_ID:
-        raise BenchmarkError(f"a vocabulary of {vocab_size} tokens is too small: over {_FIRST_ID} are needed")
+    first, end = _id_range(vocab_size)
     rng = random.Random(seed)
     requests = []
     for index in range(num_requests):
         num_prompt = rng.randint(MIN_PROMPT, MAX_PROMPT)
         num_output = max(MIN_OUTPUT, min(MAX_OUTPUT, round(rng.expovariate(1 / MEAN_OUTPUT))))
-        prompt = [rng.randrange(_FIRST_ID, end) for _ in range(num_prompt)]
+        prompt = [rng.randrange(first, end) for _ in range(num_prompt)]
         requests.append(Request(index, prompt, num_output))
     return requests
+
+
+def decode_workload(num_requests: int, seed: int, vocab_size: int) -> list[Request]:
+    """Requests that are nearly all decoding: prompts of 16 random token ids, 128 outputs each."""
+    first, end = _id_range(vocab_size)
+    rng = random.Random(seed)
+    return [
+        Request(index, [rng.randrange(first, end) for _ in range(MIN_PROMPT)], DECODE_OUTPUT)
+        for index in range(num_requests)
+    ]
+
+
+def poisson_arrivals(num_requests: int, rate: float, seed: int) -> list[float]:
+    """Seconds at which requests come, `rate` a second on average, independently of each other; the first at 0."""
+    rng = random.Random(seed)
+    gaps = [0.0, *(rng.expovariate(rate) for _ in range(num_requests - 1))]
+    return list(itertools.accumulate(gaps))
 
 
 def load_workload(path: Path, vocab_size: int) -> list[Request]:
@@ -60,6 +77,14 @@ def digest(requests: Sequence[Request]) -> str:
     """Twelve hex digits that tell workloads apart."""
     content = [(request.prompt, request.output_len) for request in requests]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+
+
+def _id_range(vocab_size: int) -> tuple[int, int]:
+    """First and end of the token ids that random prompts take; raises BenchmarkError for too small a vocabulary."""
+    end = min(_END_ID, vocab_size)
+    if end <= _FIRST_ID:
+        raise BenchmarkError(f"a vocabulary of {vocab_size} tokens is too small: over {_FIRST_ID} are needed")
+    return _FIRST_ID, end
 
 
 def _request(entry: Any, where: str, vocab_size: int) -> Request:

@@ -1,71 +1,114 @@
-"""A peer in a process of its own: cases go to its stdin, metrics come from its stdout, one JSON line each."""
+"""A peer in a process of its own: questions go to its stdin, answers come from its stdout, one JSON line each."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.common.rows import ROOT, BenchmarkError
-from benchmarks.common.scheduler_load import Case
+
+_STOP_S = 10.0
 
 
 class PeerProcess:
-    """A peer that has said its version and waits for cases."""
+    """A peer that has said its version, and maybe more of itself, and waits for questions."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process = process
         self._log = log
-        self.version = str(self._answer()["version"])
+        self.about = self._answer()
+        """What the peer said of itself, "version" at least."""
+        self.version = str(self.about["version"])
 
-    def measure(self, case: Case, num_steps: int, seed: int) -> dict[str, float]:
-        """Metrics as `StepTimes.metrics`; raises BenchmarkError with the end of what the peer wrote if it failed."""
+    @property
+    def pid(self) -> int:
+        """The peer's process; it may have children."""
+        return self._process.pid
+
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """The peer's answer; raises BenchmarkError with the end of what the peer wrote if it failed."""
         assert self._process.stdin is not None
-        asked = {"case": asdict(case), "steps": num_steps, "seed": seed}
         with contextlib.suppress(BrokenPipeError):  # then there is no answer either, which is said better
-            print(json.dumps(asked), file=self._process.stdin, flush=True)
+            print(json.dumps(question), file=self._process.stdin, flush=True)
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            said = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            raise BenchmarkError("the peer has ended: " + "\n".join(said[-5:]))
+            raise BenchmarkError("the peer has ended: " + last_lines(self._log))
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
 @contextlib.contextmanager
-def peer_process(python: Path, module: str) -> Iterator[PeerProcess]:
-    """Run a peer's module with this interpreter; raises BenchmarkError if it does not start."""
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w", encoding="utf-8") as log:
+def peer_process(
+    python: Path, module: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[PeerProcess]:
+    """Run a peer's module with this interpreter, `environment` on top of ours; at the end close its stdin and wait.
+
+    Raises BenchmarkError if it does not start.
+    """
+    with log_file() as log, log.open("w", encoding="utf-8") as log_out:
         try:
             process = subprocess.Popen(
-                [python, "-m", module],
+                [python, "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=log,
+                stderr=log_out,
                 text=True,
                 cwd=ROOT,
+                env={**os.environ, **(environment or {})},
             )
         except OSError as error:
             raise BenchmarkError(f"{python}: {error}") from None
         try:
-            yield PeerProcess(process, Path(log.name))
+            yield PeerProcess(process, log)
         finally:
             assert process.stdin is not None
+            assert process.stdout is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
-            process.terminate()
-            process.wait()
-            assert process.stdout is not None
+            stop(process)
             process.stdout.close()
+
+
+@contextlib.contextmanager
+def log_file() -> Iterator[Path]:
+    """Where a peer's stderr goes, for as long as the peer lives."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "log"
+
+
+def last_lines(log: Path, count: int = 5) -> str:
+    """The end of what a peer wrote."""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-count:])
+
+
+def stop(process: subprocess.Popen[Any], *, ask: bool = False) -> None:
+    """Wait for a process to end, with `ask` after SIGTERM; then kill what is left of it and of its descendants."""
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid).children(recursive=True)
+    if ask:
+        process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    _, left = psutil.wait_procs(family, timeout=1.0)
+    for each in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
 
 
 def can_import(python: Path, package: str) -> bool:

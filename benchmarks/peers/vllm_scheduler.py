@@ -14,7 +14,7 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from benchmarks.common.scheduler_load import (
     StepTimes,
     leavers,
 )
+from benchmarks.peers.answering import answering
 
 _SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -181,23 +182,16 @@ def _make_scheduler(case: Case, num_steps: int, folder: Path) -> Any:
     )
 
 
-def serve(lines: Iterator[str], answer: Callable[[dict[str, Any]], None]) -> None:
-    """First say the version, then answer each case."""
-    answer({"version": importlib.import_module("vllm").__version__})
-    with tempfile.TemporaryDirectory() as folder:
-        for line in lines:
+def main() -> None:
+    """Say the version, then answer each case until stdin ends. What vllm prints goes to stderr."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    with answering() as answer, tempfile.TemporaryDirectory() as folder:
+        answer({"version": importlib.import_module("vllm").__version__})
+        for line in sys.stdin:
             asked = json.loads(line)
             peer = Peer(Case(**asked["case"]), asked["steps"], asked["seed"], Path(folder))
             answer(peer.measure(asked["steps"]).metrics())
-
-
-def main() -> None:
-    """Serve until stdin ends. What vllm prints goes to stderr."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
-        os.dup2(2, 1)
-        serve(iter(sys.stdin), lambda found: print(json.dumps(found), file=out, flush=True))
 
 
 if __name__ == "__main__":

@@ -65,15 +65,17 @@ class ChildService:
         """Its exit code, negative for a signal; None while it runs."""
         return self._process.poll()
 
-    def wait_ready(self, timeout_s: float, cancelled: threading.Event) -> str:
+    def wait_ready(self, timeout_s: float, cancelled: threading.Event, *, beside: Sequence[ChildService] = ()) -> str:
         """Wait for the ready line and return `HOST:PORT`.
 
-        Raises LocalServiceError if the child exits first, or `timeout_s` seconds pass, or `cancelled` is set.
+        Raises LocalServiceError if the child, or one `beside` it, exits before it is ready, or `timeout_s` seconds
+        pass, or `cancelled` is set.
         """
         deadline = time.monotonic() + timeout_s
         while not self._ready.wait(0.02):
-            if self.exit_code() is not None and not self._ready.is_set():
-                raise LocalServiceError(f"the {self.name} did not start: {self.last_words()}")
+            for child in (self, *beside):
+                if child.exit_code() is not None and not child._ready.is_set():
+                    raise LocalServiceError(f"the {child.name} did not start: {child.last_words()}")
             if cancelled.is_set():
                 raise LocalServiceError(f"the {self.name} did not start: stopped")
             if time.monotonic() > deadline:

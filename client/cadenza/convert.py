@@ -136,6 +136,7 @@ def server_info_from_proto(message: generation_pb2.GetServerInfoResponse) -> Ser
         executors=[ExecutorInfo(**_same_names(ExecutorInfo, executor)) for executor in message.executors],
         uptime_s=message.uptime_s,
         draining=message.draining,
+        resident_bytes=message.resident_bytes,
     )
 
 

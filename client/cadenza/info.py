@@ -63,6 +63,7 @@ class ExecutorInfo:
     block_size: int  # tokens
     num_inflight_plans: int
     last_step_id: int
+    resident_bytes: int  # memory resident in its process; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +77,4 @@ class ServerInfo:
     executors: list[ExecutorInfo]
     uptime_s: float
     draining: bool
+    resident_bytes: int  # memory resident in the scheduler's process; 0: not known

@@ -42,11 +42,13 @@ class _Family:
 
     arguments: ServiceArguments
     programs: Programs
-    addresses: dict[str, str]  # where each listens; port 0 until it has chosen
+    addresses: dict[str, str]  # where each listens; the scheduler's port may be 0 until it has chosen
+    kept: contextlib.ExitStack  # what is held as long as they may be started: the executor's port
     start_timeout_s: float
     stop_grace_s: float
     on_log: LogSink
     on_event: Callable[[str], None]
+    on_back: Callable[[str], None]
     owner: int = field(default_factory=os.getpid)  # the process whose children they are
     children: dict[str, ChildService] = field(default_factory=dict)
     deaths: dict[str, deque[float]] = field(default_factory=lambda: {EXECUTOR: deque(), SCHEDULER: deque()})
@@ -63,7 +65,8 @@ class LocalServices:
     goes to the services that have it. What is not given may stand in the environment, as CADENZA_BLOCK_SIZE, or in the
     TOML file `config`. Everything is checked before anything is started: OptionError names the option.
     LocalServiceError says which service did not start and why. A service that dies later is started again at the same
-    port, with a message to `on_event`; five deaths within a minute are the end of both, and `failure` says so.
+    port, with a message to `on_event`, and `on_back` gets its name when it is ready again; five deaths within a minute
+    are the end of both, and `failure` says so.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class LocalServices:
         config: str | os.PathLike[str] | None = None,
         on_log: LogSink | None = None,
         on_event: Callable[[str], None] | None = None,
+        on_back: Callable[[str], None] | None = None,
         programs: Programs | None = None,
         **options: Any,
     ) -> None:
@@ -84,22 +88,25 @@ class LocalServices:
         _check_port(port)
         if port:
             _check_port_is_free(host, port)
+        kept = contextlib.ExitStack()
+        address = _reserve_port("127.0.0.1", kept)
         self._family = _Family(
             arguments,
             programs or Programs(),
-            {EXECUTOR: "127.0.0.1:0", SCHEDULER: format_address(host, port)},
+            {EXECUTOR: address, SCHEDULER: format_address(host, port)},
+            kept,
             start_timeout_s,
             stop_grace_s,
             on_log or _log_line,
             on_event or _logger.warning,
+            on_back or (lambda service: None),
         )
         for sentence in unheard():
             self._family.on_event(sentence)
         # Also at exit: no child outlives the program, whether or not close was called.
         self._finalizer = weakref.finalize(self, _stop, self._family)
         try:
-            for service in (EXECUTOR, SCHEDULER):
-                _start(self._family, service)
+            _start_both(self._family)
         except BaseException:
             self.close()
             raise
@@ -147,8 +154,21 @@ class LocalServices:
         self._finalizer()
 
 
+def _start_both(family: _Family) -> None:
+    """Start both services at once and wait until they are ready: the scheduler waits for the executor by itself."""
+    executor, scheduler = (_spawn(family, service) for service in (EXECUTOR, SCHEDULER))
+    for child, other in ((executor, scheduler), (scheduler, executor)):
+        address = child.wait_ready(family.start_timeout_s, family.stopping, beside=[other])
+        family.addresses[child.name] = address
+
+
 def _start(family: _Family, service: str) -> None:
-    """Start one service at its address and wait until it is ready; its port stays its own from then on."""
+    """Start one service again at its address and wait until it is ready."""
+    _spawn(family, service).wait_ready(family.start_timeout_s, family.stopping)
+
+
+def _spawn(family: _Family, service: str) -> ChildService:
+    """Start one service; its port stays its own from then on."""
     arguments = ["--listen", family.addresses[service]]
     if service == EXECUTOR:
         program, arguments = family.programs.executor, [*family.arguments.executor, *arguments]
@@ -157,7 +177,7 @@ def _start(family: _Family, service: str) -> None:
         program, arguments = family.programs.scheduler, [*family.arguments.scheduler, *arguments]
     child = ChildService(service, program, arguments, family.on_log)
     family.children[service] = child
-    family.addresses[service] = child.wait_ready(family.start_timeout_s, family.stopping)
+    return child
 
 
 def _watch(family: _Family) -> None:
@@ -203,6 +223,7 @@ def _restart(family: _Family, service: str, child: ChildService) -> None:
                 return
             continue
         family.on_event(f"the {service} is back at {family.addresses[service]}")
+        family.on_back(service)
         return
 
 
@@ -213,6 +234,7 @@ def _stop(family: _Family) -> None:
     if family.watcher is not None and family.watcher is not threading.current_thread():
         family.watcher.join(timeout=family.stop_grace_s)
     _stop_children(family)
+    family.kept.close()
 
 
 def _stop_children(family: _Family) -> None:
@@ -226,6 +248,36 @@ def _stop_children(family: _Family) -> None:
 def _check_port(port: object) -> None:
     if not isinstance(port, int) or not 0 <= port <= 65535:
         raise OptionError(f"option port: must be an integer from 0 to 65535, not {port!r}")
+
+
+def _reserve_port(host: str, kept: contextlib.ExitStack) -> str:
+    """An address with a free port that no other program gets, as long as `kept` is open.
+
+    The port is bound here and not listened at; a service that sets SO_REUSEADDR, as gRPC does, can listen there all
+    the same. Where the system does not allow that, the port is free, and only likely to be still free in a moment.
+    """
+    holder = _bound(host, 0)
+    port = int(holder.getsockname()[1])
+    try:
+        with _bound(host, port) as service:
+            service.listen()
+    except OSError:
+        holder.close()
+    else:
+        kept.enter_context(holder)
+    return format_address(host, port)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A TCP socket that is bound and does not listen; raises OSError."""
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def _check_port_is_free(host: str, port: int) -> None:

@@ -116,6 +116,8 @@ def route_options(
         settings |= {name: setting for name, setting in said.items() if name in fields}
         chosen[service] = {name: setting for name, setting in settings.items() if name in fields}
     arguments = {service: _checked(service, model, settings) for service, settings in chosen.items()}
+    if "tokenizer" not in chosen[SCHEDULER]:
+        arguments[SCHEDULER] += _own_tokenizer(model)
     return ServiceArguments(arguments[EXECUTOR], arguments[SCHEDULER], chosen[EXECUTOR] | chosen[SCHEDULER])
 
 
@@ -222,6 +224,15 @@ def _checked(service: str, model: str, settings: Mapping[str, Setting]) -> list[
     except ValidationError as error:
         raise _explained(error, settings) from None
     return to_arguments({name: getattr(checked, name) for name in values})  # "yes" is True by now
+
+
+def _own_tokenizer(model: str) -> list[str]:
+    """Arguments that name the tokenizer of a model's folder: the scheduler then loads it while the executor loads."""
+    from executor_svc.model_folder import tokenizer_of
+
+    folder = Path(model)
+    source = tokenizer_of(model, folder) if folder.is_dir() else ""
+    return to_arguments({"tokenizer": source}) if source else []
 
 
 def _unknown(name: str, known: list[str]) -> str:

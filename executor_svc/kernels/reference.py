@@ -16,6 +16,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x @ weight.T + bias in float64."""
+    product = x.double() @ weight.double().t()
+    return product if bias is None else product + bias.double()
+
+
 def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, shape: AttentionShape) -> Tensor:
     """Return qkv [T, (H + 2 KVH) * DP] in float64 with `rms_norm` on the first D columns of each query and key head."""
     heads = qkv.double().view(qkv.shape[0], -1, shape.padded_head_size)
@@ -41,9 +47,10 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     return gate * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)) * up
 
 
-def softcap(x: Tensor, cap: float) -> Tensor:
-    """Return cap * tanh(x / cap) in float64 (Gemma 2)."""
-    return torch.tanh(x.double() / cap) * cap
+def finish_logits(logits: Tensor, divisor: float, cap: float | None) -> Tensor:
+    """Return cap * tanh(logits / divisor / cap) in float64 (Gemma 2, Granite); cap None: logits / divisor."""
+    divided = logits.double() / divisor
+    return divided if cap is None else torch.tanh(divided / cap) * cap
 
 
 def rope(x: Tensor, angles: Tensor) -> Tensor:
@@ -58,7 +65,10 @@ def rope(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    """Write k and v [T, KVH, D] to kv_layer [N, 2, KVH, B, D] at slot block * B + offset, in place."""
+    """Write k and v [T, KVH, D] to kv_layer [N, 2, KVH, B, D] at slot block * B + offset, in place.
+
+    This is the order of the cache's shape; a device may have another of its own within a head's block.
+    """
     block_size = kv_layer.shape[3]
     for token, slot in enumerate(slot_mapping.tolist()):
         block, offset = divmod(slot, block_size)

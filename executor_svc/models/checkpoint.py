@@ -31,7 +31,8 @@ class Weights:
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor in the model's dtype, as a copy of its own; raises LoaderError for a wrong shape or name."""
-        tensor = self._read(name, shape).to(self._dtype).contiguous()
+        # Copied also where nothing is converted: one view of a file's mapping keeps all of it resident.
+        tensor = self._read(name, shape).to(self._dtype, copy=True).contiguous()
         content = hashlib.sha256(f"{name} {list(shape)} {self._dtype} ".encode())
         content.update(tensor.view(torch.uint8).numpy().data)
         self._hashes[name] = content.digest()

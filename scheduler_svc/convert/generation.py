@@ -141,6 +141,7 @@ def executor_info(state: ExecutorState) -> pb.ExecutorInfo:
         block_size=state.block_size,
         num_inflight_plans=state.num_inflight_plans,
         last_step_id=state.last_step_id,
+        resident_bytes=state.resident_bytes,
     )
 
 

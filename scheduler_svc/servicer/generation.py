@@ -15,6 +15,7 @@ from scheduler_svc.convert import generation as convert
 from scheduler_svc.convert.limits import check_limits, check_named
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.live_request import LiveRequest
+from scheduler_svc.memory import resident_bytes
 from scheduler_svc.reader import RequestReader
 from scheduler_svc.request_fields import OutputMode, RequestFields
 from scheduler_svc.requests import RequestBuilder
@@ -82,6 +83,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             executors=[convert.executor_info(state) for state in engine.executor_infos()],
             uptime_s=engine.uptime_s,
             draining=engine.draining,
+            resident_bytes=resident_bytes(),
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:

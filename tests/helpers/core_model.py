@@ -130,7 +130,7 @@ class Rig:
         self.outcome: Outcome = {}
         self.pools = model.device.new_kv_cache(geometry, config)
         limits = limits_of(config, geometry, self.pools)
-        self.executor = StepExecutor(ModelRunner(model.loaded, model.device, self.pools), self.pools, limits)
+        self.executor = StepExecutor(ModelRunner(model.loaded, model.device, self.pools, limits), self.pools, limits)
         self.core = Scheduler(make_rules(SchedulerConfig(**setting.options)))
         self.core.add_executor(0, _spec(limits))
         self._plans: deque[StepPlan] = deque()

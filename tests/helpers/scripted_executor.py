@@ -45,6 +45,7 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
     refuse: tuple[grpc.StatusCode, str] | None = None
     num_plans: int = 0
     num_heartbeats: int = 0
+    resident_bytes: int = 5_000
     last_epoch: int = 0
     slots: dict[int, _Slot] = field(default_factory=dict)
     fail_with: pb.StepResult | None = None
@@ -83,7 +84,10 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the epoch is not larger")
         self.last_epoch = epoch = first.open.epoch
         self.slots.clear()
-        opened = pb.SessionOpened(epoch=epoch, incarnation=self.incarnation, last_completed_step_id=self.num_plans)
+        opened = pb.SessionOpened(
+            epoch=epoch, incarnation=self.incarnation, last_completed_step_id=self.num_plans,
+            resident_bytes=self.resident_bytes,
+        )  # fmt: skip
         await context.write(pb.ExecuteResponse(opened=opened))
         beating = asyncio.create_task(self._beat(context))
         self.running.add(asyncio.current_task())
@@ -120,7 +124,8 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
     async def _beat(self, context):
         while not self.silent:
             await asyncio.sleep(0.1)
-            await context.write(pb.ExecuteResponse(heartbeat=pb.Heartbeat(running_step_id=self.num_plans)))
+            beat = pb.Heartbeat(running_step_id=self.num_plans, resident_bytes=self.resident_bytes)
+            await context.write(pb.ExecuteResponse(heartbeat=beat))
 
     def run(self, plan: pb.StepPlan) -> pb.StepResult:
         for slot_id in plan.released_slots:

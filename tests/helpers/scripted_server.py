@@ -161,7 +161,8 @@ class Script(pb_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServi
             version="1",
             options={"max_num_seqs": "4"},
             load=pb.SchedulerLoad(num_running=3),
-            executors=[pb.ExecutorInfo(target="t", block_size=16)],
+            executors=[pb.ExecutorInfo(target="t", block_size=16, resident_bytes=2**33)],
+            resident_bytes=2**27,
         )
 
     async def WatchSteps(self, request, context):

@@ -34,7 +34,7 @@ class Stepper:
             num_host_blocks=0,
             max_inflight_plans=1,
         )
-        self.executor = StepExecutor(ModelRunner(model.loaded, model.device, pools), pools, limits)
+        self.executor = StepExecutor(ModelRunner(model.loaded, model.device, pools, limits), pools, limits)
         self._step_id = 0
 
     @staticmethod

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2
 
@@ -40,6 +43,23 @@ async def test_infos(w, tokenizer_folder):
     assert server.executors[0].incarnation == 7
     assert server.load.num_device_blocks == 256
     assert not server.draining
+
+
+async def test_memory_of_both_processes(w):
+    async def told():
+        return await w.stub.GetServerInfo(pb.GetServerInfoRequest())
+
+    server = await told()
+    assert server.resident_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
+    assert server.executors[0].resident_bytes == 5_000
+    w.executor.resident_bytes = 6_000
+    async with asyncio.timeout(10):
+        while (await told()).executors[0].resident_bytes != 6_000:
+            pass
+    w.executor.refuse = grpc.StatusCode.UNAVAILABLE, "not now"
+    await w.executor.break_up()
+    await w.until(lambda: not w.engine.connected)
+    assert (await told()).executors[0].resident_bytes == 0
 
 
 async def test_watch_steps_and_block_tables(w):

@@ -10,7 +10,9 @@ import subprocess
 import sys
 
 import grpc
+import psutil
 import pytest
+import torch
 
 from cadenza import LLM, Client
 from cadenza.errors import OptionError
@@ -62,6 +64,8 @@ def test_the_settings_in_force_are_printed(running, model):
     assert (kv.num_device_blocks, kv.block_size, info.max_model_len) == (50, 8, 256)
     assert (options["max_num_seqs"], options["max_num_batched_tokens"]) == ("5", "512")
     lines = [line.removeprefix("cadenza   │ ") for line in said.splitlines() if line.startswith("cadenza   │ ")]
+    memory = lines.pop(7)
+    assert re.fullmatch(r"memory    executor [\d.]+ MiB, scheduler [\d.]+ MiB resident", memory)
     threads = f"{prints.num_threads} thread{'' if prints.num_threads == 1 else 's'}"
     assert lines == [
         "CADENZA_BLOK_SIZE in the environment is no option; did you mean CADENZA_BLOCK_SIZE or CADENZA_BATCH_SIZE?",
@@ -81,6 +85,74 @@ def test_the_settings_in_force_are_printed(running, model):
         f"          {file}: model {model}, block_size 8, max_num_seqs 5",
         "          all other options are at their defaults",
     ]
+
+
+def summary(log) -> dict[str, str]:
+    """The next settings in force that `cadenza up` prints: text by label, of several lines the last."""
+    found, label = {}, ""
+    for line in log:
+        if not line.startswith("cadenza   │ ") or " died" in line or " is back" in line:
+            continue
+        text = line.removeprefix("cadenza   │ ").rstrip("\n")
+        if text.strip() == "all other options are at their defaults":
+            return found
+        label = text[:10].strip() or f"{label} "
+        found[label] = text[10:]
+    raise AssertionError(found)
+
+
+def service(up: subprocess.Popen, name: str) -> psutil.Process:
+    (found,) = (child for child in psutil.Process(up.pid).children() if name in child.cmdline())
+    return found
+
+
+def mib(text: str, of: str) -> float:
+    return float(re.search(rf"{of} ([\d.]+) MiB", text)[1])
+
+
+def test_what_is_chosen_is_printed_also_by_an_executor_that_came_back(tmp_path):
+    """Left to itself: the checkpoint's data type, all cores, the blocks that 64 sequences could use."""
+    model = make_llama(tmp_path / "model", dtype=torch.bfloat16, tokenizer=True, vocab_size=300)
+    cores = len(os.sched_getaffinity(0))
+    with subprocess.Popen(
+        [sys.executable, "-m", "cadenza", "up", "--model", str(model), "--port", "0"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as up:  # fmt: skip
+        try:
+            incarnations = set()
+            for _ in range(2):
+                chosen = summary(up.stderr)
+                target, address = re.fullmatch(r"scheduler on (\S+), executor on (\S+)", chosen["listens"]).groups()
+                with grpc.insecure_channel(address) as channel:
+                    describe = execution_pb2_grpc.ExecutionServiceStub(channel).Describe
+                    described = describe(execution_pb2.DescribeRequest(), timeout=10)
+                kv, length = described.kv, described.model.max_model_len
+                num_blocks = 64 * -(-length // 16)
+                assert (kv.num_device_blocks, kv.block_size, described.model.dtype) == (num_blocks, 16, "bfloat16")
+                assert described.fingerprint.num_threads == cores
+                assert chosen["weights"].startswith("bfloat16, ")
+                assert f"({2 * described.model.num_parameters:,} bytes)" in chosen["weights"]
+                assert chosen["device"] == f"cpu, {cores} thread{'s' if cores > 1 else ''}, numerics exact"
+                assert chosen["KV cache"].startswith(
+                    f"{num_blocks:,} blocks of 16 tokens, room for {num_blocks * 16:,}"
+                )
+                assert chosen["KV cache "].startswith("bfloat16, ")
+                assert f"({kv.bytes_per_block:,} bytes) each" in chosen["KV cache "]
+                assert f"({num_blocks * kv.bytes_per_block:,} bytes) in all" in chosen["KV cache "]
+                incarnations.add(described.incarnation)
+                with Client(target) as client:
+                    told = client.server_info()
+                for name, resident_bytes in (
+                    ("executor", told.executors[0].resident_bytes), ("scheduler", told.resident_bytes),
+                ):  # fmt: skip
+                    held = service(up, f"{name}_svc").memory_info().rss
+                    assert resident_bytes == pytest.approx(held, rel=0.1)
+                    assert mib(chosen["memory"], name) == pytest.approx(held / 2**20, rel=0.1)
+                service(up, "executor_svc").kill()
+            assert len(incarnations) == 2
+        finally:
+            up.send_signal(signal.SIGTERM)
+            up.communicate(timeout=20)
 
 
 def test_every_line_says_whose_it_is(running):

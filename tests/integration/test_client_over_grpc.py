@@ -219,6 +219,7 @@ async def test_abort_and_infos(client):
     assert server.options == {"max_num_seqs": "4"}
     assert server.load.num_running == 3
     assert server.executors[0].block_size == 16
+    assert (server.resident_bytes, server.executors[0].resident_bytes) == (2**27, 2**33)
 
 
 async def test_watch_of_steps(client, script):

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cadenza.v1 import admin_pb2, admin_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
+from executor_svc import servicer
 from tests.helpers.executor_harness import INCARNATION, Harness, Stream, admit, fake_executor, scheduled
 from tests.helpers.fake_executor import LIMITS
 
@@ -64,6 +66,20 @@ async def test_reserved_calls_say_so(fake: Harness) -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="not built yet") as caught:
             await call
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_memory_is_told_at_the_opening_and_by_heartbeats(fake: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = iter(range(1_000_000))
+    monkeypatch.setattr(servicer, "resident_bytes", lambda: 10_000_000 + next(told))
+    stream = await fake.open(1)
+    assert stream.opened.resident_bytes == 10_000_000
+    beats = [(await stream.receive()).heartbeat.resident_bytes for _ in range(3)]
+    assert beats == [10_000_001, 10_000_002, 10_000_003]
+
+
+def test_the_memory_is_this_processes() -> None:
+    held = psutil.Process().memory_info().rss
+    assert servicer.resident_bytes() == pytest.approx(held, rel=0.1)
 
 
 # ---------------------------------------------------------------- sessions

@@ -98,6 +98,15 @@ async def test_signal_while_it_waits_for_the_executor():
         assert "Traceback" not in errors
 
 
+async def test_a_wrong_tokenizer_is_known_before_the_executor():
+    arguments = ("--executor", "127.0.0.1:1", "--no-skip-tokenizer-init", "--tokenizer", "/nosuch/folder")
+    async with started(*arguments) as process:
+        code, errors = await ended(process)
+        assert code == 1
+        assert errors.splitlines()[-1].startswith("error: there is no folder '/nosuch/folder'")
+        assert "Traceback" not in errors
+
+
 async def test_another_scheduler_at_the_start():
     refusal = (grpc.StatusCode.PERMISSION_DENIED, "scheduler x holds this executor")
     async with executor_served(refuse=refusal) as (_, target), started("--executor", target) as process:

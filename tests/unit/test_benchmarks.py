@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,17 @@ def test_own_work_is_not_other_load() -> None:
     assert 0 <= other.cores <= (os.cpu_count() or 1) + 0.5
 
 
+def test_a_child_that_has_to_be_idle_counts_as_another() -> None:
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        before = {others: _own_s(others) for others in ((), (child.pid,))}
+        assert child.stdout is not None
+        child.stdout.readline()
+        spent = [_own_s(others) - before[others] for others in ((), (child.pid,))]
+        child.communicate(b"\n")
+    assert spent[0] - spent[1] > 0.15
+
+
 def test_percentiles_and_medians() -> None:
     assert percentile([4.0, 1.0, 2.0, 3.0], 50) == 2.5
     assert percentile([5.0], 99) == 5.0
@@ -123,6 +135,8 @@ def test_latencies_in_milliseconds() -> None:
     assert found["ttft_p50_ms"] == pytest.approx(150)
     assert found["tpot_p50_ms"] == found["tpot_p99_ms"] == pytest.approx(100)
     assert "tpot_p50_ms" not in latencies([StreamTimes(0.2, 0.2, 1)])
+    # A request that came later waited from then on.
+    assert latencies([StreamTimes(2.1, 2.3, 3, due_s=2.0)])["ttft_p50_ms"] == pytest.approx(100)
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -237,10 +251,10 @@ def fake_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 def test_a_peer_answers_case_by_case(fake_peer: str) -> None:
     with peer_process(Path(sys.executable), fake_peer) as peer:
         assert peer.version == "1.2"
-        assert peer.measure(Case(3), 5, 0) == {"us_per_step": 30.0, "steps": 5}
-        assert peer.measure(Case(4), 6, 0) == {"us_per_step": 40.0, "steps": 6}
+        assert peer.ask({"case": asdict(Case(3)), "steps": 5}) == {"us_per_step": 30.0, "steps": 5}
+        assert peer.ask({"case": asdict(Case(4)), "steps": 6}) == {"us_per_step": 40.0, "steps": 6}
         with pytest.raises(BenchmarkError, match="13 is too many"):
-            peer.measure(Case(13), 5, 0)
+            peer.ask({"case": asdict(Case(13)), "steps": 5})
 
 
 @pytest.mark.slow
@@ -265,4 +279,8 @@ def test_wrong_arguments_are_refused() -> None:
 
 def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["scheduler_cost", "serving_burst"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "cpu_serving",
+        "scheduler_cost",
+        "serving_burst",
+    ]

@@ -42,6 +42,17 @@ def test_options_go_to_the_services_that_have_them():
     assert set(arguments.scheduler) == {"--max-num-seqs=4", "--skip-tokenizer-init"}
 
 
+def test_the_scheduler_is_told_of_the_models_tokenizer(tmp_path):
+    """It need not wait for the executor to name it."""
+    model = str(tmp_path)
+    assert route_options(model, {}).scheduler == []
+    (tmp_path / "tokenizer.json").touch()
+    arguments = route_options(model, {"block_size": 8})
+    assert arguments.scheduler == [f"--tokenizer={tmp_path.resolve()}"]
+    assert set(arguments.settings) == {"block_size"}
+    assert route_options(model, {"tokenizer": "another"}).scheduler == ["--tokenizer=another"]
+
+
 def test_values_reach_the_services_as_their_types():
     arguments = route_options("m", {"skip_tokenizer_init": "yes", "enable_prefix_caching": "0", "block_size": "08"})
     assert set(arguments.executor) == {"--model=m", "--block-size=8"}

@@ -16,7 +16,7 @@ import time
 import pytest
 
 from cadenza.errors import LocalServiceError, OptionError
-from cadenza.local import LocalServices, Programs
+from cadenza.local import LocalServices, Programs, _reserve_port
 
 pytestmark = pytest.mark.slow
 
@@ -82,10 +82,11 @@ def until(condition, timeout_s=20.0):
 def test_both_start_with_their_arguments_and_stop(fakes):
     with fakes.start(block_size=8, max_num_seqs=2) as services:
         (executor,), (scheduler,) = fakes.starts("executor"), fakes.starts("scheduler")
-        assert executor["arguments"][-2:] == ["--listen", "127.0.0.1:0"]
+        assert executor["arguments"][-2:] == ["--listen", services.addresses["executor"]]
         assert {"--model=model", "--block-size=8", "--max-num-seqs=2"} <= set(executor["arguments"])
         assert "--max-num-seqs=2" in scheduler["arguments"]
         target = scheduler["arguments"][scheduler["arguments"].index("--executor") + 1]
+        assert target == services.addresses["executor"]
         for address in (services.target, target):
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port))).close()
@@ -98,14 +99,35 @@ def test_both_start_with_their_arguments_and_stop(fakes):
     services.close()
 
 
-def test_a_service_that_does_not_start(fakes):
-    (fakes.folder / "scheduler.fail").touch()
-    with pytest.raises(
-        LocalServiceError, match=r"^the scheduler did not start: exit code 3: scheduler: no such model$"
-    ):
+def test_both_start_at_once(fakes):
+    """Here the executor is ready only when the scheduler has begun."""
+    script = fakes.folder / "executor.py"
+    wait = "while not (folder / 'scheduler.log').exists():\n    time.sleep(0.01)\n"
+    script.write_text(SERVICE.replace("host, _, port", f"{wait}host, _, port"))
+    with fakes.start() as services:
+        assert set(services.pids()) == {"executor", "scheduler"}
+
+
+@pytest.mark.parametrize(("name", "other"), [("executor", "scheduler"), ("scheduler", "executor")])
+def test_a_service_that_does_not_start(fakes, name, other):
+    """It is told at once, though the other would take long."""
+    (fakes.folder / f"{name}.fail").touch()
+    (fakes.folder / f"{other}.py").write_text(SERVICE.replace("host, _, port", "time.sleep(600)\nhost, _, port"))
+    with pytest.raises(LocalServiceError, match=rf"^the {name} did not start: exit code 3: {name}: no such model$"):
         fakes.start()
-    (executor,) = fakes.starts("executor")
-    assert not alive(executor["pid"])
+    assert not any(alive(start["pid"]) for start in fakes.starts(other))
+
+
+def test_a_reserved_port_is_the_executors_alone():
+    with contextlib.ExitStack() as kept:
+        host, _, port = _reserve_port("127.0.0.1", kept).rpartition(":")
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((host, int(port)))
+        for _ in range(2):  # the executor, and the one after it
+            with socket.create_server((host, int(port))) as listener:
+                socket.create_connection(listener.getsockname()).close()
+    with socket.socket() as other:
+        other.bind((host, int(port)))
 
 
 def test_nothing_starts_with_a_bad_option(fakes):
@@ -121,7 +143,8 @@ def test_nothing_starts_with_a_bad_option(fakes):
 
 @pytest.mark.parametrize("name", ["executor", "scheduler"])
 def test_a_dead_service_comes_back_at_its_port(fakes, name):
-    with fakes.start() as services:
+    back: list[str] = []
+    with fakes.start(on_back=back.append) as services:
         target, pid = services.target, services.pids()[name]
         os.kill(pid, signal.SIGKILL)
         until(lambda: any("is back" in text for text in fakes.events))
@@ -130,6 +153,7 @@ def test_a_dead_service_comes_back_at_its_port(fakes, name):
         _, second = fakes.starts(name)
         assert second["arguments"][second["arguments"].index("--listen") + 1] in fakes.events[-1]
         assert f"the {name} died (killed by signal 9)" in fakes.events[0]
+        until(lambda: back == [name])
         assert services.failure is None
 
 
@@ -274,4 +298,4 @@ def test_a_service_that_is_never_ready(fakes):
     thread.start()
     thread.join(20)
     assert "was not ready after 0.5 s" in str(failure[0])
-    assert not alive(fakes.starts("executor")[0]["pid"])
+    assert not any(alive(start["pid"]) for start in fakes.starts("executor"))

@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 
 def test_load_from_a_folder(folder):
-    tokenizer = load_tokenizer(folder, model_vocab_size=512)
+    tokenizer = load_tokenizer(folder)
     assert tokenizer.vocab_size == byte_level().vocab_size <= 512
     assert tokenizer.special_ids == {0, 1, 2}
     assert tokenizer.has_chat_template
@@ -33,7 +33,7 @@ def test_load_from_a_folder(folder):
 
 def test_a_larger_tokenizer_is_another_models(folder):
     with pytest.raises(TokenizerError, match=r"up to \d+, the model a vocabulary of 300"):
-        load_tokenizer(folder, model_vocab_size=300)
+        load_tokenizer(folder).check_fits(300)
 
 
 def test_added_tokens_may_lie_beyond_the_models(tmp_path, caplog):
@@ -42,26 +42,29 @@ def test_added_tokens_may_lie_beyond_the_models(tmp_path, caplog):
     largest = max(inner.get_vocab().values())
     inner.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
     inner.save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path), model_vocab_size=largest + 1)
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer.check_fits(largest + 2)
+    assert not caplog.text
+    tokenizer.check_fits(largest + 1)
     assert tokenizer.encode("<|image|>") == [largest + 1]
     assert "1 added tokens are beyond the model's vocabulary: <|image|>" in caplog.text
     with pytest.raises(TokenizerError, match=f"up to {largest + 1}, the model a vocabulary of {largest}"):
-        load_tokenizer(str(tmp_path), model_vocab_size=largest)
+        tokenizer.check_fits(largest)
 
 
 def test_nothing_there(tmp_path):
-    assert load_tokenizer("", model_vocab_size=9) is None
-    assert load_tokenizer(str(tmp_path), model_vocab_size=9) is None
+    assert load_tokenizer("") is None
+    assert load_tokenizer(str(tmp_path)) is None
     with pytest.raises(TokenizerError, match="holds no tokenizer"):
-        load_tokenizer(str(tmp_path), model_vocab_size=9, required=True)
+        load_tokenizer(str(tmp_path), required=True)
     with pytest.raises(TokenizerError, match="--skip-tokenizer-init"):
-        load_tokenizer(str(tmp_path / "gone"), model_vocab_size=9)
+        load_tokenizer(str(tmp_path / "gone"))
 
 
 def test_a_broken_tokenizer_is_an_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(TokenizerError, match="cannot load"):
-        load_tokenizer(str(tmp_path), model_vocab_size=9)
+        load_tokenizer(str(tmp_path))
 
 
 def test_ids_without_a_token_are_nothing():
@@ -73,7 +76,7 @@ def test_truncation_in_the_file_is_ignored(tmp_path):
     inner = hf_byte_level()
     inner.backend_tokenizer.enable_truncation(3)
     inner.save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path), model_vocab_size=512)
+    tokenizer = load_tokenizer(str(tmp_path))
     assert len(tokenizer.encode("Hello, world! " * 9)) > 3
 
 
@@ -105,4 +108,4 @@ async def test_long_work_leaves_the_event_loop():
 
 def test_a_folder_that_is_not_there_is_named() -> None:
     with pytest.raises(TokenizerError, match="there is no folder '/nosuch/folder'"):
-        load_tokenizer("/nosuch/folder", model_vocab_size=10)
+        load_tokenizer("/nosuch/folder")

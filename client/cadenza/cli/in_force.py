@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cadenza.local import LocalServices
 from cadenza.local_options import EXECUTOR, SCHEDULER, Setting
@@ -26,6 +27,7 @@ def settings_in_force(services: LocalServices, places: Mapping[str, Setting]) ->
             execution_pb2.DescribeRequest(), timeout=_TIMEOUT_S
         )
     with grpc.insecure_channel(scheduler, options=channel_options()) as channel:
+        _wait_until_serving(channel)
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         model = stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=_TIMEOUT_S)
         server = stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
@@ -33,6 +35,20 @@ def settings_in_force(services: LocalServices, places: Mapping[str, Setting]) ->
     rows.append(("listens", f"scheduler on {scheduler}, executor on {executor}"))
     rows += _origins({**places, **services.settings})
     return [f"{label:<10}{text}" for label, text in rows]
+
+
+def _wait_until_serving(channel: grpc.Channel) -> None:
+    """Wait until the scheduler has its executor, which may have come back just now; a while, then no longer."""
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+    try:
+        for state in watch:
+            if state.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # such as one that drains, which serves no more
+            raise
+    finally:
+        watch.cancel()
 
 
 def _describe(
@@ -56,6 +72,7 @@ def _describe(
             "",
             f"{kv.dtype}, {_size(kv.bytes_per_block)} each, {_size(kv.num_device_blocks * kv.bytes_per_block)} in all",
         ),
+        ("memory", _resident(server)),
         (
             "limits",
             f"max_model_len {model.max_model_len}, max_num_seqs {options['max_num_seqs']}, "
@@ -63,6 +80,13 @@ def _describe(
         ),
         ("tokenizer", options["tokenizer"] or "none: token ids only"),
     ]
+
+
+def _resident(server: generation_pb2.GetServerInfoResponse) -> str:
+    """The memory that each process holds now."""
+    held = {EXECUTOR: server.executors[0].resident_bytes, SCHEDULER: server.resident_bytes}
+    texts = [f"{service} {_rounded(held[service]) if held[service] else 'not known'}" for service in held]
+    return f"{', '.join(texts)} resident"
 
 
 def _origins(settings: Mapping[str, Setting]) -> list[tuple[str, str]]:
@@ -90,11 +114,14 @@ def _short(number: float) -> str:
 
 def _size(num_bytes: int) -> str:
     """Bytes in binary units and exactly."""
-    if num_bytes < 1024:
-        return f"{num_bytes} bytes"
+    return f"{_rounded(num_bytes)} ({num_bytes:,} bytes)" if num_bytes >= 1024 else f"{num_bytes} bytes"
+
+
+def _rounded(num_bytes: int) -> str:
+    """Bytes in binary units, from KiB on."""
     number: float = num_bytes
     for unit in ("KiB", "MiB", "GiB", "TiB"):
         number /= 1024
         if number < 1024 or unit == "TiB":
             break
-    return f"{number:.1f} {unit} ({num_bytes:,} bytes)"
+    return f"{number:.1f} {unit}"

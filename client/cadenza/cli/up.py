@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from functools import cache
 from typing import Annotated, Any
 
@@ -25,12 +26,14 @@ Example:
   cadenza generate "Hello"              (in another terminal)
 
 Prints `ready HOST:PORT` on stdout once it can serve. The settings in force and the logs of both services go to stderr,
-each line with the name of the service. A service that dies is started again. Ctrl-C or SIGTERM stops both.
+each line with the name of the service. A service that dies is started again, and after the executor's return the
+settings are printed anew. Ctrl-C or SIGTERM stops both.
 
 Every option can also be set in the environment, as in CADENZA_BLOCK_SIZE=32, or in a TOML file (--config), as in
 block_size = 32. The command line goes before the environment, and that before the file.
 """
 EPILOG = "Exit codes: 0 stopped by a signal, 1 a service did not start or kept dying, 2 wrong options."
+_LOOK_S = 0.5
 _STYLES = {"executor": "cyan", "scheduler": "green", "cadenza": "bold yellow"}
 
 Model = Annotated[
@@ -52,7 +55,7 @@ def up(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then exit 0; raises LocalServiceError if the services are given up."""
     from cadenza.local import LocalServices
-    from cadenza.local_options import Setting, read_places
+    from cadenza.local_options import EXECUTOR, Setting, read_places
 
     places = read_places({"model": model, "host": host, "port": port}, config)
     if "model" not in places:
@@ -63,6 +66,7 @@ def up(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
+    executor_is_back = threading.Event()
     with LocalServices(
         value("model", None),
         host=value("host", "127.0.0.1"),
@@ -70,13 +74,16 @@ def up(
         config=config,
         on_log=_log,
         on_event=lambda text: _log("cadenza", text),
+        on_back=lambda service: executor_is_back.set() if service == EXECUTOR else None,
         **options,
     ) as services:
         _print_settings(services, places)
         sys.stdout.write(f"ready {services.target}\n")
         sys.stdout.flush()
-        while not services.wait_failure(1.0):
-            pass
+        while not services.wait_failure(_LOOK_S):
+            if executor_is_back.is_set():
+                executor_is_back.clear()
+                _print_settings(services, places)  # what was left to it may be chosen anew, as its number of blocks
         raise services.failure or LocalServiceError("the services ended")
 
 

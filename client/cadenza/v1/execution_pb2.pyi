@@ -570,22 +570,26 @@ class SessionOpened(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     LAST_COMPLETED_STEP_ID_FIELD_NUMBER: _builtins.int
+    RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The session's epoch."""
     incarnation: _builtins.int
     """The executor's incarnation."""
     last_completed_step_id: _builtins.int
     """The last step that was completed, in whichever session; 0: none."""
+    resident_bytes: _builtins.int
+    """Bytes of memory resident in the executor's process now; heartbeats go on telling it. 0: not known."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         incarnation: _builtins.int = ...,
         last_completed_step_id: _builtins.int = ...,
+        resident_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "last_completed_step_id", b"last_completed_step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "last_completed_step_id", b"last_completed_step_id", "resident_bytes", b"resident_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -600,22 +604,26 @@ class Heartbeat(_message.Message):
     RUNNING_STEP_ID_FIELD_NUMBER: _builtins.int
     RUNNING_AGE_NS_FIELD_NUMBER: _builtins.int
     NUM_QUEUED_PLANS_FIELD_NUMBER: _builtins.int
+    RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     running_step_id: _builtins.int
     """The step that is running; 0: none."""
     running_age_ns: _builtins.int
     """For how long it has been running, in nanoseconds."""
     num_queued_plans: _builtins.int
     """Plans that wait behind it (executor) or are in flight (scheduler)."""
+    resident_bytes: _builtins.int
+    """Bytes of memory resident in the executor's process now; 0: not known, as in the scheduler's heartbeats."""
     def __init__(
         self,
         *,
         running_step_id: _builtins.int = ...,
         running_age_ns: _builtins.int = ...,
         num_queued_plans: _builtins.int = ...,
+        resident_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_queued_plans", b"num_queued_plans", "running_age_ns", b"running_age_ns", "running_step_id", b"running_step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_queued_plans", b"num_queued_plans", "resident_bytes", b"resident_bytes", "running_age_ns", b"running_age_ns", "running_step_id", b"running_step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -696,6 +696,7 @@ class GetServerInfoResponse(_message.Message):
     EXECUTORS_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Cadenza's version."""
     protocol_version: _builtins.int
@@ -704,6 +705,8 @@ class GetServerInfoResponse(_message.Message):
     """Seconds since start."""
     draining: _builtins.bool
     """Is the service draining: new requests are refused."""
+    resident_bytes: _builtins.int
+    """Bytes of memory resident in the scheduler's process now; 0: not known."""
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The scheduler's options in force, by name."""
@@ -726,10 +729,11 @@ class GetServerInfoResponse(_message.Message):
         executors: _abc.Iterable[Global___ExecutorInfo] | None = ...,
         uptime_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
+        resident_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "executors", b"executors", "load", b"load", "options", b"options", "protocol_version", b"protocol_version", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "executors", b"executors", "load", b"load", "options", b"options", "protocol_version", b"protocol_version", "resident_bytes", b"resident_bytes", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -855,6 +859,7 @@ class ExecutorInfo(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     NUM_INFLIGHT_PLANS_FIELD_NUMBER: _builtins.int
     LAST_STEP_ID_FIELD_NUMBER: _builtins.int
+    RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     target: _builtins.str
     """Its address."""
     connected: _builtins.bool
@@ -871,6 +876,8 @@ class ExecutorInfo(_message.Message):
     """Plans in flight now."""
     last_step_id: _builtins.int
     """Its step_id last completed."""
+    resident_bytes: _builtins.int
+    """Bytes of memory resident in its process, by its last sign of life; 0: not known, as while it is not connected."""
     def __init__(
         self,
         *,
@@ -882,10 +889,11 @@ class ExecutorInfo(_message.Message):
         block_size: _builtins.int = ...,
         num_inflight_plans: _builtins.int = ...,
         last_step_id: _builtins.int = ...,
+        resident_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connected", b"connected", "device", b"device", "epoch", b"epoch", "incarnation", b"incarnation", "last_step_id", b"last_step_id", "num_inflight_plans", b"num_inflight_plans", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connected", b"connected", "device", b"device", "epoch", b"epoch", "incarnation", b"incarnation", "last_step_id", b"last_step_id", "num_inflight_plans", b"num_inflight_plans", "resident_bytes", b"resident_bytes", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,6 +68,7 @@ class _AttentionKernel:
         self._tokens = tile_tokens(shape)
         self._score_bytes = _score_stride(max_model_len) * _FLOAT
         self._scratch_bytes = scratch_bytes(shape, max_model_len)
+        self._head_bytes = block_size * self._width * self._size
         self._block_bytes = 2 * shape.num_kv_heads * block_size * self._width * self._size
         self._registers = 24 if has_feature("avx512f") else 6
         window = "" if shape.window is None else f"_window{shape.window}"
@@ -87,15 +88,14 @@ class _AttentionKernel:
         row, tokens, position, sequence = (emit.load_int(record + 8 * field) for field in range(TILE_FIELDS))
         head = item % heads
         scratch = emit.load_int(table + 24) + thread * self._scratch_bytes
-        head_bytes = self._block * self._width * size
         first_seen = self._first_seen(emit, position)
         tile = _Tile(
             row=row,
             tokens=tokens,
             position=position,
             blocks=emit.load_int(table + 8) + sequence * emit.load_int(table + 16),
-            keys=kv_layer + head * head_bytes,
-            values=kv_layer + (head + heads) * head_bytes,
+            keys=kv_layer + head * self._head_bytes,
+            values=kv_layer + (head + heads) * self._head_bytes,
             queries=scratch,
             scores=scratch + self._tokens * shape.group * self._width * _FLOAT,
             first=first_seen // _ALIGNED * _ALIGNED,
@@ -165,7 +165,11 @@ class _AttentionKernel:
             for begin, end, blocks in ((low, several, at_once), (several, high, 1)):
                 call = self._score_helper(part, blocks)
 
-                def run(block: Int, _: list[Vec], call: Any = call, blocks: int = blocks) -> None:
+                def run(block: Int, _: list[Vec], call: Any = call, blocks: int = blocks, first: bool = not start) -> None:
+                    for which in range(blocks if first else 0):
+                        emit.prefetch(self._of_block(emit, tile.blocks, tile.values, block + which), self._head_bytes)
+                        ahead = (block + (blocks + which)).least(high - 1)
+                        emit.prefetch(self._of_block(emit, tile.blocks, tile.keys, ahead), self._head_bytes)
                     keys = [self._of_block(emit, tile.blocks, tile.keys, block + which) for which in range(blocks)]
                     into = asked[1] + (block * self._block - tile.first) * _FLOAT
                     call(emit, asked[0], into, *keys)
@@ -215,11 +219,11 @@ class _AttentionKernel:
         columns = self._width // LANES
         heads = max(1, self._registers // columns)
         weigh = self._weigh_helper()
-        totals = tile.queries + token * (group * self._width * _FLOAT)  # the queries are not needed any more
+        inverses = tile.queries + token * (group * self._width * _FLOAT)  # the queries are not needed any more
 
         def head(index: Int, _: list[Vec]) -> None:
             row = scores + index * self._score_bytes
-            weigh(emit, row, lowest, position, tile.first, totals + index * (LANES * _FLOAT))
+            weigh(emit, row, lowest, position, tile.first, inverses + index * (LANES * _FLOAT))
 
         emit.loop(0, group, 1, head)
         for start in range(0, group, heads):
@@ -232,15 +236,15 @@ class _AttentionKernel:
                 lowest,
                 position,
                 tile.first,
-                totals + start * LANES * _FLOAT,
+                inverses + start * LANES * _FLOAT,
                 out + start * self._width * self._size,
             )
 
     def _weigh_helper(self) -> Callable[..., None]:
-        """A helper: scores of one row to exp(score - maximum), 0 where it does not see; their sum in 16 lanes."""
+        """A helper: scores of one row to exp(score - maximum), 0 where it does not see; 1 over their sum in 16 lanes."""
         cap = self._shape.softcap
 
-        def body(emit: Emitter, scores: Int, lowest: Int, position: Int, first: Int, total: Int) -> None:
+        def body(emit: Emitter, scores: Int, lowest: Int, position: Int, first: Int, inverse: Int) -> None:
             begin, end = lowest // LANES * LANES, position + 1
 
             def seen(at: Int) -> Any:
@@ -254,7 +258,8 @@ class _AttentionKernel:
                 if cap is not None:
                     score = tanh(score) * cap
                     emit.store(score, place, "float32")
-                return [highest[0].maximum(where(emit, seen(at), score, emit.vec(float("-inf"))))]
+                # A NaN is passed over here; it makes its weight NaN, and with that the sum of all.
+                return [where(emit, seen(at), score, emit.vec(float("-inf"))).larger(highest[0])]
 
             peak = emit.loop(begin, end, LANES, find_highest, [emit.vec(float("-inf"))])[0].highest()
 
@@ -264,17 +269,18 @@ class _AttentionKernel:
                 emit.store(weight, place, "float32")
                 return [sums[0] + weight]
 
-            emit.store(emit.loop(begin, end, LANES, weigh, [emit.vec(0.0)])[0].total(), total, "float32")
+            sums = emit.loop(begin, end, LANES, weigh, [emit.vec(0.0)])
+            emit.store(emit.vec(1.0) / sums[0].total(), inverse, "float32")
 
         return self._code.helper(f"{self._name}_weigh", 5, body)
 
     def _values_helper(self, rows: int) -> Callable[..., None]:
-        """A helper: the weighted sum of values over the total, for `rows` heads of one token."""
+        """A helper: the weighted sum of values, for `rows` heads of one token."""
         columns, width, size = self._width // LANES, self._width, self._size
         at_once = min(columns, max(1, self._registers // rows))
 
         def body(
-            emit: Emitter, weights: Int, blocks: Int, values: Int, lowest: Int, position: Int, first: Int, totals: Int, out: Int
+            emit: Emitter, weights: Int, blocks: Int, values: Int, lowest: Int, position: Int, first: Int, inverses: Int, out: Int
         ) -> None:
             for start in range(0, columns, at_once):
                 part = range(start, min(columns, start + at_once))
@@ -298,10 +304,10 @@ class _AttentionKernel:
                 zeros = [emit.vec(0.0)] * (rows * len(part))
                 sums = emit.loop(lowest // self._block, position // self._block + 1, 1, block, zeros)
                 for row in range(rows):
-                    total = emit.load(totals + row * LANES * _FLOAT, "float32")
+                    inverse = emit.load(inverses + row * LANES * _FLOAT, "float32")
                     for number, column in enumerate(part):
                         place = out + row * width * size + column * LANES * size
-                        emit.store(sums[row * len(part) + number] / total, place, self._dtype)
+                        emit.store(sums[row * len(part) + number] * inverse, place, self._dtype)
 
         return self._code.helper(f"{self._name}_values_{rows}", 8, body)
 

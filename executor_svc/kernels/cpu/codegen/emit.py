@@ -15,6 +15,8 @@ from llvmlite import ir
 LANES = 16
 """Floats of a vector: one AVX-512 register, two of AVX2, four of NEON."""
 
+_CACHE_LINE = 64
+
 Dtype = Literal["float32", "bfloat16"]
 ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
@@ -102,9 +104,10 @@ class Vec:
     def sqrt(self) -> Vec:
         return self.emit.call("llvm.sqrt.v16f32", self)
 
-    def maximum(self, other: Vec | float) -> Vec:
-        """The larger of each pair; NaN if either is."""
-        return self.emit.call("llvm.maximum.v16f32", self, self.emit.vec(other))
+    def larger(self, other: Vec) -> Vec:
+        """self where it is larger, else other: so a NaN of self is passed over."""
+        chosen = self.emit.builder.fcmp_ordered(">", self.value, other.value)
+        return Vec(self.emit, self.emit.builder.select(chosen, self.value, other.value))
 
     def total(self) -> Vec:
         """The sum of all lanes, in every lane: halves are added, then quarters, and so on."""
@@ -112,7 +115,7 @@ class Vec:
 
     def highest(self) -> Vec:
         """The maximum of all lanes, in every lane."""
-        return self._fold(lambda left, right: left.maximum(right))
+        return self._fold(lambda left, right: left.larger(right))
 
     def _fold(self, combine: Callable[[Vec, Vec], Vec]) -> Vec:
         folded, distance = self, LANES // 2
@@ -223,6 +226,14 @@ class Emitter:
         raw = self.builder.call(function, [self.pointer(address, kind), size, self.first(count), zeros])
         return Vec(self, raw if dtype == "float32" else self.widened(raw))
 
+    def prefetch(self, address: Int, num_bytes: int) -> None:
+        """Ask for memory that will be read soon."""
+        kind = ir.IntType(8)
+        function = self.declare("llvm.prefetch.p0", ir.VoidType(), [kind.as_pointer(), _I32, _I32, _I32])
+        for offset in range(0, num_bytes, _CACHE_LINE):
+            hints = [ir.Constant(_I32, value) for value in (0, 3, 1)]  # to read, to all levels, data
+            self.builder.call(function, [self.pointer(address + offset, kind), *hints])
+
     def load_all(self, address: Int, dtype: Dtype) -> Vec:
         """Read one number into every lane."""
         builder = self.builder
@@ -236,6 +247,9 @@ class Emitter:
 
     def store(self, vector: Vec, address: Int, dtype: Dtype, count: int = LANES) -> None:
         """Write the first `count` lanes as numbers of dtype, rounded to nearest even."""
+        if count == 1 and dtype == "bfloat16":  # as a masked store LLVM 22 makes 32 bits of it, 16 too many
+            self._store_first(vector, address)
+            return
         if count < LANES:
             self.store_some(vector, address, dtype, self.int(count))
             return
@@ -249,6 +263,10 @@ class Emitter:
         function = self.declare(_masked("store", dtype), ir.VoidType(), [kind, kind.as_pointer(), _I32, _VI1])
         size = ir.Constant(_I32, ITEM_BYTES[dtype])
         self.builder.call(function, [raw, self.pointer(address, kind), size, self.first(count)])
+
+    def _store_first(self, vector: Vec, address: Int) -> None:
+        number = self.builder.extract_element(self.narrowed(vector), ir.Constant(_I32, 0))
+        self.builder.store(number, self.pointer(address, _I16)).align = ITEM_BYTES["bfloat16"]
 
     def scatter(self, vector: Vec, address: Int, stride_bytes: int, dtype: Dtype) -> None:
         """Write the lanes as numbers of dtype, stride_bytes apart."""

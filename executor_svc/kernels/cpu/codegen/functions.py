@@ -27,12 +27,11 @@ _ROUNDER_BITS = 0x4B400000
 
 
 def exp(x: Vec) -> Vec:
-    """e to the x, within 2 units of the last place; 0 below -87, e^88 above 88, NaN for NaN."""
+    """e to the x, within 2 units of the last place; 0 below -87, infinity above 88, NaN for NaN."""
     emit, builder = x.emit, x.emit.builder
-    within = where(emit, builder.fcmp_unordered(">", x.value, emit.vec(_EXP_HIGHEST).value), _or_nan(x, _EXP_HIGHEST), x)
-    shifted = within.times_plus(_LOG2_E, _ROUNDER)
+    shifted = x.times_plus(_LOG2_E, _ROUNDER)
     whole = shifted - _ROUNDER
-    rest = whole.times_plus(-_LN2_LOW, whole.times_plus(-_LN2_HIGH, within))
+    rest = whole.times_plus(-_LN2_LOW, whole.times_plus(-_LN2_HIGH, x))
     series = emit.vec(_EXP[0])
     for coefficient in _EXP[1:]:
         series = series.times_plus(rest, coefficient)
@@ -40,7 +39,8 @@ def exp(x: Vec) -> Vec:
     exponent = builder.sub(builder.bitcast(shifted.value, _VI32), _every(_ROUNDER_BITS - 127))
     power = Vec(emit, builder.bitcast(builder.shl(exponent, _every(23)), _VF32))
     tiny = builder.fcmp_ordered("<", x.value, emit.vec(_EXP_LOWEST).value)
-    return where(emit, tiny, emit.vec(0.0), value * power)
+    huge = builder.fcmp_unordered(">", x.value, emit.vec(_EXP_HIGHEST).value)
+    return where(emit, tiny, emit.vec(0.0), where(emit, huge, x * float("inf"), value * power))
 
 
 def tanh(x: Vec) -> Vec:
@@ -60,12 +60,6 @@ def tanh(x: Vec) -> Vec:
 def where(emit: Emitter, condition: Any, chosen: Vec, other: Vec) -> Vec:
     """Of each lane, `chosen` where the condition holds, else `other`."""
     return Vec(emit, emit.builder.select(condition, chosen.value, other.value))
-
-
-def _or_nan(x: Vec, number: float) -> Vec:
-    """The number, but NaN where x is NaN."""
-    builder = x.emit.builder
-    return where(x.emit, builder.fcmp_unordered("uno", x.value, x.value), x, x.emit.vec(number))
 
 
 def _every(number: int) -> Any:

@@ -1,0 +1,70 @@
+"""What the benchmarks of whole systems share: options, and what their rows say of model and workload."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.benchmark import positive
+from benchmarks.common.checkpoints import vocab_size
+from benchmarks.common.rows import BenchmarkError
+from benchmarks.common.workload import Request, digest, load_workload, make_workload
+from cadenza import ModelInfo
+
+
+def add_serving_options(parser: argparse.ArgumentParser) -> None:
+    """--workload, --requests and --set."""
+    parser.add_argument("--workload", help='JSON file: a list of {"id", "prompt": [ids], "output_len"}')
+    parser.add_argument("--requests", type=positive, default=64, help="requests without --workload (default 64)")
+    parser.add_argument(
+        "--set", type=_option, action="append", default=[], metavar="NAME=VALUE", help="an option of the services"
+    )
+
+
+def service_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Of Cadenza's services. Each repeat sends the same prompts, and peers keep nothing of them either."""
+    return {"enable_prefix_caching": False, **dict(options.set)}
+
+
+def model_folder(path: str) -> Path:
+    """Of --model; raises BenchmarkError if there is none."""
+    folder = Path(path).expanduser().resolve()
+    if not folder.is_dir():
+        raise BenchmarkError(f"--model {path}: no such folder")
+    return folder
+
+
+def requests_of(options: argparse.Namespace, folder: Path) -> list[Request]:
+    """Those of --workload, or as many random ones as --requests says."""
+    if options.workload is not None:
+        return load_workload(Path(options.workload), vocab_size(folder))
+    return make_workload(options.requests, options.seed, vocab_size(folder))
+
+
+def about_model(folder: Path, info: ModelInfo) -> dict[str, Any]:
+    """For a row's params."""
+    return {
+        "model": folder.name,
+        "num_parameters": info.num_parameters,
+        "dtype": info.dtype,
+        "exact_numerics": info.exact_numerics,
+    }
+
+
+def about_workload(requests: Sequence[Request]) -> dict[str, Any]:
+    """For a row's params."""
+    return {
+        "requests": len(requests),
+        "prompt_tokens": sum(len(request.prompt) for request in requests),
+        "output_tokens": sum(request.output_len for request in requests),
+        "workload": digest(requests),
+    }
+
+
+def _option(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
+    return name.replace("-", "_"), value

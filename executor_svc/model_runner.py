@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from executor_svc.plan import Limits
 from executor_svc.device import Device
 from executor_svc.input_batch import ForwardBatch
 from executor_svc.kv_cache import KVCache
 from executor_svc.loader import LoadedModel
+from executor_svc.plan import Limits
 
 
 class ModelRunner:

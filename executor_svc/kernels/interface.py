@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """The sizes of attention that do not change while a model is served."""
@@ -43,7 +44,7 @@ class Linear(Protocol):
     out_features: int
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """Return x @ weight.T + bias of contiguous x, rounded to its dtype; out_dtype: float32, to have that as floats."""
+        """Return x @ weight.T + bias of contiguous x, rounded to its dtype; out_dtype float32: as floats even so."""
         ...
 
 

@@ -35,8 +35,8 @@ def _score_stride(max_model_len: int) -> int:
 def attention(code: Code, dtype: Dtype, shape: AttentionShape, block_size: int, max_model_len: int) -> str:
     """Add the kernel; returns its name.
 
-    Items: for each query tile one for each KV head. Arguments: tiles, q [T, H, DP], bytes from one token's to the next's,
-    kv_layer, out [T, H * DP], and a table of [tiles, block_tables, bytes of a row of those, scratch memory].
+    Items: for each query tile one for each KV head. Arguments: tiles, q [T, H, DP], bytes from one token's to the
+    next's, kv_layer, out [T, H * DP], and a table of [tiles, block_tables, bytes of a row of those, scratch memory].
     """
     return _AttentionKernel(code, dtype, shape, block_size, max_model_len).add()
 
@@ -112,7 +112,7 @@ class _AttentionKernel:
     def _first_seen(self, emit: Emitter, position: Int) -> Int:
         """The first position that a token at this one sees."""
         window = self._shape.window
-        return emit.int(0) if window is None else (position - (window - 1)).most(0)
+        return emit.integer(0) if window is None else (position - (window - 1)).most(0)
 
     def _widen_queries(self, emit: Emitter, tile: _Tile, q: Int, q_stride: Int) -> None:
         """Queries times the scale, as floats, row by row: token by token, the heads of a KV head together.
@@ -127,7 +127,9 @@ class _AttentionKernel:
             source, into = q + index * q_stride, tile.queries + index * (length * _FLOAT)
 
             def piece(offset: Int, _: list[Vec]) -> None:
-                emit.store(emit.load(source + offset * self._size, self._dtype) * scale, into + offset * _FLOAT, "float32")
+                emit.store(
+                    emit.load(source + offset * self._size, self._dtype) * scale, into + offset * _FLOAT, "float32"
+                )
 
             emit.loop(0, length, LANES, piece)
 
@@ -146,37 +148,54 @@ class _AttentionKernel:
             queries = tile.queries + index * (group * self._width * _FLOAT)
             self._score_rows(emit, tile, queries, tile.scores + index * (group * self._score_bytes), group, low, high)
 
+        def whole_tile(_: Int, __: list[Vec]) -> None:
+            self._score_rows(emit, tile, tile.queries, tile.scores, rows, low, high)
+
         if self._tokens > 1:
             whole = tile.tokens // self._tokens  # 1 or 0
-            score_all = lambda *_: self._score_rows(emit, tile, tile.queries, tile.scores, rows, low, high)
-            emit.loop(0, whole, 1, score_all)
+            emit.loop(0, whole, 1, whole_tile)
             emit.loop(whole * self._tokens, tile.tokens, 1, token)
         else:
             emit.loop(0, tile.tokens, 1, token)
 
-    def _score_rows(self, emit: Emitter, tile: _Tile, queries: Int, scores: Int, rows: int, low: Int, high: Int) -> None:
+    def _score_rows(
+        self, emit: Emitter, tile: _Tile, queries: Int, scores: Int, rows: int, low: Int, high: Int
+    ) -> None:
         """Rows in parts that fit the registers, each through the blocks low to high - 1, some at once for few rows."""
-        most = max(1, self._registers // 2)
+        most = self._registers // 2
         for start in range(0, rows, most):
             part = min(most, rows - start)
             at_once = max(1, min(4, most // part)) if self._block <= LANES else 1
-            asked = queries + start * self._width * _FLOAT, scores + start * self._score_bytes
             several = low + (high - low) // at_once * at_once
-            for begin, end, blocks in ((low, several, at_once), (several, high, 1)):
-                call = self._score_helper(part, blocks)
+            asked, into = queries + start * self._width * _FLOAT, scores + start * self._score_bytes
+            self._score_blocks(emit, tile, asked, into, part, at_once, low, several, high)
+            if at_once > 1:
+                self._score_blocks(emit, tile, asked, into, part, 1, several, high, high)
 
-                def run(block: Int, _: list[Vec], call: Any = call, blocks: int = blocks, first: bool = not start) -> None:
-                    for which in range(blocks if first else 0):
-                        emit.prefetch(self._of_block(emit, tile.blocks, tile.values, block + which), self._head_bytes)
-                        ahead = (block + (blocks + which)).least(high - 1)
-                        emit.prefetch(self._of_block(emit, tile.blocks, tile.keys, ahead), self._head_bytes)
-                    keys = [self._of_block(emit, tile.blocks, tile.keys, block + which) for which in range(blocks)]
-                    into = asked[1] + (block * self._block - tile.first) * _FLOAT
-                    call(emit, asked[0], into, *keys)
+    def _score_blocks(
+        self,
+        emit: Emitter,
+        tile: _Tile,
+        queries: Int,
+        scores: Int,
+        rows: int,
+        at_once: int,
+        begin: Int,
+        end: Int,
+        high: Int,
+    ) -> None:
+        """Rows that fit the registers through some blocks; their values and the next keys are fetched meanwhile."""
+        call = self._score_helper(rows, at_once)
 
-                emit.loop(begin, end, blocks, run)
-                if at_once == 1:
-                    break
+        def run(block: Int, _: list[Vec]) -> None:
+            for which in range(at_once):
+                ahead = (block + (at_once + which)).least(high - 1)
+                emit.prefetch(self._of_block(emit, tile.blocks, tile.values, block + which), self._head_bytes)
+                emit.prefetch(self._of_block(emit, tile.blocks, tile.keys, ahead), self._head_bytes)
+            keys = [self._of_block(emit, tile.blocks, tile.keys, block + which) for which in range(at_once)]
+            call(emit, queries, scores + (block * self._block - tile.first) * _FLOAT, *keys)
+
+        emit.loop(begin, end, at_once, run)
 
     def _of_block(self, emit: Emitter, blocks: Int, base: Int, block: Int) -> Int:
         return base + emit.load_int32(blocks + block * 4) * self._block_bytes
@@ -194,7 +213,9 @@ class _AttentionKernel:
                         emit.load(keys[which] + index * stride + offset * self._size, self._dtype, count)
                         for which, offset, count in chosen
                     ]
-                    query = [emit.load_all(queries + index * _FLOAT + row * width * _FLOAT, "float32") for row in range(rows)]
+                    query = [
+                        emit.load_all(queries + index * _FLOAT + row * width * _FLOAT, "float32") for row in range(rows)
+                    ]
                     products = [(query[row], each) for row in range(rows) for each in key]
                     return [q.times_plus(k, total) for (q, k), total in zip(products, sums, strict=True)]
 
@@ -241,7 +262,7 @@ class _AttentionKernel:
             )
 
     def _weigh_helper(self) -> Callable[..., None]:
-        """A helper: scores of one row to exp(score - maximum), 0 where it does not see; 1 over their sum in 16 lanes."""
+        """A helper: a row of scores to exp(score - maximum), 0 where it does not see, and 1 over their sum."""
         cap = self._shape.softcap
 
         def body(emit: Emitter, scores: Int, lowest: Int, position: Int, first: Int, inverse: Int) -> None:
@@ -280,7 +301,15 @@ class _AttentionKernel:
         at_once = min(columns, max(1, self._registers // rows))
 
         def body(
-            emit: Emitter, weights: Int, blocks: Int, values: Int, lowest: Int, position: Int, first: Int, inverses: Int, out: Int
+            emit: Emitter,
+            weights: Int,
+            blocks: Int,
+            values: Int,
+            lowest: Int,
+            position: Int,
+            first: Int,
+            inverses: Int,
+            out: Int,
         ) -> None:
             for start in range(0, columns, at_once):
                 part = range(start, min(columns, start + at_once))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -129,7 +128,9 @@ class CpuKernels:
         self._launch(Launch(kernel, "rows", activation.ROWS_AT_ONCE, 1, _addresses(gate_up, y)), gate_up.shape[0])
         return y
 
-    def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, out_dtype: torch.dtype) -> Tensor:
+    def linear(
+        self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, out_dtype: torch.dtype
+    ) -> Tensor:
         """x @ weight.T + bias for a weight that `matmul.pack` has reordered."""
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
         kernel = matmul.matmul(self._code, _dtype(x), _dtype(y), bias is not None)

@@ -1,8 +1,8 @@
 """Matrix products whose every element is one chain of fused operations over the inner dimension, in ascending order.
 
-So an element's bits follow from its row of x and its row of the weight alone: not from how many rows there are, how they
-are cut into tiles, or which thread computes them. bfloat16 multiplies pairs with the processor's dot product where it
-has one (AVX512-BF16), else with two fused operations on floats.
+So an element's bits follow from its row of x and its row of the weight alone: not from how many rows there are, how
+they are cut into tiles, or which thread computes them. bfloat16 multiplies pairs with the processor's dot product where
+it has one (AVX512-BF16), else with two fused operations on floats.
 """
 
 from __future__ import annotations
@@ -75,10 +75,14 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
             tile(emit, start + at * x_stride, x_stride, weights, inner, into + at * y_stride, y_stride, biases, left)
 
         def whole_panel() -> None:
-            at = emit.int(0)
+            at = emit.integer(0)
             for size, tile in tiles.items():
                 full = (here - at) // size
-                emit.loop(0, full, 1, lambda index, _, at=at, size=size, tile=tile: call(tile, at + index * size))
+
+                def run(index: Int, _: list[Vec], at: Int = at, size: int = size, tile: Any = tile) -> None:
+                    call(tile, at + index * size)
+
+                emit.loop(0, full, 1, run)
                 at = at + full * size
 
         def part_of_a_panel() -> None:
@@ -94,7 +98,9 @@ def _tile(code: Code, dtype: Dtype, out: Dtype, with_bias: bool, rows: int, whol
     """A helper that computes `rows` rows of one panel, of which not whole panels write the first `left` columns."""
     size, step = ITEM_BYTES[dtype], inner_step(dtype)
 
-    def body(emit: Emitter, x: Int, x_stride: Int, weight: Int, inner: Int, y: Int, y_stride: Int, bias: Int, left: Int) -> None:
+    def body(
+        emit: Emitter, x: Int, x_stride: Int, weight: Int, inner: Int, y: Int, y_stride: Int, bias: Int, left: Int
+    ) -> None:
         starts = [x + x_stride * row for row in range(rows)]
 
         def advance(index: Int, sums: list[Vec], last: bool = False) -> list[Vec]:

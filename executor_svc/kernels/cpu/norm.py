@@ -71,7 +71,8 @@ def norm_heads(
 ) -> str:
     """Add the kernel that normalizes query and key heads (heads: query, key, value) in place; returns its name.
 
-    Items: one for each ROWS_AT_ONCE rows. Arguments: rows, qkv [rows, heads * padded], q_weight and k_weight [head_size].
+    Items: one for each ROWS_AT_ONCE rows. Arguments: rows, qkv [rows, heads * padded], q_weight and k_weight
+    [head_size].
     """
     size = ITEM_BYTES[dtype]
     num_q, num_k, num_v = heads
@@ -133,7 +134,7 @@ def each_piece(emit: Emitter, length: int, body: Callable[[Int, int], None]) -> 
     whole = length // LANES * LANES
     emit.loop(0, whole, LANES, lambda offset, _: body(offset, LANES))
     if length % LANES:
-        body(emit.int(whole), length % LANES)
+        body(emit.integer(whole), length % LANES)
 
 
 def _rows(emit: Emitter, item: Int, rows: Int, body: Callable[..., None], arguments: Sequence[Int]) -> None:

@@ -21,7 +21,9 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotated: int,
     num_q, num_kv = shape.num_heads, shape.num_kv_heads
     head_bytes = width * size
 
-    def body(emit: Emitter, item: Int, _: Int, rows: Int, qkv: Int, cos: Int, sin: Int, slots: Int, kv_layer: Int) -> None:
+    def body(
+        emit: Emitter, item: Int, _: Int, rows: Int, qkv: Int, cos: Int, sin: Int, slots: Int, kv_layer: Int
+    ) -> None:
         start = qkv + item * ((num_q + 2 * num_kv) * head_bytes)
         angles = item * (rotated * size)
 

@@ -45,36 +45,36 @@ class Int:
     value: Any
 
     def __add__(self, other: Int | int) -> Int:
-        return Int(self.emit, self.emit.builder.add(self.value, self.emit.int(other).value))
+        return Int(self.emit, self.emit.builder.add(self.value, self.emit.integer(other).value))
 
     def __sub__(self, other: Int | int) -> Int:
-        return Int(self.emit, self.emit.builder.sub(self.value, self.emit.int(other).value))
+        return Int(self.emit, self.emit.builder.sub(self.value, self.emit.integer(other).value))
 
     def __mul__(self, other: Int | int) -> Int:
-        return Int(self.emit, self.emit.builder.mul(self.value, self.emit.int(other).value))
+        return Int(self.emit, self.emit.builder.mul(self.value, self.emit.integer(other).value))
 
     def __floordiv__(self, other: Int | int) -> Int:
         """Unsigned."""
-        return Int(self.emit, self.emit.builder.udiv(self.value, self.emit.int(other).value))
+        return Int(self.emit, self.emit.builder.udiv(self.value, self.emit.integer(other).value))
 
     def __mod__(self, other: Int | int) -> Int:
         """Unsigned."""
-        return Int(self.emit, self.emit.builder.urem(self.value, self.emit.int(other).value))
+        return Int(self.emit, self.emit.builder.urem(self.value, self.emit.integer(other).value))
 
     def less(self, other: Int | int) -> Any:
         """Signed comparison, a condition."""
-        return self.emit.builder.icmp_signed("<", self.value, self.emit.int(other).value)
+        return self.emit.builder.icmp_signed("<", self.value, self.emit.integer(other).value)
 
     def equals(self, other: Int | int) -> Any:
         """A condition."""
-        return self.emit.builder.icmp_signed("==", self.value, self.emit.int(other).value)
+        return self.emit.builder.icmp_signed("==", self.value, self.emit.integer(other).value)
 
     def least(self, other: Int | int) -> Int:
-        other = self.emit.int(other)
+        other = self.emit.integer(other)
         return Int(self.emit, self.emit.builder.select(self.less(other), self.value, other.value))
 
     def most(self, other: Int | int) -> Int:
-        other = self.emit.int(other)
+        other = self.emit.integer(other)
         return Int(self.emit, self.emit.builder.select(self.less(other), other.value, self.value))
 
 
@@ -145,7 +145,7 @@ class Emitter:
 
     # ------------------------------------------------------------------ values
 
-    def int(self, value: Int | int) -> Int:
+    def integer(self, value: Int | int) -> Int:
         return value if isinstance(value, Int) else Int(self, ir.Constant(_I64, value))
 
     def vec(self, value: Vec | float) -> Vec:
@@ -154,7 +154,9 @@ class Emitter:
 
     def call(self, intrinsic: str, *vectors: Vec) -> Vec:
         """An LLVM intrinsic from float vectors to one."""
-        return Vec(self, self.builder.call(self.declare(intrinsic, _VF32, [_VF32] * len(vectors)), [v.value for v in vectors]))
+        return Vec(
+            self, self.builder.call(self.declare(intrinsic, _VF32, [_VF32] * len(vectors)), [v.value for v in vectors])
+        )
 
     def declare(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
         """A function of the module or of LLVM itself, declared once."""
@@ -173,7 +175,7 @@ class Emitter:
     ) -> list[Vec]:
         """for index in range(start, stop, step): carried = body(index, carried); returns what is carried at the end."""
         builder, before = self.builder, self.builder.block
-        first, end = self.int(start), self.int(stop)
+        first, end = self.integer(start), self.integer(stop)
         header, inside, after = (self._function.append_basic_block(name) for name in ("header", "body", "after"))
         builder.branch(header)
         builder.position_at_end(header)
@@ -212,7 +214,7 @@ class Emitter:
     def load(self, address: Int, dtype: Dtype, count: int = LANES) -> Vec:
         """Read `count` consecutive numbers of dtype; lanes beyond them are 0, and nothing is read there."""
         if count < LANES:
-            return self.load_some(address, dtype, self.int(count))
+            return self.load_some(address, dtype, self.integer(count))
         raw = self.builder.load(self.pointer(address, _kind(dtype)))
         raw.align = ITEM_BYTES[dtype]
         return Vec(self, raw if dtype == "float32" else self.widened(raw))
@@ -251,7 +253,7 @@ class Emitter:
             self._store_first(vector, address)
             return
         if count < LANES:
-            self.store_some(vector, address, dtype, self.int(count))
+            self.store_some(vector, address, dtype, self.integer(count))
             return
         raw = vector.value if dtype == "float32" else self.narrowed(vector)
         self.builder.store(raw, self.pointer(address, _kind(dtype))).align = ITEM_BYTES[dtype]

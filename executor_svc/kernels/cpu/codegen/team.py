@@ -21,6 +21,7 @@ _I64, _VOID = ir.IntType(64), ir.VoidType()
 _FIELDS = 5
 _KERNEL, _ARGUMENTS, _ITEMS, _TAKEN, _DONE = range(_FIELDS)
 _SPINS_BEFORE_YIELD = 2000
+_OPENMP = "libgomp.so.1"
 _MAX_ARGUMENTS = 12
 
 
@@ -69,12 +70,15 @@ class Team:
     def __init__(self, code: Code, num_threads: int) -> None:
         """Take num_threads, this thread among them; without OpenMP's library it is the only one."""
         self._code = code
-        start, number = (symbol("libgomp.so.1", name) for name in ("GOMP_parallel", "omp_get_thread_num"))
+        start, number = symbol(_OPENMP, "GOMP_parallel"), symbol(_OPENMP, "omp_get_thread_num")
         alone = code.function("drive_alone", 1, lambda emit, state: _drive(emit.builder, state.value, _I64(0)))
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_int64)(code.address(alone))
-        self.num_threads = num_threads if start is not None and number is not None else 1
-        if self.num_threads > 1:
-            member = code.function("drive_in_team", 1, lambda emit, state: _drive_in_team(emit.builder, state.value, number))
+        self.num_threads = 1
+        if num_threads > 1 and start is not None and number is not None:
+            self.num_threads = num_threads
+            member = code.function(
+                "drive_in_team", 1, lambda emit, state: _drive_in_team(emit.builder, state.value, number)
+            )
             self._member = code.address(member)
             self._start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint, ctypes.c_uint)(start)
 
@@ -89,7 +93,7 @@ class Team:
             self._start(self._member, state, self.num_threads, 0)
 
 
-def _drive_in_team(builder: ir.IRBuilder, state: ir.Value, number: int | None) -> None:
+def _drive_in_team(builder: ir.IRBuilder, state: ir.Value, number: int) -> None:
     kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
     thread = builder.call(builder.inttoptr(_I64(number), kind), [])
     _drive(builder, state, builder.zext(thread, _I64))
@@ -147,7 +151,7 @@ def _drive(builder: ir.IRBuilder, state: ir.Value, thread: ir.Value) -> None:
 
 
 def _pause(builder: ir.IRBuilder, spins: ir.Value) -> None:
-    """Let the other thread of this core go first, and now and then any other process: it may have what is waited for."""
+    """Let the core's other thread go first, and now and then any process: it may have what is waited for."""
     give_way = symbol(None, "sched_yield")
     if "x86_64" in llvm.get_default_triple():
         module = builder.module

@@ -15,7 +15,8 @@ from executor_svc.plan import Limits
 class ModelRunner:
     """A model and its cache on a device; for use by one thread.
 
-    What it returns is its own memory: hidden states stay until the next `forward`, logits until the next `logits`.
+    What it returns is its own memory: hidden states, and logits of the batch's own logits_rows, which are computed with
+    them, stay until the next `forward`, other logits until the next `logits`.
     """
 
     def __init__(self, loaded: LoadedModel, device: Device, kv_cache: KVCache, limits: Limits) -> None:
@@ -25,26 +26,35 @@ class ModelRunner:
         self._model = model
         self._most_logits = limits.max_num_seqs
         self._token_ids = torch.zeros(most, dtype=torch.int64)
-        self._rows = torch.zeros(self._most_logits, dtype=torch.int64)
+        self._sampled, self._asked = (torch.zeros(self._most_logits, dtype=torch.int64) for _ in range(2))
+        self._batch_rows = self._sampled[:0]
         self._ropes = model.new_ropes(most)
         max_model_len = loaded.geometry.max_model_len
         self._plans = [kernels.new_attention_plan(shape, max_model_len, most) for shape in model.attention_shapes]
-        with kernels.recording() as finish:
+        with kernels.recording() as recording:
             self._hidden = model.forward(self._token_ids, self._ropes, kv_cache.layers, self._plans)
-            self._forward = finish()
-        with kernels.recording() as finish:
-            self._logits = model.logits(kernels.take_rows(self._hidden, self._rows))
-            self._compute_logits = finish()
+            recording.rows = "sampled"
+            self._sampled_logits = model.logits(kernels.take_rows(self._hidden, self._sampled))
+            self._forward = recording.program()
+        with kernels.recording() as recording:
+            recording.rows = "asked"
+            self._asked_logits = model.logits(kernels.take_rows(self._hidden, self._asked))
+            self._logits = recording.program()
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Write the batch's keys and values to the cache; return hidden states [T, hidden] of its tokens."""
-        num_tokens = batch.token_ids.shape[0]
+        num_tokens, num_sampled = len(batch.token_ids), len(batch.logits_rows)
+        if num_sampled > self._most_logits:
+            num_sampled = 0
+        self._batch_rows = batch.logits_rows
+        self._sampled[:num_sampled] = batch.logits_rows[:num_sampled]
         self._token_ids[:num_tokens] = batch.token_ids
         self._model.ropes(batch.positions, batch.rope_lens, self._ropes)
         for plan in self._plans:
             plan.fill(batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_tables)
-        self._forward.run(rows=num_tokens, **{plan.name: plan.num_tiles for plan in self._plans})
+        tiles = {plan.name: plan.num_tiles for plan in self._plans}
+        self._forward.run(rows=num_tokens, sampled=num_sampled, **tiles)
         return self._hidden[:num_tokens]
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
@@ -52,9 +62,11 @@ class ModelRunner:
 
         A row's bits do not depend on the others, so many rows can be asked for piece by piece.
         """
-        if len(rows) > self._most_logits:
+        num_rows = rows.shape[0]
+        if num_rows > self._most_logits:
             return torch.cat([self.logits(hidden, part).clone() for part in rows.split(self._most_logits)])
-        self._rows[: len(rows)] = rows
-        if len(rows):
-            self._compute_logits.run(rows=len(rows))
-        return self._logits[: len(rows)]
+        if rows is self._batch_rows:
+            return self._sampled_logits[:num_rows]
+        self._asked[:num_rows] = rows
+        self._logits.run(asked=num_rows)
+        return self._asked_logits[:num_rows]

@@ -6,7 +6,6 @@ size, B block size, N blocks of the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -70,10 +69,21 @@ class Program(Protocol):
     """Recorded operations."""
 
     def run(self, **counts: int) -> None:
-        """Run them on the first `rows` rows of the tensors that they were recorded with.
+        """Run them on the first rows of the tensors that they were recorded with.
 
-        Each plan's number of tiles is given by its name.
+        Given are the number of rows, by the name that it had in the recording, and each plan's number of tiles, by its.
         """
+        ...
+
+
+class Recording(Protocol):
+    """Operations as they are recorded."""
+
+    rows: str
+    """What the number of rows of the following operations is called, "rows" at first; may be changed on the way."""
+
+    def program(self) -> Program:
+        """Return what has been recorded, ready to run."""
         ...
 
 
@@ -93,10 +103,11 @@ class Kernels(Protocol):
         """Return a plan, to be filled for each step of at most so many tokens."""
         ...
 
-    def recording(self) -> AbstractContextManager[Callable[[], Program]]:
-        """Record operations instead of running them; what this gives makes a program of them afterwards.
+    def recording(self) -> AbstractContextManager[Recording]:
+        """Record operations instead of running them.
 
-        Results are in memory that is kept: of the same operation on the same shape it is the same each time.
+        Results are in memory that is kept: of the same operation on the same shape, counted by the same name, it is the
+        same each time.
         """
         ...
 

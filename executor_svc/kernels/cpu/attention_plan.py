@@ -55,11 +55,16 @@ def _tiles(starts: _Ints, seq_lens: NDArray[np.int32], size: int) -> _Ints:
     """Cut the tokens of each sequence into tiles [tiles, TILE_FIELDS] of up to `size`, those with most work first."""
     lens = np.diff(starts)
     positions = seq_lens - lens
+    if (lens == 1).all():
+        return _by_work(np.stack([starts[:-1], lens, positions, np.arange(len(lens))], axis=1))
     per_sequence = -(-lens // size)
     owner = np.repeat(np.arange(len(lens)), per_sequence)
     offset = (np.arange(len(owner)) - np.repeat(np.cumsum(per_sequence) - per_sequence, per_sequence)) * size
     count = np.minimum(lens[owner] - offset, size)
-    position = positions[owner] + offset
-    order = np.argsort(-(position + count) * count, kind="stable")
-    tiles = np.stack([starts[owner] + offset, count, position, owner], axis=1)
-    return np.ascontiguousarray(tiles[order], np.int64)
+    return _by_work(np.stack([starts[owner] + offset, count, positions[owner] + offset, owner], axis=1))
+
+
+def _by_work(tiles: _Ints) -> _Ints:
+    """Those with most work first, so that the last ones to be taken are short."""
+    tokens, position = tiles[:, 1], tiles[:, 2]
+    return np.ascontiguousarray(tiles[np.argsort(-(position + tokens) * tokens, kind="stable")], np.int64)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,18 @@ from executor_svc.kernels.interface import AttentionPlan, AttentionShape
 _HEAD_MULTIPLE = 16
 
 
+class Recording:
+    """Implements `kernels.interface.Recording`."""
+
+    def __init__(self, team: Team) -> None:
+        self.rows = "rows"
+        self.launches: list[Launch] = []
+        self._team = team
+
+    def program(self) -> Program:
+        return Program(self._team, self.launches)
+
+
 class CpuKernels:
     """Implements `kernels.interface.Kernels`; not safe for use by two threads at once."""
 
@@ -28,7 +41,7 @@ class CpuKernels:
     def __init__(self, num_threads: int = 1) -> None:
         self._code = Code()
         self._team = Team(self._code, num_threads)
-        self._recording: list[Launch] | None = None
+        self._recording: Recording | None = None
         self._workspace = Workspace()
 
     @property
@@ -36,15 +49,15 @@ class CpuKernels:
         return self._team.num_threads
 
     @contextmanager
-    def recording(self) -> Iterator[Callable[[], Program]]:
-        """Record launches instead of running them; what this gives makes a program of them afterwards.
+    def recording(self) -> Iterator[Recording]:
+        """Record launches instead of running them.
 
-        Results are then in memory that is kept: that of the same operation on the same shape is the same each time.
+        Results are then in memory that is kept: that of the same operation on the same shape, counted by the same name,
+        is the same each time.
         """
-        launches: list[Launch] = []
-        self._recording = launches
+        self._recording = Recording(self._team)
         try:
-            yield lambda: Program(self._team, launches)
+            yield self._recording
         finally:
             self._recording = None
 
@@ -150,13 +163,14 @@ class CpuKernels:
     def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self._recording is None:
             return torch.empty(shape, dtype=dtype)
-        return self._workspace.take(name, shape, dtype)
+        return self._workspace.take(f"{self._recording.rows} {name}", shape, dtype)
 
     def _launch(self, launch: Launch, count: int) -> None:
         if self._recording is None:
             Program(self._team, [launch]).run(**{launch.count: count})
         else:
-            self._recording.append(launch)
+            rows = self._recording.rows if launch.count == "rows" else launch.count
+            self._recording.launches.append(replace(launch, count=rows))
 
 
 _DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

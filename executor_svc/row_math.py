@@ -27,7 +27,8 @@ def argmax(x: Tensor) -> IntArray:
 def finite_at(x: Tensor, ids: IntArray) -> BoolArray:
     """[R]: is the value of each row [R, vocab] at its id finite."""
     if x.device.type == "cpu":  # without torch's overhead: a tenth of the time for 64 rows
-        return np.isfinite(x.numpy()[np.arange(len(ids)), ids])
+        found: BoolArray = np.isfinite(x.numpy()[np.arange(len(ids)), ids])
+        return found
     values = x.gather(1, torch.from_numpy(ids).to(x.device)[:, None])[:, 0]
     result: BoolArray = values.isfinite().cpu().numpy()
     return result

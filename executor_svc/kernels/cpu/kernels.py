@@ -147,7 +147,9 @@ class CpuKernels:
         """x @ weight.T + bias for a weight that `matmul.pack` has reordered."""
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
         kernel = matmul.matmul(self._code, _dtype(x), _dtype(y), bias is not None)
-        arguments = (*_addresses(x, panels, y), x.shape[1], out_features, 0 if bias is None else bias.data_ptr())
+        sizes = (x.shape[1], out_features)
+        added = 0 if bias is None else bias.data_ptr()
+        arguments = (*_addresses(x, panels, y), *sizes, added, self._team.num_threads)
         self._launch(Launch(kernel, "rows", matmul.ROWS_AT_ONCE, panels.shape[0], arguments), x.shape[0])
         return y
 

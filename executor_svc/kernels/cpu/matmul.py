@@ -52,38 +52,52 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
     """Add the kernel y = x @ weight.T (+ bias), rounded to dtype and written as `out`; returns its name.
 
     Items: for each ROWS_AT_ONCE rows of x one for each panel. Arguments: rows, x [rows, K], weight as `pack` makes it,
-    y [rows, N], K, N, bias [N] or 0; x, weight and bias are of dtype.
+    y [rows, N], K, N, bias [N] or 0, and how many panels on the one lies that this thread may be given next: while it
+    multiplies with one panel, that one comes from memory. x, weight and bias are of dtype.
     """
     size, out_size, step = ITEM_BYTES[dtype], ITEM_BYTES[out], inner_step(dtype)
     tiles = {rows: _tile(code, dtype, out, with_bias, rows) for rows in tile_sizes()}
     edge = _tile(code, dtype, out, with_bias, 1, whole=False)
 
     def body(
-        emit: Emitter, item: Int, _: Int, rows: Int, x: Int, weight: Int, y: Int, inner: Int, columns: Int, bias: Int
+        emit: Emitter,
+        item: Int,
+        _: Int,
+        rows: Int,
+        x: Int,
+        weight: Int,
+        y: Int,
+        inner: Int,
+        columns: Int,
+        bias: Int,
+        ahead: Int,
     ) -> None:
         panels = (columns + (PANEL - 1)) // PANEL
         panel, first = item % panels, item // panels * ROWS_AT_ONCE
         steps = (inner + (step - 1)) // step
         x_stride, y_stride = inner * size, columns * out_size
         start, here = x + first * x_stride, (rows - first).least(ROWS_AT_ONCE)
-        weights = weight + panel * steps * (PANEL * step * size)
+        panel_bytes = steps * (PANEL * step * size)
+        weights = weight + panel * panel_bytes
+        coming = weights + ahead * panel_bytes
         into = y + first * y_stride + panel * (PANEL * out_size)
         biases = bias + panel * (PANEL * size)
         left = (columns - panel * PANEL).least(PANEL)
 
         def call(tile: Any, at: Int) -> None:
-            tile(emit, start + at * x_stride, x_stride, weights, inner, into + at * y_stride, y_stride, biases, left)
+            x_part, y_part = start + at * x_stride, into + at * y_stride
+            tile(emit, x_part, x_stride, weights, coming, inner, y_part, y_stride, biases, left)
 
         def whole_panel() -> None:
             at = emit.integer(0)
-            for size, tile in tiles.items():
-                full = (here - at) // size
+            for count, tile in tiles.items():
+                full = (here - at) // count
 
-                def run(index: Int, _: list[Vec], at: Int = at, size: int = size, tile: Any = tile) -> None:
-                    call(tile, at + index * size)
+                def run(index: Int, _: list[Vec], at: Int = at, count: int = count, tile: Any = tile) -> None:
+                    call(tile, at + index * count)
 
                 emit.loop(0, full, 1, run)
-                at = at + full * size
+                at = at + full * count
 
         def part_of_a_panel() -> None:
             emit.loop(0, here, 1, lambda index, _: call(edge, index))
@@ -91,7 +105,7 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
         emit.when(left.equals(PANEL), whole_panel)
         emit.when(left.less(PANEL), part_of_a_panel)
 
-    return code.kernel(f"matmul_{dtype}_{out}{'_bias' if with_bias else ''}", 7, body)
+    return code.kernel(f"matmul_{dtype}_{out}{'_bias' if with_bias else ''}", 8, body)
 
 
 def _tile(code: Code, dtype: Dtype, out: Dtype, with_bias: bool, rows: int, whole: bool = True) -> Any:
@@ -99,12 +113,23 @@ def _tile(code: Code, dtype: Dtype, out: Dtype, with_bias: bool, rows: int, whol
     size, step = ITEM_BYTES[dtype], inner_step(dtype)
 
     def body(
-        emit: Emitter, x: Int, x_stride: Int, weight: Int, inner: Int, y: Int, y_stride: Int, bias: Int, left: Int
+        emit: Emitter,
+        x: Int,
+        x_stride: Int,
+        weight: Int,
+        coming: Int,
+        inner: Int,
+        y: Int,
+        y_stride: Int,
+        bias: Int,
+        left: Int,
     ) -> None:
         starts = [x + x_stride * row for row in range(rows)]
 
         def advance(index: Int, sums: list[Vec], last: bool = False) -> list[Vec]:
-            panel = weight + index * (PANEL * step * size)
+            offset = index * (PANEL * step * size)
+            emit.prefetch(coming + offset, PANEL * step * size, level=2)
+            panel = weight + offset
             weights = [_load_weights(emit, panel + LANES * step * size * half, dtype) for half in range(2)]
             result = []
             for row, start in enumerate(starts):
@@ -140,7 +165,7 @@ def _tile(code: Code, dtype: Dtype, out: Dtype, with_bias: bool, rows: int, whol
         emit.store_some(total.rounded(dtype), y + place * ITEM_BYTES[out], out, count)
 
     kind = f"{dtype}_{out}{'_bias' if with_bias else ''}"
-    return code.helper(f"tile_{kind}_{rows if whole else 'edge'}", 8, body)
+    return code.helper(f"tile_{kind}_{rows if whole else 'edge'}", 9, body)
 
 
 def _load_weights(emit: Emitter, address: Int, dtype: Dtype) -> Any:

@@ -228,12 +228,12 @@ class Emitter:
         raw = self.builder.call(function, [self.pointer(address, kind), size, self.first(count), zeros])
         return Vec(self, raw if dtype == "float32" else self.widened(raw))
 
-    def prefetch(self, address: Int, num_bytes: int) -> None:
-        """Ask for memory that will be read soon."""
+    def prefetch(self, address: Int, num_bytes: int, level: int = 1) -> None:
+        """Ask for memory that will be read soon, to be brought to this level of cache."""
         kind = ir.IntType(8)
         function = self.declare("llvm.prefetch.p0", ir.VoidType(), [kind.as_pointer(), _I32, _I32, _I32])
         for offset in range(0, num_bytes, _CACHE_LINE):
-            hints = [ir.Constant(_I32, value) for value in (0, 3, 1)]  # to read, to all levels, data
+            hints = [ir.Constant(_I32, value) for value in (0, 4 - level, 1)]  # to read, how near, data
             self.builder.call(function, [self.pointer(address + offset, kind), *hints])
 
     def load_all(self, address: Int, dtype: Dtype) -> Vec:

@@ -36,7 +36,7 @@ def attention(code: Code, dtype: Dtype, shape: AttentionShape, block_size: int, 
     """Add the kernel; returns its name.
 
     Items: for each query tile one for each KV head. Arguments: tiles, q [T, H, DP], bytes from one token's to the
-    next's, kv_layer, out [T, H * DP], and a table of [tiles, block_tables, bytes of a row of those, scratch memory].
+    next's, kv_layer, out [T, H * DP], and the table of `CpuAttentionPlan`.
     """
     return _AttentionKernel(code, dtype, shape, block_size, max_model_len).add()
 
@@ -48,11 +48,25 @@ class _Tile:
     row: Int
     tokens: Int
     position: Int
+    head: Int
+    first_seen: Int
+    """The first position that its first token sees."""
+    low: Int
+    high: Int
+    """Its tokens see keys of the sequence's blocks low to high - 1."""
     blocks: Int
     """Address of the sequence's block table."""
     keys: Int
     """Address of this KV head's keys in block 0."""
     values: Int
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A tile, the one that this thread may be given next, and memory."""
+
+    tile: _Tile
+    coming: _Tile
     queries: Int
     scores: Int
     first: Int
@@ -70,6 +84,7 @@ class _AttentionKernel:
         self._scratch_bytes = scratch_bytes(shape, max_model_len)
         self._head_bytes = block_size * self._width * self._size
         self._block_bytes = 2 * shape.num_kv_heads * block_size * self._width * self._size
+        self._group_bytes = shape.group * self._width * self._size
         self._registers = 24 if has_feature("avx512f") else 6
         window = "" if shape.window is None else f"_window{shape.window}"
         cap = "" if shape.softcap is None else f"_cap{shape.softcap}"
@@ -80,41 +95,57 @@ class _AttentionKernel:
         return self._code.kernel(self._name, 6, self._item)
 
     def _item(
-        self, emit: Emitter, item: Int, thread: Int, _: Int, q: Int, q_stride: Int, kv_layer: Int, out: Int, table: Int
+        self,
+        emit: Emitter,
+        item: Int,
+        thread: Int,
+        tiles: Int,
+        q: Int,
+        q_stride: Int,
+        kv_layer: Int,
+        out: Int,
+        table: Int,
     ) -> None:
-        shape, size = self._shape, self._size
-        heads = shape.num_kv_heads
+        shape = self._shape
+        last = tiles * shape.num_kv_heads - 1
+        tile = self._tile(emit, item, kv_layer, table)
+        scratch = emit.load_int(table + 24) + thread * self._scratch_bytes
+        work = _Work(
+            tile=tile,
+            coming=self._tile(emit, (item + emit.load_int(table + 32)).least(last), kv_layer, table),
+            queries=scratch,
+            scores=scratch + self._tokens * shape.group * self._width * _FLOAT,
+            first=tile.first_seen // _ALIGNED * _ALIGNED,
+            out=out + tile.head * self._group_bytes,
+        )
+        self._widen_queries(emit, work, q + tile.row * q_stride + tile.head * self._group_bytes, q_stride)
+        self._score(emit, work)
+        emit.loop(0, tile.tokens, 1, lambda token, _: self._finish_token(emit, work, token))
+
+    def _tile(self, emit: Emitter, item: Int, kv_layer: Int, table: Int) -> _Tile:
+        heads = self._shape.num_kv_heads
         record = emit.load_int(table) + item // heads * (8 * TILE_FIELDS)
         row, tokens, position, sequence = (emit.load_int(record + 8 * field) for field in range(TILE_FIELDS))
-        head = item % heads
-        scratch = emit.load_int(table + 24) + thread * self._scratch_bytes
-        first_seen = self._first_seen(emit, position)
-        tile = _Tile(
+        head, first_seen = item % heads, self._first_seen(emit, position)
+        return _Tile(
             row=row,
             tokens=tokens,
             position=position,
+            head=head,
+            first_seen=first_seen,
+            low=first_seen // self._block,
+            high=(position + tokens - 1) // self._block + 1,
             blocks=emit.load_int(table + 8) + sequence * emit.load_int(table + 16),
             keys=kv_layer + head * self._head_bytes,
             values=kv_layer + (head + heads) * self._head_bytes,
-            queries=scratch,
-            scores=scratch + self._tokens * shape.group * self._width * _FLOAT,
-            first=first_seen // _ALIGNED * _ALIGNED,
-            out=out + head * (shape.group * self._width * size),
         )
-        self._widen_queries(emit, tile, q + row * q_stride + head * (shape.group * self._width * size), q_stride)
-        self._score(emit, tile, first_seen)
-
-        def finish(token: Int, _: list[Vec]) -> None:
-            self._finish_token(emit, tile, token)
-
-        emit.loop(0, tokens, 1, finish)
 
     def _first_seen(self, emit: Emitter, position: Int) -> Int:
         """The first position that a token at this one sees."""
         window = self._shape.window
         return emit.integer(0) if window is None else (position - (window - 1)).most(0)
 
-    def _widen_queries(self, emit: Emitter, tile: _Tile, q: Int, q_stride: Int) -> None:
+    def _widen_queries(self, emit: Emitter, work: _Work, q: Int, q_stride: Int) -> None:
         """Queries times the scale, as floats, row by row: token by token, the heads of a KV head together.
 
         With a softcap they are divided by it too: the scores that they give are those whose tanh is taken.
@@ -124,7 +155,7 @@ class _AttentionKernel:
         length = shape.group * self._width
 
         def token(index: Int, _: list[Vec]) -> None:
-            source, into = q + index * q_stride, tile.queries + index * (length * _FLOAT)
+            source, into = q + index * q_stride, work.queries + index * (length * _FLOAT)
 
             def piece(offset: Int, _: list[Vec]) -> None:
                 emit.store(
@@ -133,67 +164,51 @@ class _AttentionKernel:
 
             emit.loop(0, length, LANES, piece)
 
-        emit.loop(0, tile.tokens, 1, token)
+        emit.loop(0, work.tile.tokens, 1, token)
 
     # ------------------------------------------------------------------ scores
 
-    def _score(self, emit: Emitter, tile: _Tile, first_seen: Int) -> None:
+    def _score(self, emit: Emitter, work: _Work) -> None:
         """Scores of all the tile's rows with all keys that any of them sees, and perhaps a few more."""
-        group = self._shape.group
-        low = first_seen // self._block
-        high = (tile.position + tile.tokens - 1) // self._block + 1
-        rows = self._tokens * group
-
-        def token(index: Int, _: list[Vec]) -> None:
-            queries = tile.queries + index * (group * self._width * _FLOAT)
-            self._score_rows(emit, tile, queries, tile.scores + index * (group * self._score_bytes), group, low, high)
+        group, most, tokens = self._shape.group, self._tokens, work.tile.tokens
 
         def whole_tile(_: Int, __: list[Vec]) -> None:
-            self._score_rows(emit, tile, tile.queries, tile.scores, rows, low, high)
+            self._score_rows(emit, work, work.queries, work.scores, most * group)
 
-        if self._tokens > 1:
-            whole = tile.tokens // self._tokens  # 1 or 0
+        def token(index: Int, _: list[Vec]) -> None:
+            queries = work.queries + index * (group * self._width * _FLOAT)
+            self._score_rows(emit, work, queries, work.scores + index * (group * self._score_bytes), group)
+
+        whole = tokens // most if most > 1 else emit.integer(0)  # 1 or 0
+        if most > 1:
             emit.loop(0, whole, 1, whole_tile)
-            emit.loop(whole * self._tokens, tile.tokens, 1, token)
-        else:
-            emit.loop(0, tile.tokens, 1, token)
+        emit.loop(whole * most, tokens, 1, token)
 
-    def _score_rows(
-        self, emit: Emitter, tile: _Tile, queries: Int, scores: Int, rows: int, low: Int, high: Int
-    ) -> None:
-        """Rows in parts that fit the registers, each through the blocks low to high - 1, some at once for few rows."""
-        most = self._registers // 2
+    def _score_rows(self, emit: Emitter, work: _Work, queries: Int, scores: Int, rows: int) -> None:
+        """Rows in parts that fit the registers, each through all blocks, some at once for few rows."""
+        most, low, high = self._registers // 2, work.tile.low, work.tile.high
         for start in range(0, rows, most):
             part = min(most, rows - start)
             at_once = max(1, min(4, most // part)) if self._block <= LANES else 1
             several = low + (high - low) // at_once * at_once
             asked, into = queries + start * self._width * _FLOAT, scores + start * self._score_bytes
-            self._score_blocks(emit, tile, asked, into, part, at_once, low, several, high)
+            self._score_blocks(emit, work, asked, into, (part, at_once), low, several)
             if at_once > 1:
-                self._score_blocks(emit, tile, asked, into, part, 1, several, high, high)
+                self._score_blocks(emit, work, asked, into, (part, 1), several, high)
 
     def _score_blocks(
-        self,
-        emit: Emitter,
-        tile: _Tile,
-        queries: Int,
-        scores: Int,
-        rows: int,
-        at_once: int,
-        begin: Int,
-        end: Int,
-        high: Int,
+        self, emit: Emitter, work: _Work, queries: Int, scores: Int, size: tuple[int, int], begin: Int, end: Int
     ) -> None:
-        """Rows that fit the registers through some blocks; their values and the next keys are fetched meanwhile."""
+        """Rows and as many blocks at once as `size` says, from begin to end - 1; coming keys are fetched meanwhile."""
+        rows, at_once = size
+        tile, coming = work.tile, work.coming
         call = self._score_helper(rows, at_once)
 
         def run(block: Int, _: list[Vec]) -> None:
-            for which in range(at_once):
-                ahead = (block + (at_once + which)).least(high - 1)
-                emit.prefetch(self._of_block(emit, tile.blocks, tile.values, block + which), self._head_bytes)
-                emit.prefetch(self._of_block(emit, tile.blocks, tile.keys, ahead), self._head_bytes)
+            ahead = [(block - tile.low + coming.low + which).least(coming.high - 1) for which in range(at_once)]
+            next_keys = [self._of_block(emit, coming.blocks, coming.keys, each) for each in ahead]
             keys = [self._of_block(emit, tile.blocks, tile.keys, block + which) for which in range(at_once)]
-            call(emit, queries, scores + (block * self._block - tile.first) * _FLOAT, *keys)
+            call(emit, queries, scores + (block * self._block - work.first) * _FLOAT, *keys, *next_keys)
 
         emit.loop(begin, end, at_once, run)
 
@@ -205,10 +220,13 @@ class _AttentionKernel:
         width, stride = self._width, self._block * self._size
         places = [(which, offset, count) for which in range(blocks) for offset, count in pieces(self._block)]
 
-        def body(emit: Emitter, queries: Int, scores: Int, *keys: Int) -> None:
+        def body(emit: Emitter, queries: Int, scores: Int, *addresses: Int) -> None:
+            keys, next_keys = addresses[:blocks], addresses[blocks:]
             for chosen in _parts(places, max(1, self._registers // rows)):
 
                 def column(index: Int, sums: list[Vec], chosen: Sequence[tuple[int, int, int]] = chosen) -> list[Vec]:
+                    for which, offset, _ in chosen:
+                        emit.prefetch(next_keys[which] + index * stride + offset * self._size, 1, level=2)
                     key = [
                         emit.load(keys[which] + index * stride + offset * self._size, self._dtype, count)
                         for which, offset, count in chosen
@@ -226,39 +244,41 @@ class _AttentionKernel:
                         place = scores + row * self._score_bytes + (which * self._block + offset) * _FLOAT
                         emit.store(sums[row * len(chosen) + number], place, "float32", count)
 
-        return self._code.helper(f"{self._name}_scores_{rows}_{blocks}", 2 + blocks, body)
+        return self._code.helper(f"{self._name}_scores_{rows}_{blocks}", 2 + 2 * blocks, body)
 
     # ------------------------------------------------------------------ weights and values
 
-    def _finish_token(self, emit: Emitter, tile: _Tile, token: Int) -> None:
-        """Turn a token's scores into weights and add up its values."""
-        shape, group = self._shape, self._shape.group
+    def _finish_token(self, emit: Emitter, work: _Work, token: Int) -> None:
+        """Turn a token's scores into weights and add up its values; coming values are fetched meanwhile."""
+        shape, group, tile, coming = self._shape, self._shape.group, work.tile, work.coming
         position = tile.position + token
         lowest = self._first_seen(emit, position)
-        scores = tile.scores + token * (group * self._score_bytes)
-        out = tile.out + (tile.row + token) * (shape.num_heads * self._width * self._size)
-        columns = self._width // LANES
-        heads = max(1, self._registers // columns)
+        scores = work.scores + token * (group * self._score_bytes)
+        out = work.out + (tile.row + token) * (shape.num_heads * self._width * self._size)
+        heads = max(1, self._registers // (self._width // LANES))
         weigh = self._weigh_helper()
-        inverses = tile.queries + token * (group * self._width * _FLOAT)  # the queries are not needed any more
+        inverses = work.queries + token * (group * self._width * _FLOAT)  # the queries are not needed any more
 
         def head(index: Int, _: list[Vec]) -> None:
             row = scores + index * self._score_bytes
-            weigh(emit, row, lowest, position, tile.first, inverses + index * (LANES * _FLOAT))
+            weigh(emit, row, lowest, position, work.first, inverses + index * (LANES * _FLOAT))
 
         emit.loop(0, group, 1, head)
         for start in range(0, group, heads):
-            part = min(heads, group - start)
-            self._values_helper(part)(
+            self._values_helper(min(heads, group - start))(
                 emit,
                 scores + start * self._score_bytes,
                 tile.blocks,
                 tile.values,
                 lowest,
                 position,
-                tile.first,
+                work.first,
                 inverses + start * LANES * _FLOAT,
                 out + start * self._width * self._size,
+                coming.blocks,
+                coming.values,
+                coming.low,
+                coming.high,
             )
 
     def _weigh_helper(self) -> Callable[..., None]:
@@ -310,6 +330,10 @@ class _AttentionKernel:
             first: Int,
             inverses: Int,
             out: Int,
+            coming_blocks: Int,
+            coming_values: Int,
+            coming_low: Int,
+            coming_high: Int,
         ) -> None:
             for start in range(0, columns, at_once):
                 part = range(start, min(columns, start + at_once))
@@ -317,8 +341,12 @@ class _AttentionKernel:
                 def block(index: Int, sums: list[Vec], part: range = part) -> list[Vec]:
                     rows_of = self._of_block(emit, blocks, values, index)
                     begin = index * self._block
+                    ahead = (index - lowest // self._block + coming_low).least(coming_high - 1)
+                    next_rows = self._of_block(emit, coming_blocks, coming_values, ahead)
 
                     def key(at: Int, sums: list[Vec]) -> list[Vec]:
+                        row_bytes = width * size
+                        emit.prefetch(next_rows + (at - begin) * row_bytes, row_bytes, level=2)
                         value = [
                             emit.load(rows_of + (at - begin) * (width * size) + column * LANES * size, self._dtype)
                             for column in part
@@ -338,7 +366,7 @@ class _AttentionKernel:
                         place = out + row * width * size + column * LANES * size
                         emit.store(sums[row * len(part) + number] * inverse, place, self._dtype)
 
-        return self._code.helper(f"{self._name}_values_{rows}", 8, body)
+        return self._code.helper(f"{self._name}_values_{rows}", 12, body)
 
 
 def _parts(places: Sequence[tuple[int, int, int]], most: int) -> list[Sequence[tuple[int, int, int]]]:

@@ -27,16 +27,20 @@ def tile_tokens(shape: AttentionShape) -> int:
 class CpuAttentionPlan:
     """Query tiles, block tables and slots of a step, at addresses that launches know; `fill` gives them for a step."""
 
-    def __init__(self, shape: AttentionShape, max_model_len: int, most_tokens: int, scratch: Tensor) -> None:
+    def __init__(
+        self, shape: AttentionShape, max_model_len: int, most_tokens: int, num_threads: int, scratch: Tensor
+    ) -> None:
         """Take scratch memory for every thread, as `attention.scratch_bytes` has it."""
         self.name = f"tiles{next(_names)}"
         self.max_model_len = max_model_len
         self.num_tokens = 0
         self.num_tiles = 0
         self.slots = np.zeros(most_tokens, np.int64)
-        self.table = np.zeros(4, np.int64)
-        """Addresses of tiles and block tables, bytes of a row of those, address of the scratch memory."""
+        self.table = np.zeros(5, np.int64)
+        """Addresses of tiles and block tables, bytes of a row of those, address of the scratch memory, and how many
+        items on the one lies that a thread may be given next."""
         self._shape = shape
+        self._num_threads = num_threads
         self._scratch = scratch
         self._kept: tuple[object, ...] = ()
 
@@ -47,7 +51,8 @@ class CpuAttentionPlan:
         tiles = _tiles(query_start_loc.numpy().astype(np.int64), seq_lens.numpy(), tile_tokens(self._shape))
         tables = np.ascontiguousarray(block_tables.numpy(), np.int32)
         self.num_tiles = len(tiles)
-        self.table[:] = (tiles.ctypes.data, tables.ctypes.data, tables.strides[0], self._scratch.data_ptr())
+        addresses = tiles.ctypes.data, tables.ctypes.data, tables.strides[0], self._scratch.data_ptr()
+        self.table[:] = (*addresses, self._num_threads)
         self._kept = (tiles, tables)
 
 

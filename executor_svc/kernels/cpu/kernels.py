@@ -67,8 +67,9 @@ class CpuKernels:
 
     def new_attention_plan(self, shape: AttentionShape, max_model_len: int, most_tokens: int) -> CpuAttentionPlan:
         """A plan to be filled for each step of at most so many tokens."""
-        scratch = cpu_attention.scratch_bytes(shape, max_model_len) * self._team.num_threads
-        return CpuAttentionPlan(shape, max_model_len, most_tokens, torch.empty(scratch, dtype=torch.uint8))
+        num_threads = self._team.num_threads
+        scratch = torch.empty(cpu_attention.scratch_bytes(shape, max_model_len) * num_threads, dtype=torch.uint8)
+        return CpuAttentionPlan(shape, max_model_len, most_tokens, num_threads, scratch)
 
     # ------------------------------------------------------------------ operations
 

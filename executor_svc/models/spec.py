@@ -70,7 +70,7 @@ class DecoderSpec:
         layer = self.hidden_size * (qkv_and_output + 3 * self.intermediate_size)
         vocabularies = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         tables = {layer.rope for layer in self.layers if not isinstance(layer.rope.scaling, DynamicScaling)}
-        return vocabularies + self.num_layers * layer + sum(max_model_len * rope.size for rope in tables)
+        return vocabularies + self.num_layers * layer + sum(2 * max_model_len * rope.size for rope in tables)
 
     def shares_prefixes(self, max_model_len: int) -> bool:
         """Return whether a token's keys and values depend on nothing but the tokens before it.

@@ -22,6 +22,7 @@ from cadenza import AsyncClient, RequestOutput, SamplingParams
 from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampling
 from tests.checkpoints import make_llama
 from tests.helpers.core_model import Chat, Outcome, Rig, Setting
+from tests.helpers.random_loads import draw_setting
 from tests.helpers.services import cadenza_services
 from tests.kernels.driver import NUM_THREADS, Model
 
@@ -153,35 +154,6 @@ SETTINGS: dict[str, Setting] = {
 }  # fmt: skip
 
 
-def mixture(seed: int) -> Setting:
-    """Everything at once, at random, in pools that just hold the largest request."""
-    rng = random.Random(seed)
-    block_size = rng.choice([8, 8, 16, 32])
-    max_num_seqs = rng.choice([5, 9, 24])
-    options = {
-        "batching": rng.choice(["continuous", "continuous", "continuous", "static", "dynamic"]),
-        "order": rng.choice(["fcfs", "priority", "fair", "sjf"]),
-        "preemption": rng.choice(["recompute", "swap", "auto"]),
-        "enable_prefix_caching": rng.random() < 0.7,
-        "long_prefill_token_threshold": rng.choice([0, 0, 7, 30]),
-        "max_wait_s": rng.choice([None, 0.1]),
-        "waiting_served_ratio": rng.choice([0.0, 0.0, 1.5]),
-        "batch_size": rng.choice([3, 8]),
-    }
-    return Setting(
-        block_size=block_size,
-        num_blocks=rng.choice([{8: 28, 16: 18, 32: 12}[block_size], 60]),
-        num_host_blocks=rng.choice([0, 9, 100]),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + rng.choice([0, 8, 60]),
-        depth=rng.randint(1, 4),
-        arrivals=rng.choice(["together", "shuffled", "scattered", "scattered"]),
-        loses_every=rng.choice([0, 0, 0, 60]),
-        aborts=rng.random() < 0.4,
-        options=options,
-    )
-
-
 # --- the test --------------------------------------------------------------------------------------------------------
 
 
@@ -237,7 +209,7 @@ def test_same_request_same_bits(golden: Golden, name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_everything_at_once(golden: Golden, seed: int) -> None:
-    check(golden, mixture(seed))
+    check(golden, draw_setting(random.Random(seed)))
 
 
 # --- the same over gRPC ----------------------------------------------------------------------------------------------

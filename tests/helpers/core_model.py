@@ -182,7 +182,7 @@ class Rig:
 
     def _disturb(self, spec: RequestSpec) -> None:
         """One like this comes, and another before it is aborted."""
-        doomed = replace(spec, request_id=f"doomed at {self._num_applied}")
+        doomed = replace(spec, request_id=f"doomed at {self._num_applied} of {spec.tenant}")
         if doomed.key not in self.core.groups:
             self._add(Chat(doomed))
             self._doomed.append(doomed.key)

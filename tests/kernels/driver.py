@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,12 +81,49 @@ class Driver:
             layer.fill_(float("nan"))
         self.runner = ModelRunner(loaded, device, self.cache, limits_of(config, loaded.geometry, self.cache))
         self._free = list(range(self.cache.num_device_blocks))
+        self._free_host = list(range(self.cache.num_host_blocks))
+        self._users: Counter[int] = Counter()
         random.Random(seed).shuffle(self._free)
 
     def release(self, sequence: Tokens) -> None:
         """Give a sequence's blocks back, to be reused last in first out; their content stays as garbage."""
-        self._free.extend(sequence.blocks)
+        self._users.subtract(sequence.blocks)
+        self._free.extend(block for block in sequence.blocks if not self._users[block])
         sequence.blocks, sequence.num_computed = [], 0
+
+    def share(self, source: Tokens, target: Tokens) -> None:
+        """Let a sequence that has nothing begin with what both begin with: whole blocks, all but its last token.
+
+        What a prefix hit does, and for the rest of the common tokens what a fork does: a copy of the block they are in.
+        """
+        assert not target.blocks
+        pairs = zip(source.tokens[: source.num_computed], target.tokens[:-1], strict=False)
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        whole = common // self.block_size
+        target.blocks = source.blocks[:whole]
+        self._users.update(target.blocks)
+        if common % self.block_size:
+            target.blocks.append(self._take())
+            self.cache.copy([source.blocks[whole]], [target.blocks[whole]])
+        target.num_computed = common
+
+    def swap(self, sequence: Tokens) -> None:
+        """Move a sequence's blocks to the host, let others overwrite them, and bring it back to other blocks."""
+        kept, count = sequence.num_computed, len(sequence.blocks)
+        host, old = self._free_host[:count], sequence.blocks
+        self.cache.swap_out(old, host)
+        self.release(sequence)
+        for layer in self.cache.layers:
+            layer[[block for block in old if not self._users[block]]] = float("nan")
+        random.Random(count).shuffle(self._free)
+        sequence.blocks = [self._take() for _ in range(count)]
+        self.cache.swap_in(host, sequence.blocks)
+        sequence.num_computed = kept
+
+    def _take(self) -> int:
+        block = self._free.pop()
+        self._users[block] += 1
+        return block
 
     def step(self, work: Sequence[tuple[Tokens, int]], logits: str = "all") -> list[Tensor]:
         """Compute the next tokens of some sequences in one batch; return each one's logits [tokens or 1, vocabulary].
@@ -97,7 +136,7 @@ class Driver:
             assert count > 0
             assert end <= len(sequence.tokens)
             while len(sequence.blocks) * self.block_size < end:
-                sequence.blocks.append(self._free.pop())
+                sequence.blocks.append(self._take())
             chunks.append((sequence.num_computed, count))
             tables.append(sequence.blocks)
             ids.extend(sequence.tokens[sequence.num_computed : end])
@@ -118,7 +157,10 @@ class Model:
     """A checkpoint loaded once, from which drivers of any block size are made."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        self.options = {"model": str(folder), "num_gpu_blocks": 128, "num_threads": NUM_THREADS, **options}
+        self.options = {
+            "model": str(folder), "num_gpu_blocks": 128, "num_threads": NUM_THREADS, "max_num_batched_tokens": 2048,
+            **options,
+        }  # fmt: skip
         self.device = make_device(ExecutorConfig(**self.options))
         self.loaded = load_model(ExecutorConfig(**self.options), self.device)
 

@@ -179,11 +179,11 @@ def test_integers_and_conditions() -> None:
 
     def body(emit: Emitter, item: Int, _: Int, items: Int, into: Int) -> None:
         number = items + 16  # one item: 17
-        made = [number // 5, number % 5, number.least(3), number.most(3), emit.int(-2).least(number), number - 20]
+        made = [number // 5, number % 5, number.least(3), number.most(3), emit.integer(-2).least(number), number - 20]
         for index, value in enumerate(made):
             emit.builder.store(value.value, emit.pointer(into + 8 * index, value.value.type))
         for index, condition in ((6, number.less(17)), (7, number.equals(17))):
-            one = emit.int(1).value
+            one = emit.integer(1).value
             emit.when(
                 condition,
                 lambda index=index, one=one: emit.builder.store(one, emit.pointer(into + 8 * index, one.type)),
@@ -228,7 +228,7 @@ def test_helpers_are_made_once_and_called() -> None:
 
     def body(emit: Emitter, item: Int, _: Int, __: Int, into: Int) -> None:
         for at in range(2):
-            code.helper("twice", 2, twice)(emit, emit.int(20 + at), into + 8 * at)
+            code.helper("twice", 2, twice)(emit, emit.integer(20 + at), into + 8 * at)
 
     name = code.kernel("calls", 2, body)
     Program(Team(code, 1), [Launch(name, "items", 1, 1, (out.ctypes.data,))]).run(items=1)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from executor_svc.config import ExecutorConfig
+from executor_svc.cpu_device import CpuDevice
 from executor_svc.description import ModelGeometry
-from executor_svc.device import CpuDevice, DeviceError
+from executor_svc.device import DeviceError
 from executor_svc.kv_cache import KVCache
 
 

@@ -1,75 +1,63 @@
-"""The probes hold here for what models bring, and see each thing that they are there to see."""
+"""The probe holds here for what models bring, and sees what it is there to see."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.device import CpuDevice, NumericsError
-from executor_svc.kernels.cpu import elementwise
-from executor_svc.kernels.cpu.probe import probe_elementwise, probe_norm_heads
-from executor_svc.kernels.interface import AttentionShape
-
-SHAPE = AttentionShape(4, 2, 20, 32, 1.0)
+from executor_svc.cpu_device import CpuDevice
+from executor_svc.device import NumericsError
+from executor_svc.kernels.cpu import CpuKernels, CpuLinear
+from executor_svc.kernels.cpu.probe import probe_linear
 
 
-def with_other_last_bits(function: Callable[..., Tensor], when: Callable[[Tensor], bool]) -> Callable[..., Tensor]:
-    """Return function with its results scaled by 1 + 2^-6 where `when` holds for its first argument."""
-    return lambda x, *rest: function(x, *rest) * (1 + 2**-6 if when(x) else 1)
+class OtherBits(CpuLinear):
+    """A linear whose rows have other last bits among some numbers of rows."""
+
+    other: tuple[int, ...] = ()
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        y = super().__call__(x, out_dtype)
+        return y * (1 + 2**-6) if x.shape[0] in self.other else y
 
 
-@pytest.mark.parametrize("head_size", [8, 16, 20, 64, 80, 128, 256])
-def test_norms_of_heads_hold(head_size: int) -> None:
-    assert probe_norm_heads(AttentionShape(6, 3, head_size, -(-head_size // 16) * 16, 1.0)) is None
-
-
-@pytest.mark.parametrize("hidden_size", [1, 42, 576])
-def test_elementwise_operations_hold(hidden_size: int) -> None:
-    assert probe_elementwise(hidden_size) is None
-
-
-@pytest.mark.parametrize("name", ["exp", "tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_function_whose_tails_differ_is_seen(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = getattr(torch, name)
-    patched = with_other_last_bits(plain, lambda x: x.numel() % 16 == 1 and x.dtype == dtype)
-    monkeypatch.setattr(torch, name, patched)
-    assert str(probe_elementwise(64)).startswith(f"{name} in {dtype}: an element has other bits among")
+@pytest.mark.parametrize("shape", [(1, 1), (100, 42), (33, 1001), (576, 64)])
+def test_linears_hold(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    linear = CpuLinear(torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype), None, CpuKernels())
+    for max_rows in (1, 2, 8, 512):
+        assert probe_linear(linear, dtype, max_rows) is None
 
 
-def test_norms_that_depend_on_the_number_of_rows_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = elementwise._normalized
-    monkeypatch.setattr(elementwise, "_normalized", with_other_last_bits(plain, lambda x: x.shape[0] == 3))
-    assert probe_elementwise(64) == "rms_norm (hidden size 64): a row has other bits among 3 rows than among 129"
-    assert probe_norm_heads(SHAPE) == "norm_heads (head size 20): a row has other bits among 3 rows than among 129"
+@pytest.mark.parametrize(("count", "most"), [(1, 97), (12, 97), (25, 97), (1, 8)])
+def test_a_linear_that_depends_on_the_number_of_rows_is_seen(count: int, most: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        linear = OtherBits(torch.ones(5, 8, dtype=dtype), None, CpuKernels())
+        linear.other = (count,)
+        assert probe_linear(linear, dtype, most) == f"a row has other bits among {count} rows than among {most}"
+        assert probe_linear(linear, dtype, 1) is None, "a step of one row has no others"
 
 
-def test_one_choice_of_query_tiles_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later shape that allows all sizes does not undo what an earlier one needs."""
+def test_each_shape_is_probed_once_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[tuple[int, int, bool]] = []
 
-    def wide_heads_need_one(shape: AttentionShape, tiles: tuple[int, ...]) -> str | None:
-        return "sizes differ" if len(tiles) > 1 and shape.head_size > 20 else None
+    def probe(linear: CpuLinear, dtype: torch.dtype, max_rows: int) -> str | None:
+        assert (dtype, max_rows) == (torch.float32, 64)
+        probed.append((linear.in_features, linear.out_features, linear.bias is not None))
+        return "rows differ" if linear.out_features == 7 else None
 
-    monkeypatch.setattr("executor_svc.device.probe_attention", wide_heads_need_one)
+    monkeypatch.setattr("executor_svc.cpu_device.probe_linear", probe)
     device = CpuDevice(ExecutorConfig(model="m", num_threads=1))
-    device.probe_numerics([AttentionShape(4, 2, 64, 64, 1.0), SHAPE], 64, 16)
-    assert device.kernels.name.endswith("query-tiles-16")
-
-
-def test_shapes_that_differ_in_windows_only_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    probed: list[AttentionShape] = []
-    monkeypatch.setattr("executor_svc.device.probe_norm_heads", lambda shape: probed.append(shape))
-    device = CpuDevice(ExecutorConfig(model="m", num_threads=1))
-    device.probe_numerics([SHAPE, AttentionShape(4, 2, 20, 32, 1.0, window=7)], 64, 16)
-    assert probed == [SHAPE]
-
-
-def test_a_fault_stops_exact_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executor_svc.device.probe_norm_heads", lambda shape: "norm_heads: rows differ")
-    device = CpuDevice(ExecutorConfig(model="m", num_threads=1))
-    with pytest.raises(NumericsError, match=r"norm_heads: rows differ; .* use --numerics fast"):
-        device.probe_numerics([SHAPE], 64, 16)
+    shapes: list[tuple[str, tuple[Any, ...]]] = [("a", (5, 8)), ("b", (5, 8)), ("c", (8, 5))]
+    for name, shape in shapes:
+        device.prepare_linear(name, torch.ones(shape))
+    device.prepare_linear("d", torch.ones(5, 8), torch.ones(5))
+    device.probe_numerics(64)
+    assert probed == [(8, 5, False), (5, 8, False), (8, 5, True)]
+    device.prepare_linear("e", torch.ones(7, 8))
+    with pytest.raises(NumericsError, match=r"linear e \(in 8, out 7, .*\): rows differ; .* use --numerics fast"):
+        device.probe_numerics(64)

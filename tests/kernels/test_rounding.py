@@ -13,10 +13,12 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from executor_svc.kernels.cpu import CpuKernels
-from executor_svc.kernels.cpu.attention_plan import PlanBuilder
 from executor_svc.kernels.interface import AttentionShape
+from tests.kernels.driver import flat_batch
+from tests.kernels.layout import as_shaped, plan_for
 
 BF16 = torch.bfloat16
+KERNELS = CpuKernels()
 
 Norm = Callable[[Tensor], tuple[torch.nn.Module, Tensor]]
 
@@ -49,9 +51,9 @@ def gemma_norm(weight: Tensor) -> tuple[torch.nn.Module, Tensor]:
 def test_norms(norm: Norm) -> None:
     module, weight = norm(randn(0, 128))
     x = randn(1, 400, 128)
-    assert share_equal(CpuKernels().rms_norm(x, weight, 1e-6), module(x)) > 0.9995
+    assert share_equal(KERNELS.rms_norm(x, weight, 1e-6), module(x)) > 0.9995
     other_dtype = weight.to(torch.float32 if weight.dtype == BF16 else BF16)
-    assert share_equal(CpuKernels().rms_norm(x, other_dtype, 1e-6), module(x)) < 0.95, "the weight's dtype must matter"
+    assert share_equal(KERNELS.rms_norm(x, other_dtype, 1e-6), module(x)) < 0.95, "the weight's dtype must matter"
 
 
 @pytest.mark.parametrize("norm", [llama_norm, gemma_norm])
@@ -64,7 +66,7 @@ def test_norms_of_heads(norm: Norm) -> None:
     expected = qkv.clone()
     expected[:, :4, :20] = q_norm(qkv[:, :4, :20])
     expected[:, 4:6, :20] = k_norm(qkv[:, 4:6, :20])
-    found = CpuKernels().norm_heads(qkv.flatten(1), q_weight, k_weight, 1e-6, shape).view(300, 8, 32)
+    found = KERNELS.norm_heads(qkv.flatten(1), q_weight, k_weight, 1e-6, shape).view(300, 8, 32)
     assert share_equal(found[:, :6, :20], expected[:, :6, :20]) > 0.9995
     assert torch.equal(found[:, 6:], expected[:, 6:])
 
@@ -74,15 +76,26 @@ def test_gelu_tanh_mul() -> None:
     gate, up = gate_up.chunk(2, -1)
     expected = ACT2FN["gelu_pytorch_tanh"](gate) * up
     visible = gate > -2  # below it, transformers' own gelu loses its digits to cancellation
-    found = CpuKernels().gelu_tanh_mul(gate_up)
+    found = KERNELS.gelu_tanh_mul(gate_up)
     assert share_equal(found[visible], expected[visible]) > 0.999
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-5)
 
 
+def test_silu_mul() -> None:
+    gate_up = randn(0, 300, 256) * 2
+    gate, up = gate_up.chunk(2, -1)
+    assert share_equal(KERNELS.silu_mul(gate_up), ACT2FN["silu"](gate) * up) > 0.999
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_softcap(dtype: torch.dtype) -> None:
+def test_finish_logits(dtype: torch.dtype) -> None:
+    """Divided as Granite does, then capped as Gemma 2 does, in the model's dtype."""
     x = (randn(0, 300, 100) * 40).to(dtype)
-    assert torch.equal(CpuKernels().softcap(x.clone(), 30.0), torch.tanh(x / 30.0) * 30.0)
+    expected = torch.tanh(x / 2.5 / 30.0) * 30.0
+    found = KERNELS.finish_logits(x.float(), dtype, 2.5, 30.0).to(dtype)
+    if dtype == BF16:
+        assert share_equal(found, expected) > 0.999
+    torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == BF16 else 5e-7, atol=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
@@ -100,9 +113,8 @@ def test_rope(dtype: torch.dtype, size: int) -> None:
     )
 
     cache = torch.zeros(4, 2, 1, 16, 32, dtype=dtype)
-    none = torch.zeros(1, 1, dtype=torch.int32)
-    plan = PlanBuilder(shape, 16, (1,)).build(torch.arange(50), torch.tensor([0, 1]), torch.tensor([1]), none)
+    plan = plan_for(KERNELS, shape, flat_batch([(0, 50)], [[0, 1, 2, 3]], 16, [0] * 50))
     half = sin[:, : size // 2]
-    q = CpuKernels().rope_write_kv(qkv.flatten(1), cos, torch.cat([-half, half], -1), cache, shape, plan)
+    q = KERNELS.rope_write_kv(qkv.flatten(1), cos, torch.cat([-half, half], -1), cache, shape, plan)
     assert torch.equal(q[..., :20], expected[:, :3])
-    assert torch.equal(cache[:, 0, 0].flatten(0, 1)[:50, :20], expected[:, 3])
+    assert torch.equal(as_shaped(cache)[:, 0, 0].flatten(0, 1)[:50, :20], expected[:, 3])

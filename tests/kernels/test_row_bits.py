@@ -14,31 +14,44 @@ from torch import Tensor
 
 from executor_svc.kernels.cpu import CpuKernels
 from executor_svc.kernels.interface import AttentionShape
+from tests.kernels.bits import equal_bits
 from tests.kernels.driver import flat_batch
+from tests.kernels.layout import as_kept, plan_for
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+_LONGEST = 250
+KERNELS = CpuKernels()
+"""Made once: each shape is compiled once."""
+
+TEAM = CpuKernels(3)
+"""The same on three threads."""
 
 
-def equal_bits(left: Tensor, right: Tensor) -> bool:
-    """Compare as integers, so that 0 is not -0."""
-    as_ints = torch.int32 if left.dtype == torch.float32 else torch.int16
-    return left.shape == right.shape and torch.equal(left.view(as_ints), right.contiguous().view(as_ints))
-
-
-def _norm_heads(x: Tensor) -> Tensor:
+def _norm_heads(kernels: CpuKernels, x: Tensor) -> Tensor:
     """See x [T, columns] as one query, one key and one value head."""
     size = x.shape[1] // 3
     weight = torch.linspace(0.5, 2.0, size)
-    return CpuKernels().norm_heads(x.clone(), weight.to(x.dtype), weight, 1e-6, AttentionShape(1, 1, size, size, 1.0))
+    return kernels.norm_heads(
+        x.clone(), weight.to(x.dtype), weight.to(x.dtype), 1e-6, AttentionShape(1, 1, size, size, 1.0)
+    )
 
 
-OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "rms_norm": lambda x: CpuKernels().rms_norm(x, torch.linspace(0.5, 2.0, x.shape[1], dtype=x.dtype), 1e-6),
-    "rms_norm, wide weight": lambda x: CpuKernels().rms_norm(x, torch.linspace(0.5, 2.0, x.shape[1]), 1e-6),
+def _add_rms_norm(kernels: CpuKernels, x: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 2.0, x.shape[1] // 2, dtype=x.dtype)
+    left, right = (half.clone(memory_format=torch.contiguous_format) for half in x.chunk(2, -1))
+    return torch.cat(kernels.add_rms_norm(left, right, weight, 1e-6, 0.7), -1)
+
+
+OPERATIONS: dict[str, Callable[[CpuKernels, Tensor], Tensor]] = {
+    "rms_norm": lambda k, x: k.rms_norm(x, torch.linspace(0.5, 2.0, x.shape[1], dtype=x.dtype), 1e-6),
+    "rms_norm, wide weight": lambda k, x: k.rms_norm(x, torch.linspace(0.5, 2.0, x.shape[1]), 1e-6),
+    "add_rms_norm": _add_rms_norm,
+    "add": lambda k, x: k.add(x.clone(), x.flip(1).contiguous(), 0.3),
     "norm_heads": _norm_heads,
-    "silu_mul": CpuKernels().silu_mul,
-    "gelu_tanh_mul": CpuKernels().gelu_tanh_mul,
-    "softcap": lambda x: CpuKernels().softcap(x.clone(), 2.5),
+    "silu_mul": lambda k, x: k.silu_mul(x),
+    "gelu_tanh_mul": lambda k, x: k.gelu_tanh_mul(x),
+    "finish_logits": lambda k, x: k.finish_logits(x.float(), x.dtype, 1.7, 2.5),
+    "take_rows": lambda k, x: k.embed(x, torch.arange(x.shape[0]), 1.3),
 }
 
 
@@ -46,8 +59,8 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**31),
-    total=st.integers(2, 150),
-    width=st.sampled_from([8, 16, 20, 64, 80, 128, 171]),
+    total=st.integers(1, 150),
+    width=st.sampled_from([8, 16, 20, 64, 171]),
     dtype=dtypes,
     data=st.data(),
 )
@@ -56,9 +69,11 @@ def test_rows_among_others(
 ) -> None:
     operation = OPERATIONS[name]
     x = (torch.randn(total, width * 6, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
-    start = data.draw(st.integers(0, total - 2))
-    end = data.draw(st.integers(start + 2, total))
-    assert equal_bits(operation(x[start:end].contiguous()), operation(x)[start:end])
+    start = data.draw(st.integers(0, total - 1))
+    end = data.draw(st.integers(start + 1, total))
+    whole = operation(KERNELS, x)
+    assert equal_bits(operation(KERNELS, x[start:end].contiguous()), whole[start:end])
+    assert equal_bits(operation(TEAM, x), whole)
 
 
 @dataclass
@@ -103,57 +118,62 @@ def attend(
         cache[blocks, :, :, positions % block_size] = text.kv[positions]
     b = flat_batch([(start, end - start) for _, start, end in work], tables, block_size, [0] * tokens)
     q = torch.cat([text.q[start:end] for text, start, end in work])
-    q = torch.cat([q, q[:1]]) if tokens == 1 else q
-    plan = kernels.plan_attention(shape, block_size, b.slot_mapping, b.query_start_loc, b.seq_lens, b.block_tables)
-    out = kernels.attention(q, cache, shape, plan)[:tokens]
+    out = kernels.attention(q, as_kept(cache), shape, plan_for(kernels, shape, b, _LONGEST))
     return list(out.split([end - start for _, start, end in work]))
 
 
-@settings(max_examples=60)
+SHAPES = [
+    AttentionShape(1, 1, 64, 64, 0.125),
+    AttentionShape(6, 2, 20, 32, 0.2, window=7),
+    AttentionShape(6, 3, 16, 16, 0.25, window=65, softcap=3.0),
+    AttentionShape(5, 1, 128, 128, 0.1),
+    AttentionShape(13, 1, 8, 16, 0.3, softcap=3.0),
+    AttentionShape(4, 4, 80, 80, 0.1, window=100),
+]
+"""Few, for each is compiled for each size of blocks."""
+
+
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
-    kv_heads=st.integers(1, 3),
-    group=st.integers(1, 5),
-    head_size=st.sampled_from([8, 16, 20, 64, 80, 128]),
-    window=st.sampled_from([None, 1, 2, 7, 64, 65, 1000]),
-    softcap=st.sampled_from([None, 3.0]),
-    longest=st.integers(1, 250),
-    query_tiles=st.sampled_from([(1, 16, 64), (16,)]),
+    shape=st.sampled_from(SHAPES),
+    longest=st.integers(1, _LONGEST),
     dtype=dtypes,
 )
-def test_attention_of_any_chunks(
-    seed: int,
-    kv_heads: int,
-    group: int,
-    head_size: int,
-    window: int | None,
-    softcap: float | None,
-    longest: int,
-    query_tiles: tuple[int, ...],
-    dtype: torch.dtype,
-) -> None:
+def test_attention_of_any_chunks(seed: int, shape: AttentionShape, longest: int, dtype: torch.dtype) -> None:
     """Chunks of several texts, mixed with decodes, give the rows of each text computed alone in one chunk."""
     rng = random.Random(seed)
-    kernels = CpuKernels(query_tiles)
-    padded = kernels.padded_head_size(head_size)
-    shape = AttentionShape(kv_heads * group, kv_heads, head_size, padded, head_size**-0.5, window, softcap)
-    texts = [random_text(shape, rng.randint(1, longest), dtype, seed + i) for i in range(4)]
-    expected = [attend(kernels, shape, 16, [(text, 0, text.length)], rng)[0] for text in texts]
-    for _ in range(3):
+    texts = [random_text(shape, rng.randint(1, longest), dtype, seed + i) for i in range(6)]
+    expected = [attend(KERNELS, shape, 16, [(text, 0, text.length)], rng)[0] for text in texts]
+    for kernels in (KERNELS, KERNELS, TEAM):
         work, wanted = [], []
-        for text, rows in rng.sample(list(zip(texts, expected, strict=True)), rng.randint(1, 4)):
+        for text, rows in rng.sample(list(zip(texts, expected, strict=True)), rng.randint(1, 6)):
             start = rng.randrange(text.length)
-            end = rng.choice([start + 1, rng.randint(start + 1, text.length), text.length])
+            end = rng.choice([start + 1, start + 1, rng.randint(start + 1, text.length), text.length])
             work.append((text, start, end))
             wanted.append(rows[start:end])
-        found = attend(kernels, shape, rng.choice([8, 16, 32, 64]), work, rng)
+        found = attend(kernels, shape, rng.choice([8, 16, 64] if kernels is KERNELS else [32]), work, rng)
         assert all(bool(rows.isfinite().all()) for rows in found), "something that no token sees was read"
         assert all(map(equal_bits, found, wanted)), [(start, end, text.length) for text, start, end in work]
 
 
+def test_decodes_of_any_number() -> None:
+    """Few or many, on one thread or several: each is computed as if it were alone."""
+    for dtype in (torch.float32, torch.bfloat16):
+        shape, rng = AttentionShape(9, 3, 64, 64, 0.125), random.Random(1)
+        texts = [random_text(shape, length, dtype, length) for length in range(30, 230, 5)]
+        expected = [attend(KERNELS, shape, 16, [(text, 0, text.length)], rng)[0][-1:] for text in texts]
+        for kernels in (KERNELS, TEAM):
+            for count in (1, 2, 3, 4, 5, 6, 7, 40):
+                chosen = rng.sample(range(len(texts)), count)
+                work = [(texts[i], texts[i].length - 1, texts[i].length) for i in chosen]
+                found = attend(kernels, shape, 16, work, rng)
+                assert all(equal_bits(rows, expected[i]) for rows, i in zip(found, chosen, strict=True)), count
+
+
 def test_the_comparison_sees_the_edge_of_the_window() -> None:
     """Change the value at the first position that a token sees, and the one before: only the first may show."""
-    rng, kernels = random.Random(0), CpuKernels()
+    rng, kernels = random.Random(0), KERNELS
     shape = AttentionShape(2, 2, 16, 16, 0.25, window=70)
     text = random_text(shape, 200, torch.float32, 0)
     (before,) = attend(kernels, shape, 16, [(text, 150, 200)], rng)

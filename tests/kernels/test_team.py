@@ -67,15 +67,15 @@ def test_a_launch_begins_when_the_one_before_has_ended(num_threads: int) -> None
 
     def body(emit: Emitter, item: Int, _: Int, count: Int, source: Int, into: Int) -> None:
         """into[item] = the sum of source[k] * (k + item + 1), modulo a prime."""
-        value = emit.builder.alloca(emit.int(0).value.type)
-        emit.builder.store(emit.int(0).value, value)
+        value = emit.builder.alloca(emit.integer(0).value.type)
+        emit.builder.store(emit.integer(0).value, value)
 
         def add(k: Int, _: list[object]) -> None:
             total = Int(emit, emit.builder.load(value)) + emit.load_int(source + k * 8) * (k + item + 1)
             emit.builder.store((total % 1_000_003).value, value)
 
         emit.loop(0, count, 1, add)  # type: ignore[arg-type]
-        emit.builder.store(emit.builder.load(value), emit.pointer(into + item * 8, emit.int(0).value.type))
+        emit.builder.store(emit.builder.load(value), emit.pointer(into + item * 8, emit.integer(0).value.type))
 
     kernel = code.kernel("mix", 3, body)
     buffers = [np.arange(1, width + 1), np.zeros(width, np.int64)]

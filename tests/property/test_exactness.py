@@ -1,4 +1,8 @@
-"""Same row, same bits: logits do not depend on the batch, chunk borders, block size, block placement or history."""
+"""Same row, same bits: logits do not depend on the batch, chunk borders, block size, block placement or history.
+
+Over random histories, some the same in every run and some new in each. What requests are told in the end is in
+`test_exact_requests.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +18,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.checkpoints import make_llama
-from tests.kernels.driver import Model, Tokens
+from tests.helpers.fresh import fresh_seed
+from tests.kernels.bits import equal_bits
+from tests.kernels.driver import Driver, Model, Tokens
 
-# Real tiles of oneDNN and MKL are crossed by `wide` only; the others are cheap and have awkward sizes.
+# Those of real models are `wide` and `deep sums` only; the others are cheap and have awkward sizes.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {},
     "one KV head": {
@@ -55,24 +61,31 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(make_llama(folder, **SHAPES[shape]), dtype=dtype)
 
 
-def equal_bits(left: Tensor, right: Tensor) -> bool:
-    """Compare as integers, so that NaN equals NaN and 0 is not -0."""
-    return left.shape == right.shape and torch.equal(left.view(torch.int32), right.view(torch.int32))
+def draw_texts(rng: random.Random, vocabulary: int, number: int, longest: int) -> list[Tokens]:
+    """Sequences of random tokens, of which some begin as another does."""
+    texts: list[list[int]] = []
+    for _ in range(number):
+        begun = rng.choice(texts)[: rng.randrange(longest)] if texts and rng.random() < 0.5 else []
+        length = max(len(begun) + 1, rng.randint(1, longest))
+        texts.append(begun + [rng.randrange(vocabulary) for _ in range(length - len(begun))])
+    return [Tokens(text) for text in texts]
 
 
-def replay(model: Model, seed: int, num_sequences: int, longest: int, block_size: int) -> None:
-    """Compute random sequences in a random history and compare every row with the one computed alone."""
+def replay(model: Model, seed: int, num_sequences: int, longest: int, block_size: int) -> Counter[str]:
+    """Compute random sequences in a random history and compare every row with the one computed alone.
+
+    Some find their beginning in another's blocks, some are preempted, by recompute or by swap; returns how often.
+    """
     rng = random.Random(seed)
-    vocabulary = model.loaded.geometry.vocab_size
-    driver = model.driver(seed, block_size=block_size, num_gpu_blocks=num_sequences * (longest // block_size + 1) + 4)
-    sequences = [
-        Tokens([rng.randrange(vocabulary) for _ in range(rng.randint(1, longest))]) for _ in range(num_sequences)
-    ]
+    blocks = num_sequences * (longest // block_size + 2) + 4
+    driver = model.driver(seed, block_size=block_size, num_gpu_blocks=blocks, num_cpu_blocks=blocks)
+    sequences = draw_texts(rng, model.loaded.geometry.vocab_size, num_sequences, longest)
     expected = [model.whole(sequence.tokens) for sequence in sequences]
-    restarts = 1
+    happened: Counter[str] = Counter()
     while waiting := [i for i, s in enumerate(sequences) if s.num_computed < len(s.tokens)]:
         chosen = rng.sample(waiting, rng.randint(1, len(waiting)))
         chosen.sort() if rng.random() < 0.5 else None
+        happened["hits"] += sum(begin_as_another(driver, rng, sequences, sequences[i]) for i in chosen)
         work = [(sequences[i], chunk_length(rng, sequences[i])) for i in chosen]
         before = [s.num_computed for s, _ in work]
         logits = "last" if rng.random() < 0.3 else "all"
@@ -80,9 +93,23 @@ def replay(model: Model, seed: int, num_sequences: int, longest: int, block_size
             assert bool(rows.isfinite().all()), "something unwritten was read"
             first = start + count - 1 if logits == "last" else start
             assert equal_bits(rows, expected[i][first : start + count]), (i, start, count, len(s.tokens), logits)
-        if restarts and rng.random() < 0.1:  # preempted by recompute: its blocks hold garbage for the next owner
-            restarts -= 1
-            driver.release(sequences[rng.choice(chosen)])
+        victim = sequences[rng.choice(chosen)]
+        if happened["recomputes"] < 2 and rng.random() < 0.2:  # its blocks hold garbage for the next owner
+            driver.release(victim)
+            happened["recomputes"] += 1
+        elif rng.random() < 0.3:
+            driver.swap(victim)
+            happened["swaps"] += 1
+    return happened
+
+
+def begin_as_another(driver: Driver, rng: random.Random, sequences: list[Tokens], target: Tokens) -> bool:
+    """Mostly take over what another has computed, if this one has nothing yet; returns whether there was any."""
+    source = rng.choice(sequences)
+    if target.blocks or source is target or rng.random() < 0.3:
+        return False
+    driver.share(source, target)
+    return target.num_computed > 0
 
 
 def chunk_length(rng: random.Random, sequence: Tokens) -> int:
@@ -99,7 +126,7 @@ def is_slow(model: Model) -> bool:
 def test_random_histories(model: Model, block_size: int) -> None:
     longest, repeats = (70, 1) if is_slow(model) else (200, 2)
     for seed in range(repeats):
-        replay(model, 100 * block_size + seed, num_sequences=4, longest=longest, block_size=block_size)
+        replay(model, 100 * block_size + seed, num_sequences=5, longest=longest, block_size=block_size)
 
 
 def test_one_by_one_is_one_chunk(model: Model) -> None:
@@ -126,41 +153,77 @@ def test_many_rows_and_few(model: Model) -> None:
         assert all(equal_bits(*pair) for pair in zip(rows, expected, strict=False)), size
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(
-        make_llama(
-            tmp_path_factory.mktemp("tiny"), hidden_size=42, num_attention_heads=6, num_key_value_heads=2, head_dim=20
-        )
-    )
+@pytest.fixture(scope="module", params=DTYPES)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = tmp_path_factory.mktemp("tiny")
+    sizes = {"hidden_size": 42, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20}
+    return Model(make_llama(folder, **sizes), dtype=request.param)
 
 
-@settings(max_examples=25)
-@given(
+histories = given(
     seed=st.integers(0, 2**32 - 1),
     num_sequences=st.integers(1, 6),
     longest=st.integers(1, 150),
     block_size=st.sampled_from([8, 16, 32, 64]),
 )
+
+
+@settings(max_examples=25)
+@histories
 def test_any_history(tiny: Model, seed: int, num_sequences: int, longest: int, block_size: int) -> None:
     replay(tiny, seed, num_sequences, longest, block_size)
+
+
+@settings(max_examples=15, derandomize=False, database=None)
+@histories
+def test_histories_that_no_run_had_before(
+    tiny: Model, seed: int, num_sequences: int, longest: int, block_size: int
+) -> None:
+    """Hypothesis prints what fails, and a line that repeats it."""
+    replay(tiny, seed, num_sequences, longest, block_size)
+
+
+def test_new_histories_of_every_shape(model: Model) -> None:
+    rng = random.Random(fresh_seed())
+    longest = 60 if is_slow(model) else 200
+    replay(model, rng.getrandbits(32), rng.randint(2, 6), longest, rng.choice([8, 16, 32, 64]))
+
+
+def test_histories_have_something_of_everything(tiny: Model) -> None:
+    happened = sum((replay(tiny, seed, 5, 120, 8) for seed in range(8)), Counter[str]())
+    assert min(happened[name] for name in ("hits", "recomputes", "swaps")) > 2
+
+
+def test_sizes_of_memory_do_not_show(tiny: Model) -> None:
+    """How long sequences may become, how large steps, and how many rows of logits are made at once."""
+    tokens = [(5 * i * i + 1) % tiny.loaded.geometry.vocab_size for i in range(100)]
+    expected = tiny.whole(tokens)
+    for sizes in (
+        {"max_model_len": 100, "max_num_batched_tokens": 100, "max_num_seqs": 1},
+        {"max_model_len": 257, "max_num_batched_tokens": 500, "max_num_seqs": 100},
+    ):
+        other = Model(Path(tiny.options["model"]), **{**tiny.options, **sizes})
+        assert equal_bits(other.whole(tokens), expected)
 
 
 THREADS_SCRIPT = """
 import sys, pathlib
 from tests.checkpoints import make_llama
 from tests.kernels.driver import Model
+from tests.kernels.bits import equal_bits
 from tests.property.test_exactness import SHAPES, replay
 folder = make_llama(pathlib.Path(sys.argv[1]), **{**SHAPES["wide"], "intermediate_size": 1001, "num_hidden_layers": 1})
 for dtype in ("float32", "bfloat16"):
     for num_threads in (2, 3):
         model = Model(folder, dtype=dtype, num_threads=num_threads)
-        replay(model, num_threads, num_sequences=5, longest=200, block_size=16)
+        replay(model, num_threads, num_sequences=4, longest=120, block_size=16)
+        tokens = list(range(1, 200))
+        assert equal_bits(model.whole(tokens), Model(folder, dtype=dtype).whole(tokens))
 """
 
 
 def test_several_threads(tmp_path: Path) -> None:
-    """Where a tensor is cut among threads depends on its size: that must not show either."""
+    """Who computes what depends on who is free: that must not show either."""
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", THREADS_SCRIPT, str(tmp_path)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
@@ -168,11 +231,14 @@ def test_several_threads(tmp_path: Path) -> None:
 
 
 def test_the_comparison_sees_a_small_difference(tiny: Model) -> None:
-    """Change one cached value by 1 in 2000: the logits of a later token must differ, or these tests prove nothing."""
+    """Change cached values of one token a little: the logits of a later one must differ, or this proves nothing."""
     tokens = list(range(1, 60))
     driver, sequence = tiny.driver(), Tokens(tokens)
     driver.step([(sequence, 58)])
-    value = driver.cache.layers[0][sequence.blocks[0], 1, 0, 3]
-    value[:1].view(torch.int32).bitwise_xor_(1 << 12)
+    values = driver.cache.layers[0][sequence.blocks[0], 1, :, 3]
+    if values.dtype == torch.float32:
+        values[0, :1].view(torch.int32).bitwise_xor_(1 << 12)
+    else:
+        values.view(torch.int16).bitwise_xor_(1 << 4)
     (row,) = driver.step([(sequence, 1)])
     assert not equal_bits(row, tiny.whole(tokens)[-1:])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from executor_svc.device import _cgroup_free_bytes
+from executor_svc.cpu_device import _cgroup_free_bytes
 
 
 @pytest.mark.parametrize(

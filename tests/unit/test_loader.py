@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from executor_svc import device as devices
+from executor_svc import cpu_device
 from executor_svc.config import ExecutorConfig
 from executor_svc.device import DeviceError, NumericsError, make_device
 from executor_svc.loader import LoadedModel, LoaderError, load_model
@@ -294,26 +294,8 @@ def test_devices_that_are_not_there() -> None:
 
 def test_exact_numerics_are_refused_where_they_do_not_hold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        devices, "probe_linear", lambda linear, rows: "a row differs" if linear.in_features == 72 else None
+        cpu_device, "probe_linear", lambda linear, *_: "a row differs" if linear.in_features == 72 else None
     )
     with pytest.raises(NumericsError, match=r"mlp.down \(in 72, out 40, .* --numerics fast"):
         load(folder)
     load(folder, numerics="fast")
-
-
-def test_exact_numerics_need_packed_linears(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "packing_available", lambda dtype: False)
-    with pytest.raises(NumericsError, match=r"attention.qkv \(in 40, out 128\).* --numerics fast"):
-        load(folder)
-    load(folder, numerics="fast")
-
-
-def test_one_size_of_query_tiles_where_sizes_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def only_one(shape: Any, tiles: tuple[int, ...]) -> str | None:
-        return "attention: sizes differ" if len(tiles) > 1 else None
-
-    monkeypatch.setattr(devices, "probe_attention", only_one)
-    config = ExecutorConfig(model=str(folder), num_threads=1)
-    device = make_device(config)
-    load_model(config, device)
-    assert device.kernels.name.endswith("query-tiles-16")

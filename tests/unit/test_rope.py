@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor_svc.layers.rope import RopeConfig, inverse_frequencies, make_rotary
+from executor_svc.layers.rope import RopeConfig, Rotary, inverse_frequencies, make_rotary
 from executor_svc.layers.rope_scaling import DynamicScaling
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.rope_fields import ROPE_TYPES, read_rope
@@ -38,6 +38,17 @@ SCALINGS: list[dict[str, Any]] = [
 
 def read(fields: dict[str, Any], head_size: int = 64) -> RopeConfig:
     return read_rope(Fields(fields), head_size, max_positions=POSITIONS)
+
+
+def at(rotary: Rotary, positions: torch.Tensor, rope_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of some tokens; memory for more stays as it is."""
+    count = len(positions)
+    cos, sin = rotary.new(count + 3)
+    for each in (cos, sin):
+        each.fill_(7.0)
+    rotary.write(positions, rope_lens, cos, sin)
+    assert bool((cos[count:] == 7).all() and (sin[count:] == 7).all())
+    return cos[:count], sin[:count]
 
 
 def of_transformers(fields: dict[str, Any], length: int) -> tuple[torch.Tensor, float]:
@@ -74,10 +85,10 @@ def test_rows_depend_on_position_and_length_only(kind: str, dtype: torch.dtype) 
     generator = torch.Generator().manual_seed(0)
     positions = torch.randint(0, 9000, (700,), generator=generator)
     lengths = torch.maximum(positions + 1, torch.randint(0, 9000, (700,), generator=generator))
-    cos, sin = rotary.at(positions, lengths)
+    cos, sin = at(rotary, positions, lengths)
     assert cos.dtype == sin.dtype == dtype
     for rows in (slice(0, 2), slice(63, 66), slice(1, 130), slice(650, 700)):
-        alone = rotary.at(positions[rows], lengths[rows])
+        alone = at(rotary, positions[rows], lengths[rows])
         assert torch.equal(alone[0], cos[rows])
         assert torch.equal(alone[1], sin[rows])
 
@@ -85,20 +96,28 @@ def test_rows_depend_on_position_and_length_only(kind: str, dtype: torch.dtype) 
 def test_dynamic_is_plain_up_to_the_original_length() -> None:
     plain, dynamic = read({}), read({"rope_type": "dynamic", "factor": 2.0})
     positions = torch.arange(POSITIONS)
-    expected = make_rotary(plain, POSITIONS, torch.float32, CPU).at(positions, positions + 1)
+    expected = at(make_rotary(plain, POSITIONS, torch.float32, CPU), positions, positions + 1)
     rotary = make_rotary(dynamic, 2 * POSITIONS, torch.float32, CPU)
     for length in (1, POSITIONS):
-        found = rotary.at(positions, torch.clamp(positions + 1, min=length))
+        found = at(rotary, positions, torch.clamp(positions + 1, min=length))
         # fp32 frequencies that differ in the last bit turn into angles that differ by position times as much.
         torch.testing.assert_close(found[0], expected[0], rtol=0, atol=5e-4)
         torch.testing.assert_close(found[1], expected[1], rtol=0, atol=5e-4)
-    longer = rotary.at(positions, torch.full_like(positions, POSITIONS + 1))
+    longer = at(rotary, positions, torch.full_like(positions, POSITIONS + 1))
     assert not torch.allclose(longer[0], expected[0], atol=5e-4)
 
 
 def test_tables_hold_one_number_for_cos_and_one_for_sin() -> None:
-    """A context of 131072 positions costs 32 MiB in bf16 at head size 128."""
+    """Of each position and rotated column: a context of 131072 positions costs 64 MiB in bf16 at head size 128."""
     tables = make_rotary(read({}, head_size=8), 1000, torch.bfloat16, CPU)
-    (table,) = (value for value in vars(tables).values() if isinstance(value, torch.Tensor))
-    assert (table.shape[1], table.itemsize) == (8, 2)
-    assert 1000 <= table.shape[0] < 1064
+    both = [value for value in vars(tables).values() if isinstance(value, torch.Tensor)]
+    assert [(table.shape[1], table.itemsize) for table in both] == [(8, 2), (8, 2)]
+    assert all(1000 <= table.shape[0] < 1064 for table in both)
+
+
+def test_the_first_half_of_sin_is_negated() -> None:
+    """So that rotating is x * cos + swapped halves * sin."""
+    cos, sin = at(make_rotary(read({}, head_size=8), 100, torch.float32, CPU), torch.arange(100), torch.arange(1, 101))
+    angles = torch.arange(100).float()[:, None] * inverse_frequencies(read({}, head_size=8), 100)
+    torch.testing.assert_close(cos, torch.cat([angles.cos(), angles.cos()], -1), rtol=0, atol=1e-6)
+    torch.testing.assert_close(sin, torch.cat([-angles.sin(), angles.sin()], -1), rtol=0, atol=1e-6)

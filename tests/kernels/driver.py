@@ -77,13 +77,17 @@ class Driver:
         self.loaded = loaded
         self.block_size = config.block_size
         self.cache: KVCache = device.new_kv_cache(loaded.geometry, config)
-        for layer in self.cache.layers:
-            layer.fill_(float("nan"))
+        self.forget()
         self.runner = ModelRunner(loaded, device, self.cache, limits_of(config, loaded.geometry, self.cache))
         self._free = list(range(self.cache.num_device_blocks))
         self._free_host = list(range(self.cache.num_host_blocks))
         self._users: Counter[int] = Counter()
         random.Random(seed).shuffle(self._free)
+
+    def forget(self) -> None:
+        """Let all that is cached be NaN."""
+        for layer in self.cache.layers:
+            layer.fill_(float("nan"))
 
     def release(self, sequence: Tokens) -> None:
         """Give a sequence's blocks back, to be reused last in first out; their content stays as garbage."""
@@ -163,6 +167,7 @@ class Model:
         }  # fmt: skip
         self.device = make_device(ExecutorConfig(**self.options))
         self.loaded = load_model(ExecutorConfig(**self.options), self.device)
+        self._alone: Driver | None = None
 
     def driver(self, seed: int = 0, **options: Any) -> Driver:
         """Return a driver with a cache of its own."""
@@ -170,5 +175,9 @@ class Model:
 
     def whole(self, tokens: list[int]) -> Tensor:
         """Return the logits [tokens, vocabulary] of tokens computed alone, in one chunk."""
-        (logits,) = self.driver().step([(Tokens(tokens), len(tokens))])
+        self._alone = self._alone or self.driver()
+        sequence = Tokens(tokens)
+        (logits,) = self._alone.step([(sequence, len(tokens))])
+        self._alone.release(sequence)
+        self._alone.forget()
         return logits

@@ -184,3 +184,9 @@ def test_the_comparison_sees_the_edge_of_the_window() -> None:
     assert equal_bits(before, same)
     assert not equal_bits(before[:1], after[:1])
     assert equal_bits(before[1:], after[1:])
+
+
+def test_subnormal_numbers_are_kept_by_every_thread() -> None:
+    """A thread that flushed them to 0 would give its items other bits."""
+    x = torch.full((400, 40), 1e-40)
+    assert equal_bits(TEAM.add(x, torch.zeros(400, 40)), x)

@@ -124,9 +124,8 @@ def is_slow(model: Model) -> bool:
 
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
 def test_random_histories(model: Model, block_size: int) -> None:
-    longest, repeats = (70, 1) if is_slow(model) else (200, 2)
-    for seed in range(repeats):
-        replay(model, 100 * block_size + seed, num_sequences=5, longest=longest, block_size=block_size)
+    longest = 70 if is_slow(model) else 160
+    replay(model, 100 * block_size, num_sequences=5, longest=longest, block_size=block_size)
 
 
 def test_one_by_one_is_one_chunk(model: Model) -> None:
@@ -168,13 +167,13 @@ histories = given(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @histories
 def test_any_history(tiny: Model, seed: int, num_sequences: int, longest: int, block_size: int) -> None:
     replay(tiny, seed, num_sequences, longest, block_size)
 
 
-@settings(max_examples=15, derandomize=False, database=None)
+@settings(max_examples=10, derandomize=False, database=None)
 @histories
 def test_histories_that_no_run_had_before(
     tiny: Model, seed: int, num_sequences: int, longest: int, block_size: int
@@ -213,12 +212,11 @@ from tests.kernels.driver import Model
 from tests.kernels.bits import equal_bits
 from tests.property.test_exactness import SHAPES, replay
 folder = make_llama(pathlib.Path(sys.argv[1]), **{**SHAPES["wide"], "intermediate_size": 1001, "num_hidden_layers": 1})
-for dtype in ("float32", "bfloat16"):
-    for num_threads in (2, 3):
-        model = Model(folder, dtype=dtype, num_threads=num_threads)
-        replay(model, num_threads, num_sequences=4, longest=120, block_size=16)
-        tokens = list(range(1, 200))
-        assert equal_bits(model.whole(tokens), Model(folder, dtype=dtype).whole(tokens))
+for dtype, num_threads in (("float32", 2), ("bfloat16", 3)):
+    model = Model(folder, dtype=dtype, num_threads=num_threads)
+    replay(model, num_threads, num_sequences=4, longest=120, block_size=16)
+    tokens = list(range(1, 200))
+    assert equal_bits(model.whole(tokens), Model(folder, dtype=dtype).whole(tokens))
 """
 
 

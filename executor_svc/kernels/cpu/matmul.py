@@ -56,8 +56,6 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
     multiplies with one panel, that one comes from memory. x, weight and bias are of dtype.
     """
     size, out_size, step = ITEM_BYTES[dtype], ITEM_BYTES[out], inner_step(dtype)
-    tiles = {rows: _tile(code, dtype, out, with_bias, rows) for rows in tile_sizes()}
-    edge = _tile(code, dtype, out, with_bias, 1, whole=False)
 
     def body(
         emit: Emitter,
@@ -72,6 +70,8 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
         bias: Int,
         ahead: Int,
     ) -> None:
+        tiles = {count: _tile(code, dtype, out, with_bias, count) for count in tile_sizes()}
+        edge = _tile(code, dtype, out, with_bias, 1, whole=False)
         panels = (columns + (PANEL - 1)) // PANEL
         panel, first = item % panels, item // panels * ROWS_AT_ONCE
         steps = (inner + (step - 1)) // step

@@ -21,8 +21,8 @@ from executor_svc.kv_cache import KVCache
 from executor_svc.loader import LoadedModel, load_model
 from executor_svc.model_runner import ModelRunner
 
-# One thread: beside other processes, OpenMP's spinning barriers make two threads many times slower than one on two
-# cores. What threads change is tested in a process of its own, with OMP_WAIT_POLICY=PASSIVE.
+# One thread: beside other processes, two that wait for each other are slower than one. What threads change has tests of
+# its own.
 NUM_THREADS = 1
 
 

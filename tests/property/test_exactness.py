@@ -6,10 +6,7 @@ Over random histories, some the same in every run and some new in each. What req
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -122,7 +119,7 @@ def is_slow(model: Model) -> bool:
     return model.loaded.geometry.hidden_size > 2000
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("block_size", [8, 32])
 def test_random_histories(model: Model, block_size: int) -> None:
     longest = 70 if is_slow(model) else 160
     replay(model, 100 * block_size, num_sequences=5, longest=longest, block_size=block_size)
@@ -205,27 +202,19 @@ def test_sizes_of_memory_do_not_show(tiny: Model) -> None:
         assert equal_bits(other.whole(tokens), expected)
 
 
-THREADS_SCRIPT = """
-import sys, pathlib
-from tests.checkpoints import make_llama
-from tests.kernels.driver import Model
-from tests.kernels.bits import equal_bits
-from tests.property.test_exactness import SHAPES, replay
-folder = make_llama(pathlib.Path(sys.argv[1]), **{**SHAPES["wide"], "intermediate_size": 1001, "num_hidden_layers": 1})
-for dtype, num_threads in (("float32", 2), ("bfloat16", 3)):
-    model = Model(folder, dtype=dtype, num_threads=num_threads)
-    replay(model, num_threads, num_sequences=4, longest=120, block_size=16)
-    tokens = list(range(1, 200))
-    assert equal_bits(model.whole(tokens), Model(folder, dtype=dtype).whole(tokens))
-"""
-
-
-def test_several_threads(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "num_threads"), [("float32", 2), ("bfloat16", 3)])
+def test_several_threads(tmp_path: Path, dtype: str, num_threads: int) -> None:
     """Who computes what depends on who is free: that must not show either."""
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", THREADS_SCRIPT, str(tmp_path)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
-    assert result.returncode == 0, result.stderr
+    folder = make_llama(tmp_path, **{**SHAPES["wide"], "intermediate_size": 1001, "num_hidden_layers": 1})
+    tokens = list(range(1, 200))
+    expected = Model(folder, dtype=dtype).whole(tokens)
+    before = torch.get_num_threads()
+    try:
+        model = Model(folder, dtype=dtype, num_threads=num_threads)
+        replay(model, num_threads, num_sequences=4, longest=120, block_size=16)
+        assert equal_bits(model.whole(tokens), expected)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_comparison_sees_a_small_difference(tiny: Model) -> None:

@@ -129,7 +129,7 @@ class ExecutorConfig(ServiceSettings):
 
     @field_validator("block_size")
     @classmethod
-    def _block_size_divides_the_key_tile(cls, value: int) -> int:
+    def _block_size_is_one_that_kernels_know(cls, value: int) -> int:
         if value not in (8, 16, 32, 64):
             raise ValueError("must be 8, 16, 32 or 64")
         return value

@@ -1,9 +1,8 @@
 """KV memory in blocks: a device pool and a host pool, and the moves of blocks within and between them.
 
 Layout, for each layer: [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size]. All of a block's data in a layer
-is one contiguous piece, which copies and swaps move whole; a head's block is one contiguous row, which attention
-gathers into tiles of 64 positions without a transposition, whatever the block size; and the K and V that a step
-computes for a token are written with one scatter.
+is one contiguous piece, which copies and swaps move whole; within a head's part of it the order is the device's own (on
+the CPU keys lie as [head_size, block_size], see `kernels.cpu.rope`).
 """
 
 from __future__ import annotations

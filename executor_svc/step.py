@@ -87,10 +87,9 @@ class StepExecutor:
             return Computed(sampled, positions)
         began = time.monotonic_ns()
         hidden = self._runner.forward(batch)
-        # First, for it asks for logits of its own, which take the place of others.
-        prompts = self._prompt_logprobs(scheduled, hidden)
         logits = self._runner.logits(hidden, batch.logits_rows)
         forward_done = time.monotonic_ns()
+        prompts = self._prompt_logprobs(scheduled, hidden)
         if len(batch.logits_rows):
             positions = self.slots.num_tokens[scheduled.sampling_slots]
             sampled = self._without_failed_prompts(scheduled, choose(logits.contiguous(), self.slots, scheduled))

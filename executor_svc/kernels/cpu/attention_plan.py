@@ -33,7 +33,6 @@ class CpuAttentionPlan:
         """Take scratch memory for every thread, as `attention.scratch_bytes` has it."""
         self.name = f"tiles{next(_names)}"
         self.max_model_len = max_model_len
-        self.num_tokens = 0
         self.num_tiles = 0
         self.slots = np.zeros(most_tokens, np.int64)
         self.table = np.zeros(5, np.int64)
@@ -46,8 +45,7 @@ class CpuAttentionPlan:
 
     def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
         """Take a step: arguments as in `input_batch.ForwardBatch`."""
-        self.num_tokens = slot_mapping.shape[0]
-        self.slots[: self.num_tokens] = slot_mapping.numpy()
+        self.slots[: slot_mapping.shape[0]] = slot_mapping.numpy()
         tiles = _tiles(query_start_loc.numpy().astype(np.int64), seq_lens.numpy(), tile_tokens(self._shape))
         tables = np.ascontiguousarray(block_tables.numpy(), np.int32)
         self.num_tiles = len(tiles)

@@ -7,14 +7,20 @@ from torch import Tensor
 
 from executor_svc.candidates import best_candidates
 from executor_svc.input_batch import candidate_columns, sampling_columns
-from executor_svc.sampler import sample
+from executor_svc.plan import IntArray
+from executor_svc.sampler import sample, sample_greedy
 from executor_svc.slots import Scheduled, Slots
 from executor_svc.step_result import SampledTokens
 
 
-def choose(logits: Tensor, slots: Slots, scheduled: Scheduled) -> SampledTokens:
-    """Read the logits [L, vocab] float32, contiguous, for each of scheduled.sampling_slots [R]; before `commit`."""
-    sampled = sample(logits, sampling_columns(slots, scheduled))
+def choose(logits: Tensor, best: IntArray, slots: Slots, scheduled: Scheduled) -> SampledTokens:
+    """Read the logits [L, vocab] float32, contiguous, for each of scheduled.sampling_slots [R]; before `commit`.
+
+    best: [L] the most likely token of each row, -1 where it can not be sampled.
+    """
+    if slots.sampling.greedy[scheduled.sampling_slots].all():
+        return sample_greedy(best.copy() if scheduled.sources is None else best[scheduled.sources])
+    sampled = sample(logits, sampling_columns(slots, scheduled), best)
     if not len(scheduled.candidates):
         return sampled
     candidates = best_candidates(logits, candidate_columns(slots, scheduled))

@@ -48,10 +48,12 @@ def build_batch(slots: Slots, scheduled: Scheduled) -> ForwardBatch | None:
     context = slots.num_computed_tokens[rows]
     seq_lens = context + counts
     starts = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(counts, out=starts[1:])
-    # Token t of sequence s stands at context[s] + t - starts[s].
-    owner = np.repeat(rows, counts)
-    positions = np.arange(starts[-1]) + np.repeat(context - starts[:-1], counts)
+    counts.cumsum(out=starts[1:])
+    owner, positions = rows, context
+    if starts[-1] != len(rows):
+        # Token t of sequence s stands at context[s] + t - starts[s].
+        owner = np.repeat(rows, counts)
+        positions = np.arange(starts[-1]) + np.repeat(context - starts[:-1], counts)
     rope_lens = np.maximum(slots.num_prompt_tokens[owner], positions + 1)
     blocks = slots.block_tables[owner, positions // block_size].astype(np.int64)
     max_seq_len = int(seq_lens.max())

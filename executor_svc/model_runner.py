@@ -9,7 +9,8 @@ from executor_svc.device import Device
 from executor_svc.input_batch import ForwardBatch
 from executor_svc.kv_cache import KVCache
 from executor_svc.loader import LoadedModel
-from executor_svc.plan import Limits
+from executor_svc.plan import IntArray, Limits
+from executor_svc.row_math import argmax
 
 
 class ModelRunner:
@@ -25,16 +26,17 @@ class ModelRunner:
         most = limits.max_num_batched_tokens
         self._model = model
         self._most_logits = limits.max_num_seqs
-        self._token_ids = torch.zeros(most, dtype=torch.int64)
+        self._token_ids, self._positions = (torch.zeros(most, dtype=torch.int64) for _ in range(2))
         self._sampled, self._asked = (torch.zeros(self._most_logits, dtype=torch.int64) for _ in range(2))
         self._batch_rows = self._sampled[:0]
-        self._ropes = model.new_ropes(most)
+        self._ropes = model.new_ropes(self._positions)
         max_model_len = loaded.geometry.max_model_len
         self._plans = [kernels.new_attention_plan(shape, max_model_len, most) for shape in model.attention_shapes]
         with kernels.recording() as recording:
             self._hidden = model.forward(self._token_ids, self._ropes, kv_cache.layers, self._plans)
             recording.rows = "sampled"
             self._sampled_logits = model.logits(kernels.take_rows(self._hidden, self._sampled))
+            self._best = kernels.argmax(self._sampled_logits)
             self._forward = recording.program()
         with kernels.recording() as recording:
             recording.rows = "asked"
@@ -48,9 +50,11 @@ class ModelRunner:
         if num_sampled > self._most_logits:
             num_sampled = 0
         self._batch_rows = batch.logits_rows
-        self._sampled[:num_sampled] = batch.logits_rows[:num_sampled]
-        self._token_ids[:num_tokens] = batch.token_ids
-        self._model.ropes(batch.positions, batch.rope_lens, self._ropes)
+        # Through numpy: PyTorch's copy lets other threads take the interpreter's lock, which a step then waits for.
+        self._sampled.numpy()[:num_sampled] = batch.logits_rows.numpy()[:num_sampled]
+        self._token_ids.numpy()[:num_tokens] = batch.token_ids.numpy()
+        self._positions.numpy()[:num_tokens] = batch.positions.numpy()
+        self._model.fill_ropes(batch.positions, batch.rope_lens, self._ropes)
         for plan in self._plans:
             plan.fill(batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_tables)
         tiles = {plan.name: plan.num_tiles for plan in self._plans}
@@ -70,3 +74,9 @@ class ModelRunner:
         self._asked[:num_rows] = rows
         self._logits.run(asked=num_rows)
         return self._asked_logits[:num_rows]
+
+    def argmax(self, logits: Tensor) -> IntArray:
+        """Return the most likely token [R] of each row of what `logits` returned last, as `row_math.argmax` does."""
+        if logits.data_ptr() == self._sampled_logits.data_ptr():
+            return self._best.numpy()[: len(logits)]
+        return argmax(logits)

@@ -46,6 +46,10 @@ class SlotLists:
         """Empty these slots' lists."""
         self._lengths[slots] = 0
 
+    def any_of(self, slots: IntArray) -> bool:
+        """Has any of these slots a list that is not empty."""
+        return bool(self._lengths[slots].any())
+
     def locate(self, slots: IntArray) -> tuple[IntArray, IntArray]:
         """Where these slots' lists are: (index into slots, place in the columns) of every element, in order."""
         return spans(self._starts[slots], self._lengths[slots])

@@ -23,7 +23,7 @@ from executor_svc.kernels.philox import Purpose, gumbel, row_keys
 from executor_svc.logits_processors import process
 from executor_svc.logprobs import row_logprobs
 from executor_svc.plan import BoolArray, FloatArray, IntArray, SlotError
-from executor_svc.row_math import are_all, argmax, chunks, finite_at, fold_sum, source_rows, top_ids
+from executor_svc.row_math import are_all, argmax, chunks, fold_sum, source_rows, top_ids
 from executor_svc.step_result import SampledTokens
 
 # Candidates looked at before falling back on more; a row's prefix depends on its own parameters and logits only.
@@ -65,20 +65,25 @@ class SamplingColumns:
         )  # fmt: skip
 
 
-def sample(logits: Tensor, columns: SamplingColumns) -> SampledTokens:
+def sample_greedy(best: IntArray) -> SampledTokens:
+    """Take the most likely token of each of R rows whose logits stay as they are; best: [R], as `row_math.argmax`."""
+    return SampledTokens(best, np.where(best < 0, int(SlotError.NON_FINITE_LOGITS), 0), None)
+
+
+def sample(logits: Tensor, columns: SamplingColumns, best: IntArray | None = None) -> SampledTokens:
     """Choose a token for each of R rows, which read logits [L, vocab] float32, contiguous; these are not changed.
+
+    best: [L], as `row_math.argmax` finds it in the logits, where that is known.
 
     Several rows may read the same logits: each has the token that it has alone. A row whose logits hold NaN, +inf or
     nothing but -inf fails with NON_FINITE_LOGITS, one whose edits rule every token out with NO_ALLOWED_TOKEN; the
     others do not notice.
     """
-    tokens = argmax(logits)
-    # argmax takes a NaN for the largest, so the value it found is finite exactly if the row can be sampled. Edits
-    # hide no NaN: a row is judged by its raw logits first.
-    errors = np.where(finite_at(logits, tokens), 0, int(SlotError.NON_FINITE_LOGITS))
-    sources = columns.sources
+    tokens, sources = argmax(logits) if best is None else best.copy(), columns.sources
     if sources is not None:
-        tokens, errors = tokens[sources], errors[sources]
+        tokens = tokens[sources]
+    # Edits hide no NaN: a row is judged by its raw logits first.
+    errors = sample_greedy(tokens).errors
     drawn = columns.temperature > 0
     edits = columns.edits
     if edits is not None:
@@ -96,7 +101,7 @@ def sample(logits: Tensor, columns: SamplingColumns) -> SampledTokens:
 def _choose_edited(x: Tensor, rows: IntArray, columns: SamplingColumns, tokens: IntArray, errors: IntArray) -> None:
     """Choose for the rows [P] of the batch whose edited logits are x [P, vocab], into tokens and errors [R]."""
     best = argmax(x)
-    nothing_left = ~finite_at(x, best) & (errors[rows] == 0)
+    nothing_left = (best < 0) & (errors[rows] == 0)
     errors[rows[nothing_left]] = int(SlotError.NO_ALLOWED_TOKEN)
     tokens[rows] = best
     drawn = np.flatnonzero((columns.temperature[rows] > 0) & (errors[rows] == 0))

@@ -32,6 +32,8 @@ class SlotSampling:
         # Can this slot's logits be changed before a token is chosen: the others are not looked at.
         self.processed = np.zeros(n, np.bool_)
         self.penalised = np.zeros(n, np.bool_)
+        # Is this slot's token the most likely one of its logits as they are, with nothing more to be told.
+        self.greedy = np.zeros(n, np.bool_)
         self.stop_ids = SlotLists(n, np.int32)
         self.allowed_ids = SlotLists(n, np.int32)
         self.biases = SlotLists(n, np.int32, np.float32)
@@ -64,6 +66,8 @@ class SlotSampling:
             or sampling.bad_words
             or (sampling.min_tokens and len(sampling.stop_token_ids))
         )
+        told = sampling.num_logprobs is not None or sampling.num_candidates
+        self.greedy[slot] = sampling.temperature == 0 and not self.processed[slot] and not told
 
     def _admit_penalties(self, sequence: AdmittedSequence) -> None:
         slot, sampling = sequence.slot, sequence.sampling
@@ -90,8 +94,10 @@ class SlotSampling:
 
     def are_stop_ids(self, slots: IntArray, token_ids: IntArray) -> BoolArray:
         """[n]: is this token one of its slot's stop ids."""
-        owner, places = self.stop_ids.locate(slots)
         found = np.zeros(len(slots), np.bool_)
+        if not self.stop_ids.any_of(slots):
+            return found
+        owner, places = self.stop_ids.locate(slots)
         found[owner[self.stop_ids.columns[0][places] == token_ids[owner]]] = True
         return found
 

@@ -96,10 +96,8 @@ class Slots:
         for sequence in plan.admitted:
             self._admit(sequence)
         self._append_blocks(plan.appends)
-        self._check_admitted(plan.held_slots, "held_slots")
-        self.held[plan.held_slots] = True
-        self._check_admitted(plan.resumed_slots, "resumed_slots")
-        self.held[plan.resumed_slots] = False
+        self._hold(plan.held_slots, True, "held_slots")
+        self._hold(plan.resumed_slots, False, "resumed_slots")
         self._give(plan.given)
 
     def _check_admitted(self, slots: IntArray, part: str) -> None:
@@ -107,7 +105,14 @@ class Slots:
         if not self.admitted[slots].all():
             raise InvalidPlan(f"{part}: slot {slots[~self.admitted[slots]][0]} is not admitted")
 
+    def _hold(self, slots: IntArray, hold: bool, part: str) -> None:
+        if len(slots):
+            self._check_admitted(slots, part)
+            self.held[slots] = hold
+
     def _release(self, slots: IntArray) -> None:
+        if not len(slots):
+            return
         self._check_admitted(slots, "released_slots")
         check_unique(slots, "released_slots: slot")
         self.admitted[slots] = False
@@ -177,12 +182,14 @@ class Slots:
             ready[plan.forks.slots] = False
             counts[ready] = 1
             samples[ready] = True
-        stopped = self.stopped[part.slots]
-        counts[part.slots] = np.where(stopped, 0, part.num_tokens)
-        samples[part.slots] = part.samples
+        idle, sources = part.slots, None
+        if len(part.slots):
+            stopped = self.stopped[part.slots]
+            counts[part.slots] = np.where(stopped, 0, part.num_tokens)
+            samples[part.slots] = part.samples
+            idle = np.sort(part.slots[stopped & part.samples])
         slots = np.flatnonzero(counts)
         readers = slots[samples[slots]]
-        idle, sources = np.sort(part.slots[stopped & part.samples]), None
         if len(plan.forks.slots):
             readers, sources, idle = self._fork(plan, readers, idle)
         candidates = np.flatnonzero(self.sampling.num_candidates[readers])
@@ -292,15 +299,18 @@ class Slots:
         if scheduled.sources is not None:
             # A fork shares all that its source has computed.
             self.num_computed_tokens[slots] = self.num_tokens[slots]
-        self.stopped[slots[~valid]] = True
         taken = scheduled.takes_token(valid)
-        slots, token_ids = slots[taken], token_ids[taken]
+        if not taken.all():
+            self.stopped[slots[~valid]] = True
+            slots, token_ids = slots[taken], token_ids[taken]
         places = self.num_tokens[slots]
         self.token_ids[slots, places] = token_ids
         self.num_tokens[slots] = places + 1
         self.sampling.add_tokens(slots, token_ids)
-        enough = places + 1 - self.num_prompt_tokens[slots] >= self.sampling.min_tokens[slots]
-        self.stopped[slots[enough & self.sampling.are_stop_ids(slots, token_ids)]] = True
+        stop = self.sampling.are_stop_ids(slots, token_ids)
+        if stop.any():
+            enough = places + 1 - self.num_prompt_tokens[slots] >= self.sampling.min_tokens[slots]
+            self.stopped[slots[enough & stop]] = True
 
     def digest(self) -> bytes:
         """SHA-256 over the admitted slots in order.

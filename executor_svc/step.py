@@ -12,7 +12,7 @@ from torch import Tensor
 
 from executor_svc.choosing import choose
 from executor_svc.input_batch import ForwardBatch, build_batch
-from executor_svc.plan import Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
+from executor_svc.plan import IntArray, Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
 from executor_svc.prompt_logprobs import prompt_logprobs
 from executor_svc.prompt_rows import prompt_rows
 from executor_svc.slots import Scheduled, Slots
@@ -28,6 +28,10 @@ class Runner(Protocol):
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """[R, vocab] float32 logits of rows [R] int64 of hidden states."""
+        ...
+
+    def argmax(self, logits: Tensor) -> IntArray:
+        """[R] the most likely token of each row of what `logits` returned last, -1 where it can not be sampled."""
         ...
 
 
@@ -88,11 +92,13 @@ class StepExecutor:
         began = time.monotonic_ns()
         hidden = self._runner.forward(batch)
         logits = self._runner.logits(hidden, batch.logits_rows)
+        best = self._runner.argmax(logits)
         forward_done = time.monotonic_ns()
         prompts = self._prompt_logprobs(scheduled, hidden)
         if len(batch.logits_rows):
             positions = self.slots.num_tokens[scheduled.sampling_slots]
-            sampled = self._without_failed_prompts(scheduled, choose(logits.contiguous(), self.slots, scheduled))
+            sampled = choose(logits.contiguous(), best, self.slots, scheduled)
+            sampled = self._without_failed_prompts(scheduled, sampled)
         return Computed(sampled, positions, prompts, forward_done - began, time.monotonic_ns() - forward_done)
 
     def _prompt_logprobs(self, scheduled: Scheduled, hidden: Tensor) -> tuple[SlotLogprobs, ...]:
@@ -107,6 +113,8 @@ class StepExecutor:
 
     def _without_failed_prompts(self, scheduled: Scheduled, sampled: SampledTokens) -> SampledTokens:
         """Fail slots whose prompt logits were not finite: only now, as results have errors of sampling slots alone."""
+        if not self.slots.prompt_failed.any():
+            return sampled
         failed = self.slots.prompt_failed[scheduled.sampling_slots] & sampled.valid
         errors = np.where(failed, int(SlotError.NON_FINITE_LOGITS), sampled.errors)
         return replace(sampled, errors=errors)

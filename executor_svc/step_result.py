@@ -92,20 +92,22 @@ def make_result(
     """The result of a step that ran."""
     sampled = computed.sampled
     rows = scheduled.sampling_slots
-    failed = ~sampled.valid
-    taken = scheduled.takes_token(sampled.valid)
-    slots = np.concatenate((rows, scheduled.idle_slots))
-    num_tokens = np.zeros(len(slots), np.int64)
-    num_tokens[: len(rows)] = taken
-    order = np.argsort(slots)
+    valid = sampled.valid
+    taken = scheduled.takes_token(valid)
+    slots, num_tokens = rows, taken.astype(np.int64)
+    if len(scheduled.idle_slots):
+        slots = np.concatenate((rows, scheduled.idle_slots))
+        num_tokens = np.concatenate((num_tokens, np.zeros(len(scheduled.idle_slots), np.int64)))
+        order = np.argsort(slots)
+        slots, num_tokens = slots[order], num_tokens[order]
     return StepResult(
         step_id=step_id,
         status=StepStatus.OK,
-        slots=slots[order],
-        num_tokens=num_tokens[:0] if num_tokens.all() else num_tokens[order],
+        slots=slots,
+        num_tokens=num_tokens[:0] if num_tokens.all() else num_tokens,
         token_ids=sampled.token_ids[taken],
-        error_slots=rows[failed],
-        errors=tuple(SlotError(error) for error in sampled.errors[failed]),
+        error_slots=rows[~valid],
+        errors=tuple(SlotError(error) for error in sampled.errors[~valid]),
         logprobs=_logprobs(computed, rows),
         prompt_logprobs=computed.prompt_logprobs,
         candidates=_candidates(sampled, scheduled),

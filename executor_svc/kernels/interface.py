@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,17 @@ class AttentionShape:
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
+
+
+class Rope(NamedTuple):
+    """Rotary embedding of a step's tokens: where each finds its angles."""
+
+    cos: Tensor
+    """[P, R] cosines, in the model's dtype; R is even and at most D."""
+    sin: Tensor
+    """[P, R] sines, the first half of each row negated."""
+    rows: Tensor
+    """[T] int64: the row of cos and sin that each token takes."""
 
 
 class Linear(Protocol):
@@ -145,15 +156,13 @@ class Kernels(Protocol):
         ...
 
     def rope_write_kv(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan
+        self, qkv: Tensor, rope: Rope, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan
     ) -> Tensor:
         """Rotate q and k, write k and v to the cache, return q.
 
         Args:
             qkv: [T, (H + 2 KVH) * DP]; may be overwritten.
-            cos: [T, R] cosine of each token's angles, in the dtype of qkv; R is even and at most D. Only the first R
-                columns of a head are rotated, the others stay.
-            sin: [T, R] sine, its first half negated.
+            rope: in the dtype of qkv; only the first R columns of a head are rotated, the others stay.
             kv_layer: [N, 2, KVH, B, DP], written at the plan's slots, in an order of the device's own within a head.
 
         Returns: q [T, H, DP].
@@ -173,6 +182,13 @@ class Kernels(Protocol):
 
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         """Return gelu(gate) * up, with the tanh form of gelu, of gate_up [T, 2 * intermediate] as [T, intermediate]."""
+        ...
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Return the lowest id [R] int64 among the largest of each row of logits [R, vocabulary] float32.
+
+        -1 for a row that holds NaN or +inf, or nothing but -inf.
+        """
         ...
 
     def finish_logits(self, logits: Tensor, dtype: torch.dtype, divisor: float, cap: float | None) -> Tensor:

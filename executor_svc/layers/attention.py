@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Kernels, Linear
+from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Kernels, Linear, Rope
 
 
 def pad_heads(weight: Tensor, head_size: int, padded_head_size: int) -> Tensor:
@@ -41,13 +41,12 @@ class Attention:
         self._norms = norms
         self._kernels = kernels
 
-    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+    def __call__(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """Return [T, hidden] for x [T, hidden]; writes this step's keys and values to kv_layer."""
-        cos, sin = rope
         qkv = self._qkv(x)
         if self._norms is not None:
             qkv = self._kernels.norm_heads(qkv, self._norms.q, self._norms.k, self._norms.eps, self._shape)
-        q = self._kernels.rope_write_kv(qkv, cos, sin, kv_layer, self._shape, plan)
+        q = self._kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan)
         return self._output(self._kernels.attention(q, kv_layer, self._shape, plan))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from executor_svc.kernels.interface import Rope
 from executor_svc.layers.rope_scaling import DynamicScaling, NoScaling, Scaling
 
 _TILE_ROWS = 64
@@ -31,19 +32,19 @@ class RopeConfig:
 class Rotary(Protocol):
     """cos and sin by position: a pure function of position and length, whatever batch or chunk a token is in."""
 
-    def new(self, most_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return memory for cos and sin of so many tokens, [most_tokens, size] in the model's dtype."""
+    def new(self, positions: Tensor) -> Rope:
+        """Return what kernels read, for steps whose tokens stand at `positions` [most tokens] int64, filled by others.
+
+        Rotating x is then x * cos + swap_halves(x) * sin.
+        """
         ...
 
-    def write(self, positions: Tensor, rope_lens: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Write cos and sin of T tokens to the first rows of cos and sin, the first half of sin negated.
-
-        So rotating x is x * cos + swap_halves(x) * sin.
+    def fill(self, positions: Tensor, rope_lens: Tensor, rope: Rope) -> None:
+        """Make what `new` returned ready for a step of T tokens.
 
         Args:
             positions: [T] int64, absolute.
             rope_lens: [T] int64, the length of each token's sequence as `input_batch.ForwardBatch` defines it.
-            cos, sin: [most tokens, size].
         """
         ...
 
@@ -74,10 +75,6 @@ def _spread(halves: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-def _new_pair(like: Tensor, rows: int, size: int) -> tuple[Tensor, Tensor]:
-    return like.new_zeros(rows, size), like.new_zeros(rows, size)
-
-
 class RotaryTables:
     """A table each of max_model_len rows: together 2 * max_model_len * size numbers in the model's dtype."""
 
@@ -92,12 +89,11 @@ class RotaryTables:
             cos[start:end], sin[start:end] = _spread(_halves(angles, config.scaling.attention_factor, dtype))
         self._cos, self._sin = cos.to(device), sin.to(device)
 
-    def new(self, most_tokens: int) -> tuple[Tensor, Tensor]:
-        return _new_pair(self._cos, most_tokens, self._cos.shape[1])
+    def new(self, positions: Tensor) -> Rope:
+        return Rope(self._cos, self._sin, positions)
 
-    def write(self, positions: Tensor, rope_lens: Tensor, cos: Tensor, sin: Tensor) -> None:
-        for table, into in ((self._cos, cos), (self._sin, sin)):
-            torch.index_select(table, 0, positions, out=into[: positions.shape[0]])
+    def fill(self, positions: Tensor, rope_lens: Tensor, rope: Rope) -> None:
+        """The tables hold all positions already."""
 
 
 class DynamicRotary:
@@ -112,10 +108,11 @@ class DynamicRotary:
         self._scaling = scaling
         self._dtype = dtype
 
-    def new(self, most_tokens: int) -> tuple[Tensor, Tensor]:
-        return _new_pair(torch.empty(0, dtype=self._dtype), most_tokens, self._config.size)
+    def new(self, positions: Tensor) -> Rope:
+        cos, sin = (torch.zeros(len(positions), self._config.size, dtype=self._dtype) for _ in range(2))
+        return Rope(cos, sin, torch.arange(len(positions)))
 
-    def write(self, positions: Tensor, rope_lens: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def fill(self, positions: Tensor, rope_lens: Tensor, rope: Rope) -> None:
         rows = positions.shape[0]
         padding = (0, -rows % _TILE_ROWS)
         tiles = zip(
@@ -123,7 +120,7 @@ class DynamicRotary:
             functional.pad(rope_lens, padding).split(_TILE_ROWS),
             strict=True,
         )
-        cos[:rows], sin[:rows] = _spread(torch.cat([self._tile(*tile) for tile in tiles])[:rows])
+        rope.cos[:rows], rope.sin[:rows] = _spread(torch.cat([self._tile(*tile) for tile in tiles])[:rows])
 
     def _tile(self, positions: Tensor, lengths: Tensor) -> Tensor:
         frequencies = self._scaling.frequencies_at(self._config.theta, self._config.size, lengths)

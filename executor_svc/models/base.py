@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Kernels, Linear
+from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Kernels, Linear, Rope
 
 
 class ModelConfigError(ValueError):
@@ -45,23 +45,18 @@ class CausalLM(Protocol):
     num_layers: int
     vocab_size: int
 
-    def ropes(self, positions: Tensor, rope_lens: Tensor, into: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Write cos and sin of each token to the first T rows of each pair that `new_ropes` made.
-
-        Args:
-            positions, rope_lens: [T] int64, as in `input_batch.ForwardBatch`.
-            into: pairs [most tokens, R].
-        """
+    def new_ropes(self, positions: Tensor) -> list[Rope]:
+        """Return each kind of rotary embedding for tokens at `positions` [most tokens] int64, which is filled later."""
         ...
 
-    def new_ropes(self, most_tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Return memory for cos and sin of so many tokens, a pair for each kind of rotary embedding."""
+    def fill_ropes(self, positions: Tensor, rope_lens: Tensor, ropes: Sequence[Rope]) -> None:
+        """Make ropes ready for a step; positions, rope_lens: [T] int64, as in `input_batch.ForwardBatch`."""
         ...
 
     def forward(
         self,
         token_ids: Tensor,
-        ropes: Sequence[tuple[Tensor, Tensor]],
+        ropes: Sequence[Rope],
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
@@ -69,7 +64,7 @@ class CausalLM(Protocol):
 
         Args:
             token_ids: [T] int64, as in `input_batch.ForwardBatch`.
-            ropes: cos and sin of the tokens.
+            ropes: as `new_ropes` returned them.
             kv_layers: the cache of each layer, [N, 2, KVH, B, DP].
             plans: one for each of `attention_shapes`.
         """

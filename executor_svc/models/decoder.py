@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape
+from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Rope
 from executor_svc.layers.rope import make_rotary
 from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.decoder_weights import DecoderWeights
@@ -52,19 +52,19 @@ class Decoder:
             self._spec.attention_softcap,
         )
 
-    def new_ropes(self, most_tokens: int) -> list[tuple[Tensor, Tensor]]:
+    def new_ropes(self, positions: Tensor) -> list[Rope]:
         """As in `models.base.CausalLM`."""
-        return [rotary.new(most_tokens) for rotary in self._rotaries]
+        return [rotary.new(positions) for rotary in self._rotaries]
 
-    def ropes(self, positions: Tensor, rope_lens: Tensor, into: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def fill_ropes(self, positions: Tensor, rope_lens: Tensor, ropes: Sequence[Rope]) -> None:
         """As in `models.base.CausalLM`."""
-        for rotary, pair in zip(self._rotaries, into, strict=True):
-            rotary.write(positions, rope_lens, *pair)
+        for rotary, rope in zip(self._rotaries, ropes, strict=True):
+            rotary.fill(positions, rope_lens, rope)
 
     def forward(
         self,
         token_ids: Tensor,
-        ropes: Sequence[tuple[Tensor, Tensor]],
+        ropes: Sequence[Rope],
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
     ) -> Tensor:

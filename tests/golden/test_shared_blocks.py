@@ -12,7 +12,7 @@ from torch import Tensor
 
 from executor_svc.input_batch import ForwardBatch
 from executor_svc.model_runner import ModelRunner
-from executor_svc.plan import AdmittedSequence, BlockMoves, StepResult
+from executor_svc.plan import AdmittedSequence, BlockMoves, IntArray, StepResult
 from executor_svc.step import StepExecutor
 from tests.checkpoints import make_llama
 from tests.helpers.plans import ints, scheduled, sequence
@@ -45,6 +45,9 @@ class Watched:
         logits = self._runner.logits(hidden, rows)
         self.rows += [row.numpy().tobytes() for row in logits]
         return logits
+
+    def argmax(self, logits: Tensor) -> IntArray:
+        return self._runner.argmax(logits)
 
 
 class Run(Stepper):

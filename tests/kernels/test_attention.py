@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from executor_svc.kernels import reference
 from executor_svc.kernels.cpu import CpuKernels
-from executor_svc.kernels.cpu.attention_plan import TILE_FIELDS, tile_tokens
+from executor_svc.kernels.cpu.attention import scratch_bytes
+from executor_svc.kernels.cpu.attention_plan import TILE_FIELDS, CpuAttentionPlan, tile_tokens
 from executor_svc.kernels.interface import AttentionShape
 from tests.kernels.driver import flat_batch
 from tests.kernels.layout import as_kept, plan_for
@@ -161,13 +162,13 @@ def test_as_long_as_the_model_allows() -> None:
         compare([(0, 131), (130, 1)], 1, 2, 16, block_size, longest=131)
     shape = AttentionShape(2, 1, 16, 16, 0.25)
     b = flat_batch([(0, 131)], [list(range(17))], 8, [0] * 131)
-    plan = KERNELS.new_attention_plan(shape, 131, 131)
-    used = len(plan._scratch)
-    plan._scratch = torch.full((used + 4096,), 77, dtype=torch.uint8)
+    used = scratch_bytes(shape, 131)
+    scratch = torch.full((used + 4096,), 77, dtype=torch.uint8)
+    plan = CpuAttentionPlan(shape, 131, 131, 1, scratch)
     plan.fill(b.slot_mapping, b.query_start_loc, b.seq_lens, b.block_tables)
     KERNELS.attention(torch.ones(131, 2, 16), torch.zeros(17, 2, 1, 8, 16), shape, plan)
-    assert bool((plan._scratch[used:] == 77).all())
-    assert not bool((plan._scratch[:used] == 77).all())
+    assert bool((scratch[used:] == 77).all())
+    assert not bool((scratch[:used] == 77).all())
 
 
 @pytest.mark.parametrize("lacking", LACKING)

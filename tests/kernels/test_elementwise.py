@@ -162,11 +162,9 @@ def test_rope_and_cache_write(
     before = heads.clone()
     cache = torch.zeros(12, 2, kv_heads, block_size, padded, dtype=dtype)
     tables = RotaryTables(config, 300, dtype, torch.device("cpu"))
-    cos, sin = tables.new(tokens)
-    tables.write(positions, positions + 1, cos, sin)
     batch = flat_batch([(0, tokens)], [list(range(40 // block_size + 1))], block_size, [0] * tokens)
     plan = plan_for(KERNELS, shape, replace(batch, slot_mapping=slots))
-    q = KERNELS.rope_write_kv(heads.view(tokens, -1), cos, sin, cache, shape, plan)
+    q = KERNELS.rope_write_kv(heads.view(tokens, -1), tables.new(positions), cache, shape, plan)
 
     angles = positions[:, None].double() * inverse_frequencies(config, 300)
     expected = reference.rope(before[:, : shape.num_heads + kv_heads, :head_size], angles)

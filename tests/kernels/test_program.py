@@ -12,7 +12,7 @@ from torch import Tensor
 from executor_svc.input_batch import ForwardBatch
 from executor_svc.kernels.cpu import CpuKernels, CpuLinear
 from executor_svc.kernels.cpu.workspace import Workspace
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape
+from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Rope
 from tests.kernels.bits import equal_bits
 from tests.kernels.driver import flat_batch
 
@@ -40,12 +40,12 @@ class Layer:
         self.gate_up, self.down = linear(4, 66, HIDDEN), linear(5, HIDDEN, 33)
         self.cache = torch.full((BLOCKS, 2, 2, BLOCK, 32), float("nan"), dtype=self.dtype)
 
-    def compute(self, ids: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
+    def compute(self, ids: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor:
         """Hidden states of one layer."""
         kernels = self.kernels
         residual = kernels.embed(self.table, ids, 1.5)
         qkv = self.qkv(kernels.rms_norm(residual, self.norm, 1e-5))
-        q = kernels.rope_write_kv(qkv, cos, sin, self.cache, SHAPE, plan)
+        q = kernels.rope_write_kv(qkv, rope, self.cache, SHAPE, plan)
         attended = self.output(kernels.attention(q, self.cache, SHAPE, plan))
         normed, residual = kernels.add_rms_norm(attended, residual, self.norm, 1e-5)
         return kernels.add(self.down(kernels.silu_mul(self.gate_up(normed))), residual)
@@ -75,9 +75,9 @@ def test_replays_of_any_size(num_threads: int, dtype: torch.dtype) -> None:
     layer, alone = Layer(CpuKernels(num_threads), dtype), Layer(CpuKernels(), dtype)
     plan = layer.kernels.new_attention_plan(SHAPE, 4 * BLOCK, MOST)
     ids = torch.zeros(MOST, dtype=torch.int64)
-    cos, sin = torch.zeros(MOST, 8, dtype=dtype), torch.zeros(MOST, 8, dtype=dtype)
+    rope = Rope(torch.zeros(MOST, 8, dtype=dtype), torch.zeros(MOST, 8, dtype=dtype), torch.arange(MOST))
     with layer.kernels.recording() as recording:
-        hidden = layer.compute(ids, cos, sin, plan)
+        hidden = layer.compute(ids, rope, plan)
         program = recording.program()
     hidden.fill_(7.0)
     for most in (MOST, 1, 2, 30, 59, 13, MOST, 5):
@@ -88,9 +88,9 @@ def test_replays_of_any_size(num_threads: int, dtype: torch.dtype) -> None:
         for each in (plan, own):
             each.fill(batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_tables)
         ids[:rows] = batch.token_ids
-        cos[:rows], sin[:rows] = angles(batch, dtype)
+        rope.cos[:rows], rope.sin[:rows] = angles(batch, dtype)
         program.run(rows=rows, **{plan.name: plan.num_tiles})
-        expected = alone.compute(batch.token_ids, cos[:rows], sin[:rows], own)
+        expected = alone.compute(batch.token_ids, rope, own)
         assert bool(expected.isfinite().all())
         assert equal_bits(hidden[:rows], expected)
         assert equal_bits(hidden[rows:], before)

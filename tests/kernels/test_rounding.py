@@ -13,7 +13,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from executor_svc.kernels.cpu import CpuKernels
-from executor_svc.kernels.interface import AttentionShape
+from executor_svc.kernels.interface import AttentionShape, Rope
 from tests.kernels.driver import flat_batch
 from tests.kernels.layout import as_shaped, plan_for
 
@@ -115,6 +115,8 @@ def test_rope(dtype: torch.dtype, size: int) -> None:
     cache = torch.zeros(4, 2, 1, 16, 32, dtype=dtype)
     plan = plan_for(KERNELS, shape, flat_batch([(0, 50)], [[0, 1, 2, 3]], 16, [0] * 50))
     half = sin[:, : size // 2]
-    q = KERNELS.rope_write_kv(qkv.flatten(1), cos, torch.cat([-half, half], -1), cache, shape, plan)
+    q = KERNELS.rope_write_kv(
+        qkv.flatten(1), Rope(cos, torch.cat([-half, half], -1), torch.arange(50)), cache, shape, plan
+    )
     assert torch.equal(q[..., :20], expected[:, :3])
     assert torch.equal(as_shaped(cache)[:, 0, 0].flatten(0, 1)[:50, :20], expected[:, 3])

@@ -41,14 +41,13 @@ def read(fields: dict[str, Any], head_size: int = 64) -> RopeConfig:
 
 
 def at(rotary: Rotary, positions: torch.Tensor, rope_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of some tokens; memory for more stays as it is."""
+    """cos and sin of some tokens, in memory for more."""
     count = len(positions)
-    cos, sin = rotary.new(count + 3)
-    for each in (cos, sin):
-        each.fill_(7.0)
-    rotary.write(positions, rope_lens, cos, sin)
-    assert bool((cos[count:] == 7).all() and (sin[count:] == 7).all())
-    return cos[:count], sin[:count]
+    of_step = torch.zeros(count + 3, dtype=torch.int64)
+    rope = rotary.new(of_step)
+    of_step[:count] = positions
+    rotary.fill(positions, rope_lens, rope)
+    return rope.cos[rope.rows[:count]], rope.sin[rope.rows[:count]]
 
 
 def of_transformers(fields: dict[str, Any], length: int) -> tuple[torch.Tensor, float]:

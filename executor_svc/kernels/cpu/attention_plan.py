@@ -38,8 +38,9 @@ class CpuAttentionPlan:
         self.table = np.zeros(5, np.int64)
         """Addresses of tiles and block tables, bytes of a row of those, address of the scratch memory, and how many
         items on the one lies that a thread may be given next."""
+        self.table[3:] = scratch.data_ptr(), num_threads
         self._shape = shape
-        self._num_threads = num_threads
+        # Only their addresses are known to launches.
         self._scratch = scratch
         self._kept: tuple[object, ...] = ()
 
@@ -47,10 +48,9 @@ class CpuAttentionPlan:
         """Take a step: arguments as in `input_batch.ForwardBatch`."""
         self.slots[: slot_mapping.shape[0]] = slot_mapping.numpy()
         tiles = _tiles(query_start_loc.numpy().astype(np.int64), seq_lens.numpy(), tile_tokens(self._shape))
-        tables = np.ascontiguousarray(block_tables.numpy(), np.int32)
+        tables = block_tables.contiguous()
         self.num_tiles = len(tiles)
-        addresses = tiles.ctypes.data, tables.ctypes.data, tables.strides[0], self._scratch.data_ptr()
-        self.table[:] = (*addresses, self._num_threads)
+        self.table[0], self.table[1], self.table[2] = tiles.ctypes.data, tables.data_ptr(), tables.stride(0) * 4
         self._kept = (tiles, tables)
 
 
@@ -59,7 +59,9 @@ def _tiles(starts: _Ints, seq_lens: NDArray[np.int32], size: int) -> _Ints:
     lens = np.diff(starts)
     positions = seq_lens - lens
     if (lens == 1).all():
-        return _by_work(np.stack([starts[:-1], lens, positions, np.arange(len(lens))], axis=1))
+        tiles = np.empty((len(lens), TILE_FIELDS), np.int64)
+        tiles[:, 0], tiles[:, 1], tiles[:, 2], tiles[:, 3] = starts[:-1], 1, positions, np.arange(len(lens))
+        return tiles if len(lens) == 1 else _by_work(tiles)
     per_sequence = -(-lens // size)
     owner = np.repeat(np.arange(len(lens)), per_sequence)
     offset = (np.arange(len(owner)) - np.repeat(np.cumsum(per_sequence) - per_sequence, per_sequence)) * size

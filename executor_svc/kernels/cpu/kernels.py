@@ -9,14 +9,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from executor_svc.kernels.cpu import activation, matmul, norm, rope, rows
+from executor_svc.kernels.cpu import activation, argmax, matmul, norm, rows
 from executor_svc.kernels.cpu import attention as cpu_attention
+from executor_svc.kernels.cpu import rope as rotary
 from executor_svc.kernels.cpu.attention_plan import CpuAttentionPlan
 from executor_svc.kernels.cpu.codegen.compiled import Code
 from executor_svc.kernels.cpu.codegen.emit import Dtype
 from executor_svc.kernels.cpu.codegen.team import Launch, Program, Team
 from executor_svc.kernels.cpu.workspace import Workspace
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape
+from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Rope
 
 _HEAD_MULTIPLE = 16
 
@@ -36,7 +37,7 @@ class Recording:
 class CpuKernels:
     """Implements `kernels.interface.Kernels`; not safe for use by two threads at once."""
 
-    name = "cpu-2"
+    name = "cpu-3"
 
     def __init__(self, num_threads: int = 1) -> None:
         self._code = Code()
@@ -111,11 +112,11 @@ class CpuKernels:
         return qkv
 
     def rope_write_kv(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan
+        self, qkv: Tensor, rope: Rope, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan
     ) -> Tensor:
         assert isinstance(plan, CpuAttentionPlan)
-        kernel = rope.rope_write_kv(self._code, _dtype(qkv), shape, cos.shape[1], kv_layer.shape[3])
-        arguments = (*_addresses(qkv, cos, sin), plan.slots.ctypes.data, kv_layer.data_ptr())
+        kernel = rotary.rope_write_kv(self._code, _dtype(qkv), shape, rope.cos.shape[1], kv_layer.shape[3])
+        arguments = (*_addresses(qkv, *rope), plan.slots.ctypes.data, kv_layer.data_ptr())
         self._launch(Launch(kernel, "rows", 1, 1, arguments), qkv.shape[0])
         return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, : shape.num_heads]
 
@@ -153,6 +154,12 @@ class CpuKernels:
         arguments = (*_addresses(x, panels, y), *sizes, added, self._team.num_threads)
         self._launch(Launch(kernel, "rows", matmul.ROWS_AT_ONCE, panels.shape[0], arguments), x.shape[0])
         return y
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        ids = self._new("best", (logits.shape[0],), torch.int64)
+        kernel = argmax.argmax(self._code, logits.shape[1])
+        self._launch(Launch(kernel, "rows", 1, 1, _addresses(logits, ids)), logits.shape[0])
+        return ids
 
     def finish_logits(self, logits: Tensor, dtype: torch.dtype, divisor: float, cap: float | None) -> Tensor:
         if divisor != 1.0 or cap is not None:

@@ -14,18 +14,28 @@ from executor_svc.kernels.interface import AttentionShape
 def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotated: int, block_size: int) -> str:
     """Add the kernel that rotates q and k of qkv in place and writes k and v to the cache; returns its name.
 
-    Items: one for each row. Arguments: rows, qkv [rows, (H + 2 KVH) * DP], cos and sin [rows, rotated] with the first
-    half of sin negated, slots [rows] int64, kv_layer. Rounds after each product, as transformers does.
+    Items: one for each row. Arguments: rows, qkv [rows, (H + 2 KVH) * DP], cos and sin [any, rotated] with the first
+    half of sin negated, angle_rows [rows] int64 (of cos and sin), slots [rows] int64, kv_layer. Rounds after each
+    product, as transformers does.
     """
     size, width = ITEM_BYTES[dtype], shape.padded_head_size
     num_q, num_kv = shape.num_heads, shape.num_kv_heads
     head_bytes = width * size
 
     def body(
-        emit: Emitter, item: Int, _: Int, rows: Int, qkv: Int, cos: Int, sin: Int, slots: Int, kv_layer: Int
+        emit: Emitter,
+        item: Int,
+        _: Int,
+        rows: Int,
+        qkv: Int,
+        cos: Int,
+        sin: Int,
+        angle_rows: Int,
+        slots: Int,
+        kv_layer: Int,
     ) -> None:
         start = qkv + item * ((num_q + 2 * num_kv) * head_bytes)
-        angles = item * (rotated * size)
+        angles = emit.load_int(angle_rows + item * 8) * (rotated * size)
 
         def rotate(head: Int, _: list[Vec]) -> None:
             _rotate(emit, start + head * head_bytes, cos + angles, sin + angles, rotated, dtype)
@@ -50,7 +60,7 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotated: int,
 
         emit.loop(0, num_kv, 1, write)
 
-    return code.kernel(f"rope_write_kv_{dtype}_{num_q}_{num_kv}_{width}_{rotated}_{block_size}", 6, body)
+    return code.kernel(f"rope_write_kv_{dtype}_{num_q}_{num_kv}_{width}_{rotated}_{block_size}", 7, body)
 
 
 def _rotate(emit: Emitter, head: Int, cos: Int, sin: Int, rotated: int, dtype: Dtype) -> None:

@@ -7,12 +7,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from benchmarks import cpu_serving, scheduler_cost, serving_burst
+from benchmarks import cpu_serving, exactness_cost, scheduler_cost, serving_burst
 from benchmarks.common.benchmark import Benchmark, positive, progress
 from benchmarks.common.rows import BenchmarkError, append_row
 from cadenza import CadenzaError
 
-BENCHMARKS = {each.name: each for each in (cpu_serving.BENCHMARK, scheduler_cost.BENCHMARK, serving_burst.BENCHMARK)}
+_MODULES = (cpu_serving, exactness_cost, scheduler_cost, serving_burst)
+BENCHMARKS: dict[str, Benchmark] = {each.BENCHMARK.name: each.BENCHMARK for each in _MODULES}
 SEED = 20261121
 _LIST = "\n".join(f"  {each.name:16} {each.question}" for each in BENCHMARKS.values())
 

@@ -25,6 +25,7 @@ class ModelRunner:
         model, kernels = loaded.model, device.kernels
         most = limits.max_num_batched_tokens
         self._model = model
+        self._kv_cache = kv_cache  # whose addresses the programs have
         self._most_logits = limits.max_num_seqs
         self._token_ids, self._positions = (torch.zeros(most, dtype=torch.int64) for _ in range(2))
         self._sampled, self._asked = (torch.zeros(self._most_logits, dtype=torch.int64) for _ in range(2))

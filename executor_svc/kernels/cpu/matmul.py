@@ -23,6 +23,10 @@ ROWS_AT_ONCE = 96
 """Rows of an item: what x holds of them stays in the L2 cache while panels go by."""
 
 _UNROLL = 2
+CHAINS = 1
+"""Sums of each element. Exactness needs no more than that they be the same for all numbers of rows, but one is as fast:
+`benchmarks exactness_cost` compares it with two where there are few rows."""
+_FEW_ROWS = 4
 _I32, _I16 = ir.IntType(32), ir.IntType(16)
 _VI32, _VF32 = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
 _PAIRS = ir.VectorType(BfloatType(), 2 * LANES)
@@ -138,13 +142,18 @@ def _tile(code: Code, dtype: Dtype, out: Dtype, with_bias: bool, rows: int, whol
             return result
 
         def advance_many(index: Int, sums: list[Vec]) -> list[Vec]:
+            chained = [sums[start : start + 2 * rows] for start in range(0, len(sums), 2 * rows)]
             for offset in range(_UNROLL):
-                sums = advance(index + offset, sums)
-            return sums
+                chained[offset % chains] = advance(index + offset, chained[offset % chains])
+            return [each for chain in chained for each in chain]
 
         steps = inner // step
         even = steps // _UNROLL * _UNROLL
-        sums = emit.loop(0, even, _UNROLL, advance_many, [emit.vec(0.0)] * (2 * rows))
+        chains = CHAINS if rows <= _FEW_ROWS else 1
+        sums = emit.loop(0, even, _UNROLL, advance_many, [emit.vec(0.0)] * (2 * rows * chains))
+        for start in range(2 * rows, len(sums), 2 * rows):
+            sums[: 2 * rows] = [first + other for first, other in zip(sums, sums[start:], strict=False)]
+        sums = sums[: 2 * rows]
         sums = emit.loop(even, steps, 1, advance, sums)
         if step == 2:  # an odd K: the last number has no partner
             sums = emit.loop(steps, (inner + 1) // 2, 1, lambda index, each: advance(index, each, last=True), sums)

@@ -1,0 +1,168 @@
+"""What does it cost on the CPU that a row's bits never depend on its batch? Steps of one model, computed in two ways.
+
+The other way is the same kernels with what exactness forbids allowed: LLVM may reorder and fuse every floating-point
+operation, and where there are few rows each element of a matrix product is two sums, added at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.common.benchmark import Benchmark, positive, progress
+from benchmarks.common.checkpoints import SHAPES, random_checkpoint
+from benchmarks.common.other_load import OtherLoad, wait_quiet
+from benchmarks.common.rows import Row, make_row
+from benchmarks.common.stats import percentile
+
+if TYPE_CHECKING:  # torch comes with these: only once the benchmark runs
+    from executor_svc.input_batch import ForwardBatch
+    from executor_svc.model_runner import ModelRunner
+
+NAME = "exactness_cost"
+_BLOCK_SIZE = 16
+_CONTEXT = 192
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A step: so many sequences of one token after a context of _CONTEXT, and a prompt of so many tokens."""
+
+    name: str
+    decodes: int
+    prompt: int
+
+
+_CASES = (_Case("decode1", 1, 0), _Case("decode16", 16, 0), _Case("prefill256", 0, 256), _Case("mixed", 16, 240))
+
+
+def _run(options: argparse.Namespace) -> Iterator[Row]:
+    import torch
+
+    from executor_svc.kernels.cpu import matmul
+
+    folder = random_checkpoint(options.shape)
+    torch.manual_seed(options.seed)
+    exact, bits = _runner(str(folder), options.num_threads)
+    with _reordered(matmul):
+        free, _ = _runner(str(folder), options.num_threads)
+    for case in _CASES:
+        batch = _batch(case)
+        differ = float((exact.forward(batch) != free.forward(batch)).double().mean())
+        repeats, others = [], []
+        for _ in range(options.repeats):
+            wait_quiet(options.quiet_wait_s)
+            with OtherLoad() as other:
+                repeats.append(_compare(exact, free, batch, options.steps))
+            others.append(other.cores)
+            progress(f"{NAME}: {options.shape} {case.name}: {repeats[-1]}")
+        params = {"model": folder.name, "case": case.name, "steps": options.steps, "threads": bits}
+        params["share_of_hidden_states_that_differ"] = round(differ, 4)
+        yield make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=others)
+
+
+def _compare(exact: ModelRunner, free: ModelRunner, batch: ForwardBatch, steps: int) -> Mapping[str, float]:
+    """Medians of so many steps of each, in turns."""
+    taken: dict[str, list[float]] = {"exact": [], "free": []}
+    for _ in range(steps):
+        for name, runner in (("exact", exact), ("free", free)):
+            began = time.perf_counter()
+            runner.forward(batch)
+            taken[name].append((time.perf_counter() - began) * 1e3)
+    exact_ms, free_ms = (percentile(taken[name], 50) for name in ("exact", "free"))
+    return {"exact_ms": exact_ms, "free_ms": free_ms, "cost_percent": (exact_ms / free_ms - 1) * 100}
+
+
+@contextmanager
+def _reordered(matmul: Any) -> Iterator[None]:
+    """Kernels made meanwhile may add and multiply in any order."""
+    from llvmlite import ir
+
+    class Builder(ir.IRBuilder):  # type: ignore[misc]
+        """Flags every operation as free to be reordered and fused."""
+
+        def fadd(self, *operands: Any) -> Any:
+            return super().fadd(*operands, flags=("fast",))
+
+        def fsub(self, *operands: Any) -> Any:
+            return super().fsub(*operands, flags=("fast",))
+
+        def fmul(self, *operands: Any) -> Any:
+            return super().fmul(*operands, flags=("fast",))
+
+        def fdiv(self, *operands: Any) -> Any:
+            return super().fdiv(*operands, flags=("fast",))
+
+    before = ir.IRBuilder, matmul.CHAINS
+    ir.IRBuilder, matmul.CHAINS = Builder, 2
+    try:
+        yield
+    finally:
+        ir.IRBuilder, matmul.CHAINS = before
+
+
+def _runner(folder: str, num_threads: int | None) -> tuple[ModelRunner, int]:
+    """What runs the model, and its number of threads."""
+    from executor_svc.config import ExecutorConfig
+    from executor_svc.description import limits_of
+    from executor_svc.device import make_device
+    from executor_svc.loader import load_model
+    from executor_svc.model_runner import ModelRunner
+
+    # fast: at the start of exact mode the reordered kernels are found out and refused.
+    blocks = 20 * -(-(_CONTEXT + 256) // _BLOCK_SIZE)
+    options: dict[str, Any] = {"model": folder, "device": "cpu", "numerics": "fast", "num_threads": num_threads}
+    config = ExecutorConfig(**options, num_gpu_blocks=blocks, block_size=_BLOCK_SIZE, max_model_len=1024)
+    device = make_device(config)
+    loaded = load_model(config, device)
+    pools = device.new_kv_cache(loaded.geometry, config)
+    for layer in pools.layers:
+        layer.normal_()
+    return ModelRunner(loaded, device, pools, limits_of(config, loaded.geometry, pools)), device.num_threads
+
+
+def _batch(case: _Case) -> ForwardBatch:
+    """A step of its kind, each sequence in blocks of its own."""
+    import torch
+
+    from executor_svc.input_batch import ForwardBatch
+
+    chunks = [(_CONTEXT, 1)] * case.decodes + [(0, case.prompt)] * bool(case.prompt)
+    width = -(-(_CONTEXT + 256) // _BLOCK_SIZE)
+    tables = torch.arange(len(chunks) * width, dtype=torch.int32).view(-1, width)
+    positions = torch.cat([torch.arange(context, context + count) for context, count in chunks])
+    owner = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor([count for _, count in chunks]))
+    ends = torch.tensor([count for _, count in chunks]).cumsum(0)
+    return ForwardBatch(
+        token_ids=300 + positions * 7 % 1000,
+        positions=positions,
+        slot_mapping=tables[owner, positions // _BLOCK_SIZE].long() * _BLOCK_SIZE + positions % _BLOCK_SIZE,
+        query_start_loc=torch.cat([torch.zeros(1), ends]).int(),
+        seq_lens=torch.tensor([context + count for context, count in chunks], dtype=torch.int32),
+        block_tables=tables,
+        logits_rows=ends - 1,
+        rope_lens=positions + 1,
+        max_query_len=max(count for _, count in chunks),
+        max_seq_len=max(context + count for context, count in chunks),
+    )
+
+
+def _describe(row: Row) -> str:
+    found = row.medians
+    return (
+        f"{row.params['model']} {row.params['case']}: exact {found['exact_ms']:.2f} ms, free to reorder "
+        f"{found['free_ms']:.2f} ms, exactness costs {found['cost_percent']:+.1f}%"
+    )
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", choices=list(SHAPES), default="135m", help="random checkpoint (default 135m)")
+    parser.add_argument("--steps", type=positive, default=100, help="of each way in a repeat (default 100)")
+    parser.add_argument("--num-threads", type=positive, help="compute threads (default: one for each core)")
+
+
+BENCHMARK = Benchmark(NAME, "what does exactness cost on the CPU?", _add_options, _run, _describe)

@@ -29,7 +29,7 @@ BENCH_ARGS ?=
 # What mypy checks: those of its folders that exist.
 TYPED := $(wildcard client/cadenza scheduler_svc executor_svc benchmarks examples)
 
-.PHONY: help demo test check fix protos protos-baseline docs bench install clean distclean
+.PHONY: help demo test check fix protos protos-baseline docs kernels bench install clean distclean
 .PHONY: check-py312 check-format check-lint check-types check-imports check-protos check-tests
 
 help: ## this list
@@ -87,6 +87,9 @@ docs: $(VENV)/.installed-dev ## make the pages again that are made from code: do
 	@$(PY) docs/generate_options.py
 	@$(PY) docs/generate_scheduler.py
 	@$(PY) protos/generate_docs.py
+
+kernels: $(VENV)/.installed-dev ## compile every GPU kernel, which needs no GPU, and make the table of docs/kernels.md
+	@$(PY) docs/generate_kernels.py
 
 protos-baseline: $(VENV)/.installed-dev ## accept today's protos as what later ones may not break: a deliberate act
 	@$(BIN)/buf build protos -o protos/baseline.binpb

@@ -58,7 +58,7 @@ class ExecutorConfig(ServiceSettings):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="Where the model runs; auto: on the CPU (cuda is not built yet).",
+        description="Where the model runs; auto: on a GPU where PyTorch sees one, else on the CPU.",
         json_schema_extra=about("Basics"),
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -66,9 +66,16 @@ class ExecutorConfig(ServiceSettings):
         description="Data type of weights, activations and KV; auto: the checkpoint's own.",
         json_schema_extra=about("Model"),
     )
-    numerics: Literal["exact", "fast"] = Field(
-        "exact",
-        description="exact: a token's bits never depend on what it was batched with; fast: no such promise.",
+    numerics: Literal["auto", "exact", "fast"] = Field(
+        "auto",
+        description="exact: a token's bits never depend on what it was batched with; fast: no such promise; "
+        "auto: exact where it can be promised (docs/exactness.md).",
+        json_schema_extra=about("Model"),
+    )
+    quantization: Literal["none", "int8", "fp8", "fp8_w8a8"] = Field(
+        "none",
+        description="Weights of linear layers in 8 bits, on a GPU: int8 and fp8 of weights alone, fp8_w8a8 of "
+        "activations too.",
         json_schema_extra=about("Model"),
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
@@ -97,11 +104,17 @@ class ExecutorConfig(ServiceSettings):
     num_cpu_blocks: int = Field(
         0, ge=0, description="KV blocks in host memory, to swap to.", json_schema_extra=about("Memory", "blocks")
     )
-    gpu_memory_utilization: float = Field(
-        0.5,
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="Data type of KV blocks; auto: the model's; fp8: e4m3, on a GPU.",
+        json_schema_extra=about("Memory"),
+    )
+    gpu_memory_utilization: float | None = Field(
+        None,
         gt=0,
         le=1,
-        description="Share of the free device memory that weights and KV may take, on the CPU too.",
+        description="Share of the device's memory that weights, steps and KV may take; without it 0.9 of a GPU's, and "
+        "on the CPU 0.5 of what is free.",
         json_schema_extra=about("Memory", "share"),
     )
     max_model_len: int | None = Field(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.description import ModelGeometry
-from executor_svc.device import DeviceError, Numerics, NumericsError
+from executor_svc.device import DeviceError, Numerics, NumericsError, cores
 from executor_svc.kernels.cpu import CpuKernels, CpuLinear
 from executor_svc.kernels.cpu.codegen.compiled import processor
 from executor_svc.kernels.cpu.probe import probe_linear
@@ -30,6 +29,8 @@ def _resolve_dtype(option: str, checkpoint: str) -> torch.dtype:
     return torch.bfloat16 if chosen == "bfloat16" else torch.float32
 
 
+_SHARE = 0.5
+"""Of the free memory, unless --gpu-memory-utilization says otherwise."""
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_FILES = (
     ("memory.max", "memory.current"),  # cgroup v2
@@ -46,10 +47,6 @@ def _cgroup_free_bytes(root: Path = _CGROUP) -> int | None:
             continue
         return max(0, limit - used)
     return None
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:
@@ -81,8 +78,14 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self._dtype_option = config.dtype
         self.dtype = _resolve_dtype(config.dtype, "float32")
-        self.numerics: Numerics = config.numerics
-        self.num_threads = config.num_threads or _cores()
+        for option, value, plain in (
+            ("--quantization", config.quantization, "none"),
+            ("--kv-cache-dtype", config.kv_cache_dtype, "auto"),
+        ):
+            if value != plain:
+                raise DeviceError(f"{option} {value} is not possible on the CPU: it needs --device cuda")
+        self.numerics: Numerics = "fast" if config.numerics == "fast" else "exact"
+        self.num_threads = config.num_threads or cores()
         torch.set_num_threads(self.num_threads)
         self._kernels = CpuKernels(self.num_threads)
         self._linears: dict[tuple[int, int, bool], tuple[str, CpuLinear]] = {}
@@ -127,7 +130,7 @@ class CpuDevice:
             if budget.fitting < 1:
                 raise DeviceError(
                     f"not one KV block of {size} bytes fits: {free} bytes of memory are free, and "
-                    f"--gpu-memory-utilization {config.gpu_memory_utilization} and --num-cpu-blocks "
+                    f"--gpu-memory-utilization {config.gpu_memory_utilization or _SHARE} and --num-cpu-blocks "
                     f"{config.num_cpu_blocks} leave {budget.fitting * size}"
                 )
             device_blocks = min(budget.fitting, budget.useful)
@@ -149,7 +152,7 @@ class CpuDevice:
 
     def _budget(self, geometry: ModelGeometry, config: ExecutorConfig, size: int, free: int) -> _Budget:
         """Weights are in memory already: the share is of what was free before them."""
-        for_kv = config.gpu_memory_utilization * (free + geometry.weight_bytes) - geometry.weight_bytes
+        for_kv = (config.gpu_memory_utilization or _SHARE) * (free + geometry.weight_bytes) - geometry.weight_bytes
         useful = config.max_num_seqs * -(-geometry.max_model_len // config.block_size)
         return _Budget(max(0, int(for_kv // size)), useful)
 

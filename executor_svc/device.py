@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal, Protocol
 
 import torch
@@ -73,13 +74,29 @@ class Device(Protocol):
 
 
 def make_device(config: ExecutorConfig) -> Device:
-    """Return the device that the options ask for; `auto` takes the CPU.
+    """Return the device that the options ask for; `auto` takes a GPU where there is one, else the CPU.
 
     Its dtype is settled when a model is loaded. Raises DeviceError for a device or dtype that is not there.
     """
-    if config.device == "cuda":
-        raise DeviceError("--device cuda: the GPU executor is not built yet; use --device cpu")
-    # Only here, because its libraries are the CPU's alone.
+    # Only here, because each has libraries of its own.
+    if config.device == "cuda" and not (torch.cuda.is_available() or is_interpreted()):
+        raise DeviceError("--device cuda: PyTorch sees no GPU here; use --device cpu")
+    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
+        try:
+            from executor_svc.gpu_device import GpuDevice
+        except ImportError as error:
+            raise DeviceError(f"--device cuda: {error}; PyTorch for CUDA brings Triton with it") from error
+        return GpuDevice(config)
     from executor_svc.cpu_device import CpuDevice
 
     return CpuDevice(config)
+
+
+def is_interpreted() -> bool:
+    """Is a GPU's part played by Triton's interpreter, on the CPU: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def cores() -> int:
+    """Return the number of processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,7 +2,8 @@
 
 Layout, for each layer: [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size]. All of a block's data in a layer
 is one contiguous piece, which copies and swaps move whole; within a head's part of it the order is the device's own (on
-the CPU keys lie as [head_size, block_size], see `kernels.cpu.rope`).
+the CPU keys lie as [head_size, block_size], see `kernels.cpu.rope`). The host pool has all layers of a block side by
+side.
 """
 
 from __future__ import annotations
@@ -42,39 +43,51 @@ class KVCache:
         self.bytes_per_block = block_bytes(num_layers, num_kv_heads, block_size, head_size, dtype)
         block = (2, num_kv_heads, block_size, head_size)
         self._device = torch.empty(num_layers, num_device_blocks, *block, dtype=dtype, device=device)
-        self._host = torch.empty(num_layers, num_host_blocks, *block, dtype=dtype, pin_memory=device.type == "cuda")
-        self.layers: tuple[Tensor, ...] = tuple(self._device.unbind(0))
-        self._host_layers: tuple[Tensor, ...] = tuple(self._host.unbind(0))
+        self._host = torch.empty(num_host_blocks, num_layers, *block, dtype=dtype)
+        self.layers: tuple[Tensor, ...] = self._device.unbind(0)
+        self._host_layers: tuple[Tensor, ...] = self._host.unbind(1)
 
     def copy(self, sources: BlockIds, destinations: BlockIds) -> None:
         """Copy device blocks sources[i] to destinations[i] in all layers; all sources are read before any is written.
 
         Raises ValueError for ids out of range, lists of unequal length, or a destination named twice.
         """
-        self._move(self.layers, sources, self.layers, destinations)
+        self._copy(*self._pairs(sources, self.num_device_blocks, destinations, self.num_device_blocks))
 
     def swap_out(self, device_ids: BlockIds, host_ids: BlockIds) -> None:
         """Copy device blocks to host blocks, pair by pair, in all layers; errors as in `copy`."""
-        self._move(self.layers, device_ids, self._host_layers, host_ids)
+        self._swap_out(*self._pairs(device_ids, self.num_device_blocks, host_ids, self.num_host_blocks))
 
     def swap_in(self, host_ids: BlockIds, device_ids: BlockIds) -> None:
         """Copy host blocks to device blocks, pair by pair, in all layers; errors as in `copy`."""
-        self._move(self._host_layers, host_ids, self.layers, device_ids)
+        self._swap_in(*self._pairs(host_ids, self.num_host_blocks, device_ids, self.num_device_blocks))
 
-    def _move(
-        self, source: tuple[Tensor, ...], sources: BlockIds, target: tuple[Tensor, ...], destinations: BlockIds
-    ) -> None:
-        read = _checked(sources, source[0].shape[0], "source")
-        written = _checked(destinations, target[0].shape[0], "destination")
+    def _pairs(
+        self, sources: BlockIds, num_sources: int, destinations: BlockIds, num_destinations: int
+    ) -> tuple[Tensor, Tensor]:
+        read = _checked(sources, num_sources, "source")
+        written = _checked(destinations, num_destinations, "destination")
         if read.shape != written.shape:
             raise ValueError(f"{read.numel()} source blocks for {written.numel()} destinations")
         if written.unique().numel() != written.numel():
             raise ValueError("a destination block is named twice")
-        if not written.numel():
-            return
+        return read, written
+
+    def _copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Move what has been checked; ids are int64 on the CPU, and there may be none."""
+        _move(self.layers, sources, self.layers, destinations)
+
+    def _swap_out(self, device_ids: Tensor, host_ids: Tensor) -> None:
+        _move(self.layers, device_ids, self._host_layers, host_ids)
+
+    def _swap_in(self, host_ids: Tensor, device_ids: Tensor) -> None:
+        _move(self._host_layers, host_ids, self.layers, device_ids)
+
+
+def _move(source: Sequence[Tensor], sources: Tensor, target: Sequence[Tensor], destinations: Tensor) -> None:
+    if sources.numel():
         for from_layer, to_layer in zip(source, target, strict=True):
-            blocks = from_layer.index_select(0, read.to(from_layer.device))
-            to_layer.index_copy_(0, written.to(to_layer.device), blocks.to(to_layer.device))
+            to_layer.index_copy_(0, destinations, from_layer.index_select(0, sources))
 
 
 def _checked(ids: BlockIds, num_blocks: int, what: str) -> Tensor:

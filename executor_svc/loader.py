@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,7 @@ from executor_svc.model_folder import LoaderError, read_json, resolve_folder, to
 from executor_svc.models.base import CausalLM, ModelConfigError
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
 from executor_svc.models.decoder import Decoder, ignored_tensors
-from executor_svc.models.registry import ARCHITECTURES
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.registry import ARCHITECTURES, own_architecture, unknown_architecture
 from executor_svc.numerics import probe
 
 __all__ = ["LoadedModel", "LoaderError", "ModelGeometry", "load_model"]
@@ -37,6 +37,8 @@ class LoadedModel:
     """sha256 over what config.json says of the computation."""
     shares_prefixes: bool
     """Do a token's keys and values depend on nothing but the tokens before it."""
+    recordable: bool = True
+    """Is every operation of the model one of the device's: `ModelRunner` runs it, else `EagerRunner`."""
 
 
 def load_model(config: ExecutorConfig, device: Device) -> LoadedModel:
@@ -45,20 +47,29 @@ def load_model(config: ExecutorConfig, device: Device) -> LoadedModel:
     Raises LoaderError for a model that is not there, not whole or not supported (the message names what is wrong),
     and NumericsError where exact numerics were asked for and can not be held on this machine.
     """
-    dummy = config.load_format == "dummy"
-    folder = resolve_folder(config.model, with_weights=not dummy)
+    folder = resolve_folder(config.model, with_weights=config.load_format != "dummy")
     content = read_json(folder, "config.json", required=True)
-    name, spec = _read_spec(folder, content)
-    files = {
-        "config.json": content,
-        "generation_config.json": read_json(folder, "generation_config.json", required=False),
-    }
-    eos, bos = token_ids_of(folder, files, "eos_token_id"), token_ids_of(folder, files, "bos_token_id")
+    named = content.get("architectures")
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    own = own_architecture(names)
+    if own is not None:
+        return _load_own(config, device, folder, content, own)
+    return load_through_transformers(config, device, folder, content, names)
+
+
+def _load_own(
+    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any], architecture: str
+) -> LoadedModel:
+    try:
+        spec = ARCHITECTURES[architecture](content)
+    except ModelConfigError as error:
+        raise LoaderError(f"model folder {folder}: {error}") from error
+    eos, bos = _ends(folder, content)
     max_model_len = _max_model_len(config, spec.context_limit)
     device.adopt_dtype(_checkpoint_dtype(content))
-    _check_memory(folder, spec, max_model_len, device)
+    _check_memory(folder, spec.least_numbers(max_model_len), "weights and rotary tables", max_model_len, device)
     weights: DummyWeights | SafetensorsWeights
-    if dummy:
+    if config.load_format == "dummy":
         weights = DummyWeights(config.seed, device.dtype, device.torch_device)
     else:
         weights = SafetensorsWeights(folder, device.dtype, device.torch_device)
@@ -66,13 +77,13 @@ def load_model(config: ExecutorConfig, device: Device) -> LoadedModel:
     if isinstance(weights, SafetensorsWeights):
         ignored = ignored_tensors(spec)
         weights.check_all_used(lambda tensor: tensor.endswith(ignored))
-    geometry = _geometry(config.model, name, spec, max_model_len, device, weights.num_parameters)
+    geometry = _geometry(config, architecture, model, spec.hidden_size, max_model_len, device, weights.num_parameters)
     probe(device, max(config.max_num_batched_tokens, config.max_num_seqs))
     return LoadedModel(
         model=model,
         geometry=geometry,
-        eos_token_ids=tuple(sorted(token for token in set(eos) if token < geometry.vocab_size)),
-        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=tuple(token for token in eos if token < geometry.vocab_size),
+        bos_token_id=bos,
         tokenizer=tokenizer_of(config.model, folder),
         weights_digest=weights.digest(),
         spec_digest=spec.digest(max_model_len),
@@ -80,34 +91,78 @@ def load_model(config: ExecutorConfig, device: Device) -> LoadedModel:
     )
 
 
-def _read_spec(folder: Path, content: dict[str, Any]) -> tuple[str, DecoderSpec]:
-    """Return the first supported architecture that config.json names, and what the file says of the model."""
-    named = content.get("architectures")
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    for name in names:
-        if name in ARCHITECTURES:
-            try:
-                return name, ARCHITECTURES[name](content)
-            except ModelConfigError as error:
-                raise LoaderError(f"model folder {folder}: {error}") from error
-    given, supported = ", ".join(names) or "none", ", ".join(sorted(ARCHITECTURES))
-    raise LoaderError(
-        f"model folder {folder}: architecture {given} in config.json is not supported; supported: {supported}"
+def load_through_transformers(
+    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any], names: Sequence[str]
+) -> LoadedModel:
+    """Load a model that transformers has the code for; arguments and errors as `load_model` has them.
+
+    Raises LoaderError also where numerics must be exact: what torch computes may depend on the batch.
+    """
+    # Only here: importing transformers takes a second.
+    from executor_svc.models.through_transformers import build, choice
+
+    model_type = content.get("model_type")
+    architecture = choice.find_architecture(names, model_type)
+    if architecture is None:
+        raise LoaderError(f"model folder {folder}: {unknown_architecture(names, model_type)}")
+    if config.numerics == "exact":
+        raise LoaderError(
+            f"model folder {folder}: {architecture} runs through transformers' own code, where --numerics exact can "
+            "not be promised; use --numerics fast, or auto"
+        )
+    device.numerics = "fast"
+    chosen = choice.choose(folder, architecture)
+    eos, bos = _ends(folder, content)
+    max_model_len = _max_model_len(config, chosen.context_limit)
+    choice.check_length(chosen, max_model_len)
+    device.adopt_dtype(_checkpoint_dtype(content))
+    _check_memory(folder, build.count_numbers(chosen, folder), "weights", max_model_len, device)
+    dummy_seed = config.seed if config.load_format == "dummy" else None
+    built = build.build(chosen, folder, max_model_len, config.block_size, device, dummy_seed)
+    model = built.model
+    geometry = _geometry(config, architecture, model, built.hidden_size, max_model_len, device, built.num_parameters)
+    return LoadedModel(
+        model=model,
+        geometry=geometry,
+        eos_token_ids=tuple(token for token in eos if token < geometry.vocab_size),
+        bos_token_id=bos,
+        tokenizer=tokenizer_of(config.model, folder),
+        weights_digest=built.weights_digest,
+        spec_digest=built.spec_digest,
+        shares_prefixes=True,
+        recordable=False,
     )
 
 
+def _ends(folder: Path, content: dict[str, Any]) -> tuple[list[int], int | None]:
+    """Return the ids that end a text, ascending, and the one that begins it."""
+    files = {
+        "config.json": content,
+        "generation_config.json": read_json(folder, "generation_config.json", required=False),
+    }
+    eos, bos = token_ids_of(folder, files, "eos_token_id"), token_ids_of(folder, files, "bos_token_id")
+    return sorted(set(eos)), bos[0] if bos else None
+
+
 def _geometry(
-    model: str, architecture: str, spec: DecoderSpec, max_model_len: int, device: Device, num_parameters: int
+    config: ExecutorConfig,
+    architecture: str,
+    model: CausalLM,
+    hidden_size: int,
+    max_model_len: int,
+    device: Device,
+    num_parameters: int,
 ) -> ModelGeometry:
+    shape = model.attention_shapes[0]
     return ModelGeometry(
-        name=model,
+        name=config.model,
         architecture=architecture,
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        num_layers=spec.num_layers,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
+        vocab_size=model.vocab_size,
+        hidden_size=hidden_size,
+        num_layers=model.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
         max_model_len=max_model_len,
         dtype=str(device.dtype).removeprefix("torch."),
         num_parameters=num_parameters,
@@ -121,19 +176,24 @@ def _checkpoint_dtype(content: dict[str, Any]) -> str:
     return str(named).removeprefix("torch.")
 
 
-def _max_model_len(config: ExecutorConfig, limit: int) -> int:
-    if config.max_model_len is None:
-        return limit
-    if config.max_model_len > limit:
-        raise LoaderError(f"--max-model-len {config.max_model_len}: the model was made for at most {limit} positions")
-    return config.max_model_len
+def _max_model_len(config: ExecutorConfig, limit: int | None) -> int:
+    asked = config.max_model_len
+    if limit is None:
+        if asked is None:
+            raise LoaderError(
+                f"--model {config.model}: config.json has no max_position_embeddings; give --max-model-len"
+            )
+        return asked
+    if asked is not None and asked > limit:
+        raise LoaderError(f"--max-model-len {asked}: the model was made for at most {limit} positions")
+    return limit if asked is None else asked
 
 
-def _check_memory(folder: Path, spec: DecoderSpec, max_model_len: int, device: Device) -> None:
+def _check_memory(folder: Path, numbers: int, what: str, max_model_len: int, device: Device) -> None:
     """Refuse what can not fit before minutes of loading end in the kernel's out-of-memory killer."""
-    needed, free = spec.least_numbers(max_model_len) * device.dtype.itemsize, device.free_memory_bytes()
+    needed, free = numbers * device.dtype.itemsize, device.free_memory_bytes()
     if needed > free:
         raise LoaderError(
-            f"model folder {folder}: weights and rotary tables for --max-model-len {max_model_len} take {needed} bytes "
+            f"model folder {folder}: {what} for --max-model-len {max_model_len} take {needed} bytes "
             f"in {str(device.dtype).removeprefix('torch.')}, {free} bytes of memory are free"
         )

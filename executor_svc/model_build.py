@@ -9,13 +9,27 @@ import torch
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.description import Description, describe, limits_of
-from executor_svc.device import make_device
-from executor_svc.loader import load_model
+from executor_svc.device import Device, make_device
+from executor_svc.eager_runner import EagerRunner
+from executor_svc.kv_cache import KVCache
+from executor_svc.loader import LoadedModel, load_model
 from executor_svc.model_runner import ModelRunner
 from executor_svc.numerics import fingerprint
-from executor_svc.step import StepExecutor
+from executor_svc.plan import Limits
+from executor_svc.step import Runner, StepExecutor
 
 _log = logging.getLogger(__name__)
+
+
+def make_runner(loaded: LoadedModel, device: Device, kv_cache: KVCache, limits: Limits) -> Runner:
+    """Return what runs a model, for use by one thread."""
+    if not loaded.recordable:
+        return EagerRunner(loaded, device, kv_cache, limits)
+    if device.name == "cpu":
+        return ModelRunner(loaded, device, kv_cache, limits)
+    from executor_svc.gpu_runner import GpuModelRunner
+
+    return GpuModelRunner(loaded, device, kv_cache, limits)
 
 
 def build_model(config: ExecutorConfig) -> tuple[StepExecutor, Description]:
@@ -34,7 +48,7 @@ def build_model(config: ExecutorConfig) -> tuple[StepExecutor, Description]:
         geometry.vocab_size, geometry.max_model_len,
     )  # fmt: skip
     pools = device.new_kv_cache(geometry, config)
-    prints = fingerprint(config, loaded, device, pools)
+    prints = fingerprint(loaded, device, pools)
     limits = limits_of(config, geometry, pools)
     _log.info(
         "device %s: %d threads, numerics %s, KV blocks of %d tokens: %d on the device, %d on the host, %d bytes each",
@@ -42,6 +56,6 @@ def build_model(config: ExecutorConfig) -> tuple[StepExecutor, Description]:
         limits.num_host_blocks, pools.bytes_per_block,
     )  # fmt: skip
     _log.info("loaded in %.1f s; fingerprint %s", time.monotonic() - began, prints.digest.hex()[:16])
-    executor = StepExecutor(ModelRunner(loaded, device, pools, limits), pools, limits)
+    executor = StepExecutor(make_runner(loaded, device, pools, limits), pools, limits)
     description = describe(loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes)
     return executor, description

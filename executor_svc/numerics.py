@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from executor_svc.config import ExecutorConfig
 from executor_svc.description import Fingerprint
 from executor_svc.device import Device
 from executor_svc.kv_cache import KVCache
@@ -14,11 +13,11 @@ if TYPE_CHECKING:
     from executor_svc.loader import LoadedModel
 
 
-def fingerprint(config: ExecutorConfig, loaded: LoadedModel, device: Device, kv_cache: KVCache) -> Fingerprint:
+def fingerprint(loaded: LoadedModel, device: Device, kv_cache: KVCache) -> Fingerprint:
     """Return the fingerprint of a loaded model; `load_model` has probed the device, which may choose kernels."""
     kv_dtype = str(kv_cache.dtype).removeprefix("torch.")
     parts: tuple[object, ...] = (
-        config.numerics,
+        device.numerics,
         loaded.weights_digest.hex(),
         loaded.spec_digest.hex(),
         loaded.geometry.dtype,
@@ -29,7 +28,7 @@ def fingerprint(config: ExecutorConfig, loaded: LoadedModel, device: Device, kv_
         device.versions,
     )
     return Fingerprint(
-        mode=config.numerics,
+        mode=device.numerics,
         weights_digest=loaded.weights_digest,
         dtype=loaded.geometry.dtype,
         kv_dtype=kv_dtype,

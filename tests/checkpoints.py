@@ -70,6 +70,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """What each family's tiny model has beside or over `_SHAPE`, by transformers' model_type: all that sets it apart."""
 
+_PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.4}
+
+HOSTED: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 6, "n_positions": 512, "n_embd": 40, "n_head": 4, "n_layer": 2, "n_inner": 72},
+    "falcon": {"multi_query": True, "new_decoder_architecture": False, "alibi": False, "bias": False},
+    "gpt2": {"n_positions": 512, "n_embd": 40, "n_head": 4, "n_layer": 2, "n_inner": 72, "tie_word_embeddings": True},
+    "gpt_neo": {
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": _WINDOW,
+        "tie_word_embeddings": True,
+    },
+    "gpt_neox": {"rope_parameters": _PARTIAL_ROPE},
+    "gptj": {"rotary_dim": 6, "n_positions": 512, "n_embd": 40, "n_head": 4, "n_layer": 2, "n_inner": 72},
+    "opt": {"ffn_dim": 72, "word_embed_proj_dim": 24, "tie_word_embeddings": True, "pad_token_id": 1},
+    "phi": {"qk_layernorm": True, "rope_parameters": _PARTIAL_ROPE},
+}
+"""The same for families that Cadenza has no code of its own for: they run through transformers'."""
+
 
 def make_llama(
     folder: Path,
@@ -98,7 +118,7 @@ def make_checkpoint(
 
     Args:
         folder: made if need be.
-        family: one of `FAMILIES`.
+        family: one of `FAMILIES` or `HOSTED`.
         seed: of the weights. They are wide enough that greedy continuations wander, norms and biases included.
         dtype: of the weights as saved.
         shards: save several safetensors files and their index.
@@ -107,7 +127,7 @@ def make_checkpoint(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**_SHAPE, **FAMILIES[family], **shape})
+    config = AutoConfig.for_model(family, **{**_SHAPE, **{**FAMILIES, **HOSTED}[family], **shape})
     # Gemma adds 1 to its weights; they are large, or the scaled and tied embedding would repeat each token forever.
     norms = (0.5, 2.5) if family.startswith("gemma") else (0.5, 1.5)
     with torch.random.fork_rng(devices=[]):
@@ -115,10 +135,10 @@ def make_checkpoint(
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "norm" in name:
-                    parameter.uniform_(*norms)
-                elif name.endswith("bias"):
+                if name.endswith("bias"):
                     parameter.normal_(0, 0.1)
+                elif "norm" in name or ".ln_" in name:
+                    parameter.uniform_(*norms)
     model = model.to(dtype)
     model.config.dtype = dtype
     folder.mkdir(parents=True, exist_ok=True)

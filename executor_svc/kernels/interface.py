@@ -47,6 +47,16 @@ class Rope(NamedTuple):
     """[T] int64: the row of cos and sin that each token takes."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms of query and key heads over their first D columns, before the rotary embedding."""
+
+    q: Tensor
+    """[D], shared by all heads; it and k follow the rule of `Kernels.rms_norm`."""
+    k: Tensor
+    eps: float
+
+
 class Linear(Protocol):
     """A weight made ready for this device: maps [rows, in_features] to [rows, out_features]."""
 
@@ -110,8 +120,10 @@ class Kernels(Protocol):
         """Return the head size that q, k, v and the cache have on this device."""
         ...
 
-    def new_attention_plan(self, shape: AttentionShape, max_model_len: int, most_tokens: int) -> AttentionPlan:
-        """Return a plan, to be filled for each step of at most so many tokens."""
+    def new_attention_plan(
+        self, shape: AttentionShape, max_model_len: int, most_tokens: int, most_seqs: int | None = None
+    ) -> AttentionPlan:
+        """Return a plan, to be filled for each step of at most so many tokens and sequences (None: as tokens)."""
         ...
 
     def recording(self) -> AbstractContextManager[Recording]:
@@ -148,17 +160,16 @@ class Kernels(Protocol):
         """Return x * scale + residual; may write into x and residual."""
         ...
 
-    def norm_heads(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, shape: AttentionShape) -> Tensor:
-        """RMS-normalize each query and key head of qkv [T, (H + 2 KVH) * DP] over its first D columns.
-
-        Weights [D] are shared by all heads and follow the rule of `rms_norm`; values stay. May write into qkv.
-        """
-        ...
-
     def rope_write_kv(
-        self, qkv: Tensor, rope: Rope, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan
+        self,
+        qkv: Tensor,
+        rope: Rope,
+        kv_layer: Tensor,
+        shape: AttentionShape,
+        plan: AttentionPlan,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Rotate q and k, write k and v to the cache, return q.
+        """Normalize q and k where norms are given, rotate them, write k and v to the cache, return q.
 
         Args:
             qkv: [T, (H + 2 KVH) * DP]; may be overwritten.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Kernels, Linear, Rope
+from executor_svc.kernels.interface import AttentionPlan, AttentionShape, HeadNorms, Kernels, Linear, Rope
 
 
 def pad_heads(weight: Tensor, head_size: int, padded_head_size: int) -> Tensor:
@@ -18,15 +16,6 @@ def pad_heads(weight: Tensor, head_size: int, padded_head_size: int) -> Tensor:
     padded = heads.new_zeros(heads.shape[0], padded_head_size, *weight.shape[1:])
     padded[:, :head_size] = heads
     return padded.flatten(0, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """Weights [head_size] of the norms of query and key heads, before the rotary embedding."""
-
-    q: Tensor
-    k: Tensor
-    eps: float
 
 
 class Attention:
@@ -44,9 +33,7 @@ class Attention:
     def __call__(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """Return [T, hidden] for x [T, hidden]; writes this step's keys and values to kv_layer."""
         qkv = self._qkv(x)
-        if self._norms is not None:
-            qkv = self._kernels.norm_heads(qkv, self._norms.q, self._norms.k, self._norms.eps, self._shape)
-        q = self._kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan)
+        q = self._kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan, self._norms)
         return self._output(self._kernels.attention(q, kv_layer, self._shape, plan))
 
 

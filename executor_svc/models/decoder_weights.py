@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor_svc.kernels.interface import AttentionShape, Linear
-from executor_svc.layers.attention import Attention, HeadNorms, fuse_qkv, pad_output
+from executor_svc.kernels.interface import AttentionShape, HeadNorms, Linear
+from executor_svc.layers.attention import Attention, fuse_qkv, pad_output
 from executor_svc.layers.mlp import GatedMlp
 from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.spec import DecoderSpec

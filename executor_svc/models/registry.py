@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from executor_svc.models.families.gemma import read_gemma2, read_gemma3
@@ -23,3 +23,18 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "Qwen2ForCausalLM": read_qwen2,
     "Qwen3ForCausalLM": read_qwen3,
 }
+
+
+def own_architecture(names: Sequence[str]) -> str | None:
+    """Return the first of the names in config.json that Cadenza has its own code for."""
+    return next((name for name in names if name in ARCHITECTURES), None)
+
+
+def unknown_architecture(names: Sequence[str], model_type: object) -> str:
+    """Return what to say of a config.json whose names neither Cadenza nor transformers knows."""
+    given, supported = ", ".join(names) or "none", ", ".join(sorted(ARCHITECTURES))
+    return (
+        f"architecture {given} in config.json, with model_type {model_type!r}, is not supported; "
+        f"supported: {supported}, and most causal LMs of transformers, such as "
+        "GPTNeoXForCausalLM (docs/models.md)"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.model_runner import ModelRunner
+from executor_svc.model_build import make_runner
 from executor_svc.plan import Limits, StepResult, StepStatus
 from executor_svc.step import StepExecutor
 from tests.helpers.plans import plan
@@ -34,7 +34,7 @@ class Stepper:
             num_host_blocks=0,
             max_inflight_plans=1,
         )
-        self.executor = StepExecutor(ModelRunner(model.loaded, model.device, pools, limits), pools, limits)
+        self.executor = StepExecutor(make_runner(model.loaded, model.device, pools, limits), pools, limits)
         self._step_id = 0
 
     @staticmethod

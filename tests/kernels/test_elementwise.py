@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from executor_svc.kernels import reference
 from executor_svc.kernels.cpu import CpuKernels
-from executor_svc.kernels.interface import AttentionShape
+from executor_svc.kernels.interface import AttentionShape, HeadNorms
 from executor_svc.layers.rope import RopeConfig, RotaryTables, inverse_frequencies
 from tests.kernels.driver import flat_batch
 from tests.kernels.layout import as_shaped, plan_for
@@ -98,7 +98,7 @@ def test_norm_heads(seed: int, tokens: int, sizes: tuple[int, int, int], dtype: 
     heads[..., :head_size] = randn(seed, tokens, heads.shape[1], head_size).to(dtype)
     weights = [randn(seed + i, head_size).to(torch.float32 if wide else dtype) for i in (1, 2)]
     expected = reference.norm_heads(heads.flatten(1), *weights, 1e-6, shape)
-    found = kernels.norm_heads(heads.flatten(1).clone(), *weights, 1e-6, shape)
+    found = kernels.norm_heads(heads.flatten(1).clone(), HeadNorms(*weights, 1e-6), shape)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
     found = found.view(heads.shape)

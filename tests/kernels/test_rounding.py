@@ -13,7 +13,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from executor_svc.kernels.cpu import CpuKernels
-from executor_svc.kernels.interface import AttentionShape, Rope
+from executor_svc.kernels.interface import AttentionShape, HeadNorms, Rope
 from tests.kernels.driver import flat_batch
 from tests.kernels.layout import as_shaped, plan_for
 
@@ -66,7 +66,7 @@ def test_norms_of_heads(norm: Norm) -> None:
     expected = qkv.clone()
     expected[:, :4, :20] = q_norm(qkv[:, :4, :20])
     expected[:, 4:6, :20] = k_norm(qkv[:, 4:6, :20])
-    found = KERNELS.norm_heads(qkv.flatten(1), q_weight, k_weight, 1e-6, shape).view(300, 8, 32)
+    found = KERNELS.norm_heads(qkv.flatten(1), HeadNorms(q_weight, k_weight, 1e-6), shape).view(300, 8, 32)
     assert share_equal(found[:, :6, :20], expected[:, :6, :20]) > 0.9995
     assert torch.equal(found[:, 6:], expected[:, 6:])
 

@@ -169,7 +169,7 @@ def test_fingerprint(original: Path) -> None:
         config = ExecutorConfig(model=str(original), num_gpu_blocks=4, **{"num_threads": 1, **options})
         device = make_device(config)
         loaded = load_model(config, device)
-        return fingerprint(config, loaded, device, device.new_kv_cache(loaded.geometry, config))
+        return fingerprint(loaded, device, device.new_kv_cache(loaded.geometry, config))
 
     first = take()
     assert take() == first
@@ -284,9 +284,14 @@ def test_hub_id_that_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (loaded.geometry.name, loaded.tokenizer) == ("some/model", "some/model")
 
 
-def test_devices_that_are_not_there() -> None:
-    with pytest.raises(DeviceError, match="GPU executor is not built yet"):
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(DeviceError, match="--device cuda: PyTorch sees no GPU here"):
         make_device(ExecutorConfig(model="m", device="cuda"))
+    for name, value in (("quantization", "int8"), ("kv_cache_dtype", "fp8")):
+        with pytest.raises(DeviceError, match=f"--{name.replace('_', '-')} {value} is not possible on the CPU"):
+            make_device(ExecutorConfig(model="m", device="cpu", **{name: value}))
     with pytest.raises(DeviceError, match="--dtype float16"):
         make_device(ExecutorConfig(model="m", dtype="float16"))
     assert make_device(ExecutorConfig(model="m", num_threads=1)).name == "cpu"

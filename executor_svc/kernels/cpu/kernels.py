@@ -17,7 +17,7 @@ from executor_svc.kernels.cpu.codegen.compiled import Code
 from executor_svc.kernels.cpu.codegen.emit import Dtype
 from executor_svc.kernels.cpu.codegen.team import Launch, Program, Team
 from executor_svc.kernels.cpu.workspace import Workspace
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Rope
+from executor_svc.kernels.interface import AttentionPlan, AttentionShape, HeadNorms, Rope
 
 _HEAD_MULTIPLE = 16
 
@@ -66,7 +66,9 @@ class CpuKernels:
         """Round up to whole vectors."""
         return -(-head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
 
-    def new_attention_plan(self, shape: AttentionShape, max_model_len: int, most_tokens: int) -> CpuAttentionPlan:
+    def new_attention_plan(
+        self, shape: AttentionShape, max_model_len: int, most_tokens: int, most_seqs: int | None = None
+    ) -> CpuAttentionPlan:
         """A plan to be filled for each step of at most so many tokens."""
         num_threads = self._team.num_threads
         scratch = torch.empty(cpu_attention.scratch_bytes(shape, max_model_len) * num_threads, dtype=torch.uint8)
@@ -103,18 +105,27 @@ class CpuKernels:
         self._launch(Launch(kernel, "rows", norm.ROWS_AT_ONCE, 1, _addresses(x, residual)), x.shape[0])
         return residual
 
-    def norm_heads(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, shape: AttentionShape) -> Tensor:
+    def norm_heads(self, qkv: Tensor, norms: HeadNorms, shape: AttentionShape) -> Tensor:
+        """Normalize the heads of qkv [T, (H + 2 KVH) * DP] in place; values stay."""
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         sizes = (shape.head_size, shape.padded_head_size)
-        kernel = norm.norm_heads(self._code, _dtype(qkv), _dtype(q_weight), heads, *sizes, eps)
-        arguments = _addresses(qkv, q_weight, k_weight)
+        kernel = norm.norm_heads(self._code, _dtype(qkv), _dtype(norms.q), heads, *sizes, norms.eps)
+        arguments = _addresses(qkv, norms.q, norms.k)
         self._launch(Launch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
         return qkv
 
     def rope_write_kv(
-        self, qkv: Tensor, rope: Rope, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan
+        self,
+        qkv: Tensor,
+        rope: Rope,
+        kv_layer: Tensor,
+        shape: AttentionShape,
+        plan: AttentionPlan,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         assert isinstance(plan, CpuAttentionPlan)
+        if norms is not None:
+            qkv = self.norm_heads(qkv, norms, shape)
         kernel = rotary.rope_write_kv(self._code, _dtype(qkv), shape, rope.cos.shape[1], kv_layer.shape[3])
         arguments = (*_addresses(qkv, *rope), plan.slots.ctypes.data, kv_layer.data_ptr())
         self._launch(Launch(kernel, "rows", 1, 1, arguments), qkv.shape[0])

@@ -1,0 +1,101 @@
+"""What a step's attention is told on the GPU: filled once per step, shared by all layers of one attention shape."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from executor_svc.kernels.gpu.attention import attention
+from executor_svc.kernels.gpu.attention_call import AttentionCall
+from executor_svc.kernels.gpu.attention_split import scratch_floats, split_attention, wants_split
+from executor_svc.kernels.gpu.rope import Scales
+from executor_svc.kernels.interface import AttentionShape
+
+_SMALLEST_BLOCK = 8
+_names = itertools.count()
+
+
+class GpuAttentionPlan:
+    """A step's sequences at addresses that recorded launches and captured graphs know."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        max_model_len: int,
+        most_tokens: int,
+        most_seqs: int,
+        device: torch.device,
+        arch: int,
+        num_sms: int,
+    ) -> None:
+        """Have room for steps of so many tokens and sequences."""
+        self.name = f"tokens{next(_names)}"
+        self.num_tiles = 0
+        self.slot_mapping = torch.full((most_tokens,), -1, dtype=torch.int64, device=device)
+        self._shape = shape
+        self._arch = arch
+        self._num_sms = num_sms
+        self._max_model_len = max_model_len
+        width = -(-max_model_len // _SMALLEST_BLOCK)
+        self._counting = torch.arange(most_seqs + 1, dtype=torch.int32, device=device)
+        self._starts = self._counting.clone()
+        self._lens = torch.zeros(most_seqs, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(most_seqs, width, dtype=torch.int32, device=device)
+        size = scratch_floats(shape.num_heads, shape.num_kv_heads, shape.padded_head_size, num_sms)
+        self._scratch = torch.empty(size, dtype=torch.float32, device=device)
+        self._ones = torch.ones(shape.num_kv_heads, dtype=torch.float32, device=device)
+        self._num_seqs = self._max_query_len = self._max_seq_len = 0
+
+    def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
+        """Take a step, of tensors on the host: arguments as in `input_batch.ForwardBatch`."""
+        num_tokens, self._num_seqs = slot_mapping.shape[0], seq_lens.shape[0]
+        self._max_query_len = int(query_start_loc.diff().max())
+        self._max_seq_len = int(seq_lens.max())
+        self.num_tiles = num_tokens
+        for into, given in (
+            (self.slot_mapping, slot_mapping),
+            (self._starts, query_start_loc),
+            (self._lens, seq_lens),
+            (self._tables[:, : block_tables.shape[1]], block_tables),
+        ):
+            into[: given.shape[0]].copy_(given, non_blocking=True)
+
+    def empty_behind(self, num_seqs: int, size: int) -> None:
+        """Let a filled step of num_seqs sequences of one token be one of `size` sequences, the others empty."""
+        self._starts[num_seqs + 1 : size + 1] = self._counting[num_seqs + 1 : size + 1]
+        self._lens[num_seqs:size] = 0
+        self.slot_mapping[num_seqs:size] = -1
+
+    def become(self, num_seqs: int) -> None:
+        """Let launches be those of any step of num_seqs sequences with a token each, however long: a graph's."""
+        self.num_tiles = self._num_seqs = num_seqs
+        self._max_query_len, self._max_seq_len = 1, self._max_model_len
+
+    def scales(self, kv_layer: Tensor) -> Scales | None:
+        """Return what keys and values in fp8 are multiplied with: 1, since e4m3 is wide enough for them as they are."""
+        return Scales(self._ones, self._ones) if kv_layer.dtype == torch.float8_e4m3fn else None
+
+    def attend(self, q: Tensor, kv_layer: Tensor, out: Tensor) -> None:
+        """Enqueue attention of q [T, H, D] over the sequences of the step; out: [T, H * D]."""
+        shape, seqs, scales = self._shape, self._num_seqs, self.scales(kv_layer)
+        call = AttentionCall(
+            q,
+            kv_layer,
+            self._starts[: seqs + 1],
+            self._lens[:seqs],
+            self._tables[:seqs],
+            out,
+            shape.scale,
+            self._max_query_len,
+            self._max_seq_len,
+            shape.window,
+            shape.softcap,
+            scales and scales.k,
+            scales and scales.v,
+        )
+        if wants_split(seqs, shape.num_kv_heads, self._max_query_len, self._max_seq_len, self._num_sms):
+            split_attention(call, self._arch, self._scratch, self._num_sms)
+        else:
+            attention(call, self._arch)

@@ -1,0 +1,153 @@
+"""What the attention kernels share: one query tile over a run of key tiles, with the softmax worked out on the way.
+
+The online softmax is that of Milakov and Gimelshein (2018), in tiles as in FlashAttention (Dao et al., 2022).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def first_seen(position, window, HAS_WINDOW: tl.constexpr):
+    """The first position that a token at this one sees."""
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(position - window + 1, 0)
+    return first
+
+
+@triton.jit
+def query_places(base, rows, token, head, first, stride, group, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Where a tile's rows are, [ROWS, PADDED], in a tensor at `base` of tokens `stride` apart.
+
+    Row r is for query head r % group of this KV head, and for token [ROWS] after the first.
+    """
+    offsets = token * stride + (head * group + rows % group) * HEAD_SIZE
+    return base + first.to(tl.int64) * stride + (offsets[:, None] + tl.arange(0, PADDED)[None, :])
+
+
+@triton.jit
+def rows_and_columns(rows, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Mask of a tile's elements that are there: those of the given rows [ROWS], up to the head size."""
+    there = rows[:, None]
+    if HEAD_SIZE != PADDED:
+        there = there & (tl.arange(0, PADDED) < HEAD_SIZE)[None, :]
+    return there
+
+
+@triton.jit
+def as_multiplied(q, head, k_scale, scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr):
+    """Return q [ROWS, PADDED] as it meets the keys, and for each row two factors, of q k and of what becomes of it.
+
+    With keys and values in fp8 everything is multiplied in fp16, which holds them: q is scaled by a power of 2 for each
+    row to be in its range. Values below 2^-14 of the greatest in a row lose bits by that, less than the row's rounding.
+    """
+    factor = tl.zeros([q.shape[0]], tl.float32) + scale
+    if HAS_SCALES:
+        factor *= tl.load(k_scale + head)
+        if q.dtype != tl.float16:
+            greatest = tl.max(tl.abs(q.to(tl.float32)), 1)
+            # At least 2^-63: a factor of 0 would make a NaN of a score of -inf.
+            exponent = tl.maximum(greatest.to(tl.int32, bitcast=True) & 0x7F800000, 0x20000000)
+            inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+            q = (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
+            factor *= exponent.to(tl.float32, bitcast=True)
+    outer = factor
+    if HAS_SOFTCAP:
+        outer = tl.zeros([q.shape[0]], tl.float32) + softcap
+    return q, factor, outer
+
+
+@triton.jit
+def keys_to_read(tile, low, high, TILE: tl.constexpr):
+    """Keys [TILE] of a tile; in place of those that no row sees, one that some row does: 0 * NaN would be NaN."""
+    return tl.maximum(tl.minimum(tile * TILE + tl.arange(0, TILE), high - 1), low)
+
+
+@triton.jit
+def attend(
+    q,
+    kv_head,
+    table,
+    positions,
+    begin,
+    end,
+    low,
+    high,
+    clear_from,
+    clear_to,
+    num_kv_heads,
+    inner,
+    outer,
+    window,
+    HEAD_SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Return weighted values [ROWS, PADDED], not yet divided, and each row's greatest exponent of 2 and sum of weights.
+
+    Args:
+        q: [ROWS, PADDED], with its factors, as `as_multiplied` has them.
+        kv_head: where this KV head's keys are in the cache's first block.
+        table: the sequence's block table.
+        positions: [ROWS] of the tokens.
+        begin, end: tiles begin to end - 1 of the sequence's keys are gone through.
+        low, high: keys low to high - 1 are seen by some row; no others are read.
+        clear_from, clear_to: every row sees all of the tiles clear_from to clear_to - 1.
+    """
+    columns = tl.arange(0, PADDED)
+    offsets = tl.arange(0, TILE)
+    head_stride: tl.constexpr = BLOCK_SIZE * HEAD_SIZE
+    value_offset = num_kv_heads * head_stride
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
+    greatest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    # Loaded one tile ahead, or the copies of keys and values could start only once they are there.
+    ids = tl.load(table + keys_to_read(begin, low, high, TILE) // BLOCK_SIZE)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        read = keys_to_read(tile, low, high, TILE)
+        where = kv_head + (ids.to(tl.int64) * (2 * value_offset) + read % BLOCK_SIZE * HEAD_SIZE)[:, None] + columns
+        ids = tl.load(table + keys_to_read(tile + 1, low, high, TILE) // BLOCK_SIZE)
+        if HEAD_SIZE == PADDED:
+            k = tl.load(where)
+            v = tl.load(where + value_offset)
+        else:
+            there = (columns < HEAD_SIZE)[None, :]
+            k = tl.load(where, mask=there, other=0.0)
+            v = tl.load(where + value_offset, mask=there, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if HAS_SOFTCAP:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1); the softmax needs no 1, and the 2 is in the outer factor.
+            scores = -1.0 / (tl.exp2(scores * inner[:, None]) + 1.0)
+        if (tile < clear_from) | (tile >= clear_to):
+            keys = tile * TILE + offsets
+            visible = keys[None, :] <= positions[:, None]
+            if HAS_WINDOW:
+                visible &= keys[None, :] > positions[:, None] - window
+            scores = tl.where(visible, scores, float("-inf"))
+        highest = tl.maximum(greatest, tl.max(scores, 1))
+        # A row that has seen nothing yet: -inf less -inf would be NaN.
+        base = tl.where(highest == float("-inf"), 0.0, highest * outer)
+        weights = tl.exp2(scores * outer[:, None] - base[:, None])
+        shrink = tl.exp2(greatest * outer - base)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        greatest = highest
+    return acc, greatest * outer, total
+
+
+@triton.jit
+def divided(acc, total, head, v_scale, HAS_SCALES: tl.constexpr):
+    """Return weighted values [ROWS, PADDED] over the sums of their weights, 0 where there were none."""
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if HAS_SCALES:
+        result *= tl.load(v_scale + head)
+    return result

@@ -1,0 +1,47 @@
+"""The sampler's random numbers inside Triton kernels: the bits of `kernels.philox`, which names their sources."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
+MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+MIX_2 = tl.constexpr(0x94D049BB133111EB)
+BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
+SCALE = tl.constexpr(2.0**-53)
+
+
+@triton.jit
+def row_key(seed_low, seed_high, sample_index, position, PURPOSE: tl.constexpr):
+    """A 64-bit key, uint64, as `philox.row_keys` makes it; arguments are int32 words, scalars."""
+    seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True).to(
+        tl.uint64
+    )
+    low, high, _, _ = tl.philox(seed, position, sample_index, position * 0 + PURPOSE, position * 0)
+    return low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+
+
+@triton.jit
+def uniform(key, ids):
+    """Uniform numbers in (0, 1), float32, for ids int32 under one key: what `philox.gumbel` makes its noise of."""
+    z = key + ids.to(tl.uint64) * GOLDEN_GAMMA
+    z = (z ^ (z >> 30)) * MIX_1
+    z = (z ^ (z >> 27)) * MIX_2
+    z = z ^ (z >> 31)
+    # The high 52 bits plus a half, all exact in 53 bits: the only rounding is the one to float32.
+    odd = ((z >> 11) | 1).to(tl.int64)
+    return tl.minimum(odd.to(tl.float32) * SCALE, BELOW_ONE)
+
+
+@triton.jit
+def exponential(v):
+    """-log1p(-v) of uniform v: a standard exponential number, exact for the small ones that win a race.
+
+    log1p from log by the quotient that cancels the rounding of 1 - v (Kahan; in Goldberg, "What every computer
+    scientist should know about floating-point arithmetic", 1991, theorem 4).
+    """
+    rest = 1.0 - v
+    taken = 1.0 - rest
+    small = taken == 0.0
+    return tl.where(small, v, -tl.log(rest) * (v / tl.where(small, 1.0, taken)))

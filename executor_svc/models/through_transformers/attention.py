@@ -1,0 +1,118 @@
+"""What stands in for attention inside transformers' models: keys and values go to the paged cache, by our kernels.
+
+A model calls it as transformers' `AttentionInterface` says, once for each layer and always in the same order: the n-th
+call of a forward pass has the n-th layer of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Kernels, Rope
+
+NAME = "cadenza_paged"
+"""Of the attention as transformers knows it; no mask is made for it."""
+
+PROBE_NAME = "cadenza_probe"
+"""The same while a model is looked at: masks are described instead of made, see `probe.describe_mask`."""
+
+
+class Attend(Protocol):
+    """Attention as transformers' models call it."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """Return the output [1, T, H, DV] for query [1, H, T, DK], key [1, KVH, T, DK] and value [1, KVH, T, DV]."""
+        ...
+
+
+_current: ContextVar[Attend] = ContextVar("attend")
+
+
+@contextmanager
+def attending(attend: Attend) -> Iterator[None]:
+    """Let models in this context have this attention."""
+    token = _current.set(attend)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Call the attention of this context: what transformers finds under `NAME` and `PROBE_NAME`."""
+    return _current.get()(module, query, key, value, attention_mask, **options)
+
+
+class PagedAttention:
+    """Attention of one forward pass over the cache."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        shapes: Sequence[AttentionShape],
+        plan_of: Sequence[int],
+        kv_layers: Sequence[Tensor],
+        plans: Sequence[AttentionPlan],
+        rope: Rope,
+    ) -> None:
+        """Take the cache of each layer, the plan of each shape, and for each layer which of them it has.
+
+        The rope rotates nothing: the model has done so itself, if it does.
+        """
+        self._kernels = kernels
+        self._shapes = shapes
+        self._plan_of = plan_of
+        self._kv_layers = kv_layers
+        self._plans = plans
+        self._rope = rope
+        self._layer = 0
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """As in `Attend`. Scale, window and softcap are the layer's own, as `probe` has found them."""
+        index, self._layer = self._layer, self._layer + 1
+        shape, plan, kv_layer = (
+            self._shapes[self._plan_of[index]],
+            self._plans[self._plan_of[index]],
+            self._kv_layers[index],
+        )
+        qkv = _joined(query, key, value, shape, kv_layer.dtype)
+        q = self._kernels.rope_write_kv(qkv, self._rope, kv_layer, shape, plan)
+        attended = self._kernels.attention(q, kv_layer, shape, plan)
+        heads = attended.view(1, qkv.shape[0], shape.num_heads, shape.padded_head_size)
+        return heads[..., : value.shape[-1]].to(value.dtype), None
+
+
+def _joined(query: Tensor, key: Tensor, value: Tensor, shape: AttentionShape, dtype: torch.dtype) -> Tensor:
+    """Return q, k and v as [T, (H + 2 KVH) * DP], each head filled up with zeros."""
+    width, (q_end, k_end) = shape.padded_head_size, (shape.num_heads, shape.num_heads + shape.num_kv_heads)
+    qkv = query.new_empty(query.shape[2], k_end + shape.num_kv_heads, width, dtype=dtype)
+    for start, end, part in ((0, q_end, query), (q_end, k_end, key), (k_end, qkv.shape[1], value)):
+        size = part.shape[-1]
+        qkv[:, start:end, :size] = part[0].transpose(0, 1)
+        if size < width:
+            qkv[:, start:end, size:] = 0
+    return qkv.flatten(1)

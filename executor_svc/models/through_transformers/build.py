@@ -1,0 +1,194 @@
+"""Loads a causal LM of transformers and puts the paged attention and the device's linears into it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor_svc.model_folder import LoaderError
+from executor_svc.models.base import Builder, ModelConfigError
+from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
+from executor_svc.models.through_transformers import attention, probe, self_check
+from executor_svc.models.through_transformers.choice import Choice
+from executor_svc.models.through_transformers.hosted import HostedModel
+from executor_svc.models.through_transformers.linears import prepare_linears
+from executor_svc.models.through_transformers.own_attention import OWN_ATTENTION, OwnAttention
+
+_log = logging.getLogger(__name__)
+
+_NO_PART_OF_THE_COMPUTATION = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model ready to run, and what is known of it."""
+
+    model: HostedModel
+    hidden_size: int
+    num_parameters: int
+    weights_digest: bytes
+    """sha256 over names, shapes, dtypes and bytes of all tensors as loaded."""
+    spec_digest: bytes
+    """sha256 over config.json and the version of transformers."""
+
+
+def count_numbers(choice: Choice, folder: Path) -> int:
+    """Return how many numbers the weights of a model hold, without making them; raises LoaderError if none is made."""
+    with _refusing(choice, folder), torch.device("meta"), _quiet():
+        model = _from_config(choice, "eager", torch.float32)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def build(
+    choice: Choice, folder: Path, max_model_len: int, block_size: int, builder: Builder, dummy_seed: int | None
+) -> Built:
+    """Load a model, from the safetensors files of a folder or with random weights of a seed, and check that it runs.
+
+    Raises LoaderError for a checkpoint that is not whole, or a model that does not compute the same with our attention.
+    """
+    implementation, own_attention = OWN_ATTENTION.get(choice.architecture, ("eager", None))
+    with _refusing(choice, folder), _quiet():
+        model = _load(choice, folder, implementation, builder, dummy_seed)
+        num_parameters, digest = sum(parameter.numel() for parameter in model.parameters()), _digest(model)
+        hosted, hidden_size = _host(model, own_attention, max_model_len, block_size, builder)
+    return Built(hosted, hidden_size, num_parameters, digest, _spec_digest(choice))
+
+
+@contextmanager
+def _refusing(choice: Choice, folder: Path) -> Iterator[None]:
+    """Turn what a model's code raises into a LoaderError."""
+    refused = f"model folder {folder}: {choice.architecture} can not run through transformers here"
+    try:
+        yield
+    except LoaderError:
+        raise
+    except ModelConfigError as error:
+        raise LoaderError(f"{refused}: {error}") from error
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError) as error:
+        # Foreign code that is run in a way it may not be made for can fail in any way.
+        raise LoaderError(f"{refused}: its code says: {str(error).strip().partition(chr(10))[0]}") from error
+
+
+def _host(
+    model: Any, own_attention: OwnAttention | None, max_model_len: int, block_size: int, builder: Builder
+) -> tuple[HostedModel, int]:
+    model.eval().requires_grad_(requires_grad=False)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    texts = self_check.sample_texts(vocab_size, max_model_len)
+    wanted = self_check.own_logits(model, texts)
+    # With one, models look for it in every step, to warn.
+    model.config.pad_token_id = None
+    _register()
+    prepare_linears(model, builder)
+    if own_attention is not None:
+        for part in model.modules():
+            own_attention(part)
+    found = probe.probe_model(model, own_attention)
+    if own_attention is None:
+        model.set_attn_implementation(attention.NAME)
+    mask = None if own_attention is None else probe.no_mask(model)
+    hosted = HostedModel(model, found, mask, builder.kernels)
+    paged = self_check.paged_logits(hosted, texts, builder, max_model_len, block_size)
+    self_check.check_logits(wanted, paged, builder.dtype)
+    return hosted, found.hidden_size
+
+
+def _register() -> None:
+    """Make our attention known to transformers; again does nothing new."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(attention.NAME, attention.attention)
+    AttentionInterface.register(attention.PROBE_NAME, attention.attention)
+    AttentionMaskInterface.register(attention.PROBE_NAME, probe.describe_mask)
+
+
+def _load(choice: Choice, folder: Path, implementation: str, builder: Builder, dummy_seed: int | None) -> Any:
+    if dummy_seed is not None:
+        with torch.random.fork_rng(devices=[]):
+            model = _from_config(choice, implementation, builder.dtype).to(builder.torch_device)
+        weights = DummyWeights(dummy_seed, builder.dtype, builder.torch_device)
+        for name, parameter in model.named_parameters():
+            is_norm = parameter.dim() == 1 and name.endswith("weight")
+            parameter.data = torch.ones_like(parameter) if is_norm else weights.get(name, tuple(parameter.shape))
+        return model
+    # Only for what it says of files that are missing.
+    SafetensorsWeights(folder, builder.dtype, builder.torch_device)
+    try:
+        model, report = choice.model_class.from_pretrained(
+            folder,
+            config=choice.config,
+            dtype=builder.dtype,
+            attn_implementation=implementation,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise LoaderError(f"model folder {folder}: transformers can not load it: {error}") from error
+    _check_report(folder, report)
+    return model.to(builder.torch_device)
+
+
+def _check_report(folder: Path, report: dict[str, Any]) -> None:
+    missing = sorted(map(str, report.get("missing_keys", ())))
+    if missing:
+        raise LoaderError(f"model folder {folder}: tensor {missing[0]} is missing ({len(missing)} in all)")
+    wrong = sorted(map(str, report.get("mismatched_keys", ())))
+    if wrong:
+        raise LoaderError(f"model folder {folder}: tensor {wrong[0]} has another shape than config.json says")
+    unused = sorted(map(str, report.get("unexpected_keys", ())))
+    if unused:
+        _log.warning("model folder %s: %d tensors that the model does not use: %s", folder, len(unused), unused[0])
+
+
+def _from_config(choice: Choice, implementation: str, dtype: torch.dtype) -> Any:
+    return choice.model_class._from_config(choice.config, attn_implementation=implementation, dtype=dtype)
+
+
+def _digest(model: Any) -> bytes:
+    digest = hashlib.sha256()
+    seen: set[int] = set()
+    tensors: dict[str, Tensor] = model.state_dict()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        if tensor.data_ptr() in seen:  # tied
+            continue
+        seen.add(tensor.data_ptr())
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype} ".encode())
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _spec_digest(choice: Choice) -> bytes:
+    import transformers
+
+    fields = {k: v for k, v in choice.config.to_dict().items() if k not in _NO_PART_OF_THE_COMPUTATION}
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.sha256(f"transformers {transformers.__version__} {choice.architecture} {text}".encode()).digest()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let transformers show no progress and no advice: what matters is checked here."""
+    from transformers.utils import logging as their_logging
+
+    level, bars = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
+    their_logging.set_verbosity_error()
+    their_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        their_logging.set_verbosity(level)
+        if bars:
+            their_logging.enable_progress_bar()

@@ -1,0 +1,49 @@
+"""The linears of a transformers model, replaced by the device's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from executor_svc.kernels.interface import Linear
+from executor_svc.models.base import Builder
+
+
+class PreparedLinear(nn.Module):
+    """Stands where a linear was; maps [..., in_features] to [..., out_features]."""
+
+    def __init__(self, linear: Linear, dtype: torch.dtype, device: torch.device, has_bias: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._linear = linear
+        # For code that asks for the dtype or the device. Code that computes with it gets NaN, which loading finds.
+        nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        self.weight = nan.expand(linear.out_features, linear.in_features)
+        self.bias = nan.expand(linear.out_features) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.weight.dtype:
+            raise TypeError(f"a linear of {self.weight.dtype} was given {x.dtype}")
+        rows = x.reshape(-1, self.in_features).contiguous()
+        return self._linear(rows).view(*x.shape[:-1], self.out_features)
+
+
+def prepare_linears(model: Any, builder: Builder) -> None:
+    """Replace every linear of a model, the head included, in place.
+
+    Only the very classes that are known: what else derives from them may compute something else.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    found = [(name, part) for name, part in model.named_modules() if type(part) in (nn.Linear, Conv1D)]
+    for name, part in found:
+        if part.weight.dtype != builder.dtype:
+            continue
+        weight = part.weight.detach()
+        # GPT-2's have [in_features, out_features].
+        weight = weight.t().contiguous() if type(part) is Conv1D else weight
+        bias = None if part.bias is None else part.bias.detach()
+        linear = builder.prepare_linear(name, weight, bias)
+        model.set_submodule(name, PreparedLinear(linear, weight.dtype, weight.device, bias is not None))

@@ -1,0 +1,51 @@
+"""A model's operations, recorded once over tensors that stay: a step fills these and runs the programs."""
+
+from __future__ import annotations
+
+import torch
+
+from executor_svc.kernels.interface import Kernels
+from executor_svc.kv_cache import KVCache
+from executor_svc.models.base import CausalLM
+from executor_svc.plan import Limits
+
+
+class RecordedModel:
+    """Tensors of the largest step on the model's device, and the programs over them."""
+
+    def __init__(
+        self, model: CausalLM, kernels: Kernels, kv_cache: KVCache, limits: Limits, torch_device: torch.device
+    ) -> None:
+        """Record steps of max_num_batched_tokens tokens and logits of max_num_seqs rows."""
+        most, most_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
+
+        def new(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int64, device=torch_device)
+
+        self.kv_cache = kv_cache  # whose addresses the programs have
+        self.token_ids, self.positions = new(most), new(most)
+        self.sampled, self.asked = new(most_seqs), new(most_seqs)
+        """Rows of hidden states whose logits are wanted with the step, and after it."""
+        self.ropes = model.new_ropes(self.positions)
+        self.plans = [
+            kernels.new_attention_plan(shape, limits.max_model_len, most, most_seqs) for shape in model.attention_shapes
+        ]
+        with kernels.recording() as recording:
+            self.hidden = model.forward(self.token_ids, self.ropes, kv_cache.layers, self.plans)
+            recording.rows = "sampled"
+            self.sampled_logits = model.logits(kernels.take_rows(self.hidden, self.sampled))
+            self.best = kernels.argmax(self.sampled_logits)
+            self._forward = recording.program()
+        with kernels.recording() as recording:
+            recording.rows = "asked"
+            self.asked_logits = model.logits(kernels.take_rows(self.hidden, self.asked))
+            self._logits = recording.program()
+
+    def run(self, num_tokens: int, num_sampled: int) -> None:
+        """Compute the hidden states of so many tokens, and logits and the most likely tokens of `sampled`."""
+        tiles = {plan.name: plan.num_tiles for plan in self.plans}
+        self._forward.run(rows=num_tokens, sampled=num_sampled, **tiles)
+
+    def run_logits(self, num_asked: int) -> None:
+        """Compute the logits of `asked`."""
+        self._logits.run(asked=num_asked)

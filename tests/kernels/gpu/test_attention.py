@@ -1,0 +1,181 @@
+"""Paged attention of the GPU against its float64 meaning, over caches full of NaN wherever nothing may be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from executor_svc.kernels.gpu import attention as operation
+from executor_svc.kernels.gpu.attention import attention, variants
+from executor_svc.kernels.gpu.attention_config import HEAD_SIZES, Phase, attention_config
+from tests.kernels.gpu.attention_cases import ARCH, F8, Chunks, Sizes, check, make_call, working_interpreter
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+MIXED: Chunks = [(70, 1), (0, 0), (0, 33), (0, 1), (-1, 3), (40, 21), (129, 1)]
+"""Decodes, a whole prompt, a chunk in the middle, one without tokens, and three tokens of padding."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _interpreter() -> Iterator[None]:
+    with working_interpreter():
+        yield
+
+
+def compare(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0) -> None:
+    """Run it and compare all rows."""
+    call = make_call(chunks, sizes, device, seed)
+    attention(call, ARCH)
+    check(call)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_head_sizes_and_dtypes(head_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    compare([(70, 1), (20, 9)], Sizes(2, 2, head_size, dtype=dtype), device)
+    compare([(70, 1), (-1, 1), (0, 1)], Sizes(2, 2, head_size, dtype=dtype), device)
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+def test_groups(group: int, device: torch.device) -> None:
+    compare([(30, 5), (0, 70 // group)], Sizes(2, group, dtype=F32), device)
+    compare([(30, 1), (5, 1)], Sizes(2, group), device)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+def test_mixed_batches(block_size: int, device: torch.device) -> None:
+    compare(MIXED, Sizes(2, 3, block_size=block_size), device)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_edges_of_query_and_key_tiles(more: int, device: torch.device) -> None:
+    config = attention_config(Phase.PREFILL, 64, BF16, BF16, 4, False, ARCH)
+    tokens = config.rows // 4
+    compare([(0, tokens + more), (config.tile - tokens, tokens + more)], Sizes(), device)
+    tile = attention_config(Phase.DECODE, 64, BF16, BF16, 4, False, ARCH).tile
+    compare([(tile + more - 1, 1), (2 * tile + more - 1, 1)], Sizes(), device)
+
+
+@pytest.mark.parametrize("window", [1, 17, 64, None])
+@pytest.mark.parametrize("softcap", [5.0, None])
+def test_window_and_softcap(window: int | None, softcap: float | None, device: torch.device) -> None:
+    sizes = Sizes(1, 2, block_size=8, dtype=F32, window=window, softcap=softcap)
+    compare([(100, 40), (0, 30), (150, 1)], sizes, device)
+    compare([(150, 1), (3, 1), (63, 1), (64, 1)], sizes, device)
+
+
+def test_window_over_many_key_tiles(device: torch.device) -> None:
+    """Tiles at the window's ends have masks, those between have none, those before are not gone through."""
+    compare([(600, 3)], Sizes(1, 2, window=400), device)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_fp8_cache(dtype: torch.dtype, device: torch.device) -> None:
+    for head_size in (64, 80):
+        sizes = Sizes(2, 4, head_size, dtype=dtype, kv_dtype=F8)
+        compare([(70, 1), (-1, 2), (40, 21)], sizes, device)
+        compare([(70, 1), (0, 1)], replace(sizes, softcap=20.0), device)
+
+
+def test_fp8_cache_with_queries_that_fp16_does_not_hold(device: torch.device) -> None:
+    call = make_call([(40, 1), (9, 3)], Sizes(dtype=BF16, kv_dtype=F8), device)
+    call.q[:, 0] *= 1e6
+    call.q[:, 1] *= 1e-7
+    call.q[:, 2] = 0
+    attention(replace(call, scale=1e-6), ARCH)
+    check(replace(call, scale=1e-6))
+
+
+def test_more_heads_than_a_decode_tile_has_rows(device: torch.device) -> None:
+    compare([(50, 1), (130, 1)], Sizes(1, 19), device)
+
+
+def test_long_decode(device: torch.device) -> None:
+    compare([(8191, 1)], Sizes(1, 4, 64, 32), device)
+
+
+def test_few_heads_at_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys too many for the L2 change the order of programs, not what they give."""
+    call = make_call(MIXED, Sizes(3, 2), device)
+    attention(call, ARCH)
+    side_by_side = call.out.clone()
+    monkeypatch.setattr(operation, "_L2_BYTES", 0)
+    attention(call, ARCH)
+    assert torch.equal(side_by_side.nan_to_num(7.0), call.out.nan_to_num(7.0))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Chunks, Sizes, int]:
+    decode = st.tuples(st.integers(-1, 200), st.just(1))
+    chunk = st.tuples(st.integers(0, 100), st.integers(0, 50))
+    sizes = Sizes(
+        kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.integers(1, 8)),
+        block_size=draw(st.sampled_from([8, 16, 32, 64])),
+        window=draw(st.one_of(st.none(), st.integers(1, 150))),
+    )
+    chunks = draw(st.lists(st.one_of(decode, chunk), min_size=1, max_size=5))
+    return chunks, sizes, draw(st.integers(0, 9))
+
+
+@settings(max_examples=12)
+@given(batches())
+def test_any_mixture(device: torch.device, batch: tuple[Chunks, Sizes, int]) -> None:
+    compare(batch[0], batch[1], device, batch[2])
+
+
+def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
+    """Bit for bit: tokens of a chunk, alone and behind other sequences."""
+    together = make_call([(3, 7), (60, 40), (90, 1)], Sizes(), device)
+    attention(together, ARCH)
+    alone = replace(
+        together,
+        q=together.q[7:47],
+        query_start_loc=torch.tensor([0, 40], dtype=torch.int32, device=device),
+        seq_lens=together.seq_lens[1:2],
+        block_tables=together.block_tables[1:2],
+        out=torch.empty_like(together.out[7:47]),
+    )
+    attention(alone, ARCH)
+    assert torch.equal(alone.out, together.out[7:47])
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"scale": 0.0}, "scale"),
+        ({"softcap": 0.0}, "softcap"),
+        ({"window": 0}, "window"),
+        ({"max_query_len": 0}, "max_query_len"),
+        ({"max_seq_len": 10_000}, "block_tables"),
+        ({"seq_lens": torch.zeros(1, dtype=torch.int64)}, "seq_lens"),
+        ({"query_start_loc": torch.zeros(3, dtype=torch.int32)}, "query_start_loc"),
+        ({"out": torch.zeros(7, 256)}, "out"),
+        ({"q": torch.zeros(7, 4, 72, dtype=BF16)}, "q"),
+        ({"kv_layer": torch.zeros(2, 2, 1, 16, 64)}, "kv_layer"),
+        ({"kv_layer": torch.zeros(2, 2, 1, 24, 64, dtype=BF16)}, "kv_layer"),
+        ({"kv_layer": torch.zeros(2, 2, 1, 16, 64).to(F8)}, "k_scale"),
+        ({"k_scale": torch.ones(1)}, "k_scale"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed: dict[str, Any], name: str, device: torch.device) -> None:
+    with pytest.raises(ValueError, match=f"^{name} "):
+        attention(replace(make_call([(0, 5)], Sizes(), device), **changed), ARCH)
+
+
+def test_too_many_heads_for_a_tile_are_refused(device: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"^q has 33 query heads"):
+        attention(make_call([(0, 1)], Sizes(1, 33, 256, dtype=F32), device), ARCH)
+
+
+def test_variants_name_every_argument() -> None:
+    found = variants()
+    assert len({each.name for each in found}) == len(found)
+    for each in found:
+        assert list(each.signature) == each.kernel.arg_names
+        assert {name for name, type_ in each.signature.items() if type_ == "constexpr"} == set(each.constants)

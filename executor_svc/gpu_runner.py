@@ -1,4 +1,4 @@
-"""Runs a model on a GPU: steps of decodes by graphs of fixed sizes, all others launch by launch."""
+"""Runs a model over step tensors that stay on a GPU: decodes by graphs of fixed sizes, the rest launch by launch."""
 
 from __future__ import annotations
 
@@ -7,76 +7,86 @@ from torch import Tensor
 
 from executor_svc.cuda_graphs import CudaGraphs, DirectReplayer, Replayer, fitting, graph_sizes
 from executor_svc.device import Device
-from executor_svc.input_batch import ForwardBatch
+from executor_svc.gpu_slots import DeviceSlots
 from executor_svc.kernels.gpu.attention_plan import GpuAttentionPlan
+from executor_svc.kernels.gpu.slots import StepSizes
 from executor_svc.kv_cache import KVCache
 from executor_svc.loader import LoadedModel
-from executor_svc.plan import IntArray, Limits
+from executor_svc.plan import Limits
 from executor_svc.recorded_model import RecordedModel
-from executor_svc.row_math import argmax
+from executor_svc.slots import Scheduled
 
 
-class GpuModelRunner:
-    """Implements `step.Runner`; for use by one thread. Results are its own memory, as those of `ModelRunner`."""
+class GpuRunner:
+    """A model and its cache, for one stream and one thread; everything is enqueued and nothing waited for."""
 
-    def __init__(self, loaded: LoadedModel, device: Device, kv_cache: KVCache, limits: Limits) -> None:
-        """Record the model, and capture its graphs where the device has such."""
+    def __init__(
+        self, loaded: LoadedModel, device: Device, kv_cache: KVCache, limits: Limits, slots: DeviceSlots
+    ) -> None:
+        """Record the model over the tensors of `slots`, and capture its graphs where the device has such."""
         self._model = loaded.model
-        self._recorded = RecordedModel(loaded.model, device.kernels, kv_cache, limits, device.torch_device)
+        self._slots = slots
         self._most_logits = limits.max_num_seqs
-        self._batch_rows = self._recorded.sampled[:0]
-        self._own_rows = torch.arange(limits.max_num_seqs, device=device.torch_device)
+        self._most = slots.buffers.most
+        inputs = slots.inputs(self._most)
+        self._recorded = RecordedModel(
+            loaded.model, device.kernels, kv_cache, limits, inputs.token_ids, inputs.positions, inputs.logits_rows
+        )
+        self._plans = [plan for plan in self._recorded.plans if isinstance(plan, GpuAttentionPlan)]
+        for plan in self._plans:
+            plan.read_from(slots.buffers)
         sizes = [size for size in graph_sizes(limits.max_num_seqs) if size <= limits.max_num_seqs]
         make: type[CudaGraphs | DirectReplayer] = CudaGraphs if device.torch_device.type == "cuda" else DirectReplayer
         self._replayer: Replayer = make(sizes, self._decode)
 
-    @property
-    def _plans(self) -> list[GpuAttentionPlan]:
-        return [plan for plan in self._recorded.plans if isinstance(plan, GpuAttentionPlan)]
+    def sizes_of(self, scheduled: Scheduled) -> StepSizes:
+        """Return what a step is padded to: of decodes alone, to the next size that has a graph."""
+        counts = scheduled.num_tokens
+        num_seqs, num_logits, num_rows = len(counts), int(scheduled.samples.sum()), len(scheduled.sampling_slots)
+        if num_seqs == num_logits == num_rows == int(counts.sum()):
+            size = fitting(self._replayer.sizes, num_seqs)
+            if size is not None:
+                return StepSizes.decode(size)
+        return StepSizes(int(counts.sum()), num_seqs, num_logits, num_rows)
+
+    @torch.inference_mode()
+    def forward(self, scheduled: Scheduled, sizes: StepSizes, max_seq_len: int) -> Tensor:
+        """Enqueue a step: its inputs, keys and values, hidden states; returns its logits [L, vocab] float32.
+
+        max_seq_len: of its longest sequence, this step's tokens included.
+        """
+        one_each = self._slots.stage(scheduled, sizes)
+        if sizes == StepSizes.decode(sizes.num_seqs) and sizes.num_seqs in self._replayer.sizes:
+            self._replayer.replay(sizes.num_seqs)
+        else:
+            self._slots.launch_build(sizes, one_each)
+            inputs = self._slots.inputs(sizes)
+            self._model.fill_ropes(inputs.positions, inputs.rope_lens, self._recorded.ropes)
+            for plan in self._plans:
+                plan.become(sizes.num_seqs, sizes.num_tokens, int(scheduled.num_tokens.max()), max_seq_len)
+            self._recorded.run(sizes.num_tokens, sizes.num_logits)
+        return self._recorded.sampled_logits[: sizes.num_logits]
+
+    def hidden(self, num_tokens: int) -> Tensor:
+        """Return the hidden states [T, hidden] of the last step."""
+        return self._recorded.hidden[:num_tokens]
+
+    @torch.inference_mode()
+    def logits(self, rows: Tensor) -> Tensor:
+        """Return the logits [R, vocab_size] fp32 of these rows [R] int64 of the last step's hidden states."""
+        num_rows = rows.shape[0]
+        if num_rows > self._most_logits:
+            return torch.cat([self.logits(part).clone() for part in rows.split(self._most_logits)])
+        self._recorded.asked[:num_rows].copy_(rows, non_blocking=True)
+        self._recorded.run_logits(num_rows)
+        return self._recorded.asked_logits[:num_rows]
 
     def _decode(self, size: int) -> None:
         """Enqueue a step of one token for each of so many sequences, some of which may be empty."""
+        sizes = StepSizes.decode(size)
+        self._slots.launch_build(sizes, one_each=True)
+        inputs = self._slots.inputs(sizes)
+        self._model.fill_ropes(inputs.positions, inputs.rope_lens, self._recorded.ropes)
         for plan in self._plans:
-            plan.become(size)
+            plan.become(size, size, 1, self._slots.limits.max_model_len)
         self._recorded.run(size, size)
-
-    @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Write the batch's keys and values to the cache; return hidden states [T, hidden] of its tokens."""
-        recorded, num_tokens, num_sampled = self._recorded, len(batch.token_ids), len(batch.logits_rows)
-        self._batch_rows = batch.logits_rows
-        for into, given in ((recorded.token_ids, batch.token_ids), (recorded.positions, batch.positions)):
-            into[:num_tokens].copy_(given, non_blocking=True)
-        self._model.fill_ropes(batch.positions, batch.rope_lens, recorded.ropes)
-        for plan in recorded.plans:
-            plan.fill(batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_tables)
-        size = fitting(self._replayer.sizes, num_tokens) if num_sampled == num_tokens else None
-        if size is None:
-            num_sampled = num_sampled if num_sampled <= self._most_logits else 0
-            recorded.sampled[:num_sampled].copy_(batch.logits_rows[:num_sampled], non_blocking=True)
-            recorded.run(num_tokens, num_sampled)
-        else:
-            # As many logits rows as tokens: each sequence has one token.
-            recorded.sampled[:size].copy_(self._own_rows[:size])
-            recorded.positions[num_tokens:size] = 0
-            for plan in self._plans:
-                plan.empty_behind(num_tokens, size)
-            self._replayer.replay(size)
-        return recorded.hidden[:num_tokens]
-
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Return the logits [R, vocab_size] fp32 of these rows [R] int64 of the last `forward`'s hidden states."""
-        recorded, num_rows = self._recorded, rows.shape[0]
-        if num_rows > self._most_logits:
-            return torch.cat([self.logits(hidden, part).clone() for part in rows.split(self._most_logits)])
-        if rows is self._batch_rows:
-            return recorded.sampled_logits[:num_rows]
-        recorded.asked[:num_rows].copy_(rows, non_blocking=True)
-        recorded.run_logits(num_rows)
-        return recorded.asked_logits[:num_rows]
-
-    def argmax(self, logits: Tensor) -> IntArray:
-        """Return the most likely token [R] of each row of what `logits` returned last, as `row_math.argmax` does."""
-        if logits.data_ptr() == self._recorded.sampled_logits.data_ptr():
-            return self._recorded.best[: len(logits)].cpu().numpy()
-        return argmax(logits)

@@ -72,7 +72,7 @@ class PendingTokens:
 
     def wait(self) -> CommittedTokens:
         """Wait for the step to be done. Raises what the device raises."""
-        columns = self._fetched.wait().reshape(-1, self._padded_rows)[:, : self._num_rows].astype(np.int64)
+        columns = self._fetched.wait().reshape(3, self._padded_rows)[:, : self._num_rows].astype(np.int64)
         return CommittedTokens(*columns)
 
 
@@ -160,7 +160,11 @@ class DeviceSlots:
 
         No word may be written twice for one plan.
         """
-        self._changes.write(target.storage_offset(), values)
+        if target.untyped_storage().data_ptr() != self.state.words.data_ptr():
+            raise ValueError("target is no view of the slots' state")
+        if len(values) > target.numel() or not target.is_contiguous():
+            raise ValueError(f"target {list(target.shape)} is not contiguous or has no room for {len(values)} words")
+        self._changes.write(_place(target), values)
 
     def flush(self) -> None:
         """Send what has been noted, for a plan that computes nothing."""
@@ -184,7 +188,7 @@ class DeviceSlots:
             ],
             np.int64,
         )
-        rows = state.numbers.storage_offset() + np.arange(NUM_NUMBERS) * state.numbers.stride(0)
+        rows = _place(state.numbers) + np.arange(NUM_NUMBERS) * state.numbers.stride(0)
         self._changes.write_singles((rows + slots[:, None]).ravel(), numbers.ravel())
         for sequence in sequences:
             slot = sequence.slot
@@ -199,7 +203,7 @@ class DeviceSlots:
         bits = np.zeros(len(words), np.int64)
         np.bitwise_or.at(bits, index, 1 << token_ids % 32)
         left = np.setdiff1d(earlier, words, assume_unique=True)
-        row = self.state.stop_bits[slot].storage_offset()
+        row = _place(self.state.stop_bits[slot])
         values = np.concatenate((bits, np.zeros_like(left)))
         self._changes.write_singles(row + np.concatenate((words, left)), values)
         self._stop_words[slot] = words
@@ -212,7 +216,7 @@ class DeviceSlots:
         slots = appends.slots[order]
         _, first, counts = np.unique(slots, return_index=True, return_counts=True)
         places = self._num_blocks[slots] + np.arange(len(slots)) - np.repeat(first, counts)
-        self._changes.write_singles(tables.storage_offset() + slots * tables.stride(0) + places, appends.values[order])
+        self._changes.write_singles(_place(tables) + slots * tables.stride(0) + places, appends.values[order])
         self._num_blocks[slots[first]] += counts
 
     # ------------------------------------------------------------ a step
@@ -228,12 +232,12 @@ class DeviceSlots:
     def stage(self, scheduled: Scheduled, sizes: StepSizes) -> bool:
         """Send what has been noted and what is scheduled: the part of `build` that no CUDA graph can hold.
 
-        Returns whether every sequence, padding too, has one token. Raises ValueError if the step does not fit the sizes.
+        Returns whether every sequence, padding too, has one token. Raises ValueError if the step does not fit.
         """
         _check_fits(scheduled, sizes)
         if len(scheduled.idle_slots):
             # Forks among them stop now; the others have stopped before.
-            stopped = self.state.stopped.storage_offset() + scheduled.idle_slots
+            stopped = _place(self.state.stopped) + scheduled.idle_slots
             self._changes.write_singles(stopped, np.ones_like(scheduled.idle_slots))
         self._send(scheduled, sizes)
         return sizes.num_tokens == sizes.num_seqs and bool((scheduled.num_tokens == 1).all())
@@ -282,6 +286,11 @@ class DeviceSlots:
         counts = piece.pack(buffer, first)
         self._upload.send(piece.packed_end(counts))
         apply_updates(self._upload.on_device, counts, self.state)
+
+
+def _place(view: Tensor) -> int:
+    """Where a view of the state begins in it."""
+    return int(view.storage_offset())
 
 
 def _check_fits(scheduled: Scheduled, sizes: StepSizes) -> None:

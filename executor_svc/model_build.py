@@ -16,23 +16,23 @@ from executor_svc.loader import LoadedModel, load_model
 from executor_svc.model_runner import ModelRunner
 from executor_svc.numerics import fingerprint
 from executor_svc.plan import Limits
-from executor_svc.step import Runner, StepExecutor
+from executor_svc.step import StepExecutor
+from executor_svc.worker import Executor
 
 _log = logging.getLogger(__name__)
 
 
-def make_runner(loaded: LoadedModel, device: Device, kv_cache: KVCache, limits: Limits) -> Runner:
-    """Return what runs a model, for use by one thread."""
-    if not loaded.recordable:
-        return EagerRunner(loaded, device, kv_cache, limits)
-    if device.name == "cpu":
-        return ModelRunner(loaded, device, kv_cache, limits)
-    from executor_svc.gpu_runner import GpuModelRunner
+def make_executor(loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits) -> Executor:
+    """Return what runs steps of a model, for use by one thread."""
+    if device.name != "cpu" and loaded.recordable:
+        from executor_svc.gpu_step import GpuStepExecutor
 
-    return GpuModelRunner(loaded, device, kv_cache, limits)
+        return GpuStepExecutor(loaded, device, pools, limits)
+    kind = ModelRunner if loaded.recordable else EagerRunner
+    return StepExecutor(kind(loaded, device, pools, limits), pools, limits, device.torch_device.type == "cuda")
 
 
-def build_model(config: ExecutorConfig) -> tuple[StepExecutor, Description]:
+def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
     """Load the model and make everything that computes.
 
     Raises LoaderError or DeviceError, whose messages are for the user.
@@ -56,6 +56,6 @@ def build_model(config: ExecutorConfig) -> tuple[StepExecutor, Description]:
         limits.num_host_blocks, pools.bytes_per_block,
     )  # fmt: skip
     _log.info("loaded in %.1f s; fingerprint %s", time.monotonic() - began, prints.digest.hex()[:16])
-    executor = StepExecutor(make_runner(loaded, device, pools, limits), pools, limits)
+    executor = make_executor(loaded, device, pools, limits)
     description = describe(loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes)
     return executor, description

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from executor_svc.kernels.interface import Kernels
 from executor_svc.kv_cache import KVCache
@@ -14,17 +15,20 @@ class RecordedModel:
     """Tensors of the largest step on the model's device, and the programs over them."""
 
     def __init__(
-        self, model: CausalLM, kernels: Kernels, kv_cache: KVCache, limits: Limits, torch_device: torch.device
+        self,
+        model: CausalLM,
+        kernels: Kernels,
+        kv_cache: KVCache,
+        limits: Limits,
+        token_ids: Tensor,
+        positions: Tensor,
+        sampled: Tensor,
     ) -> None:
-        """Record steps of max_num_batched_tokens tokens and logits of max_num_seqs rows."""
+        """Record steps over token_ids and positions [most tokens] and logits of the rows `sampled`, all int64."""
         most, most_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
-
-        def new(size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.int64, device=torch_device)
-
         self.kv_cache = kv_cache  # whose addresses the programs have
-        self.token_ids, self.positions = new(most), new(most)
-        self.sampled, self.asked = new(most_seqs), new(most_seqs)
+        self.token_ids, self.positions = token_ids, positions
+        self.sampled, self.asked = sampled, torch.zeros_like(sampled)
         """Rows of hidden states whose logits are wanted with the step, and after it."""
         self.ropes = model.new_ropes(self.positions)
         self.plans = [

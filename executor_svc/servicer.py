@@ -25,6 +25,7 @@ from executor_svc.worker import RejectedPlan, Session, Worker
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.5
+MOST_TRACED_STEPS = 1000
 
 _process = psutil.Process()
 
@@ -238,9 +239,21 @@ def _post(loop: asyncio.AbstractEventLoop, outbox: asyncio.Queue[_Outgoing], res
 class ExecutorAdminServicer(admin_pb2_grpc.ExecutorAdminServiceServicer):
     """What operators may ask of an executor."""
 
-    async def Profile(self, request: admin_pb2.ProfileRequest, context: _Context) -> NoReturn:
-        """Reserved."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Profile: profiling is not built yet")
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def Profile(self, request: admin_pb2.ProfileRequest, context: _Context) -> admin_pb2.ProfileResponse:
+        """A trace of the next num_steps steps, once they have run; a caller that gives up ends it."""
+        if not 1 <= request.num_steps <= MOST_TRACED_STEPS:
+            message = f"num_steps must be in 1 to {MOST_TRACED_STEPS}, not {request.num_steps}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
+        try:
+            traced = self._worker.trace(request.num_steps)
+            return admin_pb2.ProfileResponse(trace=await asyncio.wrap_future(traced))
+        except NotImplementedError as exc:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"Profile: {exc}")
+        except RuntimeError as exc:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"Profile: {exc}")
 
 
 async def add_services(
@@ -253,7 +266,7 @@ async def add_services(
     execution_pb2_grpc.add_ExecutionServiceServicer_to_server(
         ExecutionServicer(worker, description, heartbeat_interval_s), server
     )
-    admin_pb2_grpc.add_ExecutorAdminServiceServicer_to_server(ExecutorAdminServicer(), server)
+    admin_pb2_grpc.add_ExecutorAdminServiceServicer_to_server(ExecutorAdminServicer(worker), server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     names = (

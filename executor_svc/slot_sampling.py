@@ -34,6 +34,8 @@ class SlotSampling:
         self.penalised = np.zeros(n, np.bool_)
         # Is this slot's token the most likely one of its logits as they are, with nothing more to be told.
         self.greedy = np.zeros(n, np.bool_)
+        # Does a draw from the logits as they are say all that is asked: a GPU does that by itself.
+        self.on_device = np.ones(n, np.bool_)
         self.stop_ids = SlotLists(n, np.int32)
         self.allowed_ids = SlotLists(n, np.int32)
         self.biases = SlotLists(n, np.int32, np.float32)
@@ -67,7 +69,8 @@ class SlotSampling:
             or (sampling.min_tokens and len(sampling.stop_token_ids))
         )
         told = sampling.num_logprobs is not None or sampling.num_candidates
-        self.greedy[slot] = sampling.temperature == 0 and not self.processed[slot] and not told
+        self.on_device[slot] = not self.processed[slot] and not told
+        self.greedy[slot] = sampling.temperature == 0 and self.on_device[slot]
 
     def _admit_penalties(self, sequence: AdmittedSequence) -> None:
         slot, sampling = sequence.slot, sequence.sampling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,7 +17,9 @@ from executor_svc.plan import IntArray, Limits, SlotError, SlotLogprobs, StepPla
 from executor_svc.prompt_logprobs import prompt_logprobs
 from executor_svc.prompt_rows import prompt_rows
 from executor_svc.slots import Scheduled, Slots
-from executor_svc.step_result import Computed, SampledTokens, make_result
+from executor_svc.step_result import Computed, Finished, SampledTokens, make_result
+from executor_svc.step_work import BlockPools, is_device_lost, is_out_of_memory, move_blocks
+from executor_svc.trace import Spans, TorchTrace
 
 
 class Runner(Protocol):
@@ -35,19 +38,12 @@ class Runner(Protocol):
         ...
 
 
-class BlockPools(Protocol):
-    """What moves blocks: `kv_cache.KVCache`. Ids are lists or int64 tensors."""
-
-    def copy(self, sources: list[int], destinations: list[int]) -> None: ...
-    def swap_out(self, device_ids: list[int], host_ids: list[int]) -> None: ...
-    def swap_in(self, host_ids: list[int], device_ids: list[int]) -> None: ...
-
-
 class StepExecutor:
     """The slots, and what computes for them."""
 
-    def __init__(self, runner: Runner, pools: BlockPools, limits: Limits) -> None:
+    def __init__(self, runner: Runner, pools: BlockPools, limits: Limits, on_gpu: bool = False) -> None:
         self.limits = limits
+        self._span = Spans(on_gpu)
         self.slots = Slots(limits)
         self._runner = runner
         self._pools = pools
@@ -57,12 +53,28 @@ class StepExecutor:
         self.slots.clear()
 
     def is_out_of_memory(self, exc: Exception) -> bool:
-        """Did a step fail for want of memory. On the CPU torch raises a plain RuntimeError from its allocator."""
-        return isinstance(exc, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(exc)
+        """Did a step fail for want of memory."""
+        return is_out_of_memory(exc)
 
     def is_lost(self, exc: Exception) -> bool:
         """Is the device lost for this process, as after an illegal access on a GPU."""
-        return isinstance(exc, torch.AcceleratorError)
+        return is_device_lost(exc)
+
+    def start_trace(self) -> Callable[[], bytes]:
+        """Record a trace of the steps from here on; returns what ends it and gives it: Chrome's format, gzip."""
+        trace = TorchTrace()
+        trace.start()
+        self._span.traced = True
+
+        def stop() -> bytes:
+            self._span.traced = False
+            return trace.stop()
+
+        return stop
+
+    def launch(self, plan: StepPlan, received_ns: int) -> Finished:
+        """As in `worker.Executor`: the step has run when this returns."""
+        return Finished(self.execute(plan, received_ns))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, received_ns: int) -> StepResult:
@@ -71,34 +83,40 @@ class StepExecutor:
         Raises InvalidPlan before anything is computed or moved, and whatever the device raises.
         """
         started = time.monotonic_ns()
-        self.slots.apply(plan)
-        scheduled = self.slots.schedule(plan)
-        moves_ns = self._move_blocks(plan)
+        with self._span("plan"):
+            self.slots.apply(plan)
+            scheduled = self.slots.schedule(plan)
+        with self._span("move blocks"):
+            moves_ns = move_blocks(self._pools, plan)
         computed = self._compute(scheduled)
         sampled = computed.sampled
-        self.slots.commit(scheduled, sampled.token_ids, sampled.valid)
-        digest = self.slots.digest() if plan.debug_digest else b""
+        with self._span("commit"):
+            self.slots.commit(scheduled, sampled.token_ids, sampled.valid)
+            digest = self.slots.digest() if plan.debug_digest else b""
         ended = time.monotonic_ns()
         timings = StepTimings(started - received_ns, computed.device_ns, computed.sample_ns, ended - started, moves_ns)
         return make_result(plan.step_id, scheduled, computed, timings, digest)
 
     def _compute(self, scheduled: Scheduled) -> Computed:
         """Run the model over what is scheduled, then tell prompt logprobs and sample."""
-        batch = build_batch(self.slots, scheduled)
+        with self._span("inputs"):
+            batch = build_batch(self.slots, scheduled)
         none = scheduled.slots[:0]
         sampled, positions = SampledTokens(none, none, None), none
         if batch is None:
             return Computed(sampled, positions)
         began = time.monotonic_ns()
-        hidden = self._runner.forward(batch)
-        logits = self._runner.logits(hidden, batch.logits_rows)
-        best = self._runner.argmax(logits)
+        with self._span("forward"):
+            hidden = self._runner.forward(batch)
+            logits = self._runner.logits(hidden, batch.logits_rows)
+            best = self._runner.argmax(logits)
         forward_done = time.monotonic_ns()
         prompts = self._prompt_logprobs(scheduled, hidden)
         if len(batch.logits_rows):
-            positions = self.slots.num_tokens[scheduled.sampling_slots]
-            sampled = choose(logits.contiguous(), best, self.slots, scheduled)
-            sampled = self._without_failed_prompts(scheduled, sampled)
+            with self._span("sample"):
+                positions = self.slots.num_tokens[scheduled.sampling_slots]
+                sampled = choose(logits.contiguous(), best, self.slots, scheduled)
+                sampled = self._without_failed_prompts(scheduled, sampled)
         return Computed(sampled, positions, prompts, forward_done - began, time.monotonic_ns() - forward_done)
 
     def _prompt_logprobs(self, scheduled: Scheduled, hidden: Tensor) -> tuple[SlotLogprobs, ...]:
@@ -118,17 +136,3 @@ class StepExecutor:
         failed = self.slots.prompt_failed[scheduled.sampling_slots] & sampled.valid
         errors = np.where(failed, int(SlotError.NON_FINITE_LOGITS), sampled.errors)
         return replace(sampled, errors=errors)
-
-    def _move_blocks(self, plan: StepPlan) -> int:
-        """Swap-out, copy, swap-in, in this order; returns the nanoseconds that took, 0 if there was nothing to move."""
-        taken_ns = 0
-        for moves, move in (
-            (plan.swap_out, self._pools.swap_out),
-            (plan.copies, self._pools.copy),
-            (plan.swap_in, self._pools.swap_in),
-        ):
-            if len(moves.sources):
-                began = time.monotonic_ns()
-                move(moves.sources.tolist(), moves.destinations.tolist())
-                taken_ns += time.monotonic_ns() - began
-        return taken_ns

@@ -86,6 +86,19 @@ class Computed:
     sample_ns: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A step that had run when its launch returned; implements `worker.Launched`."""
+
+    outcome: StepResult
+
+    def is_done(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        return self.outcome
+
+
 def make_result(
     step_id: int, scheduled: Scheduled, computed: Computed, timings: StepTimings, digest: bytes
 ) -> StepResult:

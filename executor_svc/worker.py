@@ -12,8 +12,27 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from executor_svc.plan import InvalidPlan, Limits, StepPlan, StepResult, StepStatus, StepTimings
+from executor_svc.step_tracing import StepTracing
 
 _log = logging.getLogger(__name__)
+
+_MOST_BEGUN = 2
+"""Steps that a device has at once: it goes on with the second while the first is answered."""
+_POLL_S = 5e-5
+"""How often a device is asked whether a step is done, while plans may come."""
+_AFTER_FAILURE = "an earlier step of this session failed"
+
+
+class Launched(Protocol):
+    """A step that has begun."""
+
+    def is_done(self) -> bool:
+        """Would `result` return at once."""
+        ...
+
+    def result(self) -> StepResult:
+        """Wait until it has run. Raises whatever the device raises."""
+        ...
 
 
 class Executor(Protocol):
@@ -22,33 +41,46 @@ class Executor(Protocol):
     limits: Limits
 
     def clear(self) -> None:
-        """Free all slots; KV stays."""
+        """Free all slots, after the steps that have begun; KV stays."""
         ...
 
-    def execute(self, plan: StepPlan, received_ns: int) -> StepResult:
-        """Run one step; received_ns is the plan's arrival on the monotonic clock.
+    def launch(self, plan: StepPlan, received_ns: int) -> Launched:
+        """Begin one step; received_ns is the plan's arrival on the monotonic clock.
 
-        Raises InvalidPlan before anything is computed or moved, and whatever the device raises.
+        Steps that have begun run in order. Raises InvalidPlan before anything is computed or moved, and whatever the
+        device raises.
         """
         ...
 
     def is_out_of_memory(self, exc: Exception) -> bool:
-        """Did `execute` raise this for want of device memory."""
+        """Did a step raise this for want of device memory."""
         ...
 
     def is_lost(self, exc: Exception) -> bool:
-        """Does this error of `execute` mean that the device is lost for this process."""
+        """Does this error of a step mean that the device is lost for this process."""
+        ...
+
+    def start_trace(self) -> Callable[[], bytes]:
+        """Record a trace of the steps from here on; returns what ends it and gives it: Chrome's format, gzip.
+
+        Raises NotImplementedError where there is nothing to trace.
+        """
         ...
 
 
 class Session:
-    """What one plan stream has open. Made and ended by the worker; only its thread changes failed and last_step_id."""
+    """What one plan stream has open. Made and ended by the worker.
+
+    Its thread alone changes failed, failed_running and last_step_id.
+    """
 
     def __init__(self, epoch: int, on_result: Callable[[StepResult], None]) -> None:
         self.epoch = epoch
         self.on_result = on_result
         self.closed = False
         self.failed = False
+        # Has a step failed after it had begun.
+        self.failed_running = False
         self.num_unanswered = 0
         self.last_step_id: int | None = None
 
@@ -83,6 +115,20 @@ class _Step:
     received_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step that is to be answered: what was launched, or why it was not."""
+
+    step: _Step
+    started_ns: int
+    launched: Launched | None
+    status: StepStatus = StepStatus.OK
+    message: str = ""
+
+    def is_done(self) -> bool:
+        return self.launched is None or self.launched.is_done()
+
+
 class Worker:
     """Owns the device thread. Its methods may be called from any thread and do not wait, but for `stop`."""
 
@@ -98,6 +144,7 @@ class Worker:
         self._stopping = False
         self._running: tuple[int, int] | None = None
         self._last_completed = 0
+        self._tracing = StepTracing()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
 
     def start(self) -> None:
@@ -162,6 +209,10 @@ class Worker:
             return Activity(0, 0, queued)
         return Activity(running[0], time.monotonic_ns() - running[1], queued)
 
+    def trace(self, num_steps: int) -> Future[bytes]:
+        """Record the next steps; as `step_tracing.StepTracing.ask` has it."""
+        return self._tracing.ask(num_steps)
+
     def _run(self) -> None:
         if not self.ready.set_running_or_notify_cancel():
             return
@@ -171,19 +222,32 @@ class Worker:
             self.ready.set_exception(exc)
             return
         self.ready.set_result(executor)
-        while (item := self._next()) is not None:
+        begun: deque[_Begun] = deque()
+        while (item := self._next(begun)) is not None:
             if isinstance(item, _Open):
+                # The session of what had begun has ended.
+                begun.clear()
                 if item.last_completed_step_id.set_running_or_notify_cancel():
                     executor.clear()
                     item.last_completed_step_id.set_result(self._last_completed)
+            elif isinstance(item, _Step):
+                self._tracing.before_step(executor.start_trace)
+                begun.append(self._begin(executor, item))
             else:
-                self._answer(item, self._step(executor, item))
+                self._answer(item.step, self._finish(executor, item))
+                self._tracing.after_step()
+            self._running = (begun[0].step.plan.step_id, begun[0].started_ns) if begun else None
 
-    def _next(self) -> _Open | _Step | None:
+    def _next(self, begun: deque[_Begun]) -> _Open | _Step | _Begun | None:
+        """What to do next: finish the first step that has begun, begin another, open a session; None: stop."""
         with self._changed:
-            while not self._queue and not self._stopping:
-                self._changed.wait()
-            return None if self._stopping else self._queue.popleft()
+            while not self._stopping:
+                if begun and begun[0].is_done():
+                    return begun.popleft()
+                if self._queue and (len(begun) < _MOST_BEGUN or isinstance(self._queue[0], _Open)):
+                    return self._queue.popleft()
+                self._changed.wait(_POLL_S if begun else None)
+            return None
 
     def _answer(self, item: _Step, result: StepResult) -> None:
         with self._changed:
@@ -192,28 +256,39 @@ class Worker:
                 return
         item.session.on_result(result)
 
-    def _step(self, executor: Executor, item: _Step) -> StepResult:
-        """Run one plan; every failure becomes a result, after which the session runs nothing more."""
-        session, plan = item.session, item.plan
-        started = time.monotonic_ns()
-        status, message = StepStatus.SKIPPED, "an earlier step of this session failed"
-        if not session.failed:
-            self._running = (plan.step_id, started)
+    def _begin(self, executor: Executor, item: _Step) -> _Begun:
+        """Launch one plan; every failure becomes a result, after which the session launches nothing more."""
+        session, plan, started_ns = item.session, item.plan, time.monotonic_ns()
+        if session.failed:
+            return _Begun(item, started_ns, None, StepStatus.SKIPPED, _AFTER_FAILURE)
+        self._running = self._running or (plan.step_id, started_ns)
+        try:
+            return _Begun(item, started_ns, executor.launch(self._checked(session, plan), item.received_ns))
+        except InvalidPlan as exc:
+            _log.error("step %d: invalid plan: %s", plan.step_id, exc)
+            begun = _Begun(item, started_ns, None, StepStatus.INVALID_PLAN, str(exc))
+        except Exception as exc:
+            begun = _Begun(item, started_ns, None, *self._failure(executor, plan.step_id, exc))
+        session.failed = True
+        return begun
+
+    def _finish(self, executor: Executor, begun: _Begun) -> StepResult:
+        """Wait for a step; where it fails, those that began after it mean nothing either."""
+        session, step_id, status, message = begun.step.session, begun.step.plan.step_id, begun.status, begun.message
+        if begun.launched is not None and session.failed_running:
+            status, message = StepStatus.SKIPPED, _AFTER_FAILURE
+        elif begun.launched is not None:
             try:
-                result = executor.execute(self._checked(session, plan), item.received_ns)
-            except InvalidPlan as exc:
-                status, message = StepStatus.INVALID_PLAN, str(exc)
-                _log.error("step %d: invalid plan: %s", plan.step_id, message)
+                result = begun.launched.result()
             except Exception as exc:
-                status, message = self._failure(executor, plan.step_id, exc)
+                status, message = self._failure(executor, step_id, exc)
+                session.failed = session.failed_running = True
             else:
-                self._last_completed = plan.step_id
+                self._last_completed = step_id
                 return result
-            finally:
-                self._running = None
-            session.failed = True
-        timings = StepTimings(started - item.received_ns, 0, 0, time.monotonic_ns() - started)
-        return StepResult(step_id=plan.step_id, status=status, error_message=message, timings=timings)
+        received_ns, ended_ns = begun.step.received_ns, time.monotonic_ns()
+        timings = StepTimings(begun.started_ns - received_ns, 0, 0, ended_ns - begun.started_ns)
+        return StepResult(step_id=step_id, status=status, error_message=message, timings=timings)
 
     def _checked(self, session: Session, plan: StepPlan | RejectedPlan) -> StepPlan:
         """The plan, if it can be read and comes in its turn."""

@@ -109,8 +109,9 @@ class DynamicRotary:
         self._dtype = dtype
 
     def new(self, positions: Tensor) -> Rope:
-        cos, sin = (torch.zeros(len(positions), self._config.size, dtype=self._dtype) for _ in range(2))
-        return Rope(cos, sin, torch.arange(len(positions)))
+        size, device = (len(positions), self._config.size), positions.device
+        cos, sin = (torch.zeros(size, dtype=self._dtype, device=device) for _ in range(2))
+        return Rope(cos, sin, torch.arange(len(positions), device=device))
 
     def fill(self, positions: Tensor, rope_lens: Tensor, rope: Rope) -> None:
         rows = positions.shape[0]

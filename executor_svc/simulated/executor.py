@@ -18,7 +18,7 @@ from executor_svc.simulated.hashing import U64, draw_hashes, logits_hashes
 from executor_svc.simulated.memory import DigestPools
 from executor_svc.simulated.ranking import Ranking
 from executor_svc.slots import Scheduled, Slots
-from executor_svc.step_result import Computed, SampledTokens, make_result
+from executor_svc.step_result import Computed, Finished, SampledTokens, make_result
 
 
 class SimulatedStepExecutor:
@@ -48,6 +48,14 @@ class SimulatedStepExecutor:
     def is_lost(self, exc: Exception) -> bool:
         """There is no device to lose."""
         return False
+
+    def start_trace(self) -> Callable[[], bytes]:
+        """There is nothing to trace; raises NotImplementedError."""
+        raise NotImplementedError("a simulated executor computes nothing that could be traced")
+
+    def launch(self, plan: StepPlan, received_ns: int) -> Finished:
+        """As in `worker.Executor`: the step has run when this returns."""
+        return Finished(self.execute(plan, received_ns))
 
     def execute(self, plan: StepPlan, received_ns: int | None = None) -> StepResult:
         """Run one step; received_ns is the plan's arrival on the monotonic clock, None: now.

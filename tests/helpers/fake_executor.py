@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from executor_svc.input_batch import ForwardBatch
-from executor_svc.plan import Limits
+from executor_svc.plan import IntArray, Limits
+from executor_svc.row_math import argmax
 
 LIMITS = Limits(
     num_slots=16,
@@ -52,6 +53,9 @@ class CountingRunner:
             if token in self.nan_tokens:
                 logits[row, 3] = float("nan")
         return logits
+
+    def argmax(self, logits: torch.Tensor) -> IntArray:
+        return argmax(logits)
 
 
 class RecordingPools:

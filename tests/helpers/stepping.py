@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.model_build import make_runner
+from executor_svc.model_build import make_executor
 from executor_svc.plan import Limits, StepResult, StepStatus
 from executor_svc.step import StepExecutor
 from tests.helpers.plans import plan
@@ -34,7 +34,7 @@ class Stepper:
             num_host_blocks=0,
             max_inflight_plans=1,
         )
-        self.executor = StepExecutor(make_runner(model.loaded, model.device, pools, limits), pools, limits)
+        self.executor = make_executor(model.loaded, model.device, pools, limits)
         self._step_id = 0
 
     @staticmethod
@@ -43,6 +43,6 @@ class Stepper:
 
     def step(self, **fields: Any) -> StepResult:
         self._step_id += 1
-        result = self.executor.execute(plan(step_id=self._step_id, **fields), 0)
+        result = self.executor.launch(plan(step_id=self._step_id, **fields), 0).result()
         assert result.status == StepStatus.OK
         return result

@@ -281,6 +281,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "cpu_serving",
+        "exactness_cost",
         "scheduler_cost",
         "serving_burst",
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import queue
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from executor_svc.plan import AdmittedSequence, SequenceSampling, StepPlan, StepResult, StepStatus
+from executor_svc.simulated.executor import SimulatedStepExecutor
 from executor_svc.step import StepExecutor
 from executor_svc.worker import RejectedPlan, Session, Worker
 from tests.helpers.fake_executor import LIMITS, CountingRunner, RecordingPools
@@ -140,4 +143,47 @@ def test_a_failed_build_is_told() -> None:
     worker.start()
     with pytest.raises(RuntimeError, match="no such model"):
         worker.ready.result(10)
+    assert worker.stop(10)
+
+
+def test_a_trace_of_the_next_steps(rig: Rig) -> None:
+    session, _ = rig.open(1)
+    rig.submit(session, 1, **one(0, 5))
+    rig.result()
+    traced = rig.worker.trace(2)
+    with pytest.raises(RuntimeError, match="a trace is being recorded already"):
+        rig.worker.trace(1)
+    rig.submit(session, 2, decode_ready=True)
+    rig.result()
+    assert not traced.done()
+    rig.submit(session, 3, decode_ready=True)
+    events = json.loads(gzip.decompress(traced.result(60)))["traceEvents"]
+    names = [event.get("name") for event in events]
+    assert names.count("forward") == names.count("sample") == 2
+    rig.result()
+
+
+def test_a_trace_that_was_given_up_makes_room_for_another(rig: Rig) -> None:
+    session, _ = rig.open(1)
+    assert rig.worker.trace(5).cancel()
+    begun = rig.worker.trace(5)
+    rig.submit(session, 1, **one(0, 5))
+    rig.result()
+    assert begun.cancel()
+    traced = rig.worker.trace(1)
+    rig.submit(session, 2, decode_ready=True)
+    assert json.loads(gzip.decompress(traced.result(60)))["traceEvents"]
+    rig.result()
+
+
+def test_what_cannot_be_traced_says_so() -> None:
+    worker = Worker(lambda: SimulatedStepExecutor(LIMITS))
+    worker.start()
+    worker.ready.result(10)
+    session, opened = worker.open_session(1, lambda _: None)
+    opened.result(10)
+    traced = worker.trace(1)
+    worker.submit(session, StepPlan(1, 1), time.monotonic_ns())
+    with pytest.raises(NotImplementedError, match="a simulated executor"):
+        traced.result(10)
     assert worker.stop(10)

@@ -499,7 +499,7 @@ class ProfileRequest(_message.Message):
 
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     num_steps: _builtins.int
-    """Number of steps to record; 1 or more."""
+    """Number of steps to record; 1 to 1000."""
     def __init__(
         self,
         *,

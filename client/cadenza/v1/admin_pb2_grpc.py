@@ -256,7 +256,8 @@ class ExecutorAdminServiceServicer(object):
     """
 
     def Profile(self, request, context):
-        """Profile records a trace of the next steps. Reserved: UNIMPLEMENTED until it is built.
+        """Profile records a trace of the next steps and answers once they have run; a caller that gives up ends it. One trace
+        at a time: FAILED_PRECONDITION while another is recorded. UNIMPLEMENTED on a simulated executor.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -107,7 +107,9 @@ class ExecutorAdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ExecutorAdminServiceAsyncStub: ...
     Profile: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]
-    """Profile records a trace of the next steps. Reserved: UNIMPLEMENTED until it is built."""
+    """Profile records a trace of the next steps and answers once they have run; a caller that gives up ends it. One trace
+    at a time: FAILED_PRECONDITION while another is recorded. UNIMPLEMENTED on a simulated executor.
+    """
 
 @_typing.type_check_only
 class ExecutorAdminServiceAsyncStub(ExecutorAdminServiceStub):
@@ -115,7 +117,9 @@ class ExecutorAdminServiceAsyncStub(ExecutorAdminServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Profile: _aio.UnaryUnaryMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]  # type: ignore[assignment]
-    """Profile records a trace of the next steps. Reserved: UNIMPLEMENTED until it is built."""
+    """Profile records a trace of the next steps and answers once they have run; a caller that gives up ends it. One trace
+    at a time: FAILED_PRECONDITION while another is recorded. UNIMPLEMENTED on a simulated executor.
+    """
 
 class ExecutorAdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """ExecutorAdminService is served by executors."""
@@ -126,6 +130,8 @@ class ExecutorAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ProfileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ProfileResponse, _abc.Awaitable[_admin_pb2.ProfileResponse]]:
-        """Profile records a trace of the next steps. Reserved: UNIMPLEMENTED until it is built."""
+        """Profile records a trace of the next steps and answers once they have run; a caller that gives up ends it. One trace
+        at a time: FAILED_PRECONDITION while another is recorded. UNIMPLEMENTED on a simulated executor.
+        """
 
 def add_ExecutorAdminServiceServicer_to_server(servicer: ExecutorAdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -197,8 +197,8 @@ def _heads_at_once(call: AttentionCall) -> int:
 
 def variants() -> list[Variant]:
     """Return what is compiled ahead of time: prefill and decode for each of `attention_variants.cases`."""
-    prefill = variants_of(
-        attention_kernel, "attention prefill", Phase.PREFILL, cases(), lambda _: {"DECODE": False}, {}
-    )
-    decode = variants_of(attention_kernel, "attention decode", Phase.DECODE, cases(), lambda _: {"DECODE": True}, {})
-    return prefill + decode
+    found = []
+    for phase in Phase:
+        fixed = {"DECODE": phase is Phase.DECODE}
+        found += variants_of(attention_kernel, f"attention {phase}", phase, cases(phase), fixed, {})
+    return found

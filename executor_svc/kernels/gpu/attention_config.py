@@ -47,7 +47,7 @@ _HOPPER = {
     ("fp8", 128): AttentionConfig(128, 64, 8, 3),
     ("fp8", 256): AttentionConfig(64, 64, 8, 2),
     ("32", 64): AttentionConfig(64, 32, 8, 2),
-    ("32", 128): AttentionConfig(32, 32, 8, 2),
+    ("32", 128): AttentionConfig(32, 16, 4, 2),
     ("32", 256): AttentionConfig(32, 16, 8, 2),
 }
 _HOPPER_FEATURES = _HOPPER | {("16", 128): AttentionConfig(128, 64, 8, 3)}
@@ -64,10 +64,18 @@ _DECODE = {
     ("fp8", 64): AttentionConfig(DECODE_ROWS, 64, 4, 4),
     ("fp8", 128): AttentionConfig(DECODE_ROWS, 64, 4, 4),
     ("fp8", 256): AttentionConfig(DECODE_ROWS, 32, 4, 4),
-    ("32", 64): AttentionConfig(DECODE_ROWS, 32, 4, 3),
+    ("32", 64): AttentionConfig(DECODE_ROWS, 32, 8, 2),
     ("32", 128): AttentionConfig(DECODE_ROWS, 32, 4, 2),
     ("32", 256): AttentionConfig(DECODE_ROWS, 16, 4, 2),
 }
+_HOPPER_WIDE = _HOPPER | {
+    ("16", 64): AttentionConfig(128, 64, 8, 3),
+    ("16", 128): AttentionConfig(128, 64, 8, 3),
+    ("16", 256): AttentionConfig(64, 64, 8, 2),
+    ("fp8", 64): AttentionConfig(128, 64, 8, 3),
+    ("fp8", 128): AttentionConfig(64, 64, 8, 3),
+}
+"""For decodes of more query heads to a KV head than a decode tile has rows: the split kernel takes more registers."""
 
 
 def padded(head_size: int) -> int:
@@ -80,13 +88,17 @@ def attention_config(
 ) -> AttentionConfig:
     """Return the tiles for `group` query heads of each KV head on a GPU of compute capability `arch`, such as 90.
 
-    With `features` there is a window or a softcap. Raises: ValueError if that many heads do not fit a tile.
+    With `features` there is a window or a softcap. Raises: ValueError if that many heads do not fit a tile, or if the
+    GPU does not know the cache's dtype.
     """
+    if kv_dtype == torch.float8_e4m3fn and arch < 90:
+        raise ValueError("kv_layer must not be in float8_e4m3fn below compute capability 90")
     kind = "32" if dtype == torch.float32 else "fp8" if kv_dtype.itemsize == 1 else "16"
     key = kind, padded(head_size)
     if phase is Phase.DECODE and group <= DECODE_ROWS:
         return _DECODE[key]
-    table = _AMPERE if arch < 90 else _HOPPER_FEATURES if features else _HOPPER
+    hopper = _HOPPER_WIDE if phase is Phase.DECODE else _HOPPER_FEATURES if features else _HOPPER
+    table = _AMPERE if arch < 90 else hopper
     if group > table[key].rows:
         raise ValueError(f"q has {group} query heads for each KV head, at most {table[key].rows} fit a tile")
     return table[key]

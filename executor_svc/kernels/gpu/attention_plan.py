@@ -11,6 +11,7 @@ from executor_svc.kernels.gpu.attention import attention
 from executor_svc.kernels.gpu.attention_call import AttentionCall
 from executor_svc.kernels.gpu.attention_split import scratch_floats, split_attention, wants_split
 from executor_svc.kernels.gpu.rope import Scales
+from executor_svc.kernels.gpu.slots import StepBuffers
 from executor_svc.kernels.interface import AttentionShape
 
 _SMALLEST_BLOCK = 8
@@ -39,8 +40,7 @@ class GpuAttentionPlan:
         self._num_sms = num_sms
         self._max_model_len = max_model_len
         width = -(-max_model_len // _SMALLEST_BLOCK)
-        self._counting = torch.arange(most_seqs + 1, dtype=torch.int32, device=device)
-        self._starts = self._counting.clone()
+        self._starts = torch.zeros(most_seqs + 1, dtype=torch.int32, device=device)
         self._lens = torch.zeros(most_seqs, dtype=torch.int32, device=device)
         self._tables = torch.zeros(most_seqs, width, dtype=torch.int32, device=device)
         size = scratch_floats(shape.num_heads, shape.num_kv_heads, shape.padded_head_size, num_sms)
@@ -62,16 +62,16 @@ class GpuAttentionPlan:
         ):
             into[: given.shape[0]].copy_(given, non_blocking=True)
 
-    def empty_behind(self, num_seqs: int, size: int) -> None:
-        """Let a filled step of num_seqs sequences of one token be one of `size` sequences, the others empty."""
-        self._starts[num_seqs + 1 : size + 1] = self._counting[num_seqs + 1 : size + 1]
-        self._lens[num_seqs:size] = 0
-        self.slot_mapping[num_seqs:size] = -1
+    def read_from(self, buffers: StepBuffers) -> None:
+        """Take steps from tensors that are made on the device, in place of `fill`; before anything is recorded."""
+        inputs = buffers.inputs(buffers.most)
+        self.slot_mapping = inputs.slot_mapping
+        self._starts, self._lens, self._tables = inputs.query_start_loc, inputs.seq_lens, inputs.block_tables
 
-    def become(self, num_seqs: int) -> None:
-        """Let launches be those of any step of num_seqs sequences with a token each, however long: a graph's."""
-        self.num_tiles = self._num_seqs = num_seqs
-        self._max_query_len, self._max_seq_len = 1, self._max_model_len
+    def become(self, num_seqs: int, num_tokens: int, max_query_len: int, max_seq_len: int) -> None:
+        """Let launches be those of a step of these sizes: a CUDA graph's are those of the longest that it may run."""
+        self._num_seqs, self.num_tiles = num_seqs, num_tokens
+        self._max_query_len, self._max_seq_len = max_query_len, max_seq_len
 
     def scales(self, kv_layer: Tensor) -> Scales | None:
         """Return what keys and values in fp8 are multiplied with: 1, since e4m3 is wide enough for them as they are."""
@@ -92,8 +92,8 @@ class GpuAttentionPlan:
             self._max_seq_len,
             shape.window,
             shape.softcap,
-            scales and scales.k,
-            scales and scales.v,
+            None if scales is None else scales.k,
+            None if scales is None else scales.v,
         )
         if wants_split(seqs, shape.num_kv_heads, self._max_query_len, self._max_seq_len, self._num_sms):
             split_attention(call, self._arch, self._scratch, self._num_sms)

@@ -120,11 +120,12 @@ def split_kernel(
     rows = tl.arange(0, ROWS)
     token = tl.zeros([ROWS], tl.int32)
     there = rows_and_columns(rows < group, HEAD_SIZE, PADDED)
-    q_places = query_places(q, rows, token, head, start, q_stride, group, HEAD_SIZE, PADDED)
-    query = tl.load(q_places, mask=there, other=0.0)
-    query, inner, outer = as_multiplied(query, head, k_scale, scale, softcap, HAS_SOFTCAP, HAS_SCALES)
     low = first_seen(length - 1, window, HAS_WINDOW)
     for segment in range(part, count, parts):
+        # Loaded again for each: held from one to the next they would take registers.
+        q_places = query_places(q, rows, token, head, start, q_stride, group, HEAD_SIZE, PADDED)
+        query = tl.load(q_places, mask=there, other=0.0)
+        query, inner, outer = as_multiplied(query, head, k_scale, scale, softcap, HAS_SOFTCAP, HAS_SCALES)
         first = begin + segment * size
         acc, greatest, total = attend(
             query,
@@ -157,12 +158,12 @@ def split_kernel(
             result = divided(acc, total, head, v_scale, HAS_SCALES)
             tl.store(places, result.to(out.dtype.element_ty), mask=there)
         else:
-            heads = (sequence * num_kv_heads + head).to(tl.int64) * group + rows
-            record = heads * segments + segment
+            record = (sequence * num_kv_heads + head).to(tl.int64) * group * segments + segment
+            within = rows * segments
             columns = tl.arange(0, PADDED)
-            tl.store(sums + (record * HEAD_SIZE)[:, None] + columns[None, :], acc, mask=there)
-            tl.store(stats + record * 2, greatest, mask=rows < group)
-            tl.store(stats + record * 2 + 1, total, mask=rows < group)
+            tl.store(sums + record * HEAD_SIZE + ((within * HEAD_SIZE)[:, None] + columns[None, :]), acc, mask=there)
+            tl.store(stats + record * 2 + within * 2, greatest, mask=rows < group)
+            tl.store(stats + record * 2 + within * 2 + 1, total, mask=rows < group)
 
 
 @triton.jit(
@@ -298,6 +299,6 @@ def variants() -> list[Variant]:
     """Return what is compiled ahead of time: both kernels for each of `attention_variants.cases`."""
     floats = {"sums": "*fp32", "stats": "*fp32"}
     # The second kernel reads no cache: it is the same for all block sizes, capped or not.
-    few = (case for case in cases() if case.block_size == 16 and not case.softcap)
-    split = variants_of(split_kernel, "attention split", Phase.DECODE, cases(), _split_constants, floats)
+    few = (case for case in cases(Phase.DECODE) if case.block_size == 16 and not case.softcap)
+    split = variants_of(split_kernel, "attention split", Phase.DECODE, cases(Phase.DECODE), _split_constants, floats)
     return split + variants_of(unite_kernel, "attention unite", Phase.DECODE, few, _unite_constants, floats)

@@ -77,7 +77,7 @@ def all_cases() -> Iterator[Case]:
                     yield Case(head_size, dtype, kv_dtype, block_size, bool(features & 1), bool(features & 2))
 
 
-def cases() -> Iterator[Case]:
+def cases(phase: Phase) -> Iterator[Case]:
     """Yield a choice of `all_cases`, in which each of its values is met with each head size and dtype."""
     for case in all_cases():
         plain = not case.window and not case.softcap and case.block_size == 16
@@ -85,8 +85,11 @@ def cases() -> Iterator[Case]:
         common = case.head_size == 128 and case.dtype == case.kv_dtype == torch.bfloat16
         if plain or full or common:
             yield case
+    if phase is Phase.PREFILL:  # has the same tiles for wide groups
+        return
     for head_size in HEAD_SIZES:
-        yield Case(head_size, torch.bfloat16, torch.bfloat16, 16, wide=True)
+        for dtype, kv_dtype in _dtypes():
+            yield Case(head_size, dtype, kv_dtype, 16, wide=True)
 
 
 def _dtypes() -> Iterator[tuple[torch.dtype, torch.dtype]]:

@@ -247,7 +247,7 @@ def rope_constants(
 ) -> dict[str, Any]:
     """Return what the kernel is compiled with; heads: of queries, of keys."""
     num_heads, kv_heads = heads
-    half = triton.next_power_of_2(rotated // 2)
+    half = max(1, triton.next_power_of_2(rotated // 2))
     rest = triton.next_power_of_2(head_size - rotated) if rotated < head_size else 0
     most = _MOST_ELEMENTS // triton.next_power_of_2(2 * half + rest)
     return {
@@ -300,8 +300,8 @@ def _check_shapes(
         raise ValueError(f"kv_layer must have heads of a multiple of {_HEAD_MULTIPLE} columns, has {head_size}")
     check("qkv", qkv, (tokens, (num_heads + 2 * kv_heads) * head_size), *DTYPES)
     rotated = cos.shape[-1]
-    if rotated % 2 or not 0 < rotated <= head_size:
-        raise ValueError(f"cos must have 2 to {head_size} columns, an even number, has {rotated}")
+    if rotated % 2 or rotated > head_size:
+        raise ValueError(f"cos must have 0 to {head_size} columns, an even number, has {rotated}")
     check("cos", cos, (tokens if positions is None else cos.shape[0], rotated), qkv.dtype)
     check("sin", sin, tuple(cos.shape), qkv.dtype)
     if positions is not None:

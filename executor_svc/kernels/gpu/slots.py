@@ -80,7 +80,7 @@ class SlotState:
         sizes = [padded(math.prod(shape)) for shape in shapes]
         if sum(sizes) > MAX_WORDS:
             raise ValueError(
-                f"num_slots: {num_slots} slots of max_model_len {max_model_len} take {sum(sizes)} words, over {MAX_WORDS}"
+                f"num_slots {num_slots}, max_model_len {max_model_len}: {sum(sizes)} words of state, over {MAX_WORDS}"
             )
         words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         regions = zip(words.split(sizes), shapes, strict=True)

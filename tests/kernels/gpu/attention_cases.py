@@ -16,7 +16,8 @@ from executor_svc.kernels import reference
 from executor_svc.kernels.gpu.attention_call import AttentionCall
 
 F8 = torch.float8_e4m3fn
-ARCH = 90
+ARCH = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 90
+"""Compute capability that tiles are chosen for."""
 Chunks = Sequence[tuple[int, int]]
 """Context length and query tokens of each sequence; a context below 0: padding, of length 0."""
 
@@ -25,7 +26,8 @@ Chunks = Sequence[tuple[int, int]]
 def working_interpreter() -> Iterator[None]:
     """Triton 3.6's interpreter with loops to a number that a kernel worked out, and products of bfloat16.
 
-    Both fail otherwise, the first since numpy 2.4; where kernels run on a GPU nothing is changed.
+    Both fail otherwise, the first since numpy 2.4. And it makes the language's own functions ready once, not at every
+    call of every helper, which takes most of its time. Where kernels run on a GPU nothing is changed.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
@@ -48,7 +50,17 @@ def working_interpreter() -> Iterator[None]:
     def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
         return create_dot(self, as_floats(a), as_floats(b), *others)
 
+    ready: set[str] = set()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn.__module__ not in ready:
+            interpreter._patch_lang(self.fn)
+            # Functions of our own see what the launch has made ready already.
+            ready.add(self.fn.__module__)
+        return self.rewrite()(*args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
         patch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
         yield

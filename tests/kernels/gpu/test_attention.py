@@ -173,6 +173,11 @@ def test_too_many_heads_for_a_tile_are_refused(device: torch.device) -> None:
         attention(make_call([(0, 1)], Sizes(1, 33, 256, dtype=F32), device), ARCH)
 
 
+def test_fp8_is_refused_where_it_does_not_compile(device: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"^kv_layer must not be in float8"):
+        attention(make_call([(0, 1)], Sizes(kv_dtype=F8), device), 80)
+
+
 def test_variants_name_every_argument() -> None:
     found = variants()
     assert len({each.name for each in found}) == len(found)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from executor_svc.plan import SequenceSampling
+from executor_svc.device import NumericsError
+from executor_svc.plan import SequenceSampling, SlotLogprobs, StepResult
+from executor_svc.worker import Launched
 from tests.checkpoints import make_checkpoint
-from tests.helpers.plans import scheduled, sequence
+from tests.helpers.plans import columns, ints, plan, scheduled, sequence
 from tests.helpers.stepping import Stepper
 from tests.kernels.driver import Model
 from tests.kernels.gpu.attention_cases import working_interpreter
@@ -22,12 +26,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 PROMPTS = ([5, 9, 2], list(range(3, 40)), [7] * 20)
 
 
+def made(name: str, folder: Path) -> Path:
+    options = dict(SHAPES[name])
+    return make_checkpoint(folder, options.pop("family"), vocab_size=131, num_hidden_layers=2, **options)
+
+
 @pytest.fixture(scope="module", params=SHAPES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    options = dict(SHAPES[request.param])
-    return make_checkpoint(
-        tmp_path_factory.mktemp("model"), options.pop("family"), vocab_size=131, num_hidden_layers=2, **options
-    )
+    return made(request.param, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made("llama, group 4", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(autouse=True)
@@ -36,31 +47,119 @@ def _interpreter() -> Iterator[None]:
         yield
 
 
-def tokens_of(model: Model) -> list[list[int]]:
-    """Three sequences: one alone, one in chunks beside it, one that comes later and is drawn."""
-    stepper = Stepper(model)
-    found: dict[int, list[int]] = {0: [], 1: [], 2: []}
+class Told:
+    """Tokens by slot, as results tell them."""
 
-    def step(**fields: Any) -> None:
-        result = stepper.step(**fields)
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+
+    def add(self, result: StepResult) -> None:
         counts = result.num_tokens if len(result.num_tokens) else [1] * len(result.slots)
         tokens = iter(result.token_ids.tolist())
         for slot, count in zip(result.slots.tolist(), counts, strict=True):
-            found[slot] += [next(tokens) for _ in range(count)]
+            self.tokens.setdefault(slot, []).extend(next(tokens) for _ in range(count))
 
-    first, second, third = (sequence(i, prompt, stepper.blocks(i)) for i, prompt in enumerate(PROMPTS))
-    step(admitted=(first,), scheduled=scheduled((0, 3, True)))
-    step(admitted=(second,), scheduled=scheduled((1, 20, False)), decode_ready=True)
-    step(scheduled=scheduled((1, 17, True)), decode_ready=True)
-    drawn = SequenceSampling(temperature=0.7, top_k=20, seed=3)
+
+def on_gpu(folder: Path, **options: Any) -> Model:
+    return Model(folder, device="cuda", **options)
+
+
+def mixed_steps(model: Model) -> dict[int, list[int]]:
+    """Three sequences: one alone, one in chunks beside it, one that comes later and is drawn."""
+    stepper, told = Stepper(model), Told()
+    drawn = SequenceSampling(temperature=0.7, top_k=20, top_p=0.9, seed=3)
+    first, second = (sequence(i, PROMPTS[i], stepper.blocks(i)) for i in (0, 1))
     third = sequence(2, PROMPTS[2], stepper.blocks(2), sampling=drawn)
-    step(admitted=(third,), scheduled=scheduled((2, 20, True)), decode_ready=True)
+    told.add(stepper.step(admitted=(first,), scheduled=scheduled((0, 3, True))))
+    told.add(stepper.step(admitted=(second,), scheduled=scheduled((1, 20, False)), decode_ready=True))
+    told.add(stepper.step(scheduled=scheduled((1, 17, True)), decode_ready=True))
+    told.add(stepper.step(admitted=(third,), scheduled=scheduled((2, 20, True)), decode_ready=True))
     for _ in range(6):
-        step(decode_ready=True)
-    return [found[i] for i in range(3)]
+        told.add(stepper.step(decode_ready=True))
+    return told.tokens
 
 
 def test_tokens_are_those_of_the_cpu(folder: Path) -> None:
-    expected = tokens_of(Model(folder))
-    assert [len(each) for each in expected] == [10, 8, 7]
-    assert tokens_of(Model(folder, device="cuda", numerics="fast")) == expected
+    expected = mixed_steps(Model(folder))
+    assert [len(expected[i]) for i in range(3)] == [10, 8, 7]
+    assert mixed_steps(on_gpu(folder)) == expected
+
+
+def test_steps_are_begun_before_the_last_is_known(llama: Path) -> None:
+    """The second of two sequences stops in a step while the next has begun; its slot is given to another at once."""
+    reference = Stepper(Model(llama))
+    first, second = (sequence(i, PROMPTS[i], reference.blocks(i)) for i in (0, 1))
+    alone, ahead = Told(), Told()
+    opening: dict[str, Any] = {"admitted": (first, second), "scheduled": scheduled((0, 3, True), (1, 37, True))}
+    alone.add(reference.step(**opening))
+    for _ in range(6):
+        alone.add(reference.step(decode_ready=True))
+    stop = alone.tokens[1][2]
+    assert stop not in alone.tokens[1][:2]
+
+    stepper = Stepper(on_gpu(llama))
+    stopping = SequenceSampling(stop_token_ids=ints(stop))
+    second = sequence(1, PROMPTS[1], stepper.blocks(1), sampling=stopping)
+    third = sequence(1, PROMPTS[2], stepper.blocks(2))
+    plans: list[dict[str, Any]] = [{"admitted": (first, second), "scheduled": scheduled((0, 3, True), (1, 37, True))}]
+    plans += [{"decode_ready": True}] * 4
+    # Step 3 stops slot 1. Step 4 has begun by then; step 6 is made by somebody who knows.
+    plans.append({"released_slots": ints(1), "admitted": (third,), "scheduled": scheduled((1, 20, True))})
+    plans[-1]["decode_ready"] = True
+    begun: deque[Launched] = deque()
+    for step_id, fields in enumerate(plans, 1):
+        begun.append(stepper.executor.launch(plan(step_id=step_id, **fields), 0))
+        if len(begun) == 2:
+            ahead.add(begun.popleft().result())
+    ahead.add(begun.popleft().result())
+    assert ahead.tokens[0] == alone.tokens[0][:6]
+    assert ahead.tokens[1][:3] == alone.tokens[1][:3]
+    fresh = Stepper(Model(llama))
+    third = sequence(1, PROMPTS[2], fresh.blocks(2))
+    (token,) = fresh.step(admitted=(third,), scheduled=scheduled((1, 20, True))).token_ids.tolist()
+    assert ahead.tokens[1][3:] == [token]
+    # The mirror is where the slots of the CPU would be.
+    assert stepper.executor.slots.num_tokens[:2].tolist() == [3 + 6, 20 + 1]
+    assert stepper.executor.slots.num_computed_tokens[:2].tolist() == [3 + 5, 20]
+
+
+def host_choices(model: Model) -> tuple[dict[int, list[int]], list[SlotLogprobs]]:
+    """Edited logits, logprobs, prompt logprobs, candidates and forks, beside a plain greedy sequence."""
+    stepper, told, logprobs = Stepper(model), Told(), []
+    wishes = (
+        SequenceSampling(),
+        SequenceSampling(frequency_penalty=1.5, temperature=0.8, seed=5, num_logprobs=2),
+        SequenceSampling(bias_token_ids=ints(9), biases=np.array([50.0], np.float32), num_prompt_logprobs=1),
+    )
+    sequences = [sequence(i, PROMPTS[i], stepper.blocks(i), sampling=each) for i, each in enumerate(wishes)]
+    twin = sequence(3, PROMPTS[0], stepper.blocks(3), sampling=SequenceSampling(temperature=1.0, seed=8))
+    plans: list[dict[str, Any]] = [
+        {"admitted": tuple(sequences), "scheduled": scheduled((0, 2, False), (1, 37, True), (2, 20, True))},
+        {"admitted": (twin,), "forks": columns((3, 0)), "scheduled": scheduled((0, 1, True)), "decode_ready": True},
+    ]
+    plans += [{"decode_ready": True, "held_slots": ints(3)}, {"decode_ready": True}]
+    for fields in plans:
+        result = stepper.step(**fields)
+        told.add(result)
+        logprobs += [*result.logprobs, *result.prompt_logprobs]
+    return told.tokens, logprobs
+
+
+def test_what_the_host_chooses(llama: Path) -> None:
+    expected, expected_logprobs = host_choices(Model(llama))
+    found, found_logprobs = host_choices(on_gpu(llama))
+    assert found == expected
+    assert expected[2] == [9, 9, 9, 9]
+    assert len(found_logprobs) == len(expected_logprobs) == 5
+    for one, other in zip(found_logprobs, expected_logprobs, strict=True):
+        assert (one.slot, one.start, one.top_token_ids.tolist()) == (
+            other.slot,
+            other.start,
+            other.top_token_ids.tolist(),
+        )
+        np.testing.assert_allclose(one.chosen_logprobs, other.chosen_logprobs, atol=2e-5)
+
+
+def test_exact_numerics_are_refused(llama: Path) -> None:
+    with pytest.raises(NumericsError, match="--numerics exact is not possible with --device cuda yet"):
+        on_gpu(llama, numerics="exact")

@@ -1,0 +1,44 @@
+"""Traces of steps, for people: by torch.profiler on request, and as NVTX ranges for Nsight Systems."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+
+class TorchTrace:
+    """What torch.profiler records between start and stop, on the thread that calls both."""
+
+    def __init__(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)
+
+    def start(self) -> None:
+        self._profiler.start()
+
+    def stop(self) -> bytes:
+        """Return the trace in Chrome's format, gzip."""
+        self._profiler.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json.gz")
+            self._profiler.export_chrome_trace(str(path))
+            return path.read_bytes()
+
+
+class Spans:
+    """Names parts of a step, where somebody may be looking: costs nothing where nobody can."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self.traced = False
+        """Is a trace being recorded."""
+
+    def __call__(self, name: str) -> AbstractContextManager[object]:
+        if self.traced:
+            return torch.profiler.record_function(name)
+        return torch.cuda.nvtx.range(name) if self._on_gpu else nullcontext()

@@ -17,6 +17,8 @@ from executor_svc.kv_cache import KVCache, block_bytes
 
 _SHARE = 0.9
 """Of the device's memory, unless --gpu-memory-utilization says otherwise."""
+_BYTES_FOR_GRAPHS = 512 << 20
+"""Left for what libraries and CUDA graphs take, and for swaps."""
 _LEAST_ARCH = 80
 _HOPPER = 90, 132
 """Compute capability and multiprocessors of what Triton's interpreter stands for."""
@@ -103,7 +105,7 @@ class GpuDevice:
         if dtype.itemsize == 1 and self.dtype == torch.float32:
             raise DeviceError("--kv-cache-dtype fp8: needs --dtype bfloat16 or float16")
         size = block_bytes(geometry.num_layers, geometry.num_kv_heads, config.block_size, head_size, dtype)
-        fitting = max(0, self._bytes_for_kv(config)) // size
+        fitting = max(0, self._bytes_for_kv(config) - _bytes_for_slots(geometry, config)) // size
         blocks = config.num_gpu_blocks
         if blocks is None:
             useful = config.max_num_seqs * -(-geometry.max_model_len // config.block_size)
@@ -131,10 +133,17 @@ class GpuDevice:
     def _bytes_for_kv(self, config: ExecutorConfig) -> int:
         free = self.free_memory_bytes()
         total = free if self._interpreted else torch.cuda.mem_get_info(self.torch_device)[1]
-        return int((config.gpu_memory_utilization or _SHARE) * total) - (total - free)
+        left = 0 if self._interpreted else _BYTES_FOR_GRAPHS
+        return int((config.gpu_memory_utilization or _SHARE) * total) - (total - free) - left
 
     def probe_numerics(self, max_rows: int) -> None:
         """Nothing is promised in fast mode."""
+
+
+def _bytes_for_slots(geometry: ModelGeometry, config: ExecutorConfig) -> int:
+    """Return what the slots' state takes: token ids and block tables, of twice max_num_seqs slots."""
+    words = geometry.max_model_len + geometry.max_model_len // config.block_size + geometry.vocab_size // 32
+    return 2 * config.max_num_seqs * words * 4
 
 
 def _properties(device: torch.device) -> tuple[int, int]:

@@ -14,32 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from executor_svc.gpu_slot_changes import Applied, ChangeLog
 from executor_svc.gpu_staging import Changes, Download, Fetched, Upload, Words
 from executor_svc.kernels.gpu.commit import IDLE, commit_step
 from executor_svc.kernels.gpu.slot_updates import RUN_WORDS, apply_updates
-from executor_svc.kernels.gpu.slots import NUM_NUMBERS, SlotState, StepBuffers, StepInputs, StepSizes, padded
+from executor_svc.kernels.gpu.slots import SlotState, StepBuffers, StepInputs, StepSizes
 from executor_svc.kernels.gpu.step_inputs import build_step
-from executor_svc.plan import AdmittedSequence, IntArray, Limits, SlotColumns, StepPlan
+from executor_svc.plan import IntArray, Limits, StepPlan
 from executor_svc.slots import Scheduled
 
 STAGING_WORDS = 1 << 20
 """Of a staging buffer, unless told otherwise: a plan that changes more goes in several copies."""
-
-_MAX_INT32 = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """What a plan changed, for those who keep more by slot; on the device after `build` or `flush`, until the next."""
-
-    slots: Tensor
-    """[A] int32: slots admitted."""
-    max_tokens: int
-    """None of them has more known tokens; 0 if there are none."""
-    given_slots: Tensor
-    """[G] int32: slots that got a token."""
-    given_tokens: Tensor
-    """[G] int64: the token of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +82,17 @@ class DeviceSlots:
                 limits.max_num_batched_tokens, limits.max_num_seqs, limits.max_num_seqs, limits.max_num_seqs
             )
         self.limits = limits
-        self._listed = padded(limits.num_slots)
+        list_words = ChangeLog.list_words(limits.num_slots)
         self.state = SlotState.empty(
             limits.num_slots,
             limits.vocab_size,
             limits.max_model_len,
             limits.max_blocks_per_seq,
             device,
-            4 * self._listed + extra_words,
+            list_words + extra_words,
         )
+        lists, self.extra = self.state.extra.split((list_words, extra_words))
+        """extra: [extra_words] int32, zero at first."""
         self.buffers = StepBuffers.empty(most, limits.max_blocks_per_seq, device)
         least = most.num_words + RUN_WORDS
         if staging_words < least:
@@ -113,14 +100,7 @@ class DeviceSlots:
         self._upload = Upload(staging_words, device)
         self._download = Download(3 * most.num_rows, device)
         self._changes = Changes()
-        # Kept by the host too: appended blocks go behind these, and bits of earlier stop ids must be cleared.
-        self._num_blocks = np.zeros(limits.num_slots, np.int64)
-        self._stop_words = [np.zeros(0, np.int64)] * limits.num_slots
-
-    @property
-    def extra(self) -> Tensor:
-        """[extra_words] int32, zero at first."""
-        return self.state.extra[4 * self._listed :]
+        self._log = ChangeLog(self.state, lists)
 
     def inputs(self, sizes: StepSizes) -> StepInputs:
         """Views of the tensors of steps of these sizes: the same memory each time."""
@@ -136,24 +116,7 @@ class DeviceSlots:
         if self._changes:
             # What one plan wrote, the next may write again: never both in one launch.
             self.flush()
-        if plan.admitted:
-            self._admit(plan.admitted)
-        self._append_blocks(plan.appends)
-        given = plan.given
-        self._changes.give(given.slots, given.values)
-        lists = self.state.extra
-        slots, given_slots, given_tokens = lists[: 4 * self._listed].split(
-            (self._listed, self._listed, 2 * self._listed)
-        )
-        self.write(given_slots, given.slots)
-        self.write(given_tokens, given.values.astype("<i8").view("<i4"))
-        self.write(slots, np.array([sequence.slot for sequence in plan.admitted], np.int64))
-        return Applied(
-            slots[: len(plan.admitted)],
-            max((len(sequence.token_ids) for sequence in plan.admitted), default=0),
-            given_slots[: len(given.slots)],
-            given_tokens.view(torch.int64)[: len(given.slots)],
-        )
+        return self._log.note(plan, self._changes)
 
     def write(self, target: Tensor, values: NDArray[Any]) -> None:
         """Have integers that fit 32 bits written to the beginning of a contiguous view of the state, as above.
@@ -164,60 +127,11 @@ class DeviceSlots:
             raise ValueError("target is no view of the slots' state")
         if len(values) > target.numel() or not target.is_contiguous():
             raise ValueError(f"target {list(target.shape)} is not contiguous or has no room for {len(values)} words")
-        self._changes.write(_place(target), values)
+        self._changes.write(int(target.storage_offset()), values)
 
     def flush(self) -> None:
         """Send what has been noted, for a plan that computes nothing."""
         self._send(None, None)
-
-    def _admit(self, sequences: tuple[AdmittedSequence, ...]) -> None:
-        state = self.state
-        slots = np.array([sequence.slot for sequence in sequences], np.int64)
-        # In the order of the rows of `numbers`: the last two flags are down.
-        numbers = np.array(
-            [
-                (
-                    len(sequence.token_ids),
-                    sequence.num_prompt_tokens,
-                    sequence.num_computed_tokens,
-                    0,
-                    0,
-                    min(sequence.sampling.min_tokens, _MAX_INT32),
-                )
-                for sequence in sequences
-            ],
-            np.int64,
-        )
-        rows = _place(state.numbers) + np.arange(NUM_NUMBERS) * state.numbers.stride(0)
-        self._changes.write_singles((rows + slots[:, None]).ravel(), numbers.ravel())
-        for sequence in sequences:
-            slot = sequence.slot
-            self.write(state.token_ids[slot], sequence.token_ids)
-            self.write(state.block_tables[slot], sequence.block_ids)
-            self._num_blocks[slot] = len(sequence.block_ids)
-            self._set_stop_ids(slot, sequence.sampling.stop_token_ids)
-
-    def _set_stop_ids(self, slot: int, token_ids: IntArray) -> None:
-        earlier = self._stop_words[slot]
-        words, index = np.unique(token_ids // 32, return_inverse=True)
-        bits = np.zeros(len(words), np.int64)
-        np.bitwise_or.at(bits, index, 1 << token_ids % 32)
-        left = np.setdiff1d(earlier, words, assume_unique=True)
-        row = _place(self.state.stop_bits[slot])
-        values = np.concatenate((bits, np.zeros_like(left)))
-        self._changes.write_singles(row + np.concatenate((words, left)), values)
-        self._stop_words[slot] = words
-
-    def _append_blocks(self, appends: SlotColumns) -> None:
-        if not len(appends.slots):
-            return
-        tables = self.state.block_tables
-        order = np.argsort(appends.slots, kind="stable")
-        slots = appends.slots[order]
-        _, first, counts = np.unique(slots, return_index=True, return_counts=True)
-        places = self._num_blocks[slots] + np.arange(len(slots)) - np.repeat(first, counts)
-        self._changes.write_singles(_place(tables) + slots * tables.stride(0) + places, appends.values[order])
-        self._num_blocks[slots[first]] += counts
 
     # ------------------------------------------------------------ a step
 
@@ -236,8 +150,9 @@ class DeviceSlots:
         """
         _check_fits(scheduled, sizes)
         if len(scheduled.idle_slots):
-            # Forks among them stop now; the others have stopped before.
-            stopped = _place(self.state.stopped) + scheduled.idle_slots
+            # Forks among them stop now, which this plan may have admitted: not in one launch. The others have before.
+            self.flush()
+            stopped = int(self.state.stopped.storage_offset()) + scheduled.idle_slots
             self._changes.write_singles(stopped, np.ones_like(scheduled.idle_slots))
         self._send(scheduled, sizes)
         return sizes.num_tokens == sizes.num_seqs and bool((scheduled.num_tokens == 1).all())
@@ -288,37 +203,35 @@ class DeviceSlots:
         apply_updates(self._upload.on_device, counts, self.state)
 
 
-def _place(view: Tensor) -> int:
-    """Where a view of the state begins in it."""
-    return int(view.storage_offset())
-
-
 def _check_fits(scheduled: Scheduled, sizes: StepSizes) -> None:
-    counts = scheduled.num_tokens
-    needed = StepSizes(
-        int(counts.sum()), len(counts), int(np.count_nonzero(scheduled.samples)), len(scheduled.sampling_slots)
-    )
+    num_tokens, num_logits = int(scheduled.num_tokens.sum()), int(np.count_nonzero(scheduled.samples))
+    needed = StepSizes(num_tokens, len(scheduled.slots), num_logits, len(scheduled.sampling_slots))
     if not needed.within(sizes):
         raise ValueError(f"sizes: the step needs {needed}, is padded to {sizes}")
 
 
 def _write_step(buffer: Words, scheduled: Scheduled, sizes: StepSizes) -> None:
     """Write to the beginning of the buffer what `step_inputs.build_step` reads there."""
-    seqs, logits, rows = sizes.num_seqs, sizes.num_logits, sizes.num_rows
-    slots, starts, logits_rows, by_row = np.split(buffer[: sizes.num_words], np.cumsum((seqs, seqs + 1, logits)))
+    seqs, rows = sizes.num_seqs, sizes.num_rows
+    first_row = 2 * seqs + 1 + sizes.num_logits
+    slots, starts = buffer[:seqs], buffer[seqs : 2 * seqs + 1]
+    logits_rows, by_row = buffer[2 * seqs + 1 : first_row], buffer[first_row : sizes.num_words]
     num_seqs, num_rows = len(scheduled.slots), len(scheduled.sampling_slots)
     slots[:num_seqs], slots[num_seqs:] = scheduled.slots, -1
     starts[0] = 0
     scheduled.num_tokens.cumsum(out=starts[1 : num_seqs + 1], dtype=np.int32)
-    # A padded token for each padded sequence, so that attention writes its row too.
-    padding = np.arange(1, seqs - num_seqs + 1) + starts[num_seqs]
-    starts[num_seqs + 1 :] = np.minimum(padding, sizes.num_tokens)
+    if num_seqs < seqs:
+        # A padded token for each padded sequence, so that attention writes its row too.
+        padding = np.arange(1, seqs - num_seqs + 1) + starts[num_seqs]
+        starts[num_seqs + 1 :] = np.minimum(padding, sizes.num_tokens)
     ends = starts[1 : num_seqs + 1][scheduled.samples]
     logits_rows[: len(ends)], logits_rows[len(ends) :] = ends - 1, 0
     row_slots, source_slots, sources, waits = by_row.reshape(4, rows)
-    row_slots[:num_rows], row_slots[num_rows:] = scheduled.sampling_slots, -1
-    read = np.arange(num_rows) if scheduled.sources is None else scheduled.sources
-    source_slots[:num_rows], source_slots[num_rows:] = scheduled.slots[scheduled.samples][read], -1
-    sources[:num_rows], sources[num_rows:] = read, 0
-    waits[:] = 0
+    by_row[: 2 * rows], by_row[2 * rows :] = -1, 0
+    row_slots[:num_rows] = scheduled.sampling_slots
+    if scheduled.sources is None:
+        source_slots[:num_rows], sources[:num_rows] = scheduled.sampling_slots, np.arange(num_rows)
+    else:
+        source_slots[:num_rows] = scheduled.slots[scheduled.samples][scheduled.sources]
+        sources[:num_rows] = scheduled.sources
     waits[scheduled.candidates] = 1

@@ -127,6 +127,19 @@ class GpuStepExecutor:
         self._tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=torch_device)
         self._errors = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=torch_device)
         self._pending: deque[GpuStep] = deque()
+        pools.warm_up()
+        self._warm_up()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Compile what draws: no step waits for that."""
+        logits = torch.zeros(1, self.limits.vocab_size, device=self._device)
+        nobody = torch.full((1,), -1, dtype=torch.int32, device=self._device)
+        for drawn, filtered in ((False, False), (True, False), (True, True)):
+            sample(
+                logits, nobody, torch.zeros_like(nobody), self._sampling, self._workspace, self._tokens[:1],
+                self._errors[:1], edited=False, drawn=drawn, filtered=filtered,
+            )  # fmt: skip
 
     def _sampling_state(self) -> SamplingState:
         """Return what draws read: rows with lists or penalties are the host's."""

@@ -47,6 +47,9 @@ class KVCache:
         self.layers: tuple[Tensor, ...] = self._device.unbind(0)
         self._host_layers: tuple[Tensor, ...] = self._host.unbind(1)
 
+    def warm_up(self) -> None:
+        """Make ready what moves need, so that no step waits for it; contents stay."""
+
     def copy(self, sources: BlockIds, destinations: BlockIds) -> None:
         """Copy device blocks sources[i] to destinations[i] in all layers; all sources are read before any is written.
 

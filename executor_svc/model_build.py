@@ -47,6 +47,10 @@ def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
         geometry.name, geometry.architecture, geometry.num_parameters, geometry.dtype, geometry.weight_bytes,
         geometry.vocab_size, geometry.max_model_len,
     )  # fmt: skip
+    if device.torch_device.type == "cuda" and loaded.recordable:
+        from executor_svc.gpu_warm_up import run_largest_step
+
+        run_largest_step(loaded, device, config)
     pools = device.new_kv_cache(geometry, config)
     prints = fingerprint(loaded, device, pools)
     limits = limits_of(config, geometry, pools)

@@ -6,6 +6,8 @@ query_start_loc, as in vLLM's unified Triton kernel. A row's numbers depend on i
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -197,8 +199,14 @@ def _heads_at_once(call: AttentionCall) -> int:
 
 def variants() -> list[Variant]:
     """Return what is compiled ahead of time: prefill and decode for each of `attention_variants.cases`."""
-    found = []
-    for phase in Phase:
-        fixed = {"DECODE": phase is Phase.DECODE}
-        found += variants_of(attention_kernel, f"attention {phase}", phase, cases(phase), fixed, {})
-    return found
+    prefill, decode = Phase.PREFILL, Phase.DECODE
+    found = variants_of(attention_kernel, "attention prefill", prefill, cases(prefill), _prefill_constants, {})
+    return found + variants_of(attention_kernel, "attention decode", decode, cases(decode), _decode_constants, {})
+
+
+def _prefill_constants(_: AttentionConfig) -> dict[str, Any]:
+    return {"DECODE": False}
+
+
+def _decode_constants(_: AttentionConfig) -> dict[str, Any]:
+    return {"DECODE": True}

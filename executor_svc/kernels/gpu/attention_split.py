@@ -299,6 +299,6 @@ def variants() -> list[Variant]:
     """Return what is compiled ahead of time: both kernels for each of `attention_variants.cases`."""
     floats = {"sums": "*fp32", "stats": "*fp32"}
     # The second kernel reads no cache: it is the same for all block sizes, capped or not.
-    few = (case for case in cases(Phase.DECODE) if case.block_size == 16 and not case.softcap)
+    few = (case for case in cases(Phase.DECODE) if case.window == case.softcap)
     split = variants_of(split_kernel, "attention split", Phase.DECODE, cases(Phase.DECODE), _split_constants, floats)
     return split + variants_of(unite_kernel, "attention unite", Phase.DECODE, few, _unite_constants, floats)

@@ -7,7 +7,6 @@ are padded to multiples of 16 words: every view of them starts where 16-byte acc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -152,10 +151,12 @@ class StepSizes:
 
     def within(self, most: StepSizes) -> bool:
         """Is none of the sizes larger than that of `most`."""
-        return all(size <= limit for size, limit in zip(self._all(), most._all(), strict=True))
-
-    def _all(self) -> Iterator[int]:
-        yield from (self.num_tokens, self.num_seqs, self.num_logits, self.num_rows)
+        return (
+            self.num_tokens <= most.num_tokens
+            and self.num_seqs <= most.num_seqs
+            and self.num_logits <= most.num_logits
+            and self.num_rows <= most.num_rows
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor_svc.gpu_slots import Applied, DeviceSlots, PendingTokens
+from executor_svc.gpu_slot_changes import Applied
+from executor_svc.gpu_slots import DeviceSlots, PendingTokens
 from executor_svc.input_batch import ForwardBatch, build_batch
 from executor_svc.kernels.gpu.commit import IDLE
 from executor_svc.kernels.gpu.slots import StepInputs, StepSizes

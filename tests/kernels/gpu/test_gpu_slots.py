@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor_svc import gpu_staging
+from executor_svc import gpu_slots, gpu_staging
 from executor_svc.gpu_slots import DeviceSlots
 from executor_svc.gpu_staging import Changes, Download, Upload
-from executor_svc.kernels.gpu.slot_updates import RUN_WORDS, UpdateCounts
-from executor_svc.kernels.gpu.slots import StepSizes
+from executor_svc.kernels.gpu.slot_updates import RUN_WORDS, UpdateCounts, apply_updates
+from executor_svc.kernels.gpu.slots import SlotState, StepSizes
 from executor_svc.plan import SequenceSampling
 from executor_svc.slots import Slots
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence
@@ -30,6 +30,24 @@ LEAST_STAGING = MOST.num_words + RUN_WORDS
 def _interpreter() -> Iterator[None]:
     with working_interpreter():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_word_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch writes in any order: what a word holds must not depend on it."""
+
+    def checked(staging: torch.Tensor, counts: UpdateCounts, state: SlotState) -> None:
+        words, buffer = np.zeros(state.words.numel(), np.int32), staging.cpu().numpy()
+        runs = buffer[counts.first : counts.first + 3 * counts.num_runs].reshape(3, -1)
+        for target, _, length in runs.T:
+            words[target : target + length] += 1
+        singles = buffer[counts.first + 3 * counts.num_runs : counts.end]
+        np.add.at(words, singles[: counts.num_words], 1)
+        np.add.at(words, state.num_tokens.storage_offset() + singles[2 * counts.num_words :][: counts.num_given], 1)
+        assert words.max() <= 1
+        apply_updates(staging, counts, state)
+
+    monkeypatch.setattr(gpu_slots, "apply_updates", checked)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

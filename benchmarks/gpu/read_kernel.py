@@ -1,0 +1,31 @@
+"""A kernel that reads and does next to nothing else: for the bandwidth that reading alone has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+PER_SM = 8
+"""Programs of a multiprocessor."""
+
+
+@triton.jit
+def _sum_blocks(x: Any, sums: Any, num_blocks: Any, BLOCK: tl.constexpr) -> None:
+    """Each program adds up every so many blocks of x."""
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.int32)
+    for block in range(program, num_blocks, tl.num_programs(0)):
+        acc += tl.load(x + block.to(tl.int64) * BLOCK + columns)
+    tl.store(sums + program, tl.sum(acc, 0))
+
+
+def read_all(x: Tensor, sums: Tensor) -> None:
+    """Read x, int32 of a multiple of BLOCK numbers, with as many programs as `sums` has int32 numbers."""
+    if x.numel() % BLOCK:
+        raise ValueError(f"x must have a multiple of {BLOCK} numbers")
+    _sum_blocks[(sums.numel(),)](x, sums, x.numel() // BLOCK, BLOCK=BLOCK, num_warps=8, num_stages=4)

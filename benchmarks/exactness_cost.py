@@ -107,6 +107,8 @@ def _reordered(matmul: Any) -> Iterator[None]:
 
 def _runner(folder: str, num_threads: int | None) -> tuple[ModelRunner, int]:
     """What runs the model, and its number of threads."""
+    import torch
+
     from executor_svc.config import ExecutorConfig
     from executor_svc.description import limits_of
     from executor_svc.device import make_device
@@ -120,6 +122,7 @@ def _runner(folder: str, num_threads: int | None) -> tuple[ModelRunner, int]:
     device = make_device(config)
     loaded = load_model(config, device)
     pools = device.new_kv_cache(loaded.geometry, config)
+    torch.manual_seed(0)  # both read the same keys and values
     for layer in pools.layers:
         layer.normal_()
     return ModelRunner(loaded, device, pools, limits_of(config, loaded.geometry, pools)), device.num_threads

@@ -35,7 +35,7 @@ class ChangeLog:
     def __init__(self, state: SlotState, lists: Tensor) -> None:
         """Lists: `list_words` words of the state, for what a plan admits and gives."""
         n = state.num_slots
-        self._numbers = state.numbers.storage_offset() + np.arange(NUM_NUMBERS) * state.numbers.stride(0)
+        self._numbers = int(state.numbers.storage_offset()) + np.arange(NUM_NUMBERS) * state.numbers.stride(0)
         self._token_ids = _Rows(int(state.token_ids.storage_offset()), state.token_ids.stride(0))
         self._tables = _Rows(int(state.block_tables.storage_offset()), state.block_tables.stride(0))
         self._stop_bits = _Rows(int(state.stop_bits.storage_offset()), state.stop_bits.stride(0))

@@ -19,6 +19,7 @@ _MOST_CHECKED = 8192
 _BATCHES, _CONTEXTS = (1, 4, 16, 64, 256), (1024, 4096, 8192, 32768)
 _LENGTHS = (8192, 32768, 1024, 4096, 16384)
 _TINY = Sizes(2, 40, num_kv_heads=2, group=2, head_size=64)
+DECODE_GOAL, PREFILL_GOAL = Goal("percent_of_copy", at_least=90), Goal("ratio", at_most=1.43)
 
 DECODE_TILES = tuple(
     AttentionConfig(DECODE_ROWS, tile, warps, stages)
@@ -32,7 +33,7 @@ PREFILL_TILES = tuple(
     AttentionConfig(*tile)
     for tile in (
         (128, 128, 8, 2), (128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (64, 128, 4, 2),
-        (64, 128, 4, 3), (64, 64, 4, 3), (128, 32, 8, 4), (256, 64, 8, 2), (256, 128, 8, 2), (128, 256, 8, 2),
+        (64, 128, 4, 3), (64, 64, 4, 3), (128, 32, 8, 4), (256, 64, 16, 2), (128, 128, 16, 2),
     )
 )  # fmt: skip
 _TUNED_DECODE = (Sizes(256, 1024), Sizes(64, 8192), Sizes(16, 8192), Sizes(1, 32768))
@@ -63,7 +64,7 @@ def _decode(sizes: Sizes) -> Case:
         "kv_heads": sizes.num_kv_heads, "head_size": sizes.head_size,
     }  # fmt: skip
     name = f"{kv} gqa{sizes.group} batch {sizes.batch} context {sizes.context}"
-    return Case(name, params, lambda bench: _time_decode(bench, sizes), 4.0)
+    return Case(name, params, lambda bench: _time_decode(bench, sizes), 4.0, DECODE_GOAL)
 
 
 def _time_decode(bench: Bench, sizes: Sizes) -> Metrics:
@@ -102,7 +103,7 @@ def _prefill(sizes: Sizes) -> Case:
         "kv_heads": sizes.num_kv_heads, "head_size": sizes.head_size,
     }  # fmt: skip
     name = f"{sizes.batch} x {sizes.num_tokens} tokens of {sizes.context}"
-    return Case(name, params, lambda bench: _time_prefill(bench, sizes), 10.0)
+    return Case(name, params, lambda bench: _time_prefill(bench, sizes), 10.0, PREFILL_GOAL)
 
 
 def flops(sizes: Sizes) -> int:
@@ -237,6 +238,7 @@ def _tuned_call(sizes: Sizes, inputs: Inputs, config: AttentionConfig) -> Attent
             return config
 
     device, scales = inputs.q.device, inputs.plan.scales(inputs.kv_layer)
+    k_scale, v_scale = (None, None) if scales is None else (scales.k, scales.v)
     starts = torch.arange(sizes.batch + 1, dtype=torch.int32, device=device) * sizes.num_tokens
     return TunedCall(
         q=inputs.q,
@@ -248,14 +250,39 @@ def _tuned_call(sizes: Sizes, inputs: Inputs, config: AttentionConfig) -> Attent
         scale=sizes.shape.scale,
         max_query_len=sizes.num_tokens,
         max_seq_len=sizes.context,
-        k_scale=scales and scales.k,
-        v_scale=scales and scales.v,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 
-DECODE = Group(
-    "decode", "decode attention", decode_cases, limit_s=130, goal=Goal("percent_of_copy", at_least=90)
-)  # fmt: skip
-PREFILL = Group("prefill", "prefill attention", prefill_cases, limit_s=60, goal=Goal("ratio", at_most=1.43))
+# ---------------------------------------------------------------- compiling
+
+
+def warm_cases(tiny: bool) -> Sequence[Case]:
+    """Each kernel of the cases above once, on little, so that it is in Triton's cache: for several processes."""
+    if tiny:
+        return [_warm(_TINY, None)]
+    short, wide, whole = Sizes(1, 512), Sizes(256, 16), Sizes(1, 256, num_tokens=256)
+    usual = [_warm(replace(each, fp8=fp8), None) for each in (wide, short) for fp8 in (False, True)]
+    decode = [_warm(replace(each, fp8=fp8), c) for each in (wide, short) for fp8 in (False, True) for c in DECODE_TILES]
+    return [_warm(whole, None), *usual, *(_warm(whole, config) for config in PREFILL_TILES), *decode]
+
+
+def _warm(sizes: Sizes, config: AttentionConfig | None) -> Case:
+    return Case(f"{sizes} {config}", {}, lambda bench: _compile(bench, sizes, config), 15.0)
+
+
+def _compile(bench: Bench, sizes: Sizes, config: AttentionConfig | None) -> Metrics:
+    inputs = make_inputs(bench, sizes)
+    work, _ = launch(bench, sizes, inputs) if config is None else tuned_launch(bench, sizes, inputs, config)
+    work()
+    if bench.device.type == "cuda":
+        torch.cuda.synchronize()
+    return {}
+
+
+WARM = Group("warm", "kernels compiled", warm_cases, limit_s=60)
+DECODE = Group("decode", "decode attention", decode_cases, limit_s=130)
+PREFILL = Group("prefill", "prefill attention", prefill_cases, limit_s=60)
 TUNE_DECODE = Group("tune-decode", "tiles of decode attention", tune_decode_cases, limit_s=200)
 TUNE_PREFILL = Group("tune-prefill", "tiles of prefill attention", tune_prefill_cases, limit_s=200)

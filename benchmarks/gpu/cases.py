@@ -65,6 +65,7 @@ class Case:
     run: Callable[[Bench], Metrics]
     estimate_s: float = 3.0
     """What it takes, compiling included: it is not begun with less time left."""
+    goal: Goal | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,6 @@ class Group:
     """Given whether they are to be tiny. Nothing is computed, and no kernel imported, before a case is run."""
     limit_s: float
     """Seconds that the group may take altogether."""
-    goal: Goal | None = None
     preload: Callable[[Bench], None] | None = None
     """What takes long and disturbs nobody: begun before it is the group's turn."""
 
@@ -111,12 +111,17 @@ class Outcome:
     skipped: str = ""
 
 
-def run_cases(group: Group, bench: Bench, start: int, end_at: float) -> Iterator[tuple[int, Outcome | None]]:
-    """Run cases from `start` on until time.monotonic() says `end_at`: (index, None) before each, then its outcome.
+def run_cases(
+    group: Group, bench: Bench, start: int, end_at: float, every: int = 1
+) -> Iterator[tuple[int, Outcome | None]]:
+    """Run cases from `start` on, or every so manyth: (index, None) before each, then its outcome.
 
-    After an error that leaves the device unusable the rest is for another process: no more is given.
+    None is begun that would not end before time.monotonic() says `end_at`. After an error that leaves the device
+    unusable the rest is for another process: no more is given.
     """
-    for index, case in enumerate(group.cases(bench.tiny)[start:], start):
+    cases = group.cases(bench.tiny)
+    for index in range(start, len(cases), every):
+        case = cases[index]
         yield index, None
         left = end_at - time.monotonic()
         if left < case.estimate_s:

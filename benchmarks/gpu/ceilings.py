@@ -1,4 +1,4 @@
-"""What the hardware gives at most, measured at the start of each run: bandwidth of copies and reads, rate of products."""
+"""What the hardware gives at most, measured at the start of each run: bandwidths and the rate of products."""
 
 from __future__ import annotations
 

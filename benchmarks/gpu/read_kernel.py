@@ -20,7 +20,7 @@ def _sum_blocks(x: Any, sums: Any, num_blocks: Any, BLOCK: tl.constexpr) -> None
     columns = tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.int32)
     for block in range(program, num_blocks, tl.num_programs(0)):
-        acc += tl.load(x + block.to(tl.int64) * BLOCK + columns)
+        acc += tl.load(x + tl.cast(block, tl.int64) * BLOCK + columns)
     tl.store(sums + program, tl.sum(acc, 0))
 
 

@@ -1,0 +1,191 @@
+"""An executor in this process, given plans as the scheduler would give them, two in flight: no gRPC, nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import random
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.rows import BenchmarkError
+from executor_svc.config import ExecutorConfig
+from executor_svc.plan import (
+    AdmittedSequence,
+    Limits,
+    ScheduledTokens,
+    SequenceSampling,
+    StepPlan,
+    StepResult,
+    StepStatus,
+)
+from executor_svc.worker import Executor, Session, Worker
+
+_IN_FLIGHT = 2
+_EPOCH = 1
+_TIMEOUT_S = 60.0
+_STOP_S = 10.0
+
+
+class PlanDriver:
+    """Sequences of a loaded model, each with all the blocks that it will ever need, in random order."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        """Begin to load the model, on a thread of its own, as the service does."""
+        self.config = ExecutorConfig(model=str(folder), **options)
+        self._results: queue.SimpleQueue[tuple[float, StepResult]] = queue.SimpleQueue()
+        self._loaded, self._may_go_on = threading.Event(), threading.Event()
+        self._worker = Worker(self._build)
+        self._worker.ready.add_done_callback(lambda _: self._loaded.set())
+        self._worker.start()
+        self._session: Session | None = None
+        self._step_id = 0
+        self._admitted: list[int] = []
+        self._rng = random.Random(0)
+        self._free: list[int] = []
+
+    def wait_loaded(self) -> None:
+        """Wait until the weights are there, or could not be had: nothing more is done on the device before `open`."""
+        self._loaded.wait()
+
+    def open(self) -> None:
+        """Have the rest made and be ready for plans; raises what loading raised. A second call does nothing."""
+        self._may_go_on.set()
+        self.limits: Limits = self._worker.ready.result().limits
+        if self._session is None:
+            self._session, opened = self._worker.open_session(_EPOCH, self._take)
+            opened.result()
+
+    def close(self) -> None:
+        """End the device thread."""
+        self._may_go_on.set()
+        self._worker.stop(_STOP_S)
+
+    def _build(self) -> Executor:
+        from executor_svc import model_build
+
+        names = vars(model_build)
+        load = names["load_model"]
+
+        def load_and_wait(*arguments: Any) -> Any:
+            loaded = load(*arguments)
+            self._loaded.set()
+            self._may_go_on.wait()
+            return loaded
+
+        # In its place for this one call: graphs are captured while nothing else is timed.
+        names["load_model"] = load_and_wait
+        try:
+            return model_build.build_model(self.config)[0]
+        finally:
+            names["load_model"] = load
+
+    def _take(self, result: StepResult) -> None:
+        self._results.put((time.perf_counter(), result))
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        """Random token ids."""
+        return [[self._rng.randrange(self.limits.vocab_size) for _ in range(length)] for _ in range(count)]
+
+    def start(self, count: int, length: int, more: int) -> None:
+        """In place of what ran, compute prompts of so many tokens, that may grow by `more`; each samples its first."""
+        prompts = self.prompts(count, length)
+        self._reset()
+        most = self.limits.max_num_batched_tokens
+        chunks = [(slot, first, min(most, length - first)) for slot in range(count) for first in range(0, length, most)]
+        for batch in _batches(chunks, most):
+            new = tuple(self._sequence(slot, prompts[slot], more) for slot, first, _ in batch if not first)
+            self._admitted += [sequence.slot for sequence in new]
+            self._run([self._plan(admitted=new, scheduled=_scheduled(batch, length))])
+
+    def decode(self, num_steps: int) -> list[float]:
+        """One token for each sequence, so many times; seconds from each result to the next."""
+        times = self._run([self._plan(decode_ready=True) for _ in range(num_steps)])
+        return [after - before for before, after in itertools.pairwise(times)]
+
+    def prefill(self, count: int, length: int, times: int) -> list[float]:
+        """New prompts in place of those before, all in one step, so many times; seconds from result to result."""
+        plans = []
+        self._reset()
+        for _ in range(times + 1):
+            released, self._admitted = self._admitted, list(range(count))
+            self._new_blocks()
+            new = tuple(self._sequence(slot, prompt, 0) for slot, prompt in enumerate(self.prompts(count, length)))
+            rows = _scheduled([(slot, 0, length) for slot in range(count)], length)
+            plans.append(self._plan(released_slots=_ints(released), admitted=new, scheduled=rows))
+        ends = self._run(plans)
+        return [after - before for before, after in itertools.pairwise(ends)]
+
+    def _reset(self) -> None:
+        if self._admitted:
+            self._run([self._plan(released_slots=_ints(self._admitted))])
+        self._admitted = []
+        self._new_blocks()
+
+    def _new_blocks(self) -> None:
+        self._free = list(range(self.limits.num_device_blocks))
+        self._rng.shuffle(self._free)
+
+    def _sequence(self, slot: int, prompt: list[int], more: int) -> AdmittedSequence:
+        needed = -(-(len(prompt) + more) // self.limits.block_size)
+        if needed > len(self._free):
+            raise BenchmarkError(f"a sequence needs {needed} blocks, {len(self._free)} are left")
+        blocks = [self._free.pop() for _ in range(needed)]
+        return AdmittedSequence(slot, _ints(prompt), len(prompt), 0, _ints(blocks), SequenceSampling())
+
+    def _plan(self, **fields: Any) -> StepPlan:
+        self._step_id += 1
+        return StepPlan(step_id=self._step_id, epoch=_EPOCH, **fields)
+
+    def _run(self, plans: Sequence[StepPlan]) -> list[float]:
+        """Have plans run, each given as soon as only one is under way; when each result was there."""
+        assert self._session is not None, "open comes first"
+        waiting, ends = list(plans), []
+        in_flight = 0
+        while waiting or in_flight:
+            while waiting and in_flight < _IN_FLIGHT:
+                self._worker.submit(self._session, waiting.pop(0), time.monotonic_ns())
+                in_flight += 1
+            try:
+                end, result = self._results.get(timeout=_TIMEOUT_S)
+            except queue.Empty:
+                raise BenchmarkError(f"a step gave no result in {_TIMEOUT_S:.0f} s") from None
+            in_flight -= 1
+            _check(result)
+            ends.append(end)
+        return ends
+
+
+def _check(result: StepResult) -> None:
+    if result.status != StepStatus.OK:
+        raise BenchmarkError(f"step {result.step_id}: {result.status.name}: {result.error_message}")
+    if len(result.error_slots):
+        raise BenchmarkError(f"step {result.step_id}: slot {result.error_slots[0]}: {result.errors[0].name}")
+
+
+def _batches(chunks: Sequence[tuple[int, int, int]], most: int) -> list[list[tuple[int, int, int]]]:
+    """Put chunks (slot, first token, tokens) into steps of at most so many tokens, a slot in each at most once."""
+    steps: list[list[tuple[int, int, int]]] = [[]]
+    for chunk in chunks:
+        step = steps[-1]
+        if sum(count for _, _, count in step) + chunk[2] > most or any(slot == chunk[0] for slot, _, _ in step):
+            steps.append(step := [])
+        step.append(chunk)
+    return steps
+
+
+def _scheduled(chunks: Sequence[tuple[int, int, int]], length: int) -> ScheduledTokens:
+    return ScheduledTokens(
+        _ints([slot for slot, _, _ in chunks]),
+        _ints([count for _, _, count in chunks]),
+        np.array([first + count == length for _, first, count in chunks], np.bool_),
+    )
+
+
+def _ints(values: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(values, np.int64)

@@ -1,0 +1,98 @@
+"""Outcomes as rows, and as one table for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.rows import Row, make_row
+from benchmarks.gpu.cases import Goal, Outcome
+from benchmarks.gpu.machine import with_gpu
+
+KERNELS, SERVING = "gpu_kernels", "gpu_serving"
+
+
+def row_of(benchmark: str, outcome: Outcome, seed: int, other_cores: float = 0.0) -> Row:
+    """The row of an outcome that has metrics."""
+    params = {"group": outcome.group, "case": outcome.case, **outcome.params}
+    row = make_row(benchmark, seed=seed, params=params, repeats=[outcome.metrics], other_cores=[other_cores])
+    return with_gpu(row)
+
+
+def json_line(benchmark: str, outcome: Outcome, seed: int, other_cores: float = 0.0) -> str:
+    """A row, or for a case without metrics what there is to say: benchmark, date, group, case, error or skipped."""
+    if outcome.metrics:
+        return row_of(benchmark, outcome, seed, other_cores).to_json()
+    why = {"error": outcome.error} if outcome.error else {"skipped": outcome.skipped}
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    content = {"benchmark": benchmark, "date": date, "group": outcome.group, "case": outcome.case}
+    return json.dumps({**content, "params": dict(outcome.params), **why}, ensure_ascii=False)
+
+
+def append_line(folder: Path, benchmark: str, line: str) -> None:
+    """Add a line to the benchmark's file of rows in a folder; it is there even if the process is killed next."""
+    with (folder / f"{benchmark}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def said(outcome: Outcome, goal: Goal | None = None) -> str:
+    """An outcome in one line."""
+    where = f"{outcome.group}: {outcome.case}: "
+    if outcome.error:
+        return where + "FAILED: " + outcome.error
+    if outcome.skipped:
+        return where + "skipped: " + outcome.skipped
+    metrics = ", ".join(f"{name} {number(value)}" for name, value in outcome.metrics.items())
+    judged = goal.judge(outcome.metrics) if goal else ""
+    return where + metrics + (f" (goal {judged})" if judged else "")
+
+
+def table(title: str, rows: Sequence[tuple[Outcome, Goal | None]]) -> str:
+    """One group: a line for each case with all metrics of the group, those that failed or were skipped below."""
+    columns = list(dict.fromkeys(name for outcome, _ in rows for name in outcome.metrics))
+    goals = any(goal for _, goal in rows)
+    head = ["case", *columns, *(["goal"] if goals else [])]
+    lines = [head]
+    for outcome, goal in rows:
+        if outcome.metrics:
+            values = [number(outcome.metrics[name]) if name in outcome.metrics else "" for name in columns]
+            lines.append([outcome.case, *values, *([_judged(outcome.metrics, goal)] if goals else [])])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    text = [f"== {title}", *("  ".join(_cells(line, widths)).rstrip() for line in lines)]
+    text += [said(outcome) for outcome, _ in rows if not outcome.metrics]
+    return "\n".join(text)
+
+
+def number(value: float) -> str:
+    """Four significant digits, without an exponent."""
+    if value == 0 or not 1e-4 <= abs(value) < 1e15:
+        return f"{value:.4g}"
+    digits = max(0, 4 - len(str(int(abs(value))).lstrip("0")))
+    return f"{value:.{min(digits, 6)}f}" if abs(value) < 1e4 else f"{value:.0f}"
+
+
+def best_of(rows: Sequence[Outcome], by: Sequence[str], metric: str) -> list[str]:
+    """For tables of candidates: of those alike in the parameters `by`, the one with most of a metric, a line each."""
+    found: dict[tuple[Any, ...], Outcome] = {}
+    for outcome in rows:
+        key = tuple(outcome.params.get(name) for name in by)
+        if metric in outcome.metrics and (key not in found or outcome.metrics[metric] > found[key].metrics[metric]):
+            found[key] = outcome
+    return [f"best: {outcome.case}, {metric} {number(outcome.metrics[metric])}" for outcome in found.values()]
+
+
+def _judged(metrics: Mapping[str, float], goal: Goal | None) -> str:
+    if goal is None or not (judged := goal.judge(metrics)):
+        return ""
+    bound = f">= {goal.at_least:g}" if goal.at_least is not None else f"<= {goal.at_most:g}"
+    return f"{judged}: {goal.metric} {bound}"
+
+
+def _cells(line: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [
+        cell.ljust(width) if column == 0 or column == len(widths) - 1 else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+    ]

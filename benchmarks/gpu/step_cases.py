@@ -1,0 +1,156 @@
+"""Whole steps of models with random weights, as the executor runs plans, beside what the hardware allows."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.benchmark import progress
+from benchmarks.gpu.cases import Bench, Case, Goal, Group, Metrics, one_line
+from benchmarks.gpu.plan_driver import PlanDriver
+from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B, TINY, ModelShape, write_config
+from benchmarks.gpu.trace import device_time, read_trace
+
+_CONTEXT = 1024
+_WARM_STEPS, _STEPS, _TRACED_STEPS = 16, 64, 32
+_PREFILL_TIMES = 5
+_PREFILL_GOAL = 75.0
+_BATCHED_TOKENS = 8192
+_BLOCK_SIZE = 16
+
+
+def _grown(tiny: bool) -> int:
+    return 8 if tiny else _WARM_STEPS + _STEPS + _TRACED_STEPS + 8
+
+
+def driver_options(most_seqs: int, context: int, tiny: bool) -> dict[str, object]:
+    """Of the executor: room for so many sequences of this context, and steps of 8k tokens."""
+    longest = context + _grown(tiny) if tiny else max(context, _BATCHED_TOKENS) + _grown(tiny)
+    tokens = 64 if tiny else _BATCHED_TOKENS
+    per_seq = -(-(context + _grown(tiny)) // _BLOCK_SIZE)
+    return {
+        "device": "cuda",
+        "dtype": "auto",
+        "numerics": "fast",
+        "load_format": "dummy",
+        "block_size": _BLOCK_SIZE,
+        "num_gpu_blocks": max(most_seqs * per_seq, -(-longest // _BLOCK_SIZE)) + 64,
+        "max_model_len": -(-longest // _BLOCK_SIZE) * _BLOCK_SIZE,
+        "max_num_seqs": most_seqs,
+        "max_num_batched_tokens": max(tokens, most_seqs),
+        # No service asks for less, and more plans than two are never in flight here.
+        "max_inflight_plans": 4,
+    }
+
+
+def _driver(bench: Bench, shape: ModelShape, most_seqs: int, context: int) -> PlanDriver:
+    def make() -> PlanDriver:
+        folder = write_config(shape, Path(tempfile.mkdtemp(prefix="cadenza-shape-")))
+        return PlanDriver(folder, **driver_options(most_seqs, context, bench.tiny))
+
+    return bench.keep(f"driver {shape.name}", make)
+
+
+def _open(bench: Bench, shape: ModelShape, most_seqs: int, context: int) -> PlanDriver:
+    driver = _driver(bench, shape, most_seqs, context)
+    driver.open()
+    return driver
+
+
+def _group(
+    name: str,
+    shape: ModelShape,
+    batches: tuple[int, ...],
+    prefills: tuple[tuple[int, int], ...],
+    decode_goal: float,
+    limit_s: float,
+) -> Group:
+    def cases(tiny: bool) -> Sequence[Case]:
+        model, context = (TINY, 40) if tiny else (shape, _CONTEXT)
+        counts = (1, 3) if tiny else batches
+        whole = ((1, 40), (2, 20)) if tiny else prefills
+        driver = partial(_open, shape=model, most_seqs=max(counts), context=context)
+        return [
+            *(_decode_case(model, driver, count, context, decode_goal) for count in counts),
+            *(_prefill_case(model, driver, count, length) for count, length in whole),
+        ]
+
+    def preload(bench: Bench) -> None:
+        model, context, counts = (TINY, 40, (1, 3)) if bench.tiny else (shape, _CONTEXT, batches)
+        _driver(bench, model, max(counts), context).wait_loaded()
+
+    title = f"steps of {shape.name}, random weights, bf16"
+    return Group(name, title, cases, limit_s, preload)
+
+
+def _decode_case(
+    shape: ModelShape, driver: Callable[[Bench], PlanDriver], batch: int, context: int, goal: float
+) -> Case:
+    def run(bench: Bench) -> Metrics:
+        warm, steps, traced = (1, 3, 2) if bench.tiny else (_WARM_STEPS, _STEPS, _TRACED_STEPS)
+        plans = driver(bench)
+        plans.start(batch, context, _grown(bench.tiny))
+        plans.decode(warm)
+        step_s = statistics.median(plans.decode(steps))
+        floor_s = shape.decode_bytes(batch, context + warm + steps // 2) / bench.ceilings.copy
+        return {
+            "ms": 1e3 * step_s,
+            "floor_ms": 1e3 * floor_s,
+            "percent_of_limit": 100 * floor_s / step_s,
+            "tokens_per_s": batch / step_s,
+            **_on_device(plans, traced, floor_s),
+        }
+
+    params = {"model": shape.name, "phase": "decode", "batch": batch, "context": context}
+    return Case(f"decode, batch {batch}, context {context}", params, run, 25.0, Goal("percent_of_limit", at_least=goal))
+
+
+def _on_device(plans: PlanDriver, steps: int, floor_s: float) -> Metrics:
+    """What torch.profiler says of some more steps; nothing where it sees no device. It slows the host, if anything."""
+    try:
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        if not torch.cuda.is_available():
+            activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities) as profiler:
+            plans.decode(steps)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(path))
+            found = device_time(read_trace(path.read_bytes()), left_out=0.0)
+    except Exception as error:
+        progress(f"  no trace: {one_line(error)}")
+        return {}
+    if found is None:
+        return {}
+    return {
+        "device_ms": 1e3 * found.busy_s / steps,
+        "device_percent_of_limit": 100 * floor_s / (found.busy_s / steps),
+        "idle_percent": 100 * found.idle_share,
+        "kernels": found.num_kernels / steps,
+    }
+
+
+def _prefill_case(shape: ModelShape, driver: Callable[[Bench], PlanDriver], count: int, length: int) -> Case:
+    def run(bench: Bench) -> Metrics:
+        plans = driver(bench)
+        plans.prefill(count, length, 1)
+        step_s = statistics.median(plans.prefill(count, length, 1 if bench.tiny else _PREFILL_TIMES))
+        floor_s = shape.prefill_flops(count, length) / bench.ceilings.matmul
+        return {
+            "ms": 1e3 * step_s,
+            "floor_ms": 1e3 * floor_s,
+            "percent_of_limit": 100 * floor_s / step_s,
+            "tokens_per_s": count * length / step_s,
+        }
+
+    params = {"model": shape.name, "phase": "prefill", "batch": count, "length": length}
+    return Case(f"prefill, {count} x {length}", params, run, 20.0, Goal("percent_of_limit", at_least=_PREFILL_GOAL))
+
+
+STEPS_8B = _group("steps-8b", LLAMA_8B, (1, 16, 64, 256), ((1, 8192), (8, 1024)), 88.0, 150)
+STEPS_06B = _group("steps-0.6b", QWEN3_06B, (1, 64), ((1, 8192),), 70.0, 80)

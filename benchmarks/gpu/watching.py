@@ -1,0 +1,114 @@
+"""Both services at work, watched: the length of their steps, and by a trace how long the device waits between them."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from benchmarks.common.rows import BenchmarkError
+from benchmarks.common.workload import Request
+from benchmarks.gpu.cases import Metrics
+from benchmarks.gpu.trace import device_time, read_trace
+from cadenza import AsyncClient, SamplingParams
+from cadenza.step_watch import StepWatch, watch_steps
+from cadenza.transport import channel_options
+from cadenza.v1 import admin_pb2
+from cadenza.v1.admin_pb2_grpc import ExecutorAdminServiceStub
+
+_TRACED_STEPS = 40
+_POLL_S = 0.02
+_TRACE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What was seen of requests that decode together."""
+
+    metrics: Metrics
+    trace: bytes = b""
+    """Chrome's format, gzip; empty without one."""
+
+
+def decode_steps(records: Sequence[Any], num_seqs: int) -> list[Any]:
+    """Of step records, those in which all sequences decode and nothing else happens."""
+    return [
+        record
+        for record in records
+        if len(record.sequence_ids) == num_seqs and all(count == 1 for count in record.num_tokens) and not record.joined
+    ]
+
+
+def step_metrics(records: Sequence[Any], num_seqs: int) -> Metrics:
+    """Median length of decode steps, by when the scheduler took in their results."""
+    steps = sorted(decode_steps(records, num_seqs), key=lambda record: record.step_id)
+    gaps = [
+        (after.applied_ns - before.applied_ns) / 1e6
+        for before, after in zip(steps, steps[1:], strict=False)  # noqa: RUF007
+        if after.step_id == before.step_id + 1
+    ]
+    if not gaps:
+        return {}
+    return {"step_ms": statistics.median(gaps), "steps": float(len(gaps))}
+
+
+def trace_metrics(trace: bytes) -> Metrics:
+    """The device's time as torch.profiler saw it; the profiler slows the host, so the share of waiting is no less."""
+    found = device_time(read_trace(trace))
+    if found is None:
+        return {}
+    return {"idle_percent": 100 * found.idle_share, "busy_ms": 1e3 * found.busy_s, "span_ms": 1e3 * found.span_s}
+
+
+async def watch(target: str, executor: str, requests: Sequence[Request], *, traced: bool) -> Watched:
+    """Serve requests of one size; without a trace the steps' length, with one the device's share of waiting.
+
+    Raises BenchmarkError if there is no trace, or nothing in it.
+    """
+    async with AsyncClient(target) as client:
+        await client.model_info()
+        async with watch_steps(client) as seen:
+            serving = asyncio.create_task(_serve(client, requests))
+            try:
+                if not traced:
+                    await serving
+                    return Watched(step_metrics(seen.records, len(requests)))
+                await _all_decode(seen, len(requests), serving)
+                trace = await _trace(executor)
+            finally:
+                if not serving.done() and traced:
+                    await serving
+    metrics = trace_metrics(trace)
+    if not metrics:
+        raise BenchmarkError("the trace has no work of a device")
+    return Watched(metrics, trace)
+
+
+async def _serve(client: AsyncClient, requests: Sequence[Request]) -> None:
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=each.output_len, ignore_eos=True, detokenize=False)
+        for each in requests
+    ]
+    await client.generate([each.prompt for each in requests], params)
+
+
+async def _all_decode(seen: StepWatch, num_seqs: int, serving: asyncio.Task[None]) -> None:
+    while not decode_steps(seen.records[-4:], num_seqs):
+        if serving.done():
+            raise BenchmarkError("the requests were never all decoding in one step")
+        await asyncio.sleep(_POLL_S)
+
+
+async def _trace(executor: str) -> bytes:
+    async with grpc.aio.insecure_channel(executor, options=channel_options()) as channel:
+        stub: Any = ExecutorAdminServiceStub(channel)
+        asked = admin_pb2.ProfileRequest(num_steps=_TRACED_STEPS)
+        try:
+            answer = await stub.Profile(asked, timeout=_TRACE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise BenchmarkError(f"Profile: {error.code().name}: {error.details()}") from None
+    return bytes(answer.trace)

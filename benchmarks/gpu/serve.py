@@ -1,4 +1,4 @@
-"""`run.sh serve`: both services over gRPC on random weights, 1,000 requests at once, and a seeded 200 beside transformers.
+"""`run.sh serve`: both services over gRPC on random weights, 1,000 requests at once, 200 of them beside transformers.
 
 For each shape: the services alone on the machine, then the peer alone, each in processes of its own. Rows go to
 $OUT/gpu_serving.jsonl as they come, the table to $OUT/serve.txt, the services' log to $OUT/services.log.

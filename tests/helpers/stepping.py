@@ -7,7 +7,6 @@ from typing import Any
 from executor_svc.config import ExecutorConfig
 from executor_svc.model_build import make_executor
 from executor_svc.plan import Limits, StepResult, StepStatus
-from executor_svc.step import StepExecutor
 from tests.helpers.plans import plan
 from tests.kernels.driver import Model
 

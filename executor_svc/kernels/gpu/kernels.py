@@ -123,7 +123,9 @@ class GpuKernels:
         heads, scales = shape.num_heads, plan.scales(kv_layer)
 
         def run(n: int) -> None:
-            rope_write_kv(qkv[:n], rope.cos, rope.sin, rope.rows[:n], kv_layer, plan.slot_mapping[:n], heads, norms, scales)
+            rope_write_kv(
+                qkv[:n], rope.cos, rope.sin, rope.rows[:n], kv_layer, plan.slot_mapping[:n], heads, norms, scales
+            )
 
         self._do(qkv, run)
         return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, :heads]

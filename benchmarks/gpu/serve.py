@@ -145,7 +145,10 @@ def services(run: Run, model: Path) -> Iterator[LocalServices]:
     with (
         (run.folder / "services.log").open("a", encoding="utf-8") as log,
         local_services(
-            model, on_log=lambda service, line: print(service, line, file=log, flush=True), **run.options()
+            model,
+            on_log=lambda service, line: print(service, line, file=log, flush=True),
+            start_timeout_s=max(1.0, run.end_at - time.monotonic()),
+            **run.options(),
         ) as started,
     ):
         yield started

@@ -22,6 +22,7 @@ from cadenza.v1.admin_pb2_grpc import ExecutorAdminServiceStub
 
 _TRACED_STEPS = 40
 _POLL_S = 0.02
+_LAST_RECORDS_S = 5.0
 _TRACE_TIMEOUT_S = 60.0
 
 
@@ -58,16 +59,22 @@ def step_metrics(records: Sequence[Any], num_seqs: int) -> Metrics:
 
 def trace_metrics(trace: bytes) -> Metrics:
     """The device's time as torch.profiler saw it; the profiler slows the host, so the share of waiting is no less."""
-    found = device_time(read_trace(trace))
+    events = read_trace(trace)
+    found, kib = device_time(events), {"trace_kib": len(trace) / 1024}
     if found is None:
-        return {}
-    return {"idle_percent": 100 * found.idle_share, "busy_ms": 1e3 * found.busy_s, "span_ms": 1e3 * found.span_s}
+        return kib
+    return {
+        "idle_percent": 100 * found.idle_share,
+        "busy_ms": 1e3 * found.busy_s,
+        "span_ms": 1e3 * found.span_s,
+        **kib,
+    }
 
 
 async def watch(target: str, executor: str, requests: Sequence[Request], *, traced: bool) -> Watched:
     """Serve requests of one size; without a trace the steps' length, with one the device's share of waiting.
 
-    Raises BenchmarkError if there is no trace, or nothing in it.
+    A trace without work of a device, as on a CPU, has no shares. Raises BenchmarkError if there is no trace.
     """
     async with AsyncClient(target) as client:
         await client.model_info()
@@ -76,16 +83,15 @@ async def watch(target: str, executor: str, requests: Sequence[Request], *, trac
             try:
                 if not traced:
                     await serving
+                    # The last records come a little after the last results.
+                    await seen.wait_left(len(requests), _LAST_RECORDS_S)
                     return Watched(step_metrics(seen.records, len(requests)))
                 await _all_decode(seen, len(requests), serving)
                 trace = await _trace(executor)
             finally:
                 if not serving.done() and traced:
                     await serving
-    metrics = trace_metrics(trace)
-    if not metrics:
-        raise BenchmarkError("the trace has no work of a device")
-    return Watched(metrics, trace)
+    return Watched(trace_metrics(trace), trace)
 
 
 async def _serve(client: AsyncClient, requests: Sequence[Request]) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from executor_svc import sampler
@@ -23,32 +20,6 @@ from executor_svc.step_result import SampledTokens
 
 MAX_MODEL_LEN = 48
 UNTOUCHED = -77
-
-
-@contextmanager
-def quick_interpreter() -> Iterator[None]:
-    """Triton's interpreter, which looks through the whole language again at every call of a helper, does so once.
-
-    What it patches for a helper it never takes back, so the first time is enough: a kernel runs five times as fast.
-    """
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        yield
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    seen: set[int] = set()
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        parts = {id(value) for value in self.fn.__globals__.values() if value is tl.core or value is tl.math}
-        if not parts <= seen:
-            interpreter._patch_lang(self.fn)
-            seen.update(parts)
-        return self.rewrite()(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
-        yield
 
 
 def sequence(slot: int, prompt: Sequence[int] = (0,), output: Sequence[int] = (), **sampling: Any) -> AdmittedSequence:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,8 +12,16 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.kernels.gpu.interpreter import mended_interpreter
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where tensors for kernels lie."""
     return torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter_is_mended() -> Iterator[None]:
+    with mended_interpreter():
+        yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -20,16 +19,9 @@ from executor_svc.kernels.gpu.slots import SlotState, StepSizes
 from executor_svc.plan import SequenceSampling
 from executor_svc.slots import Slots
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence
-from tests.kernels.gpu.attention_cases import working_interpreter
 from tests.kernels.gpu.slot_histories import LIMITS, MOST, History
 
 LEAST_STAGING = MOST.num_words + RUN_WORDS
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> Iterator[None]:
-    with working_interpreter():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,19 +17,12 @@ from executor_svc.gpu_linear import GpuLinear, Quantization, W8Linear, Workspace
 from executor_svc.kernels import reference
 from executor_svc.kernels.gpu.linear_w8 import configuration, linear_w8, workspace_size
 from executor_svc.kernels.gpu.quantize import quantize_fp8, quantize_int8, quantize_rows
-from tests.kernels.gpu.attention_cases import working_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMS = 132
 FP8 = torch.float8_e4m3fn
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-7 if INTERPRETED else 2**-8}
 """Largest relative error of rounding; Triton's interpreter cuts bfloat16, where a GPU rounds."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _working_interpreter() -> Iterator[None]:
-    with working_interpreter():
-        yield
 
 
 def guarded(values: Tensor, device: torch.device) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -12,15 +10,9 @@ from executor_svc import logprobs
 from executor_svc.kernels.gpu.logprobs import DeviceLogprobs, row_logprobs
 from executor_svc.kernels.gpu.sampling import sample
 from executor_svc.kernels.gpu.sampling_state import SamplingWorkspace, field
-from tests.helpers.device_sampling import quick_interpreter, sequence, world
+from tests.helpers.device_sampling import sequence, world
 
 INF, NAN = float("inf"), float("nan")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_interpreter() -> Iterator[None]:
-    with quick_interpreter():
-        yield
 
 
 def tell(

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 
 from executor_svc.kernels.gpu.penalties import add_tokens, restart_counts
 from executor_svc.kernels.gpu.sampling_state import RECORD_WORDS, SamplingState
-from tests.helpers.device_sampling import quick_interpreter, sequence, world
+from tests.helpers.device_sampling import sequence, world
 
 PENALTIES = {"repetition_penalty": 1.5, "frequency_penalty": 0.25, "presence_penalty": 0.5}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_interpreter() -> Iterator[None]:
-    with quick_interpreter():
-        yield
 
 
 def counted(vocab: int, prompt: list[int], output: list[int]) -> list[int]:

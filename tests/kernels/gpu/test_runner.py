@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from tests.checkpoints import make_checkpoint
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence
 from tests.helpers.stepping import Stepper
 from tests.kernels.driver import Model
-from tests.kernels.gpu.attention_cases import working_interpreter
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama, group 4": {"family": "llama", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64},
@@ -39,12 +37,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made("llama, group 4", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> Iterator[None]:
-    with working_interpreter():
-        yield
 
 
 class Told:

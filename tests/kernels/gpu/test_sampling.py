@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,16 +19,10 @@ from executor_svc.kernels.gpu.sampling_state import SamplingWorkspace
 from executor_svc.logits_edits import logits_edits
 from executor_svc.logits_processors import process
 from executor_svc.plan import SlotError
-from tests.helpers.device_sampling import UNTOUCHED, quick_interpreter, sequence, world
+from tests.helpers.device_sampling import UNTOUCHED, sequence, world
 
 INF, NAN = float("inf"), float("nan")
 NON_FINITE, NONE_ALLOWED = int(SlotError.NON_FINITE_LOGITS), int(SlotError.NO_ALLOWED_TOKEN)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_interpreter() -> Iterator[None]:
-    with quick_interpreter():
-        yield
 
 
 def normal(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:

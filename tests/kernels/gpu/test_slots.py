@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -17,16 +16,9 @@ from executor_svc.kernels.gpu.commit import IDLE, commit_step
 from executor_svc.kernels.gpu.slot_updates import RUN_WORDS, UpdateCounts, apply_updates
 from executor_svc.kernels.gpu.slots import SlotState, StepBuffers, StepInputs, StepSizes
 from executor_svc.kernels.gpu.step_inputs import build_step
-from tests.kernels.gpu.attention_cases import working_interpreter
 
 POISON = -(2**31)
 BLOCK = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> Iterator[None]:
-    with working_interpreter():
-        yield
 
 
 def ints(values: list[int] | np.ndarray, device: torch.device) -> torch.Tensor:

@@ -55,6 +55,16 @@ def _run(benchmark: Benchmark, options: argparse.Namespace) -> bool:
     return True
 
 
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be 0 or more seconds, not {text!r}")
+    return value
+
+
 def _for_people(benchmark: Benchmark, note: str, text: str) -> str:
     return f"{benchmark.name}: {text}" + (f"\n  {note}" if note else "")
 
@@ -80,7 +90,7 @@ def _parser(name: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print rows as JSON lines")
     parser.add_argument("--record", action="store_true", help="add the rows to benchmarks/results/NAME.jsonl")
     parser.add_argument(
-        "--quiet-wait-s", type=float, default=15.0, help="wait up to this long for a quiet machine (default 15)"
+        "--quiet-wait-s", type=_seconds, default=15.0, help="wait up to this long for a quiet machine (default 15)"
     )
     if benchmark is not None:
         benchmark.add_options(parser)

@@ -55,12 +55,14 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
 def _run_model(names: Sequence[str], folder: Path, options: argparse.Namespace) -> Iterator[Row]:
     requests, service = requests_of(options, folder), service_options(options)
     params: dict[str, Any] = {"model": folder.name, "options": service}
-    if CADENZA in names and set(options.measure) != {START}:
+    jobs = [_job(measure, folder, requests, options.seed) for measure in options.measure if measure in AT_ONCE]
+    if CADENZA in names:
         from benchmarks.common.greedy_check import check_greedy
 
         progress(f"{NAME}: {folder.name}: comparing greedy tokens in fp32")
-        params["greedy_tokens_equal"] = check_greedy(folder, requests, **service)
-    jobs = [_job(measure, folder, requests, options.seed) for measure in options.measure if measure in AT_ONCE]
+        # All that is timed, and the requests of the burst in any case.
+        checked = [*requests, *(request for job in jobs for request in job.requests if job.requests is not requests)]
+        params["greedy_tokens_equal"] = check_greedy(folder, checked, **service)
     runs: list[Run] = []
     if jobs:
         room = [request for job in jobs for request in job.requests]

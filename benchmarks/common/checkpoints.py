@@ -68,6 +68,17 @@ def random_checkpoint(shape: str = "10m", cache: Path = CACHE) -> Path:
 def vocab_size(model: Path) -> int:
     """Of the checkpoint in a folder; raises BenchmarkError if it is none."""
     try:
-        return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+        return int(_config(model)["vocab_size"])
     except (OSError, ValueError, KeyError) as error:
         raise BenchmarkError(f"model {model}: no config.json that names a vocab_size ({error!r})") from None
+
+
+def max_model_len(model: Path) -> int | None:
+    """Most tokens of a sequence, as config.json has it; None where it does not say."""
+    found = _config(model).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
+def _config(model: Path) -> dict[str, Any]:
+    content = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.benchmark import positive
-from benchmarks.common.checkpoints import vocab_size
+from benchmarks.common.checkpoints import max_model_len, vocab_size
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.common.workload import Request, digest, load_workload, make_workload
 from cadenza import ModelInfo
@@ -39,7 +39,7 @@ def model_folder(path: str) -> Path:
 def requests_of(options: argparse.Namespace, folder: Path) -> list[Request]:
     """Those of --workload, or as many random ones as --requests says."""
     if options.workload is not None:
-        return load_workload(Path(options.workload), vocab_size(folder))
+        return load_workload(Path(options.workload), vocab_size(folder), max_model_len(folder))
     return make_workload(options.requests, options.seed, vocab_size(folder))
 
 

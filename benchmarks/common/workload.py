@@ -23,7 +23,7 @@ _FIRST_ID, _END_ID = 300, 8000  # past special tokens and single bytes; within t
 class Request:
     """A prompt and how many tokens to make for it, EOS or not."""
 
-    request_id: int
+    request_id: int | str
     prompt: list[int]  # token ids
     output_len: int  # tokens
 
@@ -62,15 +62,32 @@ def poisson_arrivals(num_requests: int, rate: float, seed: int) -> list[float]:
     return list(itertools.accumulate(gaps))
 
 
-def load_workload(path: Path, vocab_size: int) -> list[Request]:
-    """Requests from a JSON list of {"id", "prompt": [token ids], "output_len"}; raises BenchmarkError."""
+def load_workload(path: Path, vocab_size: int, max_model_len: int | None = None) -> list[Request]:
+    """Requests from a JSON list of {"id", "prompt": [token ids], "output_len"}.
+
+    Raises BenchmarkError, naming the entry and its field; also for an id that is there twice, and for a prompt and
+    output that together are longer than max_model_len.
+    """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BenchmarkError(f"workload {path}: {error}") from None
-    if not isinstance(entries, list) or not entries:
+    if not isinstance(entries, list):
+        raise BenchmarkError(f"workload {path}: must be a list of requests, not {type(entries).__name__}")
+    if not entries:
         raise BenchmarkError(f"workload {path}: a list with at least one request is needed")
-    return [_request(entry, f"workload {path}, entry {index}", vocab_size) for index, entry in enumerate(entries)]
+    requests: list[Request] = []
+    known: set[int | str] = set()
+    for index, entry in enumerate(entries):
+        try:
+            request = _request(entry, vocab_size, max_model_len)
+            if request.request_id in known:
+                raise ValueError(f"id {request.request_id!r} is there twice")
+        except ValueError as error:
+            raise BenchmarkError(f"workload {path}, entry {index}: {error}") from None
+        known.add(request.request_id)
+        requests.append(request)
+    return requests
 
 
 def digest(requests: Sequence[Request]) -> str:
@@ -87,16 +104,27 @@ def _id_range(vocab_size: int) -> tuple[int, int]:
     return _FIRST_ID, end
 
 
-def _request(entry: Any, where: str, vocab_size: int) -> Request:
-    if not isinstance(entry, dict) or not {"id", "prompt", "output_len"} <= entry.keys():
-        raise BenchmarkError(f'{where}: {{"id", "prompt", "output_len"}} is needed')
+def _request(entry: Any, vocab_size: int, max_model_len: int | None) -> Request:
+    """Raises ValueError, naming the field."""
+    if not isinstance(entry, dict):
+        raise ValueError('must be an object with "id", "prompt" and "output_len"')
+    for name in ("id", "prompt", "output_len"):
+        if name not in entry:
+            raise ValueError(f"{name} is missing")
     request_id, prompt, output_len = entry["id"], entry["prompt"], entry["output_len"]
-    if not _is_int(request_id) or not _is_int(output_len) or output_len < 1:
-        raise BenchmarkError(f"{where}: id must be an integer, output_len one of at least 1")
-    if not isinstance(prompt, list) or not prompt or not all(_is_int(token_id) for token_id in prompt):
-        raise BenchmarkError(f"{where}: prompt must be a list of token ids")
-    if not all(0 <= token_id < vocab_size for token_id in prompt):
-        raise BenchmarkError(f"{where}: token ids must be 0 to {vocab_size - 1} for this model")
+    if not (_is_int(request_id) or isinstance(request_id, str)):
+        raise ValueError(f"id must be an integer or a string, not {request_id!r}")
+    if not _is_int(output_len) or output_len < 1:
+        raise ValueError(f"output_len must be an integer of at least 1, not {output_len!r}")
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError("prompt must be a list of one or more token ids")
+    for index, token_id in enumerate(prompt):
+        if not _is_int(token_id) or not 0 <= token_id < vocab_size:
+            raise ValueError(f"prompt[{index}] must be a token id, 0 to {vocab_size - 1} for this model: {token_id!r}")
+    if max_model_len is not None and len(prompt) + output_len > max_model_len:
+        raise ValueError(
+            f"prompt and output_len are {len(prompt)} + {output_len} tokens, over the model's {max_model_len}"
+        )
     return Request(request_id, prompt, output_len)
 
 

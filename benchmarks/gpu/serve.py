@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
-import signal
 import sys
 import tempfile
 import threading
@@ -20,10 +18,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.__main__ import SEED
 from benchmarks.common.benchmark import positive
 from benchmarks.common.burst_client import generate_burst, latencies, local_services, stream_burst
 from benchmarks.common.other_load import OtherLoad
+from benchmarks.common.rows import BenchmarkError
 from benchmarks.common.serving_options import about_workload
 from benchmarks.common.workload import Request
 from benchmarks.gpu import results
@@ -42,6 +43,12 @@ _MOST_TRACE_BYTES = 15 << 20
 _TOKENS_PER_S_GOAL = {LLAMA_8B.name: 16000.0}
 _IDLE_GOAL = {LLAMA_8B.name: 2.0, QWEN3_06B.name: 10.0}
 _RATIO_GOAL = 4.0
+_FIRST_SHARE = 0.7
+"""Of the time, for the first of two shapes, the larger."""
+_PEER = "benchmarks.gpu.transformers_peer"
+_PEER_ATTEMPTS = 4
+_PEER_S, _LEAST_PEER_S = 90.0, 45.0
+"""What the peer takes, loading included, and what is left at least for another try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +161,7 @@ def services(run: Run, model: Path) -> Iterator[LocalServices]:
         yield started
 
 
-def serve_all(run: Run, model: Path, trial: bool) -> Metrics:
+def serve_all(run: Run, model: Path, trial: bool, with_peer: bool) -> Metrics:
     """Cadenza's stages; returns those of the requests that the peer serves too."""
     load, began = run.load, time.monotonic()
     num_tokens = sum(each.output_len for each in load.all_of)
@@ -189,51 +196,74 @@ def serve_all(run: Run, model: Path, trial: bool) -> Metrics:
         per_s = _TOKENS_PER_S_GOAL.get(run.shape.name)
         goal = Goal("tokens_per_s", at_least=per_s) if per_s else None
         seconds = 0.0 if trial else 15.0
-        run.stage("all at once, finished results", 3 * seconds, lambda: finished(load.all_of), load.all_of, goal)
+        # The streams come last: they are left out where the peer would have no time.
+        peer_s = _PEER_S if with_peer and seconds else 0.0
+        run.stage("all at once, finished results", 2 * seconds, lambda: finished(load.all_of), load.all_of, goal)
         some = run.stage("the peer's requests", seconds, lambda: finished(load.some), load.some)
-        run.stage("all at once, a stream each", 3 * seconds, streamed, load.all_of)
         run.stage("decode steps", seconds, lambda: watched(False), load.watched)
         idle = _IDLE_GOAL.get(run.shape.name)
         run.stage(
             "device between steps, torch.profiler", seconds, lambda: watched(True), load.watched,
             Goal("idle_percent", at_most=idle) if idle else None,
         )  # fmt: skip
+        run.stage("all at once, a stream each", 3 * seconds + peer_s, streamed, load.all_of)
     return some
 
 
 def serve_peer(run: Run, model: Path) -> Metrics:
-    """The peer's stage: tokens a second of the requests that it is asked for, small ones before."""
+    """The peer's stage: tokens a second of its requests. With settings under which it breaks it is tried with others.
+
+    Raises BenchmarkError with what it said last.
+    """
+    # It has no limit of its own, and what it has not ended by then it never will.
+    limit = threading.Timer(max(1.0, run.end_at - time.monotonic()), _end_peer)
+    limit.start()
+    try:
+        for left_out in range(_PEER_ATTEMPTS):
+            try:
+                return _ask_peer(run, model, left_out)
+            except BenchmarkError as error:
+                print(f"transformers, {left_out} settings left out: {error}", flush=True)
+                if left_out == _PEER_ATTEMPTS - 1 or run.end_at - time.monotonic() < _LEAST_PEER_S:
+                    raise
+        raise BenchmarkError("transformers was not asked")
+    finally:
+        limit.cancel()
+
+
+def _ask_peer(run: Run, model: Path, left_out: int) -> Metrics:
     requests = run.load.some
     longest = [max(len(each.prompt) for each in requests), max(each.output_len for each in requests)]
-    arguments = [str(model), run.device, str(len(requests)), *map(str, longest)]
-    with peer_process(Path(sys.executable), "benchmarks.gpu.transformers_peer", arguments) as peer:
-        # It has no limit of its own, and what it does not end by then it never will.
-        limit = threading.Timer(max(1.0, run.end_at - time.monotonic()), os.kill, (peer.pid, signal.SIGKILL))
-        limit.start()
-        try:
-            ask = lambda some: peer.ask({"requests": _asked(some), "arrivals": None})  # noqa: E731
-            ask([replace(each, output_len=8) for each in requests[:16]])
-            answer = ask(requests)
-        finally:
-            limit.cancel()
+    arguments = [str(model), run.device, *map(str, (left_out, len(requests), *longest))]
+    with peer_process(Path(sys.executable), _PEER, arguments) as peer:
+        peer.ask(_question([replace(each, output_len=8) for each in requests[:16]]))
+        answer = peer.ask(_question(requests))
     print(f"transformers {peer.version} with {peer.about['settings'] or 'its own settings'}", flush=True)
     num_tokens = sum(each.output_len for each in requests)
     return {"tokens_per_s": num_tokens / answer["wall_s"], "wall_s": answer["wall_s"]}
 
 
-def _asked(requests: Sequence[Request]) -> list[dict[str, Any]]:
-    return [{"prompt": each.prompt, "output_len": each.output_len} for each in requests]
+def _end_peer() -> None:
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if _PEER in child.cmdline():
+                child.kill()
+
+
+def _question(requests: Sequence[Request]) -> dict[str, Any]:
+    asked = [{"prompt": each.prompt, "output_len": each.output_len} for each in requests]
+    return {"requests": asked, "arrivals": None}
 
 
 def serve_shape(run: Run, options: argparse.Namespace) -> None:
     """All stages of a shape."""
     with tempfile.TemporaryDirectory(prefix="cadenza-shape-") as folder:
         model = write_config(run.shape, Path(folder))
-        ours = serve_all(run, model, options.trial)
+        ours = serve_all(run, model, options.trial, not options.no_peer)
         if options.no_peer:
             return
         theirs = run.stage(
-            "transformers, continuous batching", 0.0 if options.trial else 60.0, lambda: serve_peer(run, model),
+            "transformers, continuous batching", 0.0 if options.trial else _LEAST_PEER_S, lambda: serve_peer(run, model),
             run.load.some,
         )  # fmt: skip
         if ours and theirs:
@@ -249,9 +279,11 @@ def main(arguments: Sequence[str]) -> int:
     folder = out_folder("serve")
     print(header("serve"), flush=True)
     text, found = [], []
-    for shape in options.shapes:
+    for index, shape in enumerate(options.shapes):
         load = make_load(options, shape.vocab_size)
-        run = Run(shape, load, "cpu" if options.trial else "cuda", end_at, folder)
+        is_first_of_two = index == 0 and len(options.shapes) > 1
+        shape_end = end_at - (1 - _FIRST_SHARE) * options.budget_s if is_first_of_two else end_at
+        run = Run(shape, load, "cpu" if options.trial else "cuda", shape_end, folder)
         serve_shape(run, options)
         text.append(results.table(shape.name, run.found))
         found += run.found

@@ -1,8 +1,8 @@
 """transformers' continuous batching on random weights of a config, in a process of its own: the peer on a GPU.
 
 What `generate_batch` does, but with each request's own output length, which it has no argument for. Arguments: the
-model's folder, "cuda" or "cpu", requests at most, longest prompt, longest output. Questions and answers are those of
-`benchmarks.peers.transformers_continuous`.
+model's folder, "cuda" or "cpu", how many of the settings that are tried to leave out, requests at most, longest prompt,
+longest output. Questions and answers are those of `benchmarks.peers.transformers_continuous`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
     {"use_cuda_graph": False, "use_async_batching": False, "max_batch_tokens": 1024, "max_memory_percent": 0.4},
 )
 """Settings in the order in which they are tried: first what it chooses by itself."""
+ON_CPU: tuple[dict[str, Any], ...] = ({"num_blocks": 16, "max_batch_tokens": 256, "use_async_batching": False},)
+"""By itself it would take all memory there."""
 
 
 def random_model(folder: Path, device: str) -> Any:
@@ -68,16 +70,17 @@ def manager_of(model: Any, settings: dict[str, Any], hints: dict[str, int]) -> I
 
 
 @contextlib.contextmanager
-def first_that_works(model: Any, hints: dict[str, int]) -> Iterator[tuple[Any, dict[str, Any]]]:
+def first_that_works(model: Any, left_out: int, hints: dict[str, int]) -> Iterator[tuple[Any, dict[str, Any]]]:
     """The manager of the first attempt that answers a small request, and its settings; raises what the last raised."""
-    for settings in ATTEMPTS:
+    attempts = ATTEMPTS[left_out:] if model.device.type == "cuda" else ON_CPU
+    for settings in attempts:
         with contextlib.ExitStack() as stack:
             try:
                 manager = stack.enter_context(manager_of(model, settings, hints))
                 serve(manager, [_WARM_UP], None, "warm-up")
             except Exception as error:
                 print(f"transformers with {settings}: {type(error).__name__}: {error}", file=sys.stderr)
-                if settings is ATTEMPTS[-1]:
+                if settings is attempts[-1]:
                     raise
             else:
                 yield manager, settings
@@ -91,10 +94,11 @@ def main() -> None:
     """Load, say version and settings, then answer until stdin ends."""
     folder, device = Path(sys.argv[1]), sys.argv[2]
     names = ("num_requests", "max_prompt_length", "max_generated_length")
-    hints = dict(zip(names, map(int, sys.argv[3:6]), strict=True))
+    left_out, *sizes = map(int, sys.argv[3:7])
+    hints = dict(zip(names, sizes, strict=True))
     with answering() as answer:
         model = random_model(folder, device)
-        with first_that_works(model, hints) as (manager, settings):
+        with first_that_works(model, left_out, hints) as (manager, settings):
             answer({"version": transformers.__version__, "settings": settings})
             for line, tag in zip(sys.stdin, itertools.count(), strict=False):
                 asked = json.loads(line)

@@ -81,7 +81,11 @@ def cadenza_up(folder: Path, service: Mapping[str, Any]) -> Iterator[str]:
     Raises BenchmarkError if it ends before.
     """
     settings = {"device": "cpu", "skip_tokenizer_init": True, **service}
-    environment = {f"CADENZA_{name.upper()}": str(value).lower() for name, value in settings.items()}
+    # Truth values as the environment has them; what an option names, such as a folder, stays as it is.
+    environment = {
+        f"CADENZA_{name.upper()}": str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in settings.items()
+    }
     command = [sys.executable, "-m", "cadenza", "up", "--model", str(folder), "--port", "0"]
     with log_file() as log, log.open("w", encoding="utf-8") as log_out:
         process = subprocess.Popen(

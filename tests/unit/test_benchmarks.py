@@ -63,18 +63,26 @@ def test_a_workload_file_is_read(tmp_path: Path) -> None:
     [
         ("{", "workload"),
         ("[]", "at least one"),
-        ('[{"id": 0, "prompt": [1]}]', "is needed"),
-        ('[{"id": 0, "prompt": [], "output_len": 1}]', "prompt must be"),
-        ('[{"id": 0, "prompt": [true], "output_len": 1}]', "prompt must be"),
-        ('[{"id": 0, "prompt": [10], "output_len": 1}]', "0 to 9"),
-        ('[{"id": 0, "prompt": [1], "output_len": 0}]', "output_len"),
+        ('{"requests": []}', "must be a list of requests, not dict"),
+        ("[" * 100_000, "recursion"),
+        ('[{"id": 0, "prompt": [1]}]', "entry 0: output_len is missing"),
+        ('[{"id": 0, "prompt": [], "output_len": 1}]', "prompt must be a list of one or more"),
+        ('[{"id": 0, "prompt": [true], "output_len": 1}]', r"prompt\[0\] must be a token id"),
+        ('[{"id": 0, "prompt": [1, 10], "output_len": 1}]', r"prompt\[1\] must be a token id, 0 to 9 .*: 10"),
+        ('[{"id": 0, "prompt": [1], "output_len": 0}]', "output_len must be an integer of at least 1, not 0"),
+        ('[{"id": 1.5, "prompt": [1], "output_len": 1}]', "id must be an integer or a string, not 1.5"),
+        ('[{"id": 0, "prompt": [1], "output_len": 20}]', "1 [+] 20 tokens, over the model's 20"),
+        (
+            '[{"id": "a", "prompt": [1], "output_len": 1}, {"id": "a", "prompt": [2], "output_len": 1}]',
+            "entry 1: id 'a' is there twice",
+        ),
     ],
 )
 def test_a_wrong_workload_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "workload.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(BenchmarkError, match=message):
-        load_workload(path, 10)
+        load_workload(path, 10, max_model_len=20)
 
 
 def test_a_row_has_all_that_is_needed_to_judge_it(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from executor_svc.input_batch import sampling_columns
 from executor_svc.logits_edits import logits_edits
 from executor_svc.logits_processors import process
 from executor_svc.plan import SequenceSampling
+from executor_svc.row_math import argmax
 from executor_svc.sampler import sample
 from executor_svc.slots import Slots
 from tests.helpers.fake_executor import LIMITS
@@ -59,7 +60,7 @@ def ours(sampling: SequenceSampling, logits: Tensor) -> tuple[Tensor, list[int]]
 def candidates(sampling: SequenceSampling, logits: Tensor, count: int) -> list[tuple[list[int], list[float]]]:
     """The candidates of every row: token ids and logprobs."""
     slots, got = slots_with(replace(sampling, num_candidates=count))
-    found = choose(logits, slots, got).candidates
+    found = choose(logits, argmax(logits), slots, got).candidates
     assert found is not None
     assert (found.errors == 0).all()
     rows = zip(found.token_ids, found.logprobs, found.counts, strict=True)

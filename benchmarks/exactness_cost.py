@@ -1,8 +1,8 @@
 """What does it cost on the CPU that a row's bits never depend on its batch? Steps of one model, computed in two ways.
 
-The other way is the same kernels with two things allowed that exactness forbids: LLVM may reorder and fuse what it knows
-as arithmetic on floats, and with up to four rows, where registers are left for it, each element of a matrix product is
-two sums, added at the end.
+The other way is the same kernels with two things allowed that exactness forbids: LLVM may reorder and fuse what it
+knows as arithmetic on floats, and with up to four rows, where registers are left for it, each element of a matrix
+product is two sums, added at the end.
 """
 
 from __future__ import annotations

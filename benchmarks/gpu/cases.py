@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from benchmarks.gpu.timing import Clock
 
 T = TypeVar("T")
+_LOST = (
+    "illegal memory access",
+    "illegal instruction",
+    "misaligned address",
+    "unspecified launch failure",
+    "device-side assert",
+    "launch timed out",
+)
+"""What errors say after which a process has no device any more."""
 Metrics = dict[str, float]
 
 
@@ -149,8 +158,8 @@ def _is_lost(error: Exception) -> bool:
     """Can this process compute nothing more on its GPU."""
     import torch
 
-    # Running out of memory is one of these in name alone.
-    return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+    # Triton has no error of its own for these.
+    return isinstance(error, torch.AcceleratorError) or any(words in str(error) for words in _LOST)
 
 
 def _let_go() -> None:

@@ -141,7 +141,7 @@ def make_load(options: argparse.Namespace, vocab_size: int) -> Load:
     """The requests of a run; the same for the same seed and vocabulary."""
     lengths = {"least": 4, "most": 12} if options.trial else {}
     all_of = make_requests(options.requests, SEED, vocab_size, **lengths)
-    watched = alike(4, 8, 60, SEED, vocab_size) if options.trial else alike(256, 64, 300, SEED, vocab_size)
+    watched = alike(4, 8, 60, SEED, vocab_size) if options.trial else alike(256, 64, 600, SEED, vocab_size)
     warm_up = [replace(each, output_len=min(each.output_len, 16)) for each in all_of[:64]]
     return Load(all_of, some_of(all_of, options.peer_requests, SEED), watched, warm_up)
 
@@ -263,9 +263,11 @@ def serve_shape(run: Run, options: argparse.Namespace) -> None:
         if options.no_peer:
             return
         theirs = run.stage(
-            "transformers, continuous batching", 0.0 if options.trial else _LEAST_PEER_S, lambda: serve_peer(run, model),
+            "transformers, continuous batching",
+            0.0 if options.trial else _LEAST_PEER_S,
+            lambda: serve_peer(run, model),
             run.load.some,
-        )  # fmt: skip
+        )
         if ours and theirs:
             ratio = {"ratio": ours["tokens_per_s"] / theirs["tokens_per_s"]}
             run.stage("beside transformers", 0.0, lambda: ratio, run.load.some, Goal("ratio", at_least=_RATIO_GOAL))

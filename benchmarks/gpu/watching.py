@@ -87,10 +87,14 @@ async def watch(target: str, executor: str, requests: Sequence[Request], *, trac
                     await seen.wait_left(len(requests), _LAST_RECORDS_S)
                     return Watched(step_metrics(seen.records, len(requests)))
                 await _all_decode(seen, len(requests), serving)
-                trace = await _trace(executor)
+                asked = asyncio.create_task(_trace(executor))
+                await asyncio.wait((asked, serving), return_when=asyncio.FIRST_COMPLETED)
+                if not asked.done():
+                    # There were fewer steps left than are traced: once more the same.
+                    await _serve(client, requests)
+                trace = await asked
             finally:
-                if not serving.done() and traced:
-                    await serving
+                await serving
     return Watched(trace_metrics(trace), trace)
 
 

@@ -65,7 +65,7 @@ _DECODE = {
     ("fp8", 128): AttentionConfig(DECODE_ROWS, 64, 4, 4),
     ("fp8", 256): AttentionConfig(DECODE_ROWS, 32, 4, 4),
     ("32", 64): AttentionConfig(DECODE_ROWS, 32, 8, 2),
-    ("32", 128): AttentionConfig(DECODE_ROWS, 32, 4, 2),
+    ("32", 128): AttentionConfig(DECODE_ROWS, 32, 8, 2),
     ("32", 256): AttentionConfig(DECODE_ROWS, 16, 4, 2),
 }
 _HOPPER_WIDE = _HOPPER | {
@@ -74,6 +74,8 @@ _HOPPER_WIDE = _HOPPER | {
     ("16", 256): AttentionConfig(64, 64, 8, 2),
     ("fp8", 64): AttentionConfig(128, 64, 8, 3),
     ("fp8", 128): AttentionConfig(64, 64, 8, 3),
+    ("fp8", 256): AttentionConfig(32, 32, 8, 3),
+    ("32", 256): AttentionConfig(32, 16, 16, 3),
 }
 """For decodes of more query heads to a KV head than a decode tile has rows: the split kernel takes more registers."""
 

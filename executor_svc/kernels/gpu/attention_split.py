@@ -6,6 +6,7 @@ on the batch; how many programs go through them does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -29,6 +30,7 @@ MAX_SEGMENTS = 128
 """Of a sequence: what the uniting kernel holds at once."""
 _PROGRAMS_PER_SM = 4
 """Wanted: enough loads on their way on every SM, and short last programs."""
+_UNITE_WARPS = 4
 _LEAST_KEYS = 256
 """Of a segment: what is written and read again is small beside as many keys."""
 
@@ -281,8 +283,8 @@ def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: in
         HAS_WINDOW=call.window is not None,
         HAS_SCALES=call.k_scale is not None,
         **_unite_constants(config),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_warps=_UNITE_WARPS,
+        num_stages=1,
         enable_fp_fusion=True,
     )
 
@@ -301,4 +303,5 @@ def variants() -> list[Variant]:
     # The second kernel reads no cache: it is the same for all block sizes, capped or not.
     few = (case for case in cases(Phase.DECODE) if case.window == case.softcap)
     split = variants_of(split_kernel, "attention split", Phase.DECODE, cases(Phase.DECODE), _split_constants, floats)
-    return split + variants_of(unite_kernel, "attention unite", Phase.DECODE, few, _unite_constants, floats)
+    unite = variants_of(unite_kernel, "attention unite", Phase.DECODE, few, _unite_constants, floats)
+    return split + [replace(each, num_warps=_UNITE_WARPS, num_stages=1) for each in unite]

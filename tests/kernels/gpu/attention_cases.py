@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -20,50 +16,6 @@ ARCH = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() e
 """Compute capability that tiles are chosen for."""
 Chunks = Sequence[tuple[int, int]]
 """Context length and query tokens of each sequence; a context below 0: padding, of length 0."""
-
-
-@contextmanager
-def working_interpreter() -> Iterator[None]:
-    """Triton 3.6's interpreter with loops to a number that a kernel worked out, and products of bfloat16.
-
-    Both fail otherwise, the first since numpy 2.4. And it makes the language's own functions ready once, not at every
-    call of every helper, which takes most of its time. Where kernels run on a GPU nothing is changed.
-    """
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        yield
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch_tensor, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-
-    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    def as_floats(operand: Any) -> Any:
-        if operand.dtype.scalar != tl.bfloat16:
-            return operand
-        bits = torch.from_numpy(operand.data.view("int16").copy())
-        return interpreter.TensorHandle(bits.view(torch.bfloat16).float().numpy(), tl.float32)
-
-    def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
-        return create_dot(self, as_floats(a), as_floats(b), *others)
-
-    ready: set[str] = set()
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.fn.__module__ not in ready:
-            interpreter._patch_lang(self.fn)
-            # Functions of our own see what the launch has made ready already.
-            ready.add(self.fn.__module__)
-        return self.rewrite()(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
-        patch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
-        patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-        yield
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +13,11 @@ from hypothesis import strategies as st
 from executor_svc.kernels.gpu import attention as operation
 from executor_svc.kernels.gpu.attention import attention, variants
 from executor_svc.kernels.gpu.attention_config import HEAD_SIZES, Phase, attention_config
-from tests.kernels.gpu.attention_cases import ARCH, F8, Chunks, Sizes, check, make_call, working_interpreter
+from tests.kernels.gpu.attention_cases import ARCH, F8, Chunks, Sizes, check, make_call
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 MIXED: Chunks = [(70, 1), (0, 0), (0, 33), (0, 1), (-1, 3), (40, 21), (129, 1)]
 """Decodes, a whole prompt, a chunk in the middle, one without tokens, and three tokens of padding."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _interpreter() -> Iterator[None]:
-    with working_interpreter():
-        yield
 
 
 def compare(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,16 +19,10 @@ from executor_svc.kernels.gpu.attention_split import (
     variants,
     wants_split,
 )
-from tests.kernels.gpu.attention_cases import ARCH, F8, Chunks, Sizes, check, make_call, working_interpreter
+from tests.kernels.gpu.attention_cases import ARCH, F8, Chunks, Sizes, check, make_call
 
 SMS = 4
 """Of a GPU so small that short sequences are enough for several segments to a program."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _interpreter() -> Iterator[None]:
-    with working_interpreter():
-        yield
 
 
 def scratch_for(call: AttentionCall, num_sms: int = SMS) -> torch.Tensor:

@@ -39,9 +39,9 @@ def playing_gpu() -> Iterator[None]:
     if not is_interpreted():
         yield
         return
-    from tests.kernels.gpu.attention_cases import working_interpreter
+    from tests.kernels.gpu.interpreter import mended_interpreter
 
-    with working_interpreter():
+    with mended_interpreter():
         yield
 
 

@@ -19,7 +19,7 @@ from executor_svc.description import limits_of
 from executor_svc.device import make_device
 from executor_svc.eager_runner import EagerRunner
 from executor_svc.loader import LoadedModel, LoaderError, load_model, load_through_transformers
-from executor_svc.model_build import build_model, make_runner
+from executor_svc.model_build import build_model, make_executor
 from executor_svc.models.through_transformers import probe
 from executor_svc.models.through_transformers.hosted import HostedModel
 from executor_svc.models.through_transformers.self_check import paged_logits
@@ -74,9 +74,9 @@ class Served:
         for layer in pools.layers:
             layer.fill_(float("nan"))
         limits = limits_of(self.config, self.loaded.geometry, pools)
-        runner = make_runner(self.loaded, self.device, pools, limits)
-        assert isinstance(runner, EagerRunner)
-        self.executor = StepExecutor(runner, pools, limits)
+        self.executor = make_executor(self.loaded, self.device, pools, limits)
+        assert isinstance(self.executor, StepExecutor)
+        assert isinstance(self.executor._runner, EagerRunner)
         self.outputs: dict[int, list[int]] = defaultdict(list)
         """By slot."""
         self._step_id = 0

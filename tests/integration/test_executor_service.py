@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 from collections.abc import AsyncIterator
 
 import grpc
@@ -57,15 +59,36 @@ async def test_health_and_reflection(fake: Harness) -> None:
 
 
 async def test_reserved_calls_say_so(fake: Harness) -> None:
-    admin = admin_pb2_grpc.ExecutorAdminServiceStub(fake.channel)
     for call in (
         fake.stub.LoadAdapter(pb.LoadAdapterRequest()),
         fake.stub.UnloadAdapter(pb.UnloadAdapterRequest()),
-        admin.Profile(admin_pb2.ProfileRequest(num_steps=1)),
     ):
         with pytest.raises(grpc.aio.AioRpcError, match="not built yet") as caught:
             await call
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_trace_on_request(fake: Harness) -> None:
+    """Steps go on until it has its number of them; meanwhile another is refused."""
+    admin = admin_pb2_grpc.ExecutorAdminServiceStub(fake.channel)
+    stream = await fake.open(1)
+    traced = asyncio.ensure_future(admin.Profile(admin_pb2.ProfileRequest(num_steps=2)))
+    step_id = 0
+    while not traced.done():
+        step_id += 1
+        await stream.step(step_id, decode_ready=True)
+    events = json.loads(gzip.decompress((await traced).trace))["traceEvents"]
+    assert [event.get("name") for event in events].count("plan") == 2
+    waiting = asyncio.ensure_future(admin.Profile(admin_pb2.ProfileRequest(num_steps=1000)))
+    refused = None
+    while refused is None:
+        other = admin.Profile(admin_pb2.ProfileRequest(num_steps=1000), timeout=0.05)
+        try:
+            await other
+        except grpc.aio.AioRpcError as error:
+            refused = error if error.code() is grpc.StatusCode.FAILED_PRECONDITION else None
+    assert "a trace is being recorded already" in str(refused.details())
+    waiting.cancel()
 
 
 async def test_memory_is_told_at_the_opening_and_by_heartbeats(fake: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from executor_svc.kernels.cpu import CpuKernels
-from executor_svc.kernels.interface import AttentionShape
+from executor_svc.kernels.interface import AttentionShape, HeadNorms
 from tests.kernels.bits import equal_bits
 from tests.kernels.driver import flat_batch
 from tests.kernels.layout import as_kept, plan_for
@@ -31,9 +31,8 @@ def _norm_heads(kernels: CpuKernels, x: Tensor) -> Tensor:
     """See x [T, columns] as one query, one key and one value head."""
     size = x.shape[1] // 3
     weight = torch.linspace(0.5, 2.0, size)
-    return kernels.norm_heads(
-        x.clone(), weight.to(x.dtype), weight.to(x.dtype), 1e-6, AttentionShape(1, 1, size, size, 1.0)
-    )
+    norms = HeadNorms(weight.to(x.dtype), weight.to(x.dtype), 1e-6)
+    return kernels.norm_heads(x.clone(), norms, AttentionShape(1, 1, size, size, 1.0))
 
 
 def _add_rms_norm(kernels: CpuKernels, x: Tensor) -> Tensor:

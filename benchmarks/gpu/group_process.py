@@ -19,6 +19,8 @@ from benchmarks.gpu.cases import Case, Ceilings, Group, Outcome
 
 _SLOW_S = 60.0
 """More than twice its estimate, before a case is given up."""
+_GRACE_S = 15.0
+"""After the end of a group's time, for the case that is running then."""
 
 
 class GroupProcess:
@@ -110,6 +112,7 @@ def _told(
     running: int | None = None
     while True:
         limit_s = _SLOW_S + (0.0 if running is None else 2 * cases[running].estimate_s)
+        limit_s = max(0.0, min(limit_s, end_at + _GRACE_S - time.monotonic()))
         try:
             said = process.say(limit_s)
         except TimeoutError:

@@ -50,9 +50,18 @@ name_package() {
   printf 'Metadata-Version: 2.1\nName: cadenza\nVersion: %s\n' "$version" >"$SITE/cadenza-$version.dist-info/METADATA"
 }
 
+# Packages are known to leave a `tests` of their own behind, which would go before the project's.
+keep_tests() {
+  PYTHONPATH=$ROOT "$PYTHON" -c 'import sys, tests; sys.exit(sys.argv[1] not in tests.__path__)' "$ROOT/tests" && return
+  [ -n "$SITE" ] || SITE=$(mktemp -d "${TMPDIR:-/tmp}/cadenza-site-XXXXXX")
+  mkdir -p "$SITE/tests"
+  printf '__path__ = [%s]\n' "'$ROOT/tests'" >"$SITE/tests/__init__.py"
+}
+
 SITE=
 install
 name_package
+keep_tests
 export PYTHONPATH=${SITE:+$SITE:}$ROOT:$ROOT/client
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 if [ "$part" = install ]; then

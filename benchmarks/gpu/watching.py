@@ -93,8 +93,10 @@ async def watch(target: str, executor: str, requests: Sequence[Request], *, trac
                     # There were fewer steps left than are traced: once more the same.
                     await _serve(client, requests)
                 trace = await asked
-            finally:
                 await serving
+            finally:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
     return Watched(trace_metrics(trace), trace)
 
 

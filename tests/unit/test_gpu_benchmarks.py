@@ -24,6 +24,7 @@ from benchmarks.gpu.cases import Bench, Case, Ceilings, Goal, Group, Outcome, ru
 from benchmarks.gpu.ceilings import ceilings_of
 from benchmarks.gpu.groups import GROUPS, ORDER
 from benchmarks.gpu.plan_driver import _batches, _scheduled
+from benchmarks.gpu.serving_run import Run
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B, SHAPES, TINY, write_config
 from benchmarks.gpu.step_cases import driver_options
 from benchmarks.gpu.timing import HostClock
@@ -396,9 +397,9 @@ def test_requests_follow_from_their_seed() -> None:
     assert {(len(each.prompt), each.output_len) for each in serving_load.alike(4, 8, 60, 1, 512)} == {(8, 60)}
 
 
-def run_of(tmp_path: Path, seconds: float = 100.0) -> serve.Run:
+def run_of(tmp_path: Path, seconds: float = 100.0) -> Run:
     options = serve.parse(["--trial"])
-    return serve.Run(TINY, serve.make_load(options, 512), "cpu", time.monotonic() + seconds, tmp_path)
+    return Run(TINY, serve.make_load(options, 512), "cpu", time.monotonic() + seconds, tmp_path)
 
 
 def test_stages_are_rows_errors_or_skipped(tmp_path: Path) -> None:
@@ -415,7 +416,7 @@ def test_stages_are_rows_errors_or_skipped(tmp_path: Path) -> None:
 def test_services_have_room_for_the_longest_request(tmp_path: Path) -> None:
     options = serve.parse(["--requests", "50"])
     assert [shape.name for shape in options.shapes] == ["llama-3.1-8b", "qwen3-0.6b"]
-    run = serve.Run(LLAMA_8B, serve.make_load(options, 128256), "cuda", FAR, tmp_path)
+    run = Run(LLAMA_8B, serve.make_load(options, 128256), "cuda", FAR, tmp_path)
     longest = max(len(each.prompt) + each.output_len for each in run.load.all_of)
     assert longest <= run.options()["max_model_len"] < longest + 16
     assert run.options()["max_num_seqs"] == 512
@@ -495,7 +496,9 @@ def child(*arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("group", "metric"), [("prefill", "tflop_per_s"), ("linears", "speedup"), ("ceilings", "ms")])
+@pytest.mark.parametrize(
+    ("group", "metric"), [("prefill", "tflop_per_s"), ("tune-decode", "us"), ("linears", "speedup"), ("ceilings", "ms")]
+)
 def test_kernels_run_in_a_process_of_their_own(group: str, metric: str) -> None:
     lines = child(group)
     assert lines[:2] == [{"loaded": True}, {"begun": 0}]

@@ -131,5 +131,6 @@ def variants() -> list[Variant]:
                 name = f"take_rows hidden{hidden} {dtype}{' scaled' if scaled else ''}"
                 arguments = {"table": f"*{dtype}", "ids": "*i64", "out": f"*{dtype}", "scale": "fp32"}
                 constants = picking_constants(hidden, hidden, scaled)
-                found.append(variant(name, _take_rows, arguments, constants, options(constants["CHUNK"])))
+                quick = (hidden, dtype, scaled) == (4096, "bf16", False)
+                found.append(variant(name, _take_rows, arguments, constants, options(constants["CHUNK"]), quick))
     return found

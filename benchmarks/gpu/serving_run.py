@@ -1,0 +1,91 @@
+"""One shape's run of `serve`: what is sent, the time that is left, and the stages as rows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.__main__ import SEED
+from benchmarks.common.other_load import OtherLoad
+from benchmarks.common.serving_options import about_workload
+from benchmarks.common.workload import Request
+from benchmarks.gpu import results
+from benchmarks.gpu.cases import Goal, Metrics, Outcome, one_line
+from benchmarks.gpu.shapes import ModelShape
+
+MAX_NUM_SEQS, MAX_BATCHED_TOKENS = 512, 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent."""
+
+    all_of: Sequence[Request]
+    some: Sequence[Request]
+    """Those that the peer serves too."""
+    watched: Sequence[Request]
+    warm_up: Sequence[Request]
+
+
+@dataclass
+class Run:
+    """What is done for one shape, and what came of it."""
+
+    shape: ModelShape
+    load: Load
+    device: str
+    end_at: float
+    folder: Path
+    found: list[tuple[Outcome, Goal | None]] = field(default_factory=list)
+
+    def stage(
+        self,
+        name: str,
+        estimate_s: float,
+        work: Callable[[], Metrics],
+        requests: Sequence[Request] = (),
+        goal: Goal | None = None,
+    ) -> Metrics:
+        """Run a stage if there is time, and write down what came of it; no metrics: it failed or was skipped."""
+        params = {"shape": self.shape.name, **(about_workload(requests) if requests else {}), **self.options()}
+        outcome = Outcome(self.shape.name, name, params)
+        left = self.end_at - time.monotonic()
+        with OtherLoad() as other:
+            if left < estimate_s:
+                outcome = replace(outcome, skipped=f"{max(left, 0):.0f} s were left, it takes {estimate_s:.0f}")
+            else:
+                try:
+                    outcome = replace(outcome, metrics=work())
+                except Exception as error:
+                    outcome = replace(outcome, error=one_line(error))
+        self.add(outcome, goal, other.cores)
+        return outcome.metrics
+
+    def add(self, outcome: Outcome, goal: Goal | None = None, other_cores: float = 0.0) -> None:
+        """Write down what came of a stage: a line for people, and one in the file of rows."""
+        self.found.append((outcome, goal))
+        print(results.said(outcome, goal), flush=True)
+        line = results.json_line(results.SERVING, outcome, SEED, other_cores)
+        results.append_line(self.folder, results.SERVING, line)
+
+    def options(self) -> dict[str, Any]:
+        """Of the services."""
+        on_gpu = self.device == "cuda"
+        longest = max(len(each.prompt) + each.output_len for each in (*self.load.all_of, *self.load.watched))
+        return {
+            "device": self.device,
+            "numerics": "fast",
+            "load_format": "dummy",
+            "enable_prefix_caching": False,
+            "max_model_len": -(-longest // 16) * 16,
+            "max_num_seqs": MAX_NUM_SEQS if on_gpu else 8,
+            "max_num_batched_tokens": MAX_BATCHED_TOKENS if on_gpu else 256,
+        }
+
+    def limited(self, work: Any) -> Any:
+        """Run a coroutine until it is done, or no time is left."""
+        return asyncio.run(asyncio.wait_for(work, max(1.0, self.end_at - time.monotonic())))

@@ -1,0 +1,95 @@
+"""Cadenza's stages of `serve`: both services as real processes, asked over gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.common.burst_client import generate_burst, latencies, local_services, stream_burst
+from benchmarks.common.workload import Request
+from benchmarks.gpu.cases import Goal, Metrics
+from benchmarks.gpu.serving_peer import PEER_S
+from benchmarks.gpu.serving_run import Run
+from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B
+from benchmarks.gpu.watching import watch
+from cadenza import LocalServices
+
+_MOST_TRACE_BYTES = 15 << 20
+_TOKENS_PER_S = {LLAMA_8B.name: Goal("tokens_per_s", at_least=16000)}
+_IDLE = {LLAMA_8B.name: Goal("idle_percent", at_most=2), QWEN3_06B.name: Goal("idle_percent", at_most=10)}
+
+
+def serve_all(run: Run, model: Path, trial: bool, with_peer: bool) -> Metrics:
+    """All stages, the services stopped at their end; returns those of the requests that the peer serves too.
+
+    Raises BenchmarkError if a service died meanwhile.
+    """
+    load, name, seconds = run.load, run.shape.name, 0.0 if trial else 15.0
+    # The streams come last: they are left out where the peer would have no time.
+    peer_s = PEER_S if with_peer and not trial else 0.0
+    started: list[LocalServices] = []
+    with contextlib.ExitStack() as stack:
+        run.stage("start", 4 * seconds, lambda: _start(run, model, stack, started))
+        if not started:
+            return {}
+        target = started[0].target
+        run.stage(
+            "all at once, finished results", 2 * seconds, lambda: _finished(run, target, load.all_of), load.all_of,
+            _TOKENS_PER_S.get(name),
+        )  # fmt: skip
+        some = run.stage("the peer's requests", seconds, lambda: _finished(run, target, load.some), load.some)
+        run.stage("decode steps", seconds, lambda: _watched(run, started[0], traced=False), load.watched)
+        run.stage(
+            "device between steps, torch.profiler", seconds, lambda: _watched(run, started[0], traced=True),
+            load.watched, _IDLE.get(name),
+        )  # fmt: skip
+        run.stage("all at once, a stream each", 3 * seconds + peer_s, lambda: _streamed(run, target), load.all_of)
+    return some
+
+
+def _start(run: Run, model: Path, stack: contextlib.ExitStack, started: list[LocalServices]) -> Metrics:
+    began = time.monotonic()
+    services = stack.enter_context(_services(run, model))
+    metrics = {"start_s": time.monotonic() - began}
+    run.limited(generate_burst(services.target, run.load.warm_up))
+    started.append(services)
+    return metrics
+
+
+@contextlib.contextmanager
+def _services(run: Run, model: Path) -> Iterator[LocalServices]:
+    """Both services on this shape; their log goes to a file."""
+    with (
+        (run.folder / "services.log").open("a", encoding="utf-8") as log,
+        local_services(
+            model,
+            on_log=lambda service, line: print(service, line, file=log, flush=True),
+            start_timeout_s=max(1.0, run.end_at - time.monotonic()),
+            **run.options(),
+        ) as services,
+    ):
+        yield services
+
+
+def _finished(run: Run, target: str, requests: Sequence[Request]) -> Metrics:
+    """One session for all that brings finished results."""
+    _, wall_s = run.limited(generate_burst(target, requests))
+    num_tokens = sum(each.output_len for each in requests)
+    return {"tokens_per_s": num_tokens / wall_s, "requests_per_s": len(requests) / wall_s, "wall_s": wall_s}
+
+
+def _streamed(run: Run, target: str) -> Metrics:
+    """A stream for each, timed by the client's clock."""
+    times, wall_s = run.limited(stream_burst(target, run.load.all_of))
+    num_tokens = sum(each.output_len for each in run.load.all_of)
+    return {"tokens_per_s": num_tokens / wall_s, "wall_s": wall_s, **latencies(times)}
+
+
+def _watched(run: Run, services: LocalServices, *, traced: bool) -> Metrics:
+    executor = services.addresses["executor"]
+    seen = run.limited(watch(services.target, executor, run.load.watched, traced=traced))
+    if 0 < len(seen.trace) <= _MOST_TRACE_BYTES:
+        (run.folder / f"trace-{run.shape.name}.json.gz").write_bytes(seen.trace)
+    return dict(seen.metrics)

@@ -24,18 +24,18 @@ DECODE_GOAL, PREFILL_GOAL = Goal("percent_of_copy", at_least=90), Goal("ratio", 
 DECODE_TILES = tuple(
     AttentionConfig(DECODE_ROWS, tile, warps, stages)
     for tile, warps, stages in (
-        (64, 4, 3), (64, 4, 4), (64, 4, 2), (64, 2, 3), (64, 2, 4), (32, 4, 4), (32, 2, 4), (32, 2, 6), (32, 1, 4),
-        (128, 4, 2), (128, 4, 3), (128, 8, 3), (64, 8, 3), (64, 1, 3),
+        (64, 4, 3), (64, 4, 4), (64, 4, 2), (64, 2, 3), (64, 2, 4), (64, 8, 3), (64, 8, 4), (32, 4, 4), (32, 4, 6),
+        (32, 2, 4), (32, 2, 6), (128, 4, 2), (128, 8, 2), (128, 8, 3),
     )
 )  # fmt: skip
-"""Candidates; the first is no better than the others."""
 PREFILL_TILES = tuple(
     AttentionConfig(*tile)
     for tile in (
-        (128, 128, 8, 2), (128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (64, 128, 4, 2),
-        (64, 128, 4, 3), (64, 64, 4, 3), (128, 32, 8, 4), (256, 64, 16, 2), (128, 128, 16, 2),
+        (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2),
+        (64, 64, 4, 4), (64, 128, 4, 2), (64, 32, 4, 4), (128, 32, 8, 4),
     )
 )  # fmt: skip
+"""Candidates. Compiled for sm_90 with bf16 they spill nothing, or 40 bytes; with an fp8 cache some of the first do."""
 _TUNED_DECODE = (Sizes(256, 1024), Sizes(64, 8192), Sizes(16, 8192), Sizes(1, 32768))
 _TUNED_PREFILL = (Sizes(1, 8192, num_tokens=8192), Sizes(1, 32768, num_tokens=32768))
 
@@ -64,7 +64,7 @@ def _decode(sizes: Sizes) -> Case:
         "kv_heads": sizes.num_kv_heads, "head_size": sizes.head_size,
     }  # fmt: skip
     name = f"{kv} gqa{sizes.group} batch {sizes.batch} context {sizes.context}"
-    return Case(name, params, lambda bench: _time_decode(bench, sizes), 4.0, DECODE_GOAL)
+    return Case(name, params, lambda bench: _time_decode(bench, sizes), 3.0, DECODE_GOAL)
 
 
 def _time_decode(bench: Bench, sizes: Sizes) -> Metrics:
@@ -103,7 +103,7 @@ def _prefill(sizes: Sizes) -> Case:
         "kv_heads": sizes.num_kv_heads, "head_size": sizes.head_size,
     }  # fmt: skip
     name = f"{sizes.batch} x {sizes.num_tokens} tokens of {sizes.context}"
-    return Case(name, params, lambda bench: _time_prefill(bench, sizes), 10.0, PREFILL_GOAL)
+    return Case(name, params, lambda bench: _time_prefill(bench, sizes), 6.0, PREFILL_GOAL)
 
 
 def flops(sizes: Sizes) -> int:
@@ -194,7 +194,7 @@ def _tune(sizes: Sizes, config: AttentionConfig) -> Case:
     }  # fmt: skip
     name = f"{kv} {sizes.batch} x {sizes.num_tokens} of {sizes.context}: {config.rows}x{config.tile}"
     name += f" warps {config.num_warps} stages {config.num_stages}"
-    return Case(name, params, lambda bench: _time_tiles(bench, sizes, config), 8.0)
+    return Case(name, params, lambda bench: _time_tiles(bench, sizes, config), 3.0)
 
 
 def _time_tiles(bench: Bench, sizes: Sizes, config: AttentionConfig) -> Metrics:

@@ -33,12 +33,12 @@ from executor_svc.loader import LoadedModel
 from executor_svc.mirror_slots import MirrorSlots, Taken
 from executor_svc.plan import IntArray, Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
 from executor_svc.prompt_logprobs import prompt_logprobs
-from executor_svc.prompt_rows import prompt_rows
+from executor_svc.prompt_rows import PromptRows, prompt_rows
 from executor_svc.row_math import argmax
 from executor_svc.slots import Scheduled
 from executor_svc.step_result import Computed, SampledTokens, make_result
 from executor_svc.step_work import is_device_lost, is_out_of_memory, move_blocks
-from executor_svc.trace import Spans, TorchTrace
+from executor_svc.trace import Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +166,7 @@ class GpuStepExecutor:
 
     def start_trace(self) -> Callable[[], bytes]:
         """As in `worker.Executor`."""
-        trace = TorchTrace()
-        trace.start()
-        return trace.stop
+        return self._span.record()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, received_ns: int) -> GpuStep:
@@ -228,7 +226,7 @@ class GpuStepExecutor:
             asked = prompt_rows(self.slots, scheduled)
             rows, sampling = scheduled.sampling_slots, self.slots.sampling
             if asked is not None or not sampling.on_device[rows].all():
-                on_host = self._choose_on_host(scheduled, logits, tokens, errors)
+                on_host = self._choose_on_host(scheduled, asked, logits, tokens, errors)
             elif len(rows):
                 drawn = sampling.temperature[rows] > 0
                 filtered = drawn & ((sampling.top_k[rows] > 0) | (sampling.top_p[rows] < 1))
@@ -238,9 +236,11 @@ class GpuStepExecutor:
                 )  # fmt: skip
         return self._device_slots.commit(scheduled, sizes, tokens, errors), on_host
 
-    def _choose_on_host(self, scheduled: Scheduled, logits: Tensor, tokens: Tensor, errors: Tensor) -> _OnHost:
+    def _choose_on_host(
+        self, scheduled: Scheduled, asked: PromptRows | None, logits: Tensor, tokens: Tensor, errors: Tensor
+    ) -> _OnHost:
         """Choose as the CPU does, into tokens and errors [R]; the mirror knows all tokens."""
-        asked, num_rows = prompt_rows(self.slots, scheduled), len(scheduled.sampling_slots)
+        num_rows = len(scheduled.sampling_slots)
         prompts: tuple[SlotLogprobs, ...] = ()
         if asked is not None:
             # The logits of sampled rows lie elsewhere and stay.

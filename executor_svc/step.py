@@ -19,7 +19,7 @@ from executor_svc.prompt_rows import prompt_rows
 from executor_svc.slots import Scheduled, Slots
 from executor_svc.step_result import Computed, Finished, SampledTokens, make_result
 from executor_svc.step_work import BlockPools, is_device_lost, is_out_of_memory, move_blocks
-from executor_svc.trace import Spans, TorchTrace
+from executor_svc.trace import Spans
 
 
 class Runner(Protocol):
@@ -62,15 +62,7 @@ class StepExecutor:
 
     def start_trace(self) -> Callable[[], bytes]:
         """Record a trace of the steps from here on; returns what ends it and gives it: Chrome's format, gzip."""
-        trace = TorchTrace()
-        trace.start()
-        self._span.traced = True
-
-        def stop() -> bytes:
-            self._span.traced = False
-            return trace.stop()
-
-        return stop
+        return self._span.record()
 
     def launch(self, plan: StepPlan, received_ns: int) -> Finished:
         """As in `worker.Executor`: the step has run when this returns."""

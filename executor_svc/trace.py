@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
 
-class TorchTrace:
+class _TorchTrace:
     """What torch.profiler records between start and stop, on the thread that calls both."""
 
     def __init__(self) -> None:
@@ -35,10 +36,21 @@ class Spans:
 
     def __init__(self, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
-        self.traced = False
-        """Is a trace being recorded."""
+        self._traced = False
+
+    def record(self) -> Callable[[], bytes]:
+        """Record a trace from here on, with the names of parts; returns what ends it and gives it."""
+        trace = _TorchTrace()
+        trace.start()
+        self._traced = True
+
+        def stop() -> bytes:
+            self._traced = False
+            return trace.stop()
+
+        return stop
 
     def __call__(self, name: str) -> AbstractContextManager[object]:
-        if self.traced:
+        if self._traced:
             return torch.profiler.record_function(name)
         return torch.cuda.nvtx.range(name) if self._on_gpu else nullcontext()

@@ -24,12 +24,16 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 RUN_EXTRAS := scheduler,executor,cli
 DEV_EXTRAS := dev
 PYTEST_ARGS ?=
+# So many tests at a time, a file's one after the other; 0: in this process, for a debugger.
+TEST_WORKERS ?= 2
+PYTEST := -m pytest -n $(TEST_WORKERS) --dist loadfile
 BENCH_ARGS ?=
+EXPERIMENTS_ARGS ?=
 
 # What mypy checks: those of its folders that exist.
 TYPED := $(wildcard client/cadenza scheduler_svc executor_svc benchmarks examples)
 
-.PHONY: help demo test check fix protos protos-baseline docs kernels bench install clean distclean
+.PHONY: help demo test check fix protos protos-baseline docs kernels bench experiments install clean distclean
 .PHONY: check-py312 check-format check-lint check-types check-imports check-protos check-tests
 
 help: ## this list
@@ -38,8 +42,8 @@ help: ## this list
 demo: $(VENV)/.installed-run ## start both services on the embedded model on the CPU and stream answers
 	@$(BIN)/cadenza demo
 
-test: $(VENV)/.installed-dev ## the whole test suite; PYTEST_ARGS='-k name -x' passes options
-	@$(PY) -m pytest tests $(PYTEST_ARGS)
+test: $(VENV)/.installed-dev ## the whole test suite; PYTEST_ARGS='-k name -x' passes options, TEST_WORKERS=0 is for debuggers
+	@$(PY) $(PYTEST) tests $(PYTEST_ARGS)
 
 check: check-format check-lint check-types check-imports check-protos check-tests ## read-only: format, lint, types, imports, protos, fast tests
 
@@ -64,7 +68,7 @@ check-protos: $(VENV)/.installed-dev
 	@$(PY) protos/generate_docs.py --check
 
 check-tests: $(VENV)/.installed-dev
-	@echo "== fast tests"; $(PY) -m pytest tests/unit -m 'not slow' -q
+	@echo "== fast tests"; $(PY) $(PYTEST) tests/unit -m 'not slow' -q
 
 check-py312: $(VENV)312/.installed ## the tests that need no torch, on Python 3.12
 	@$(VENV)312/bin/python -m pytest tests -m 'not slow' -q
@@ -96,6 +100,9 @@ protos-baseline: $(VENV)/.installed-dev ## accept today's protos as what later o
 
 bench: $(VENV)/.installed-dev ## run the benchmarks; BENCH_ARGS passes options
 	@$(PY) -m benchmarks $(BENCH_ARGS)
+
+experiments: $(VENV)/.installed-dev ## make docs/experiments.md again from new runs; EXPERIMENTS_ARGS='--only 1,3 --place simulate' chooses
+	@$(PY) -m benchmarks.experiments $(EXPERIMENTS_ARGS)
 
 install: $(VENV)/.installed-dev ## make .venv with everything in it
 

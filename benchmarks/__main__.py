@@ -7,12 +7,30 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from benchmarks import cpu_serving, exactness_cost, scheduler_cost, serving_burst
+from benchmarks import (
+    cpu_serving,
+    exactness_cost,
+    loadtest_agreement,
+    loadtest_clock,
+    scheduler_cost,
+    serving_burst,
+    simulate_fit,
+    simulate_speed,
+)
 from benchmarks.common.benchmark import Benchmark, positive, progress
 from benchmarks.common.rows import BenchmarkError, append_row
 from cadenza import CadenzaError
 
-_MODULES = (cpu_serving, exactness_cost, scheduler_cost, serving_burst)
+_MODULES = (
+    cpu_serving,
+    exactness_cost,
+    loadtest_agreement,
+    loadtest_clock,
+    scheduler_cost,
+    serving_burst,
+    simulate_fit,
+    simulate_speed,
+)
 BENCHMARKS: dict[str, Benchmark] = {each.BENCHMARK.name: each.BENCHMARK for each in _MODULES}
 SEED = 20261121
 _LIST = "\n".join(f"  {each.name:16} {each.question}" for each in BENCHMARKS.values())

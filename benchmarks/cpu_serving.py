@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ if __name__ == "__main__":  # `python benchmarks/cpu_serving.py`, from anywhere,
     _ROOT = Path(__file__).resolve().parents[1]
     sys.path[:1] = [str(_ROOT), str(_ROOT / "client")]
 
-from benchmarks.common.benchmark import Benchmark, positive, progress
+from benchmarks.common.benchmark import Benchmark, positive, positive_number, progress
 from benchmarks.common.checkpoints import SHAPES, random_checkpoint, vocab_size
 from benchmarks.common.rows import BenchmarkError, Row
 from benchmarks.common.serving_options import (
@@ -158,16 +157,6 @@ def _sizes(text: str) -> list[int]:
     return [positive(size) for size in text.split(",")]
 
 
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be requests per second, over 0, not {text!r}")
-    return value
-
-
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all", help="random checkpoints (default all)")
     parser.add_argument("--model", help="folder of a checkpoint, instead of --shape")
@@ -186,7 +175,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--static-batches", type=_sizes, default=[32], metavar="SIZES", help="of transformers, as 8,16,32 (default 32)"
     )
     parser.add_argument(
-        "--rate", type=_rate, help="arrivals per second in poisson (default: half of what vLLM's burst gives)"
+        "--rate", type=positive_number, help="arrivals per second in poisson (default: half of what vLLM's burst gives)"
     )
     add_serving_options(parser)
 

@@ -36,3 +36,14 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
     return value
+
+
+def positive_number(text: str) -> float:
+    """An option's value as a finite number over 0; raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number over 0, not {text!r}")
+    return value

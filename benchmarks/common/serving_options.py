@@ -11,7 +11,8 @@ from benchmarks.common.benchmark import positive
 from benchmarks.common.checkpoints import max_model_len, vocab_size
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.common.workload import Request, digest, load_workload, make_workload
-from cadenza import ModelInfo
+from cadenza import ModelInfo, OptionError
+from cadenza.local_options import route_options
 
 
 def add_serving_options(parser: argparse.ArgumentParser) -> None:
@@ -67,4 +68,9 @@ def _option(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
-    return name.replace("-", "_"), value
+    name = name.replace("-", "_")
+    try:  # now, and not after minutes of preparing
+        route_options("any/model", {name: value}, environment={})
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name, value

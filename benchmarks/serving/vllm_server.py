@@ -40,6 +40,8 @@ class VllmServer:
     port: int
     pid: int
     about: Mapping[str, Any]
+    model: str = _MODEL
+    """Its name there."""
 
     @property
     def name(self) -> str:
@@ -58,9 +60,18 @@ class VllmServer:
 
 @contextlib.contextmanager
 def vllm_server(
-    python: Path, folder: Path, longest: int, most: int, environment: Mapping[str, str]
+    python: Path,
+    folder: Path,
+    longest: int,
+    most: int,
+    environment: Mapping[str, str],
+    *,
+    with_tokenizer: bool = False,
 ) -> Iterator[VllmServer]:
-    """Start the server and wait until it is healthy; raises BenchmarkError if it ends before."""
+    """Start the server and wait until it is healthy; raises BenchmarkError if it ends before.
+
+    Without its tokenizer it takes token ids alone.
+    """
     port = _free_port()
     command = [
         *(
@@ -74,7 +85,8 @@ def vllm_server(
         ),
         *("--host", _HOST, "--port", str(port), "--max-model-len", str(longest), "--max-num-seqs", str(most)),
         *("--max-num-batched-tokens", str(_MAX_NUM_BATCHED_TOKENS), "--no-enable-prefix-caching"),
-        *("--skip-tokenizer-init", "--generation-config", "vllm"),
+        *("--generation-config", "vllm"),
+        *(() if with_tokenizer else ("--skip-tokenizer-init",)),
     ]
     about = {"max_num_seqs": most, "max_num_batched_tokens": _MAX_NUM_BATCHED_TOKENS}
     with log_file() as log, log.open("w", encoding="utf-8") as out:

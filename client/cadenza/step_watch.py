@@ -24,6 +24,7 @@ class StepWatch:
     num_dropped: int = 0  # records that the server lost to this watch
     num_left: int = 0  # sequences that have ended
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, response: admin_pb2.WatchStepsResponse) -> None:
         """Take what one message brings."""
@@ -31,6 +32,22 @@ class StepWatch:
         self.num_left += sum(len(record.left) for record in response.records)
         self.num_dropped = response.num_dropped
         self._changed.set()
+
+    def take(self) -> list[admin_pb2.StepRecord]:
+        """The records since the last call; they are kept no longer."""
+        records, self.records = self.records, []
+        return records
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self._ended.set()
+
+    async def wait_end(self, timeout_s: float) -> bool:
+        """Wait until the watch has ended, `timeout_s` seconds at most; returns whether it has."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
+        return self._ended.is_set()
 
     async def wait_left(self, count: int, timeout_s: float) -> None:
         """Wait until `count` sequences have left, `timeout_s` seconds at most."""
@@ -71,5 +88,8 @@ async def watch_steps(client: AsyncClient) -> AsyncIterator[StepWatch]:
 
 
 async def _read(call: Any, watch: StepWatch) -> None:
-    while (response := await call.read()) is not grpc.aio.EOF:
-        watch.add(response)
+    try:
+        while (response := await call.read()) is not grpc.aio.EOF:
+            watch.add(response)
+    finally:
+        watch.end()

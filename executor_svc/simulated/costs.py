@@ -1,4 +1,4 @@
-"""How long a simulated step takes: a linear model of the step's work, from a JSON file."""
+"""How long a simulated step takes: a model of the step's work, linear but for one term, from a JSON file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,17 @@ class StepWork:
     samples: int
     moved_blocks: int
     """Swapped or copied."""
+    kv_tokens: int = 0
+    """Positions whose KV the sequences read, each its own included, once for all tokens of a sequence."""
 
 
 class StepCosts(BaseModel):
-    """Microseconds, each 0 by default, so that nothing costs anything: `instant`."""
+    """Microseconds, each 0 by default, so that nothing costs anything: `instant`.
+
+    Where a device reads weights while it computes, a step takes as long as the longer of the two: `hidden_tokens` are
+    those whose computing takes no longer than `step_us`, and costs nothing more (the roofline model: Williams,
+    Waterman, Patterson, CACM 2009, https://doi.org/10.1145/1498765.1498785).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -37,15 +44,23 @@ class StepCosts(BaseModel):
     context_token_us: float = Field(default=0.0, ge=0, description="Every position that a computed token reads.")
     sample_us: float = Field(default=0.0, ge=0, description="Every token sampled.")
     moved_block_us: float = Field(default=0.0, ge=0, description="Every block swapped or copied.")
+    kv_token_us: float = Field(default=0.0, ge=0, description="Every position whose KV a sequence reads in the step.")
+    hidden_tokens: float = Field(default=0.0, ge=0, description="So many tokens of each step cost no token_us.")
 
     @property
     def instant(self) -> bool:
         """Does nothing cost anything."""
-        return not any((self.step_us, self.token_us, self.context_token_us, self.sample_us, self.moved_block_us))
+        return not any(
+            (
+                self.step_us, self.token_us, self.context_token_us, self.sample_us, self.moved_block_us,
+                self.kv_token_us,
+            )
+        )  # fmt: skip
 
     def forward_ns(self, work: StepWork) -> int:
         """Nanoseconds of the forward pass."""
-        us = self.step_us + self.token_us * work.tokens + self.context_token_us * work.context_tokens
+        us = self.step_us + self.token_us * max(0.0, work.tokens - self.hidden_tokens)
+        us += self.context_token_us * work.context_tokens + self.kv_token_us * work.kv_tokens
         return round(1000 * us)
 
     def sample_ns(self, work: StepWork) -> int:
@@ -58,11 +73,17 @@ class StepCosts(BaseModel):
 
 
 def read_costs(source: str) -> StepCosts:
-    """`instant`, or the path of a JSON file with fields of StepCosts; raises CostsError."""
+    """`instant`, or the path of a JSON file with fields of StepCosts; raises CostsError.
+
+    The file may hold them as `costs`, beside what others know of an executor of this kind: `cadenza fit-costs` and
+    `cadenza simulate`.
+    """
     if source == "instant":
         return StepCosts()
     try:
-        return StepCosts.model_validate(json.loads(Path(source).read_text(encoding="utf-8")))
+        content = json.loads(Path(source).read_text(encoding="utf-8"))
+        alone = content["costs"] if isinstance(content, dict) and "costs" in content else content
+        return StepCosts.model_validate(alone)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise CostsError(f"--simulate {source}: neither instant nor a file of costs: {reason}") from error

@@ -133,6 +133,7 @@ class SimulatedStepExecutor:
             context_tokens=int((counts * context + counts * (counts + 1) // 2).sum()),
             samples=len(scheduled.sampling_slots),
             moved_blocks=num_moved,
+            kv_tokens=int((counts + context).sum()),
         )
 
     def _pass_time(self, work: StepWork, received_ns: int) -> StepTimings:

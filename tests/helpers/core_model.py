@@ -268,7 +268,7 @@ def _bits(integers: Iterable[int], numbers: Iterable[float]) -> bytes:
 
 
 def _modelled(plan: StepPlan, result: StepResult) -> StepResult:
-    """Times by a model: moving blocks costs less than computing in 16 steps, and more in the next 16."""
+    """Times by a model: moving blocks costs less than computing in 24 steps, and more in the next 24."""
     num_tokens = sum(plan.scheduled_num_tokens) + len(result.slots)
     num_moves = len(plan.swapped_out) + len(plan.swapped_in)
-    return replace(result, device_ns=num_tokens * (1 if plan.step_id // 16 % 2 else 1000), moves_ns=2000 * num_moves)
+    return replace(result, device_ns=num_tokens * (1 if plan.step_id // 24 % 2 else 1000), moves_ns=2000 * num_moves)

@@ -45,7 +45,7 @@ class World:
 async def world(executor=None, **options):
     executor = executor or ScriptedExecutor()
     executor_server, target = await serve(executor)
-    service = Service(SchedulerConfig(executor=[target], listen="127.0.0.1:0", **options))
+    service = Service(SchedulerConfig(**{"executor": [target], "listen": "127.0.0.1:0"} | options))
     channel = None
     try:
         address = await service.start()

@@ -89,7 +89,8 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
             resident_bytes=self.resident_bytes,
         )  # fmt: skip
         await context.write(pb.ExecuteResponse(opened=opened))
-        beating = asyncio.create_task(self._beat(context))
+        writing = asyncio.Lock()
+        beating = asyncio.create_task(self._beat(context, writing))
         self.running.add(asyncio.current_task())
         self.in_session.set()
         try:
@@ -103,7 +104,8 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
                 result = self.fail_with or self.run(request.plan)
                 result.step_id, result.epoch, result.incarnation = request.plan.step_id, epoch, self.incarnation
                 if not self.silent:
-                    await context.write(pb.ExecuteResponse(result=result))
+                    async with writing:
+                        await context.write(pb.ExecuteResponse(result=result))
         except asyncio.CancelledError:
             if self.breaking is None:
                 raise
@@ -121,11 +123,13 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
         (task,) = self.running
         task.cancel()
 
-    async def _beat(self, context):
+    async def _beat(self, context, writing: asyncio.Lock):
+        """Until it is cancelled; gRPC takes one write of a call at a time, so both writers share a lock."""
         while not self.silent:
             await asyncio.sleep(0.1)
             beat = pb.Heartbeat(running_step_id=self.num_plans, resident_bytes=self.resident_bytes)
-            await context.write(pb.ExecuteResponse(heartbeat=beat))
+            async with writing:
+                await context.write(pb.ExecuteResponse(heartbeat=beat))
 
     def run(self, plan: pb.StepPlan) -> pb.StepResult:
         for slot_id in plan.released_slots:

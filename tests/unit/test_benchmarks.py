@@ -169,6 +169,7 @@ def test_a_step_that_is_not_steady_is_refused() -> None:
         measure(core, case, 20, seed=0)
 
 
+@pytest.mark.slow
 def test_what_a_sequence_weighs_does_not_follow_its_token_ids() -> None:
     """A block table may grow with the context; 8 bytes and more a token may not be counted."""
     short, long = (memory_per_sequence(Case(64, context_len=tokens), 0) for tokens in (100, 1600))
@@ -197,6 +198,7 @@ def test_leavers_take_turns() -> None:
 OPTIONS = "--running 2 --prefix-cache-running --churn 0 --steps 4 --context-len 20 --repeats 2 --quiet-wait-s 0".split()
 
 
+@pytest.mark.slow
 def test_the_command_prints_flat_rows_and_records_whole_ones(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -290,6 +292,10 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "cpu_serving",
         "exactness_cost",
+        "loadtest_agreement",
+        "loadtest_clock",
         "scheduler_cost",
         "serving_burst",
+        "simulate_fit",
+        "simulate_speed",
     ]

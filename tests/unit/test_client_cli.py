@@ -168,7 +168,7 @@ def test_no_arguments_is_help(capsys):
     assert "generate" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["up", "generate", "chat", "demo"])
+@pytest.mark.parametrize("command", ["up", "generate", "chat", "top", "demo"])
 def test_help_fits_a_terminal(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert run([command, "--help"]) == 0

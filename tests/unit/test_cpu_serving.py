@@ -318,6 +318,8 @@ def test_systems_that_cannot_be_had_are_errors(options: str, message: str, capsy
         ("--rate 0", "over 0"),
         ("--rate fast", "over 0"),
         ("--set x", "NAME=VALUE"),
+        ("--set max-num-sequences=1", "did you mean max_num_seqs"),
+        ("--set block-size=x", "option block_size"),
         ("--shape 7b", "invalid choice"),
     ],
 )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -395,4 +396,4 @@ class SlotsMachine(RuleBasedStateMachine):
 
 
 SlotsMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=12, deadline=None, derandomize=True)
-TestSlots = SlotsMachine.TestCase
+TestSlots = pytest.mark.slow(SlotsMachine.TestCase)

@@ -129,6 +129,7 @@ def test_dummy_weights(folder: Path) -> None:
     assert load(folder, load_format="dummy", seed=1).weights_digest != first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dummy_weights_of_every_family(tmp_path: Path, family: str) -> None:
     """config.json alone will do: the same sizes as with weights, seeded, finite logits."""

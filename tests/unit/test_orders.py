@@ -62,6 +62,7 @@ def test_short_outputs_go_first() -> None:
     assert bench.order == ["running", "said to be shorter", "short", "long"]
 
 
+@pytest.mark.slow
 def test_lengths_are_learnt_from_those_that_ended_by_themselves() -> None:
     order = ShortestFirstOrder()
     bench = Bench(Rules(order=order), **ONE_AT_A_TIME)
@@ -167,6 +168,7 @@ def test_a_group_waits_no_longer_than_the_bound(
     assert bench.now <= MAX_WAIT_S + longest_run + 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [PriorityOrder, ShortestFirstOrder])
 def test_without_the_bound_it_would_starve(order: type[OrderPolicy]) -> None:
     """Shows that the test above proves something."""

@@ -32,6 +32,7 @@ def test_the_drawings_are_fresh(check):
     assert done.returncode == 0, f"make docs: {done.stderr}"
 
 
+@pytest.mark.slow
 def test_a_drawing_that_differs_is_noticed(check):
     done = check("copy 3→4", "copy 3→9")
     assert done.returncode == 1

@@ -26,6 +26,7 @@ def expected(count: int, prompt: list[int] = PROMPT, sampling: SequenceSampling 
     return expected_tokens(prompt, sampling, count, VOCAB, sample_index=sampling.sample_index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_random_histories_give_the_tokens_known_in_advance(seed: int) -> None:
     history = RandomHistory(seed)

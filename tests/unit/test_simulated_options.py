@@ -38,10 +38,28 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
     assert read_costs("instant").instant
 
 
+def test_tokens_that_are_hidden_cost_nothing_more() -> None:
+    """Reading weights takes 500 us, as long as computing 5 tokens does; what else is read and computed comes on top."""
+    costs = StepCosts(step_us=500, token_us=100, hidden_tokens=5, kv_token_us=0.5, context_token_us=0.25)
+    few, many = (StepWork(tokens, 40, 0, 0, kv_tokens=20) for tokens in (4, 8))
+    assert costs.forward_ns(few) == 1000 * (500 + 10 + 10)
+    assert costs.forward_ns(many) == 1000 * (500 + 300 + 10 + 10)
+    assert not StepCosts(kv_token_us=1).instant
+    assert StepCosts(hidden_tokens=9).instant
+
+
+def test_costs_beside_what_others_know(tmp_path: Path) -> None:
+    file = tmp_path / "kind.json"
+    file.write_text('{"costs": {"step_us": 500}, "limits": {"max_num_seqs": 4}, "source": "somewhere"}')
+    assert read_costs(str(file)) == StepCosts(step_us=500)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"{", "this is not JSON"),
+        (b'{"costs": {"step_ms": 1}}', "step_ms: Extra inputs are not permitted"),
+        (b'{"costs": 3}', "costs: Input should be"),
         (b"\xff", "this is not JSON"),
         (b"[]", "costs: Input should be"),
         (b'{"step_us": -1}', "step_us: Input should be greater than or equal to 0"),

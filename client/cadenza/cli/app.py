@@ -7,22 +7,22 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 
 from cadenza import __version__
-from cadenza.cli import chat, generate, up
-from cadenza.cli.service_args import GroupedCommand, with_service_options
+from cadenza.cli import chat, fit_costs, generate, loadtest, report, simulate, top, up
+from cadenza.cli.service_args import FieldOption, GroupedCommand, service_fields, with_fields
 from cadenza.errors import CadenzaError, OptionError
 
 # Wrong usage as typer raises it; typer carries its own copy of click and exports only this subclass.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
-app = typer.Typer(
-    help="""Cadenza serves large language models with continuous batching and a paged KV cache.
+_HELP = """Cadenza serves large language models with continuous batching and a paged KV cache.
 
 \b
 A first look, with the model that comes along:
@@ -31,27 +31,60 @@ A server, and calls of it from another terminal:
   cadenza up --model FOLDER_OR_HUB_ID
   cadenza generate "Hello"
   cadenza chat
+What it does just now:
+  cadenza top
+Measuring it, and trying what is not there:
+  cadenza loadtest --request-rate 4
+  cadenza simulate --executors 1,2,4 --find-max-rate --slo ttft=0.5,tpot=0.05
 
 `cadenza COMMAND --help` says more.
-""",
-    epilog="Exit codes: 0 all is well, 1 a failure, 2 wrong options, 130 Ctrl-C.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # in rich's panels long option names are cut, and then they cannot be read anywhere
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-_FOR_MODEL = "Server started by --model: {}"
+"""
+_EPILOG = "Exit codes: 0 all is well, 1 a failure, 2 wrong options, 130 Ctrl-C."
 
 
-def _add(name: str, module: ModuleType, function: Callable[..., None], **service_options: Any) -> None:
-    """A command with the services' options behind its own."""
-    make = app.command(name, help=module.HELP, epilog=module.EPILOG, cls=GroupedCommand)
-    make(with_service_options(function, **service_options))
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """A command; `fields` are options that come from models, behind its own."""
+
+    module: ModuleType
+    function: Callable[..., None]
+    fields: Callable[[], Iterable[FieldOption]] = tuple
 
 
-_add("up", up, up.up)
-_add("generate", generate, generate.generate, exclude={"seed"}, heading=_FOR_MODEL)
-_add("chat", chat, chat.chat, exclude={"seed"}, heading=_FOR_MODEL)
+def _for_model(*taken: str) -> Iterator[FieldOption]:
+    """The services' options, for a command that may start them; it has some names for itself."""
+    return (option for option in service_fields("Server started by --model: {}") if option.name not in taken)
+
+
+_COMMANDS = {
+    "up": _Command(up, up.up, service_fields),
+    "generate": _Command(generate, generate.generate, lambda: _for_model("seed")),
+    "chat": _Command(chat, chat.chat, lambda: _for_model("seed")),
+    "top": _Command(top, top.top),
+    "loadtest": _Command(loadtest, loadtest.loadtest, lambda: [*loadtest.load_fields(), *_for_model()]),
+    "report": _Command(report, report.report),
+    "simulate": _Command(simulate, simulate.simulate, simulate.simulate_fields),
+    "fit-costs": _Command(fit_costs, fit_costs.fit_costs),
+}
+
+
+def make_app(asked: str) -> typer.Typer:
+    """All commands, the one that is asked for with all of its options: to find those of the others takes seconds."""
+    app = typer.Typer(
+        help=_HELP,
+        epilog=_EPILOG,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # in rich's panels long option names are cut, and then they cannot be read anywhere
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(cadenza)
+    for name, command in _COMMANDS.items():
+        fields = command.fields() if name == asked else ()
+        make = app.command(name, help=command.module.HELP, epilog=command.module.EPILOG, cls=GroupedCommand)
+        make(with_fields(command.function, fields))
+    app.command("demo")(demo)
+    return app
 
 
 def _print_version(wanted: bool) -> None:
@@ -60,7 +93,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def cadenza(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
@@ -69,7 +101,6 @@ def cadenza(
     """Take the options that stand before a command."""
 
 
-@app.command("demo")
 def demo(
     model: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Model folder; default: the embedded models/cadenza-demo.")
@@ -96,7 +127,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without the answer's characters shows ? in their place
         sys.stdout.reconfigure(errors="replace")
     try:
-        code = app(args=list(sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False)
+        given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+        asked = next((word for word in given if not word.startswith("-")), "")
+        code = make_app(asked)(args=given, standalone_mode=False)
     except OptionError as error:
         return _fail(str(error), 2)
     except CadenzaError as error:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cadenza.cli.text import size
 from cadenza.local import LocalServices
 from cadenza.local_options import EXECUTOR, SCHEDULER, Setting
 from cadenza.transport import channel_options
@@ -85,7 +86,7 @@ def _describe(
 def _resident(server: generation_pb2.GetServerInfoResponse) -> str:
     """The memory that each process holds now."""
     held = {EXECUTOR: server.executors[0].resident_bytes, SCHEDULER: server.resident_bytes}
-    texts = [f"{service} {_rounded(held[service]) if held[service] else 'not known'}" for service in held]
+    texts = [f"{service} {size(held[service]) if held[service] else 'not known'}" for service in held]
     return f"{', '.join(texts)} resident"
 
 
@@ -114,14 +115,4 @@ def _short(number: float) -> str:
 
 def _size(num_bytes: int) -> str:
     """Bytes in binary units and exactly."""
-    return f"{_rounded(num_bytes)} ({num_bytes:,} bytes)" if num_bytes >= 1024 else f"{num_bytes} bytes"
-
-
-def _rounded(num_bytes: int) -> str:
-    """Bytes in binary units, from KiB on."""
-    number: float = num_bytes
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        number /= 1024
-        if number < 1024 or unit == "TiB":
-            break
-    return f"{number:.1f} {unit}"
+    return f"{size(num_bytes)} ({num_bytes:,} bytes)" if num_bytes >= 1024 else f"{num_bytes} bytes"

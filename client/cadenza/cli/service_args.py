@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Iterator
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand
 
 from cadenza.errors import OptionError
 from cadenza.local_options import config_classes, read_places, service_options
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 Config = Annotated[
     str | None,
@@ -36,26 +39,33 @@ class GroupedCommand(TyperCommand):
                 formatter.write_dl(records)
 
 
-def with_service_options(
-    command: Callable[..., None], exclude: Collection[str] = (), heading: str = "{}"
-) -> Callable[..., None]:
-    """Give `command` a keyword parameter for each option of the services in place of its `**options`.
+@dataclass(frozen=True, slots=True)
+class FieldOption:
+    """A field of a pydantic model as a command's option."""
 
-    Values arrive as text (flags as bool) and None where not given: the configurations check them, so that every front
-    has the same errors. `heading` is what help says over each group of them. Without the services installed there are
-    no such options.
+    name: str
+    field: FieldInfo
+    panel: str | None
+    """Heading of --help that it stands under; None: the command's own."""
+
+
+def with_fields(command: Callable[..., None], options: Iterable[FieldOption]) -> Callable[..., None]:
+    """Give `command` a keyword parameter for each of these in place of its `**options`; one that it has stays its own.
+
+    Values arrive as text (flags as bool) and None where not given: the models check them, so that every front has the
+    same errors. Of two options with one name the first counts.
     """
     signature = inspect.signature(command, eval_str=True)
-    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    taken = {p.name for p in own} | set(exclude)
-    parameters = own + [_parameter(name, field, heading) for name, field in _fields() if name not in taken]
+    parameters = {p.name: p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    for option in options:
+        parameters.setdefault(option.name, _parameter(option))
 
     def run(**values: Any) -> None:
         command(**values)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    run.__annotations__ = {name: p.annotation for name, p in parameters.items()}
     return run
 
 
@@ -65,8 +75,7 @@ def serving(target: str | None, model: str | None, config: str | None, options: 
     from cadenza.transport import SCHEDULER_PORT, parse_address
 
     given = {name: value for name, value in options.items() if value is not None}
-    if model is None and config is not None and (place := read_places({}, config, {}).get("model")) is not None:
-        model = place.value
+    model = named_model(model, config)
     if model is None:
         if given or config is not None:
             name = "config" if config is not None else next(iter(given))
@@ -79,6 +88,8 @@ def serving(target: str | None, model: str | None, config: str | None, options: 
         return
     if target is not None:
         raise OptionError("give --target or --model, not both")
+    from rich.console import Console
+
     from cadenza.local import LocalServices
 
     console = Console(stderr=True)
@@ -89,8 +100,15 @@ def serving(target: str | None, model: str | None, config: str | None, options: 
         yield services.target
 
 
-def _fields() -> Iterator[tuple[str, Any]]:
-    """The services' options by name, group by group."""
+def named_model(model: str | None, config: str | None) -> str | None:
+    """The model that was given, else the one in the file that was given; None: no server is started here."""
+    if model is None and config is not None and (place := read_places({}, config, {}).get("model")) is not None:
+        return str(place.value)
+    return model
+
+
+def service_fields(heading: str = "{}") -> Iterator[FieldOption]:
+    """The services' options, group by group; none where the services are not installed."""
     try:
         services = service_options()
     except OptionError:
@@ -103,24 +121,26 @@ def _fields() -> Iterator[tuple[str, Any]]:
         both = [configs[owner].model_fields[name] for owner in owners]
         # Where both have it, the scheduler's default counts, unless it has none of its own and takes the executor's.
         fields[name] = next((field for field in reversed(both) if field.default is not None), both[0])
-    yield from sorted(fields.items(), key=lambda item: GROUPS.index(group_of(item[1])))
+    for name, field in sorted(fields.items(), key=lambda item: GROUPS.index(group_of(item[1]))):
+        group = group_of(field)
+        yield FieldOption(name, field, None if group == "Basics" and heading == "{}" else heading.format(group))
 
 
-def _parameter(name: str, field: Any, heading: str) -> inspect.Parameter:
-    from cadenza.settings.help import described, group_of, value_name
+def _parameter(option: FieldOption) -> inspect.Parameter:
+    from cadenza.settings.help import described, value_name
     from cadenza.settings.names import flag
 
+    name, field = option.name, option.field
     shown = value_name(field.annotation)
     kind: Any = str if shown else bool
     declaration = flag(name) if shown else f"{flag(name)}/{flag('no_' + name)}"
-    group = group_of(field)
-    option = typer.Option(
+    made = typer.Option(
         declaration,
         help=described(field),
         metavar=shown or None,
         show_default=False,
-        rich_help_panel=None if group == "Basics" and heading == "{}" else heading.format(group),
+        rich_help_panel=option.panel,
     )
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, made]
     )

@@ -1,4 +1,4 @@
-"""Model output on a terminal."""
+"""Model output and figures on a terminal."""
 
 from __future__ import annotations
 
@@ -14,6 +14,21 @@ def printable(text: str) -> str:
 def typed(text: str) -> str:
     """An argument or input line with bytes that are no UTF-8 replaced: Python hands them on as lone surrogates."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def number(value: float | None, none: str = "-") -> str:
+    """Three significant digits, and all of those before the point; `none` where there is no value."""
+    return none if value is None else f"{value:,.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
+def size(num_bytes: int) -> str:
+    """Bytes in binary units, from KiB on."""
+    value: float = num_bytes
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1024 or unit == "TiB":
+            break
+    return f"{value:.1f} {unit}"
 
 
 def write(text: str) -> None:

@@ -6,15 +6,16 @@ import signal
 import sys
 import threading
 from functools import cache
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from cadenza.cli.service_args import Config
 from cadenza.errors import LocalServiceError, OptionError
 from cadenza.transport import SCHEDULER_PORT
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 HELP = """Serve a model.
 
@@ -102,10 +103,14 @@ def _print_settings(services: Any, places: Any) -> None:
 
 @cache
 def _console() -> Console:
+    from rich.console import Console
+
     return Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def _log(service: str, line: str) -> None:
+    from rich.text import Text
+
     _console().print(Text.assemble((f"{service:9} │ ", _STYLES[service]), Text(line)))
 
 

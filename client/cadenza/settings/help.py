@@ -72,10 +72,11 @@ def default_text(field: FieldInfo) -> str:
 
 
 def described(field: FieldInfo) -> str:
-    """Meaning and default in one text."""
-    default = default_text(field)
+    """Meaning, values that the type does not name, and default in one text."""
+    default, values = default_text(field), _extra(field, "values")
+    told = f" Values: {values}." if values else ""
     end = "" if not default else " [required]" if field.is_required() else f" [default: {default}]"
-    return f"{field.description}{end}"
+    return f"{field.description}{told}{end}"
 
 
 def help_text(usage: str, purpose: str, fields: Mapping[str, FieldInfo], end: str, columns: int) -> str:

@@ -1,0 +1,159 @@
+"""Memory as it was given before paging: to each request one contiguous range of slots, as long as it may ever need.
+
+What is compared, as the vLLM paper does it (section 6.1 of https://arxiv.org/abs/2309.06180): Orca with a buddy
+allocator, which reserves the model's greatest length, or the output's length rounded up to a power of two, or exactly
+what will be needed, which only an oracle knows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from scheduler_svc.core.lane import Lane
+from scheduler_svc.core.queues import WaitingQueue
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
+
+NumSlots = Callable[[int, int], int]
+"""Slots to reserve, of prompt and output tokens."""
+
+
+def to_max(max_model_len: int) -> NumSlots:
+    """Whatever a request asks for, the model's greatest length."""
+    return lambda num_prompt, num_output: max_model_len
+
+
+def to_power_of_two(max_model_len: int) -> NumSlots:
+    """The output's length is known up to a factor of two."""
+    return lambda num_prompt, num_output: min(max_model_len, num_prompt + round_up(num_output))
+
+
+def to_oracle(num_prompt: int, num_output: int) -> int:
+    """The output's length is known. The last token's KV is never needed, but who reserves counts it."""
+    return num_prompt + num_output
+
+
+def round_up(count: int) -> int:
+    """The power of two that is not smaller; `count` is at least 1."""
+    return 1 << (count - 1).bit_length()
+
+
+class Allocator(Protocol):
+    """Gives contiguous ranges of slots."""
+
+    def take(self, count: int) -> int | None:
+        """The first slot of a range of so many; None if there is none."""
+
+    def give(self, start: int) -> None:
+        """Take a range back."""
+
+
+class BuddyAllocator:
+    """Ranges are powers of two, halved where they are too large and joined with their other half when both are free
+    (Knowlton, CACM 1965, https://doi.org/10.1145/365628.365655). A pool of another size is cut into powers of two.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._free: dict[int, list[int]] = {}
+        """Starts by size, ascending."""
+        self._taken: dict[int, int] = {}
+        start = 0
+        while start < num_slots:
+            size = 1 << ((num_slots - start).bit_length() - 1)
+            self._free.setdefault(size, []).append(start)
+            start += size
+
+    def take(self, count: int) -> int | None:
+        """See Allocator."""
+        wanted = round_up(count)
+        size = min((size for size, starts in self._free.items() if starts and size >= wanted), default=None)
+        if size is None:
+            return None
+        start = self._free[size].pop(0)
+        while size > wanted:
+            size //= 2
+            insort(self._free.setdefault(size, []), start + size)
+        self._taken[start] = size
+        return start
+
+    def give(self, start: int) -> None:
+        """See Allocator."""
+        size = self._taken.pop(start)
+        while self._remove(size, start ^ size):
+            start, size = min(start, start ^ size), size * 2
+        insort(self._free.setdefault(size, []), start)
+
+    def _remove(self, size: int, start: int) -> bool:
+        starts = self._free.get(size, [])
+        place = bisect_left(starts, start)
+        if place == len(starts) or starts[place] != start:
+            return False
+        del starts[place]
+        return True
+
+
+class FirstFitAllocator:
+    """Ranges of any length, each in the first hole that is long enough."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._taken: list[tuple[int, int]] = []
+        """(start, end), ascending."""
+
+    def take(self, count: int) -> int | None:
+        """See Allocator."""
+        for start, end in self._holes():
+            if end - start >= count:
+                insort(self._taken, (start, start + count))
+                return start
+        return None
+
+    def give(self, start: int) -> None:
+        """See Allocator."""
+        del self._taken[bisect_left(self._taken, (start, 0))]
+
+    def _holes(self) -> Iterator[tuple[int, int]]:
+        last = 0
+        for start, end in self._taken:
+            yield last, start
+            last = end
+        yield last, self._num_slots
+
+
+class ContiguousReservation:
+    """A batching policy: whoever waits may join any step, first come first served, if a range for it is found.
+
+    The core counts slots (blocks of one token); where they lie is settled here. Nobody loses a range once given, so
+    nobody is preempted.
+    """
+
+    def __init__(self, allocator: Allocator, num_slots: NumSlots) -> None:
+        self._allocator = allocator
+        self._num_slots = num_slots
+        self._starts: dict[SequenceGroup, int] = {}
+
+    def num_admissible(self, lane: Lane, waiting: WaitingQueue, now: float, *, draining: bool) -> int:
+        """Those at the head of the queue that have a range, or find one."""
+        for group in [group for group in self._starts if group.finished]:
+            self._allocator.give(self._starts.pop(group))
+        count = 0
+        for group in waiting:
+            if group not in self._starts:
+                start = self._allocator.take(self.num_reserved_tokens(group.sequences[0]))
+                if start is None:
+                    break
+                self._starts[group] = start
+            count += 1
+        return count
+
+    def joined(self, count: int, *, memory_is_full: bool) -> None:
+        """Nothing to note."""
+
+    def num_reserved_tokens(self, sequence: Sequence) -> int:
+        """The whole range."""
+        return self._num_slots(sequence.num_prompt_tokens, sequence.max_len - sequence.num_prompt_tokens)
+
+    def wakes_at(self, lane: Lane, waiting: WaitingQueue, now: float) -> float | None:
+        """Those that run make steps."""
+        return None

@@ -1,0 +1,158 @@
+"""Experiment 4 in virtual time: samples and beams that share blocks, prompts that share a prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.common.rows import BenchmarkError
+from benchmarks.experiments.experiment import Asked
+from benchmarks.experiments.memory_runs import ALPACA, SHAREGPT
+from benchmarks.experiments.repeats import Repeated, ratio
+from benchmarks.experiments.simulated import Case, a100_13b, about, drawn, poisson
+from benchmarks.experiments.simulated import run as run_case
+from benchmarks.experiments.stepping import apart, step_through
+from cadenza.loadtest.requests import RequestShape
+from cadenza.simulate.kinds import ExecutorKind
+from scheduler_svc.core.scheduler import Scheduler
+
+SAMPLES, BEAMS = "samples", "beams"
+_SEQUENCES = {"ShareGPT": 300, "Alpaca": 1800}
+"""Samples or beams of a run: several times what the pool holds, so that memory is what limits."""
+_MAX_NUM_SEQS = 1024
+_LOAD = 0.8
+"""Of what the server can take without the prefix cache: the rate at which TTFT is measured."""
+_OWN_LEN = _OUTPUT_LEN = "uniform:16:64"
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """One algorithm with one width."""
+
+    saved: Repeated
+    """Blocks saved, over the blocks that there would be if nothing were shared."""
+    gain: Repeated
+    """Throughput over that of as many requests that share nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixed:
+    """One prefix, with the prefix cache or without."""
+
+    requests_per_s: Repeated
+    """All at once."""
+    ttft_p50_s: Repeated
+    ttft_p99_s: Repeated
+    """Both at a rate that the server holds without the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All of an experiment in one place."""
+
+    setup: Mapping[str, str]
+    groups: Mapping[str, Mapping[tuple[str, int], Shared]]
+    """By load; then by algorithm and width."""
+    prefixes: Mapping[int, tuple[Prefixed, Prefixed]]
+    """By the prefix's length: without the cache, and with it."""
+
+
+class Saving:
+    """Blocks saved by sharing, while somebody waits for memory; each step counts for as long as it takes."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._begins_at = 0.75 * num_requests
+        self._saved = self._whole = 0.0
+
+    def look(self, core: Scheduler, seconds: float) -> None:
+        """As `step_through` asks for it."""
+        if len(core.waiting) and len(core.groups) <= self._begins_at:
+            lane = core.lanes[0]
+            saved = lane.blocks.num_shared_refs
+            self._saved += seconds * saved
+            self._whole += seconds * (saved + lane.spec.num_blocks - lane.blocks.num_free)
+
+    @property
+    def share(self) -> float:
+        """Saved, of what there would be without sharing; raises BenchmarkError if nobody waited."""
+        if not self._whole:
+            raise BenchmarkError("nobody waited for memory: the load is too small for the pool")
+        return self._saved / self._whole
+
+
+def widened(shapes: Sequence[RequestShape], algorithm: str, width: int) -> list[RequestShape]:
+    """The same requests with so many samples or beams each."""
+    if algorithm == BEAMS:
+        return [replace(shape, beam_width=width) for shape in shapes]
+    return [replace(shape, n=width) for shape in shapes]
+
+
+def simulated(asked: Asked) -> Outcome:
+    """On the published A100 with a 13B model."""
+    kind = a100_13b().changed({"max_num_seqs": _MAX_NUM_SEQS})
+    if asked.quick:
+        kind = kind.changed({"num_gpu_blocks": 256})
+    widths, prefixes = ((2, 4), (64,)) if asked.quick else ((2, 4, 6), (80, 341, 1024))
+    seeds = range(asked.seed, asked.seed + (1 if asked.quick else 3))
+    loads = {"ShareGPT": SHAREGPT, "Alpaca": ALPACA}
+    scale, num_prefixed = (4, 40) if asked.quick else (1, 600)
+    groups = {
+        load: {
+            (algorithm, width): _shared(kind, load, options, algorithm, width, seeds, scale)
+            for algorithm in (SAMPLES, BEAMS)
+            for width in widths
+        }
+        for load, options in loads.items()
+    }
+    counts = ", ".join(f"{load} {count // scale}" for load, count in _SEQUENCES.items())
+    return Outcome(
+        setup={
+            **about(kind),
+            "samples or beams of a run": f"{counts}, all at once; beams have made-up candidates",
+            "prefixes": f"{num_prefixed} requests with one prefix, then {_OWN_LEN} tokens of their own, and "
+            f"{_OUTPUT_LEN} of output; TTFT at {_LOAD:.0%} of what is held without the cache",
+            "ranges in brackets": f"over {len(seeds)} seeds",
+        },
+        groups=groups,
+        prefixes={length: _prefixed(kind, length, num_prefixed, seeds) for length in prefixes},
+    )
+
+
+def _shared(
+    kind: ExecutorKind,
+    load: str,
+    options: Mapping[str, str],
+    algorithm: str,
+    width: int,
+    seeds: Sequence[int],
+    scale: int,
+) -> Shared:
+    saved, together_s, apart_s = [], [], []
+    for seed in seeds:
+        shapes = widened(drawn(options, _SEQUENCES[load] // scale // width, seed), algorithm, width)
+        saving = Saving(len(shapes))
+        together_s.append(step_through(kind, shapes, saving.look).duration_s)
+        apart_s.append(step_through(kind, apart(shapes), lambda core, seconds: None).duration_s)
+        saved.append(saving.share)
+    return Shared(Repeated(tuple(saved)), ratio(Repeated(tuple(apart_s)), Repeated(tuple(together_s))))
+
+
+def _prefixed(kind: ExecutorKind, length: int, count: int, seeds: Sequence[int]) -> tuple[Prefixed, Prefixed]:
+    options = {"input_len": _OWN_LEN, "output_len": _OUTPUT_LEN, "num_prefixes": 1, "prefix_len": str(length)}
+    at_once: dict[bool, list[float]] = {False: [], True: []}
+    p50: dict[bool, list[float]] = {False: [], True: []}
+    p99: dict[bool, list[float]] = {False: [], True: []}
+    for seed in seeds:
+        shapes = drawn({"workload": "shared-prefix", **options}, count, seed)
+        for cached in (False, True):
+            case = Case(kind, shapes, scheduler={"enable_prefix_caching": cached}, prompt_seed=seed)
+            at_once[cached].append(count / run_case(case).duration_s)
+            times = poisson(_LOAD * at_once[False][-1], count, seed)
+            ttft = run_case(replace(case, times=times)).measure().ttft_s
+            assert ttft is not None
+            p50[cached].append(ttft.p50)
+            p99[cached].append(ttft.p99)
+    without, with_it = (
+        Prefixed(*(Repeated(tuple(values[cached])) for values in (at_once, p50, p99))) for cached in (False, True)
+    )
+    return without, with_it

@@ -1,0 +1,146 @@
+"""Runs in virtual time, as the experiments make them: a case goes in, columns and metrics come out.
+
+    kind = a100_13b()
+    shapes = fixed(prompts, outputs)  # or drawn({"workload": "sharegpt"}, 500, seed)
+    case = Case(kind, shapes, poisson(4.0, len(shapes), seed), scheduler={"batching": "dynamic", "batch_size": 8})
+    run(case).measure().e2e_s.p99
+
+Nothing of the environment enters: an option that a case does not say has its default.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.common.rows import BenchmarkError
+from cadenza.loadtest.arrivals import make_arrivals
+from cadenza.loadtest.columns import RequestColumns, StepColumns
+from cadenza.loadtest.latencies import Window
+from cadenza.loadtest.metrics import Metrics, measure
+from cadenza.loadtest.prompts import Prompts
+from cadenza.loadtest.requests import RequestShape
+from cadenza.loadtest.slo import Slo
+from cadenza.loadtest.workloads import WorkloadSpec, make_workload
+from cadenza.simulate.kinds import ExecutorKind
+from cadenza.simulate.published import PUBLISHED
+from cadenza.simulate.run import Outcome, Simulation
+from cadenza.simulate.traffic import Traffic
+from scheduler_svc.config import SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is run. Options are named as the services have them."""
+
+    kind: ExecutorKind
+    shapes: Sequence[RequestShape]
+    times: Sequence[float] | None = None
+    """[n] when each is due, in seconds; None: all at once."""
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    """Of SchedulerConfig: batching, max_num_seqs, preemption, …"""
+    executor: Mapping[str, Any] = field(default_factory=dict)
+    """In place of the kind's limits: block_size, num_gpu_blocks, num_cpu_blocks, max_num_seqs, …"""
+    prompt_seed: int | None = None
+    """Prompts are made of token ids, and the prefix cache finds what is alike; None: no prompt is like another."""
+    keep_gaps: bool = False
+    """Keep inter-token latencies."""
+    num_executors: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What came out of a case."""
+
+    case: Case
+    outcome: Outcome
+
+    @property
+    def requests(self) -> RequestColumns:
+        """A row for each request."""
+        return self.outcome.requests
+
+    @property
+    def steps(self) -> StepColumns:
+        """A row for each step, or for every `outcome.step_stride` of them."""
+        assert self.outcome.steps is not None
+        return self.outcome.steps
+
+    @property
+    def duration_s(self) -> float:
+        """From the start to the last token."""
+        return float(self.requests.last_s.max())
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Over the whole run."""
+        return float(self.requests.num_output_tokens.sum()) / self.duration_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompts' and outputs', over the whole run: what the Anyscale post calls throughput."""
+        return float((self.requests.num_prompt_tokens + self.requests.num_output_tokens).sum()) / self.duration_s
+
+    def measure(self, window: Window | None = None, slo: Slo | None = None) -> Metrics:
+        """The harness's metrics; `window` in seconds of the run, None for all of it."""
+        return measure(self.requests, window=window, slo=slo, steps=self.outcome.steps)
+
+
+def run(case: Case) -> Ran:
+    """Run a case; raises BenchmarkError if a request did not end well, as its numbers would mean something else."""
+    kind = case.kind.changed(dict(case.executor))
+    times = itertools.repeat(0.0) if case.times is None else case.times
+    traffic = Traffic(iter(zip(times, case.shapes, strict=case.times is not None)))
+    prompts = None if case.prompt_seed is None else Prompts(case.prompt_seed)
+    config = scheduler_config({"max_queued_requests": len(case.shapes) + 1, **case.scheduler})
+    fleet = [kind] * case.num_executors
+    outcome = Simulation(fleet, config, traffic, prompts=prompts, keep_gaps=case.keep_gaps).run()
+    failed = outcome.requests.error[~outcome.requests.ok]
+    if len(failed) or len(outcome.requests) != len(case.shapes):
+        raise BenchmarkError(f"{len(failed)} of {len(case.shapes)} requests failed: {sorted(set(failed.tolist()))}")
+    return Ran(case, outcome)
+
+
+def scheduler_config(options: Mapping[str, Any]) -> SchedulerConfig:
+    """The scheduler's configuration with these options, whatever the environment says."""
+    defaults = {
+        name: each.get_default(call_default_factory=True) for name, each in SchedulerConfig.model_fields.items()
+    }
+    return SchedulerConfig(**{**defaults, **options})
+
+
+def fixed(prompts: Sequence[int], outputs: Sequence[int], kinds: Sequence[str] | None = None) -> list[RequestShape]:
+    """[n] requests of these lengths, in tokens; `kinds`: labels of parts that metrics are told of."""
+    labels = [""] * len(prompts) if kinds is None else kinds
+    lengths = zip(prompts, outputs, labels, strict=True)
+    return [RequestShape(index, int(i), int(o), kind) for index, (i, o, kind) in enumerate(lengths)]
+
+
+def drawn(options: Mapping[str, Any], count: int, seed: int) -> list[RequestShape]:
+    """`count` requests of a workload, options as `cadenza loadtest` takes them: workload, input_len, output_len, …"""
+    return list(make_workload(WorkloadSpec(**options)).shapes(count, seed))
+
+
+def poisson(rate: float, count: int, seed: int) -> list[float]:
+    """[count] when requests of a Poisson process come, in seconds; `rate` per second, inf: all at once."""
+    return list(itertools.islice(make_arrivals("poisson", rate).times(seed), count))
+
+
+def about(kind: ExecutorKind) -> dict[str, str]:
+    """A kind, for an experiment's `setup`."""
+    limits, costs = kind.limits, kind.costs.model_dump(exclude_defaults=True)
+    said = ", ".join(f"{name} {value:g}" for name, value in costs.items())
+    pool = f"{limits.pool_size:,} blocks of {limits.block_size} tokens"
+    return {"executor": f"{kind.name} ({said})", "KV pool": pool}
+
+
+def a100_13b() -> ExecutorKind:
+    """OPT-13B on an A100 of 40 GB, as in the vLLM paper and the Anyscale post."""
+    return PUBLISHED["a100-40gb-opt-13b"]
+
+
+def h200_8b() -> ExecutorKind:
+    """Llama-3.1-8B on an H200."""
+    return PUBLISHED["h200-llama-3.1-8b"]

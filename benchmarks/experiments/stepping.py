@@ -1,0 +1,78 @@
+"""The scheduler's core step by step, with a look at its books after each plan: at what StepColumns do not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.common.rows import BenchmarkError
+from benchmarks.experiments.simulated import scheduler_config
+from cadenza.loadtest.requests import RequestShape
+from cadenza.simulate.kinds import ExecutorKind
+from cadenza.simulate.lanes import TOKEN, SimulatedLane
+from scheduler_svc.core.rules import Rules
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
+
+Look = Callable[[Scheduler, float], None]
+"""Sees the core after each plan, and for how many seconds it stays so: until the step's result is in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What a run came to."""
+
+    duration_s: float
+    """From the start to the last token, in virtual time."""
+    num_steps: int
+    num_preemptions: int
+
+
+def step_through(
+    kind: ExecutorKind,
+    shapes: Sequence[RequestShape],
+    look: Look,
+    *,
+    rules: Rules | None = None,
+    watermark: float = 0.01,
+) -> Stepped:
+    """Serve requests that all come at once, one plan in flight, so that a plan holds what it says while it runs.
+
+    Raises BenchmarkError if the core finds nothing to do while requests wait.
+    """
+    core = Scheduler(rules or Rules())
+    core.add_executor(0, kind.spec(scheduler_config({"watermark": watermark})))
+    lane, now = SimulatedLane(0, kind, core.lanes[0], 1), 0.0
+    for shape in shapes:
+        core.add_request(_spec(shape), now)
+    has_beams = any(shape.beam_width for shape in shapes)
+    while core.groups:
+        if core.plan_step(0, now) is None:
+            raise BenchmarkError(f"{len(core.groups)} requests wait for ever: the policy lets none of them in")
+        flight = lane.launch(lane.core.inflight[-1], now, beams=has_beams)
+        look(core, flight.result_at - now)
+        now = flight.result_at
+        lane.land(now)
+        core.apply_result(0, flight.result, now)
+        core.take_ended()
+    return Stepped(now, core.last_step_id, core.num_preemptions)
+
+
+def apart(shapes: Sequence[RequestShape]) -> list[RequestShape]:
+    """The same without anything shared: each sample, or beam, as a request of its own."""
+    counts = [shape.beam_width or shape.n for shape in shapes]
+    alone = [
+        replace(shape, n=1, beam_width=0) for shape, count in zip(shapes, counts, strict=True) for _ in range(count)
+    ]
+    return [replace(shape, index=index) for index, shape in enumerate(alone)]
+
+
+def _spec(shape: RequestShape) -> RequestSpec:
+    return RequestSpec(
+        str(shape.index),
+        (TOKEN,) * shape.num_prompt_tokens,
+        Sampling(temperature=0.0),
+        shape.num_output_tokens,
+        num_samples=1 if shape.beam_width else shape.n,
+        beams=BeamSpec(shape.beam_width) if shape.beam_width else None,
+    )

@@ -1,0 +1,28 @@
+"""The options that `cadenza loadtest` and `cadenza simulate` have in common, beside those of a load."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+
+def of_results(metavar: str, text: str) -> Any:
+    """An option about what is left of a run."""
+    return typer.Option(metavar=metavar, help=text, rich_help_panel="Results")
+
+
+Sweep = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=V,V,…",
+        help="A run for each value of an option of Load or Workload, as request-rate=1,2,4; several: for each "
+        "combination.",
+        rich_help_panel="Load",
+    ),
+]
+Output = Annotated[str | None, of_results("FILE", "Write the result, one JSON: all that a rerun or a report needs.")]
+Csv = Annotated[str | None, of_results("FOLDER", "Write requests.csv, points.csv and steps.csv.")]
+Plots = Annotated[str | None, of_results("FOLDER", "Write the figures, each as PNG and SVG.")]
+Report = Annotated[str | None, of_results("FILE", "Write one self-contained HTML page.")]
+Label = Annotated[str, of_results("TEXT", "Name of the result in reports.")]

@@ -1,0 +1,148 @@
+"""What a load test or a simulation leaves: tables on the screen, and the files that were asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cadenza.cli.text import notice
+from cadenza.errors import OptionError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cadenza.loadtest.results import LoadTestFile
+
+
+_TABLE_WIDTH = 100
+_MOST_WHOLE = 2
+"""Points that are shown with all their numbers; of more a table has a row for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Where to; None: not wanted."""
+
+    output: Path | None = None
+    csv: Path | None = None
+    plots: Path | None = None
+    report: Path | None = None
+
+
+def check_outputs(
+    *,
+    output: str | None = None,
+    csv: str | None = None,
+    plots: str | None = None,
+    report: str | None = None,
+    page: str = "report",
+    read: Sequence[str | None] = (),
+) -> Outputs:
+    """The places, with their folders made: an hour of load is not to end at a misspelled path.
+
+    `page`: the command's own name for the option `report`. `read`: files that the command reads, and shall not write
+    over. Raises OptionError.
+    """
+    taken = {Path(text).resolve(): "it is read" for text in read if text is not None}
+    for name, text in (("output", output), (page, report)):
+        if text is not None:
+            path, option = Path(text), f"--{name} {text}"
+            if path.is_dir():
+                raise OptionError(f"{option}: it is a folder; give a file")
+            if path.resolve() in taken:
+                raise OptionError(f"{option}: {taken[path.resolve()]}; give another file")
+            taken[path.resolve()] = f"--{name} is written there"
+            _make(path.parent, option)
+    for name, text in (("csv", csv), ("plots", plots)):
+        if text is not None:
+            _make(Path(text), f"--{name} {text}")
+    places = (Path(text) if text is not None else None for text in (output, csv, plots, report))
+    return Outputs(*places)
+
+
+def give_out(file: LoadTestFile, outputs: Outputs) -> None:
+    """Print the tables and write the files; raises LoadTestError for one that cannot be written."""
+    from cadenza.loadtest.results import write
+
+    # The file first: whatever happens later, what was measured is not lost.
+    if outputs.output is not None:
+        write(outputs.output, file)
+    show(file)
+    write_tables(file, outputs.csv)
+    write_pictures(file, outputs.plots)
+    write_page([file], outputs.report)
+
+
+def write_tables(file: LoadTestFile, folder: Path | None) -> None:
+    """The CSV files, if there is a place for them."""
+    if folder is not None:
+        from cadenza.loadtest.csv_files import write_csv
+
+        write_csv(file, folder)
+
+
+def write_pictures(file: LoadTestFile, folder: Path | None) -> None:
+    """The figures, if there is a place for them."""
+    if folder is not None:
+        from cadenza.loadtest.report import write_figures
+
+        write_figures(file, folder)
+
+
+def write_page(files: Sequence[LoadTestFile], path: Path | None) -> None:
+    """The report, if there is a place for it."""
+    if path is not None:
+        from cadenza.loadtest.report import write_report
+
+        write_report(files, path)
+
+
+def tables_console() -> Console:
+    """Of stdout; where it is no terminal and COLUMNS does not say how wide, wide enough for the tables.
+
+    What is printed is text: labels and lengths such as `uniform:100:300` have neither markup nor names of emoji.
+    """
+    from rich.console import Console
+
+    is_known = Console().is_terminal or os.environ.get("COLUMNS", "").isdigit()
+    return Console(width=None if is_known else _TABLE_WIDTH, emoji=False, markup=False)
+
+
+def show(file: LoadTestFile) -> None:
+    """Print a result's tables."""
+    from cadenza.loadtest.summary import point_view, points_view
+
+    console = tables_console()
+    if not file.points:
+        notice(f"{file.label}: no run was measured to its end")
+    if len(file.points) > _MOST_WHOLE:
+        console.print(points_view(file.points))
+    else:
+        for point in file.points:
+            console.print(point_view(point))
+    if (found := file.max_rate) is not None:
+        held = f"{found.held:.3g} requests/s" if found.held is not None else "no rate that was tried"
+        above = f"; {found.failed:.3g} did not" if found.failed is not None else "; none that was tried failed"
+        console.print(f"{held} held {found.slo} for {found.slo_share:.0%} of the requests{above}.", highlight=False)
+
+
+def nothing_counted(file: LoadTestFile) -> str | None:
+    """Why there is nothing to show for the load, in a sentence; None if there is something."""
+    metrics = [run.metrics for point in file.points for run in point.runs]
+    if any(each.num_ok for each in metrics):
+        return None
+    if metrics and not any(each.num_requests for each in metrics):
+        return "no request was due within what counts (--window, --warm-up-s): nothing was measured"
+    return "no request ended well: see the errors above"
+
+
+def _make(folder: Path, option: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"{option}: {folder}: {(error.strerror or str(error)).lower()}") from None
+    if not os.access(folder, os.W_OK):
+        raise OptionError(f"{option}: {folder}: permission denied")

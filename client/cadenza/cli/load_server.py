@@ -1,0 +1,57 @@
+"""Which server a load test goes to: as the command line says, or as one before was reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cadenza.cli.service_args import named_model
+from cadenza.local_options import check_model, route_options
+
+if TYPE_CHECKING:
+    from cadenza.loadtest.results import Reached
+
+_NOT_AGAIN = ("record",)
+"""Of the services' options: another run would write over what the first has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A server that runs already (`target`), or one to be started for `model`; with neither, the default address."""
+
+    target: str | None
+    model: str | None
+    config: str | None
+    options: Mapping[str, Any]
+    """Of the services, as given."""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether a Cadenza server is named at all."""
+        return self.target is not None or named_model(self.model, self.config) is not None
+
+
+def again(place: Place, before: Reached | None) -> Place:
+    """Where the result was measured, but for what `place` says: a target in place of it, another model, options.
+
+    The environment says only what neither of them does. Raises OptionError.
+    """
+    if before is None or place.target is not None:
+        return place
+    model = named_model(place.model, place.config) or before.model
+    if model is None:
+        return Place(before.target, None, place.config, place.options)
+    said = route_options(check_model(model), place.options, config=place.config, environment={}).settings
+    return Place(None, model, None, {**before.options, **{name: setting.value for name, setting in said.items()}})
+
+
+def reached_at(place: Place, address: str) -> Reached:
+    """For the result file; `address` is where the server is. Raises OptionError."""
+    from cadenza.loadtest.results import Reached
+
+    model = named_model(place.model, place.config)
+    if model is None:
+        return Reached(target=address)
+    settings = route_options(check_model(model), place.options, config=place.config).settings
+    return Reached(model=model, options={name: settings[name].value for name in settings if name not in _NOT_AGAIN})

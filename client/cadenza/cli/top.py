@@ -1,0 +1,97 @@
+"""`cadenza top`: what a running server does, live."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cadenza.cli.generate import Target
+from cadenza.cli.service_args import serving
+from cadenza.errors import OptionError
+
+if TYPE_CHECKING:
+    from cadenza.top.figures import Lost, Snapshot
+
+HELP = """Watch a running server.
+
+\b
+Examples:
+  cadenza top                      the server at port 50051 here, until Ctrl-C
+  cadenza top --target 10.0.0.5:50051 --interval 5
+  cadenza top --once               one look, over one interval
+  cadenza top --json > top.jsonl   a line for each interval
+
+Queues, KV blocks, tokens/s, and of each executor its batch and the times of its steps. The live view is over the last 5
+seconds at least, a line of --json over its interval. Ages count from the begin of the watch at the earliest. A server
+that goes away is waited for; with --once that is an error. A watch costs the scheduler a record for each step.
+"""
+EPILOG = "Exit codes: 0 looked once, 1 no server (--once), or none of Cadenza's, 2 wrong options, 130 Ctrl-C."
+_LIVE_WINDOW_S = 5.0
+_INTERVALS_S = (0.1, 600.0)
+
+Show = Callable[["Snapshot | Lost"], None]
+
+
+def top(
+    target: Target = None,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="One look after one interval, and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on a line for each interval.")] = False,
+) -> None:
+    """Run the command; raises CadenzaError."""
+    if not _INTERVALS_S[0] <= interval <= _INTERVALS_S[1]:
+        raise OptionError("option interval: must be {:g} to {:g} seconds, not {:g}".format(*_INTERVALS_S, interval))
+    with serving(target, None, None, {}) as address, contextlib.ExitStack() as stack:
+        if as_json:
+            show, window_s = _lines(address), 0.0
+        else:
+            show, window_s = _pictures(address, stack, live=not once)
+        asyncio.run(follow(address, show, interval_s=interval, window_s=window_s, once=once))
+
+
+async def follow(target: str, show: Show, *, interval_s: float, window_s: float, once: bool) -> None:
+    """Show what is observed of a server, for ever or `once`; then one that is not there is an error and raised."""
+    from cadenza.top.figures import Lost
+    from cadenza.top.watching import observe
+
+    async with contextlib.aclosing(observe(target, interval_s=interval_s, window_s=window_s)) as observed:
+        async for news in observed:
+            if once and isinstance(news, Lost):
+                raise news.error
+            show(news)
+            if once:
+                return
+
+
+def _lines(target: str) -> Show:
+    from cadenza.top.figures import json_line
+
+    def show(news: Snapshot | Lost) -> None:
+        sys.stdout.write(json_line(news, target=target, time_s=time.time()) + "\n")
+        sys.stdout.flush()
+
+    return show
+
+
+def _pictures(target: str, stack: contextlib.ExitStack, *, live: bool) -> tuple[Show, float]:
+    """On a terminal one that is drawn anew, until `stack` ends; elsewhere one below the other. And the window."""
+    from rich.live import Live
+    from rich.text import Text
+
+    from cadenza.cli.load_results import tables_console
+    from cadenza.cli.top_view import TopView
+
+    console = tables_console()
+    view = TopView(target, ascii_only="utf" not in console.encoding.lower())
+    if live and console.is_terminal and not console.is_dumb_terminal:
+        screen = stack.enter_context(
+            Live(Text(f"looking at {target}"), console=console, screen=True, auto_refresh=False)
+        )
+        return lambda news: screen.update(view.draw(news), refresh=True), _LIVE_WINDOW_S
+    return lambda news: console.print(view.draw(news), ""), 0.0

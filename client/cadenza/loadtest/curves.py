@@ -1,0 +1,79 @@
+"""The lines of a sweep's figures: the points of a file over one swept setting, a line for each value of the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from cadenza.loadtest.figures.style import Look, look, look_within, words
+from cadenza.loadtest.figures.sweeps import Curve
+from cadenza.loadtest.results import LoadTestFile, Point
+from cadenza.loadtest.summary import swept_text
+
+_FIRST = ("request_rate", "concurrency")
+"""What lines run along, if it was swept."""
+
+
+def curves_of(files: Sequence[LoadTestFile]) -> list[Curve]:
+    """All lines; those of one file have its colour where there are several files."""
+    curves = []
+    for place, file in enumerate(files):
+        along = _along(file.points)
+        for part, (others, points) in enumerate(_groups(file.points, along).items()):
+            named = [words(file.label, 28)] if len(files) > 1 or not others else []
+            label = ", ".join([*named, others] if others else named)
+            own = look_within(place, part) if len(files) > 1 else look(part)
+            curves.append(_curve(label, points, along, file, own))
+    return curves
+
+
+def _along(points: Sequence[Point]) -> str:
+    """The setting that a line runs along: a rate, or else a number, or else whatever has the most values."""
+    values: dict[str, set[float | str]] = {}
+    for point in points:
+        for name, value in point.swept.items():
+            values.setdefault(name, set()).add(value)
+    everywhere = [name for name in values if all(name in point.swept for point in points)]
+    numbers = [name for name in everywhere if all(_number(each) is not None for each in values[name])]
+    several = [name for name in _FIRST if name in numbers and len(values[name]) > 1]
+    return max(several[:1] or numbers or everywhere, key=lambda name: len(values[name]), default="")
+
+
+def _groups(points: Sequence[Point], along: str) -> dict[str, list[Point]]:
+    """The points by what else was swept, in words; along a line they are in order, if they are numbers."""
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        others = {name: value for name, value in point.swept.items() if name != along}
+        groups.setdefault(swept_text(others) if along else "", []).append(point)
+    for group in groups.values():
+        group.sort(key=lambda point: _number(point.swept.get(along, "")) or 0.0)
+    return groups
+
+
+def _curve(label: str, points: Sequence[Point], along: str, file: LoadTestFile, own: Look) -> Curve:
+    at = [number for point in points if (number := _number(point.swept.get(along, ""))) is not None]
+    is_number = len(at) == len(points)
+    held = file.max_rate.held if file.max_rate is not None else None
+    return Curve(
+        label,
+        [_name({along: point.swept[along]} if along else point.swept) for point in points],
+        [point.summary for point in points],
+        along.replace("_", "-") if is_number else "",
+        at if is_number else [],
+        own,
+        at.index(held) if is_number and along == "request_rate" and held in at else None,
+    )
+
+
+def _name(swept: Mapping[str, float | str]) -> str:
+    """The values, in short."""
+    return ", ".join(f"{value:.3g}" if isinstance(value, float) else value for value in swept.values())
+
+
+def _number(value: float | str) -> float | None:
+    """A value as it was given to `--sweep` is text; None for one that is no number, and for infinity."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,254 @@
+"""The driver: sends a schedule to a target, each request at its time, and takes the times of what comes back.
+
+In an open loop nothing that the server does moves a request: each is a task of its own from the moment when it is due,
+and its clock starts then (no coordinated omission: Gil Tene, "How NOT to Measure Latency",
+https://www.infoq.com/presentations/latency-response-time/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cadenza.loadtest.alarm import Alarm
+from cadenza.loadtest.columns import RequestColumns
+from cadenza.loadtest.live import CANCELLED, SKIPPED, TIMEOUT, LiveRequest, Recorder
+from cadenza.loadtest.pacing import Ahead, Unit, units
+from cadenza.loadtest.requests import RequestShape
+from cadenza.loadtest.target import Clock, Target
+
+_PROGRESS_S = 0.2
+_STARTS_AT_ONCE = 16
+"""So many late requests are started before those that were started get a turn."""
+
+
+class PromptMaker(Protocol):
+    """cadenza.loadtest.prompts.Prompts."""
+
+    def token_ids(self, shape: RequestShape, history: Sequence[int] = ()) -> list[int]:
+        """The prompt as token ids, after those of the turns before."""
+
+    def text(self, shape: RequestShape, history_text: str = "") -> str:
+        """The prompt as a text, after that of the turns before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is."""
+
+    elapsed_s: float
+    num_started: int
+    num_ended: int
+    """The failed ones included."""
+    num_failed: int
+    num_output_tokens: int
+    """Of those that have ended."""
+
+
+async def drive(
+    schedule: Iterable[tuple[float, RequestShape]],
+    target: Target,
+    prompts: PromptMaker,
+    *,
+    concurrency: int | None = None,
+    timeout_s: float | None = None,
+    duration_s: float | None = None,
+    text_prompts: bool = False,
+    keep_gaps: bool = True,
+    on_start: Callable[[float], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    on_failed: Callable[[str, str], None] | None = None,
+    on_cancelled: Callable[[], None] | None = None,
+    clock: Clock = time.perf_counter,
+) -> RequestColumns:
+    """Send what `schedule` says to a target that was started, and return what became of it; times from the first due.
+
+    `schedule`: (seconds since the start, request) in the order of time, a session's turns one after the other; it is
+    read as it is needed. Open loop: each request starts at its time, whatever became of others. With `concurrency`,
+    a closed loop: so many users, each of whom takes the next request or session when the last has ended; it is due
+    when it is taken. A session's later turn is due when the answer before is there and its think time has passed; if
+    that answer failed, the later turns are rows with the error SKIPPED, due at that moment and never sent.
+
+    `timeout_s`: a request that has not ended so long after it was due is aborted; its error is TIMEOUT. `duration_s`:
+    what would be due later is left out. `text_prompts`: prompts are texts, as are those that came as text in any case.
+    `on_start` gets the clock's reading that is 0 in the result, when all is ready. `on_progress` is called five times a
+    second and at the end, `on_failed` with code and message of each request that fails. Cancelled, the driver aborts
+    what runs; then, with `on_cancelled`, it calls that and returns what it has (the aborted ones with the error
+    CANCELLED, none that were not yet due), otherwise it goes on up.
+
+    Raises what the schedule or the prompts raise (LoadTestError), having aborted what runs.
+    """
+    alarm = Alarm(clock)
+    driver = _Driver(target, prompts, timeout_s, duration_s, text_prompts, keep_gaps, clock, alarm, on_failed)
+    ahead = Ahead(units(schedule), driver.prompt)
+    ahead.fill()
+    with _no_long_collections(), alarm.set():
+        driver.start_s = clock()
+        if on_start is not None:
+            on_start(driver.start_s)
+        try:
+            async with _telling(driver.progress, on_progress), asyncio.TaskGroup() as group:
+                if concurrency is None:
+                    await driver.open_loop(ahead, group)
+                else:
+                    for _ in range(concurrency):
+                        group.create_task(driver.user(ahead))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        except asyncio.CancelledError:
+            if on_cancelled is None:
+                raise
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+            on_cancelled()
+    return driver.recorder.columns(driver.start_s)
+
+
+@dataclass(slots=True)
+class _Driver:
+    target: Target
+    prompts: PromptMaker
+    timeout_s: float | None
+    duration_s: float | None
+    text_prompts: bool
+    keep_gaps: bool
+    clock: Clock
+    alarm: Alarm
+    on_failed: Callable[[str, str], None] | None
+    start_s: float = 0.0
+    recorder: Recorder = field(default_factory=Recorder)
+    num_started: int = 0
+    num_ended: int = 0
+    num_failed: int = 0
+    num_output_tokens: int = 0
+
+    async def open_loop(self, ahead: Ahead, group: asyncio.TaskGroup) -> None:
+        """The one task that paces: it starts a task for each request when that is due."""
+        while (unit := ahead.take()) is not None:
+            due_s = self.start_s + unit.due_s
+            if self._is_over(due_s):
+                return
+            if due_s > self.clock():
+                await self.alarm.wait_until(due_s)
+            elif self.num_started % _STARTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            group.create_task(self._run(unit, due_s))
+            self.num_started += 1
+
+    async def user(self, ahead: Ahead) -> None:
+        """One of a closed loop."""
+        while not self._is_over(self.clock()) and (unit := ahead.take()) is not None:
+            self.num_started += 1
+            await self._run(unit, self.clock())
+
+    def prompt(self, shape: RequestShape, history: list[int] | str = "") -> list[int] | str:
+        """A request's prompt, after the `history` of its session."""
+        if self.text_prompts or shape.prompt_text:
+            return self.prompts.text(shape, history if isinstance(history, str) else "")
+        return self.prompts.token_ids(shape, history if isinstance(history, list) else ())
+
+    def progress(self) -> Progress:
+        """Now."""
+        elapsed_s = self.clock() - self.start_s
+        return Progress(elapsed_s, self.num_started, self.num_ended, self.num_failed, self.num_output_tokens)
+
+    async def _run(self, unit: Unit, due_s: float) -> None:
+        """A request, or a session turn by turn."""
+        prompt, later = unit.prompt, unit.shapes[1:]
+        live = await self._send(unit.shapes[0], prompt, due_s, keep_output=bool(later))
+        for place, shape in enumerate(later):
+            ended_s = live.last_s if live.num_output_tokens else self.clock()
+            if live.error:
+                for skipped in later[place:]:
+                    self._end(LiveRequest(skipped, self.clock(), skipped.num_prompt_tokens, error=SKIPPED))
+                return
+            due_s = ended_s + shape.think_s
+            if self._is_over(due_s):
+                return
+            prompt = self.prompt(shape, _history(prompt, live))
+            await self.alarm.wait_until(due_s)
+            self.num_started += 1
+            live = await self._send(shape, prompt, due_s, keep_output=place < len(later) - 1)
+
+    async def _send(
+        self, shape: RequestShape, prompt: list[int] | str, due_s: float, *, keep_output: bool
+    ) -> LiveRequest:
+        num_prompt_tokens = len(prompt) if isinstance(prompt, list) else shape.num_prompt_tokens
+        live = LiveRequest(shape, due_s, num_prompt_tokens, self.keep_gaps, keep_output)
+        try:
+            left_s = None if self.timeout_s is None else due_s + self.timeout_s - self.clock()
+            async with asyncio.timeout(left_s):
+                await self.target.run(shape, prompt, live)
+        except TimeoutError:  # a target raises none of its own
+            live.failed(TIMEOUT)
+        except asyncio.CancelledError:
+            live.failed(CANCELLED)
+            raise
+        finally:
+            self._end(live)
+        return live
+
+    def _end(self, live: LiveRequest) -> None:
+        self.recorder.add(live)
+        self.num_ended += live.error != SKIPPED
+        self.num_output_tokens += live.num_output_tokens
+        if live.error not in ("", SKIPPED):
+            self.num_failed += 1
+            if self.on_failed is not None:
+                self.on_failed(live.error, live.message)
+
+    def _is_over(self, due_s: float) -> bool:
+        return self.duration_s is not None and due_s - self.start_s > self.duration_s
+
+
+def _history(prompt: list[int] | str, live: LiveRequest) -> list[int] | str:
+    """What a session's next turn begins with: this turn's prompt and its answer.
+
+    A server that does not tell the answer's token ids gets as many ids of the prompt in their place: lengths are right
+    then, and only what was the prompt is found in a prefix cache.
+    """
+    if isinstance(prompt, str):
+        return prompt + "".join(live.output_text)
+    missing = live.num_output_tokens // live.shape.num_samples if not live.output_ids else 0
+    repeats = missing // max(1, len(prompt)) + 1
+    return prompt + (live.output_ids or (prompt * repeats)[:missing])
+
+
+@contextlib.asynccontextmanager
+async def _telling(
+    progress: Callable[[], Progress], on_progress: Callable[[Progress], None] | None
+) -> AsyncIterator[None]:
+    if on_progress is None:
+        yield
+        return
+    tell = on_progress
+
+    async def tick() -> None:
+        while True:
+            tell(progress())
+            await asyncio.sleep(_PROGRESS_S)
+
+    ticking = asyncio.create_task(tick())
+    try:
+        yield
+    finally:
+        ticking.cancel()
+        await asyncio.gather(ticking, return_exceptions=True)
+        tell(progress())
+
+
+@contextlib.contextmanager
+def _no_long_collections() -> Iterator[None]:
+    """What is there already is left out of garbage collections: looking through it takes tens of milliseconds."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,62 @@
+"""A comparison: how many times the first file's value each metric is, with its interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cadenza.loadtest.comparison import Change
+from cadenza.loadtest.figures.style import INK, MUTED, line_handle, look, new_figure, put_legend, say, styled, words
+from cadenza.loadtest.figures.ticks import set_scale
+from cadenza.loadtest.metric_names import describe
+
+_BETTER, _WORSE = look(2).colour, look(5).colour
+_ROW = 0.27
+"""Inches."""
+
+
+@styled()
+def ratios(changes: Sequence[Change], title: str) -> Figure:
+    """A row for each metric with a ratio; green is better, red is worse, grey is no difference that was shown."""
+    rows = [change for change in changes if change.ratio is not None][::-1]
+    figure, (axes,) = new_figure(title, height=1.5 + _ROW * max(3, len(rows)))
+    if not rows:
+        say(axes, "There is nothing whose ratio is known.")
+        return figure
+    for place, change in enumerate(rows):
+        ratio = change.ratio
+        assert ratio is not None
+        colour = _colour(change)
+        if ratio.low is not None and ratio.high is not None:
+            axes.plot([ratio.low, ratio.high], [place, place], color=colour, linewidth=2.2, alpha=0.55)
+        axes.plot([ratio.value], [place], color=colour, marker="o", linestyle="")
+        axes.annotate(f"{ratio.value:.2f}", (1.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+    axes.axvline(1, color=INK, linewidth=0.9)
+    axes.set_yticks(range(len(rows)), [words(describe(change.metric).label) for change in rows])
+    axes.set_ylim(-0.7, len(rows) - 0.3)
+    axes.grid(axis="y", visible=False)
+    _set_scale(axes, rows)
+    axes.set_xlabel("times the first file's value, 95% interval (logarithmic)")
+    put_legend(figure, [line_handle(name, colour, marker="o") for name, colour in
+                        (("better", _BETTER), ("worse", _WORSE), ("no difference shown", MUTED))])  # fmt: skip
+    return figure
+
+
+def _set_scale(axes: Axes, rows: Sequence[Change]) -> None:
+    """Logarithmic, so that twice and half are equally far from 1; intervals that reach 0 are cut."""
+    ratios = [change.ratio for change in rows if change.ratio is not None]
+    values = [each.value for each in ratios if each.value > 0]
+    ends = [end for each in ratios for end in (each.low, each.high) if end is not None and end > 0]
+    low, high = min([0.9, *values, *ends]), max([1.1, *values, *ends])
+    low = max(low, min([0.9, *values]) / 4)
+    axes.set_xlim(low / (high / low) ** 0.04, high * (high / low) ** 0.04)
+    set_scale(axes, "x", True, most=7)
+
+
+def _colour(change: Change) -> str:
+    less_is_better = describe(change.metric).less_is_better
+    if change.verdict not in ("lower", "higher") or less_is_better is None:
+        return MUTED
+    return _BETTER if (change.verdict == "lower") == less_is_better else _WORSE

@@ -1,0 +1,296 @@
+"""What a run's columns amount to: throughput, latencies, goodput, and what the steps looked like.
+
+Latencies are of the requests that were *due* within the window and ended well; throughput is of what *arrived* within
+it. So a window in the middle of a run counts each request once, and each token where it came.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from cadenza.loadtest.columns import RequestColumns, StepColumns
+from cadenza.loadtest.cuts import Cuts
+from cadenza.loadtest.latencies import (
+    PER_REQUEST,
+    Rows,
+    Window,
+    end_of,
+    gaps_of,
+    in_flight,
+    is_within,
+    per_request,
+    tokens_within,
+)
+from cadenza.loadtest.requests import Floats, LoadTestError
+from cadenza.loadtest.slo import Slo as Slo
+from cadenza.loadtest.slo import kept
+from cadenza.loadtest.slo import parse_slo as parse_slo
+from cadenza.loadtest.windows import kept_up
+from cadenza.loadtest.windows import steady_window as steady_window
+
+PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_9": 0.999}
+_RATES = (
+    "requests_per_s", "goodput_per_s", "output_tokens_per_s", "prompt_tokens_per_s", "mean_concurrency",
+    "max_concurrency",
+)  # fmt: skip
+LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s", "lag_s")
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Spread(_Frozen):
+    """One quantity's distribution, in its own unit. Percentiles are interpolated linearly between the two nearest
+    values (Hyndman and Fan's type 7, https://doi.org/10.1080/00031305.1996.10473566).
+
+    A percentile p of fewer than 1/(1 - p) values is little more than their maximum: look at the count.
+    """
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    p99_9: float
+    max: float
+
+
+class Group(_Frozen):
+    """One kind's or tenant's part: counts of the requests due within the window, and their latencies in seconds."""
+
+    num_requests: int
+    num_ok: int
+    ttft_s: Spread | None
+    tpot_s: Spread | None
+    itl_s: Spread | None
+    e2e_s: Spread | None
+    slo_share: float | None
+    """Of its requests, the share that kept every limit; None without an SLO."""
+
+
+class StepFacts(_Frozen):
+    """What the steps planned within the window looked like: means over steps, each step weighing the same."""
+
+    num_steps: int
+    num_dropped: int
+    """Records of the whole run that were lost on the way."""
+    mean_sequences: float
+    """Sequences in a step: the batch occupancy."""
+    mean_tokens: float
+    """Computed in a step, prompts' and outputs'."""
+    mean_device_s: float | None
+    mean_waiting: float
+    mean_running: float
+    mean_swapped: float
+    mean_kv_use: float | None
+    """Blocks in use over blocks in the executor's pool, 0 to 1."""
+    max_kv_use: float | None
+    num_preemptions: int
+
+
+class Metrics(_Frozen):
+    """A run in numbers; None where nothing was measured. Rates are per second of `duration_s`."""
+
+    window_s: Window | None
+    """What counts, in seconds of the run; None: all of it."""
+    duration_s: float
+    """Length of the window; without one, from the start to the last token."""
+    num_requests: int
+    """Due within the window."""
+    num_ok: int
+    errors: dict[str, int]
+    """Of the requests due within the window, how many failed with which code."""
+    num_cut_prompts: int | None = None
+    """Of the requests due within the window, those whose prompt was to be longer than the model or `--max-total-len`
+    takes; so the next of outputs. None: not counted, as in files from before this was told."""
+    num_cut_outputs: int | None = None
+    num_prompt_tokens: int
+    """Of the requests due within the window that ended well; so are the next three."""
+    num_cached_tokens: int | None
+    """Prompt tokens that came from the prefix cache; None if the server does not say."""
+    num_output_tokens: int
+    num_preemptions: int | None
+    offered_per_s: float | None
+    """Requests due; without a window, one less than there are over the time from the first's due to the last's. None
+    where all were due at once."""
+    requests_per_s: float | None
+    """Requests that ended well: whose last token arrived within the window."""
+    output_tokens_per_s: float | None
+    """Arrived within the window, of failed requests too."""
+    prompt_tokens_per_s: float | None
+    """Of requests whose first token arrived within the window, tokens from the prefix cache included."""
+    mean_concurrency: float | None
+    """Requests between due and last token, over the window: Little's L."""
+    max_concurrency: int | None
+    ttft_s: Spread | None
+    """First token - due."""
+    tpot_s: Spread | None
+    """(Last - first token) / (tokens of a sample - 1), of requests with more than one token a sample; not of answers
+    that came in one piece."""
+    itl_s: Spread | None
+    """Between two messages with tokens of one request; each weighs the same, so long answers weigh more."""
+    e2e_s: Spread | None
+    """Last token - due."""
+    queue_s: Spread | None
+    """In the server's queue, by its own clock."""
+    lag_s: Spread | None
+    """Sent - due: the client's own part of every latency; of failed requests too."""
+    slo: Slo | None
+    slo_share: float | None
+    """Of all requests due, the share that kept every limit: failed ones did not. None without an SLO, or with a limit
+    on ITLs that were not kept."""
+    goodput_per_s: float | None
+    """Requests whose last token arrived within the window and that kept every limit: a part of `requests_per_s`."""
+    kept_up: bool | None = None
+    """Did about as many requests end as came, in the second half of the window; None without a window, and in files
+    from before this was told."""
+    by_kind: dict[str, Group]
+    """Empty if all requests are of one kind without a name; so is by_tenant."""
+    by_tenant: dict[str, Group]
+    steps: StepFacts | None
+
+
+def measure(
+    columns: RequestColumns,
+    *,
+    window: Window | None,
+    slo: Slo | None,
+    steps: StepColumns | None = None,
+    cuts: Cuts | None = None,
+) -> Metrics:
+    """All metrics of one run; `window` in seconds of the run, None for all of it. Raises LoadTestError for a window
+    that does not end after it starts."""
+    if window is not None and not window[1] > window[0]:
+        raise LoadTestError(f"--window {window[0]:g}:{window[1]:g}: must end after it starts")
+    due = is_within(columns.due_s, window)
+    ended = due & columns.ok
+    over = window or (0.0, end_of(columns))
+    good = None if slo is None else kept(columns, slo)
+    num_cut_prompts, num_cut_outputs = (None, None) if cuts is None else cuts.among(columns.index[due])
+    spreads = _spreads(columns, ended)
+    return Metrics(
+        window_s=window,
+        duration_s=over[1] - over[0],
+        num_requests=int(due.sum()),
+        num_ok=int(ended.sum()),
+        errors=_errors(columns, due),
+        num_cut_prompts=num_cut_prompts,
+        num_cut_outputs=num_cut_outputs,
+        num_prompt_tokens=int(columns.num_prompt_tokens[ended].sum()),
+        num_cached_tokens=_known_sum(columns.num_cached_tokens[ended]),
+        num_output_tokens=int(columns.num_output_tokens[ended].sum()),
+        num_preemptions=_known_sum(columns.num_preemptions[ended]),
+        offered_per_s=_offered(columns.due_s[due], window),
+        **_rates(columns, window, over, good),
+        **{**spreads, "lag_s": spread_of(per_request(columns)["lag_s"][due])},
+        slo=slo,
+        slo_share=_share(good, due),
+        kept_up=kept_up(columns, window),
+        by_kind=_groups(columns, due, columns.kind, good),
+        by_tenant=_groups(columns, due, columns.tenant, good),
+        steps=None if steps is None else step_facts(steps, window),
+    )
+
+
+def spread_of(values: npt.NDArray[np.floating]) -> Spread | None:
+    """The distribution of what is not NaN of the values [n]; None if that is nothing."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return None
+    marks = np.quantile(known, list(PERCENTILES.values()), method="linear")
+    return Spread(
+        count=len(known),
+        mean=float(known.mean(dtype=np.float64)),
+        max=float(known.max()),
+        **{name: float(value) for name, value in zip(PERCENTILES, marks, strict=True)},
+    )
+
+
+def step_facts(steps: StepColumns, window: Window | None) -> StepFacts | None:
+    """What the steps planned within the window looked like; None if there were none."""
+    rows = is_within(steps.planned_s, window)
+    if not rows.any():
+        return None
+    pools = rows & (steps.num_blocks > 0)
+    use = steps.num_used_blocks[pools] / steps.num_blocks[pools]
+    device_s = steps.device_s[rows & ~np.isnan(steps.device_s)]
+    return StepFacts(
+        num_steps=int(rows.sum()),
+        num_dropped=steps.num_dropped,
+        mean_sequences=float(steps.num_sequences[rows].mean()),
+        mean_tokens=float(steps.num_tokens[rows].mean()),
+        mean_device_s=float(device_s.mean()) if len(device_s) else None,
+        mean_waiting=float(steps.num_waiting[rows].mean()),
+        mean_running=float(steps.num_running[rows].mean()),
+        mean_swapped=float(steps.num_swapped[rows].mean()),
+        mean_kv_use=float(use.mean()) if len(use) else None,
+        max_kv_use=float(use.max()) if len(use) else None,
+        num_preemptions=int(steps.num_preempted[rows].sum()),
+    )
+
+
+def _spreads(columns: RequestColumns, rows: Rows) -> dict[str, Any]:
+    latencies = per_request(columns)
+    found = {name: spread_of(latencies[name][rows]) for name in PER_REQUEST}
+    return {**found, "itl_s": spread_of(gaps_of(columns, rows))}
+
+
+def _rates(columns: RequestColumns, window: Window | None, over: Window, good: Rows | None) -> dict[str, Any]:
+    seconds = over[1] - over[0]
+    if not seconds > 0:
+        return dict.fromkeys(_RATES)
+    ended = columns.ok & is_within(columns.last_s, window)
+    # Not compared with a window where there is none: tokens whose time is not known count then too.
+    tokens = tokens_within(columns, over) if window else float(columns.num_output_tokens.sum())
+    read = is_within(columns.first_s, window) & ~np.isnan(columns.first_s)
+    mean, most = in_flight(columns, over)
+    return {
+        "requests_per_s": int(ended.sum()) / seconds,
+        "goodput_per_s": None if good is None else int((good & ended).sum()) / seconds,
+        "output_tokens_per_s": tokens / seconds,
+        "prompt_tokens_per_s": int(columns.num_prompt_tokens[read].sum()) / seconds,
+        "mean_concurrency": mean,
+        "max_concurrency": most,
+    }
+
+
+def _offered(due_s: Floats, window: Window | None) -> float | None:
+    known = due_s[~np.isnan(due_s)]
+    if window is not None:
+        return len(known) / (window[1] - window[0])
+    between = float(known.max() - known.min()) if len(known) else 0.0
+    return (len(known) - 1) / between if between > 0 else None
+
+
+def _errors(columns: RequestColumns, due: Rows) -> dict[str, int]:
+    codes, counts = np.unique(columns.error[due & ~columns.ok], return_counts=True)
+    return {str(code): int(count) for code, count in zip(codes, counts, strict=True)}
+
+
+def _known_sum(counts: npt.NDArray[np.int64]) -> int | None:
+    known = counts[counts >= 0]
+    return int(known.sum()) if len(known) else None
+
+
+def _share(good: Rows | None, due: Rows) -> float | None:
+    return None if good is None or not due.any() else float(good[due].mean())
+
+
+def _groups(columns: RequestColumns, due: Rows, names: npt.NDArray[np.str_], good: Rows | None) -> dict[str, Group]:
+    present = [str(name) for name in np.unique(names[due])]
+    if present in ([], [""]):
+        return {}
+    return {name: _group(columns, due & (names == name), good) for name in present}
+
+
+def _group(columns: RequestColumns, due: Rows, good: Rows | None) -> Group:
+    spreads = _spreads(columns, due & columns.ok)
+    latencies = {name: spreads[name] for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s")}
+    num_ok = int((due & columns.ok).sum())
+    return Group(num_requests=int(due.sum()), num_ok=num_ok, slo_share=_share(good, due), **latencies)

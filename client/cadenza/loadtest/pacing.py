@@ -1,0 +1,96 @@
+"""Prompts that are ready before their time comes: the schedule some hundred requests ahead of the clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from cadenza.loadtest.requests import RequestShape
+
+_AHEAD = 512
+_AHEAD_BURST = 20_000
+_AHEAD_TOKENS = 1_000_000
+"""Prompts that are ready hold no more than this together: some 40 MB."""
+_LATER_S = 0.0005
+"""After a request was due, the next prompt is made when it is on its way."""
+
+
+@dataclass(slots=True)
+class Unit:
+    """What is due at one moment: a request, or a session with its later turns."""
+
+    due_s: float
+    """Seconds since the start."""
+    shapes: list[RequestShape]
+    prompt: list[int] | str = ""
+    """Of the first turn."""
+
+
+def units(schedule: Iterable[tuple[float, RequestShape]]) -> Iterator[Unit]:
+    """Turns of one session, which follow each other in the schedule, are one unit; lazily."""
+    for _, group in groupby(schedule, key=_unit_key):
+        entries = list(group)
+        yield Unit(entries[0][0], [shape for _, shape in entries])
+
+
+def _unit_key(entry: tuple[float, RequestShape]) -> tuple[int, int]:
+    shape = entry[1]
+    return (shape.session, -1) if shape.session >= 0 else (-1, shape.index)
+
+
+class Ahead:
+    """Units with their prompts made, some hundreds ahead of the one that is taken.
+
+    What goes wrong in making them is raised when their turn comes.
+    """
+
+    def __init__(self, schedule: Iterator[Unit], make: Callable[[RequestShape], list[int] | str]) -> None:
+        self._schedule = schedule
+        self._make = make
+        self._ready: deque[Unit] = deque()
+        self._num_tokens = 0
+        self._error: Exception | None = None
+        self._over = False
+
+    def fill(self) -> None:
+        """Before the start: as many as are kept ready, and all of a burst that comes first, if memory allows."""
+        while self._make_one(burst=True):
+            pass
+
+    def take(self) -> Unit | None:
+        """The next one; None: that was all. Raises what the schedule or the prompt maker raised."""
+        if not self._ready:
+            self._make_one()
+        if not self._ready:
+            if self._error is not None:
+                raise self._error
+            return None
+        unit = self._ready.popleft()
+        self._num_tokens -= len(unit.prompt)
+        if not self._over:
+            asyncio.get_running_loop().call_later(_LATER_S, self._make_one)
+        return unit
+
+    def _make_one(self, burst: bool = False) -> bool:
+        """False: there is no more, or no room for it."""
+        if self._over or (self._ready and not self._has_room(burst)):
+            return False
+        try:
+            unit = next(self._schedule, None)
+            if unit is not None:
+                unit.prompt = self._make(unit.shapes[0])
+        except Exception as error:
+            self._error, unit = error, None
+        if unit is None:
+            self._over = True
+            return False
+        self._ready.append(unit)
+        self._num_tokens += len(unit.prompt)
+        return True
+
+    def _has_room(self, burst: bool) -> bool:
+        at_once = burst and self._ready[0].due_s == self._ready[-1].due_s
+        return len(self._ready) < (_AHEAD_BURST if at_once else _AHEAD) and self._num_tokens < _AHEAD_TOKENS

@@ -1,0 +1,274 @@
+"""One HTML page of one result file or several, with nothing to fetch; and the figures as files."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.resources import files as resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jinja2 import Environment
+from matplotlib.figure import Figure
+
+from cadenza.loadtest.comparison import Comparison, compare
+from cadenza.loadtest.curves import curves_of
+from cadenza.loadtest.figures.changes import ratios
+from cadenza.loadtest.figures.latency import latency_cdfs, latency_over_time
+from cadenza.loadtest.figures.occupancy import occupancy
+from cadenza.loadtest.figures.sample import Sample, sample_of
+from cadenza.loadtest.figures.saving import inline_svg, save
+from cadenza.loadtest.figures.style import Look, look, look_within, words
+from cadenza.loadtest.figures.sweeps import over_swept, rates, throughput_and_latency
+from cadenza.loadtest.metric_names import STATISTICS, describe
+from cadenza.loadtest.requests import LoadTestError
+from cadenza.loadtest.results import LoadTestFile, Point
+from cadenza.loadtest.summary import COMPARED, COUNTS, notices, number, swept_text, unknown_sentences
+
+MOST_SERIES = 6
+"""Points whose distributions are drawn in one figure; of more, as many, evenly chosen, and alike of each file."""
+_MOST_RUNS = 3
+"""Points whose course over time is drawn."""
+_MOST_CHANGES = 6
+"""Comparisons that are drawn; the tables have all of them."""
+_LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s", "lag_s")
+_Item = TypeVar("_Item")
+Named = tuple[str, Figure, str]
+"""Of a figure: name, itself, and a sentence on what one sees."""
+
+
+def write_report(files: Sequence[LoadTestFile], path: Path | str) -> Path:
+    """Write the page; of two files or more each is held against the first. Raises LoadTestError if it cannot be."""
+    path = Path(path)
+    comparison = compare(files) if len(files) > 1 else None
+    text = resources("cadenza.loadtest").joinpath("report.html.j2").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
+    page = template.render(
+        title=" and ".join(file.label for file in files) or "load test",
+        files=[_file(file) for file in files],
+        comparison=_comparison(comparison) if comparison else None,
+        figures=[(name, inline_svg(figure, name), caption) for name, figure, caption in figures_of(files, comparison)],
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise LoadTestError(f"{path}: cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def write_figures(file: LoadTestFile, folder: Path | str) -> list[Path]:
+    """Write every figure of one file as PNG and SVG; returns the paths. Raises LoadTestError."""
+    return [path for name, figure, _ in figures_of([file]) for path in save(figure, Path(folder), name)]
+
+
+def figures_of(files: Sequence[LoadTestFile], comparison: Comparison | None = None) -> Iterator[Named]:
+    """All figures, made one after the other."""
+    points = [(file, point) for file in files for point in file.points]
+    limits = next((point.runs[0].metrics.slo.limits for _, point in points if point.runs[0].metrics.slo), None)
+    samples = _samples(files)
+    yield (
+        "latency-distributions",
+        latency_cdfs(samples, limits),
+        ("How many took no longer than so long, of the requests due within the window; the first run of each point."),
+    )
+    if any(len(file.points) > 1 for file in files):
+        curves = curves_of(files)
+        yield (
+            "throughput-and-latency",
+            throughput_and_latency(curves, limits),
+            ("What more throughput costs each user: solid p50, dashed p99, bars are 95% intervals."),
+        )
+        over = over_swept(curves, limits)
+        if over is not None:
+            yield ("over-swept", over, "The same over what was swept: solid p50, dashed p99, bars are 95% intervals.")
+        yield (
+            "rates",
+            rates(curves),
+            ("Where the points leave the dotted line, the server no longer does what is asked of it, or not in time."),
+        )
+    if comparison:
+        pairs = [(label, compared.swept, changes) for compared in comparison.points
+                 for label, changes in zip(comparison.labels[1:], compared.changes, strict=True)]  # fmt: skip
+        for place, (label, swept, changes) in enumerate(_some(pairs, _MOST_CHANGES)):
+            at = f" at {swept_text(swept)}" if swept else ""
+            shown = [changes[name] for name in COMPARED if name in changes]
+            yield (
+                f"change-{place}",
+                ratios(shown, f"{label} against {comparison.labels[0]}{at}"),
+                ("How many times the first file's value each metric is."),
+            )
+    for place, (file, point) in enumerate(_some(points, _MOST_RUNS)):
+        sample, steps, which = _sample(files, file, point), point.runs[0].steps, ""
+        if len(point.runs) > 1:
+            which = f" The first of {len(point.runs)} runs."
+            sample = replace(sample, label=f"{sample.label}, run 1 of {len(point.runs)}")
+        yield (
+            f"latency-over-time-{place}",
+            latency_over_time(sample),
+            "Each request when it was due; the shade is the window that counts. A line that rises on is a queue."
+            + which,
+        )
+        if steps is not None:
+            yield (
+                f"occupancy-{place}",
+                occupancy(steps, sample.label, _block_size(file)),
+                "Means over parts of the run, and their ranges as shades; preemptions stand on the axis." + which,
+            )
+
+
+def _some(items: Sequence[_Item], most: int) -> list[_Item]:
+    """All, or `most` of them at even distances, the first and the last among them; the last if it is to be one."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)] if most > 1 else [items[-1]]
+
+
+def _samples(files: Sequence[LoadTestFile]) -> list[Sample]:
+    """A file has one colour, as in the other figures, and its points have lines of their own."""
+    most = max(1, MOST_SERIES // max(1, len(files)))
+    if len(files) == 1:
+        return [
+            _sample(files, files[0], point, look(place)) for place, point in enumerate(_some(files[0].points, most))
+        ]
+    return [
+        _sample(files, file, point, look_within(place, part))
+        for place, file in enumerate(files)
+        for part, point in enumerate(_some(file.points, most))
+    ]
+
+
+def _sample(files: Sequence[LoadTestFile], file: LoadTestFile, point: Point, own: Look | None = None) -> Sample:
+    run = point.runs[0]
+    # What was swept is short, and what tells points apart: so it is what a long label may not push out.
+    parts = [words(file.label, 28)] if len(files) > 1 else []
+    parts += [swept_text(point.swept)] if point.swept else []
+    return sample_of(", ".join(parts) or file.label, run.requests, run.window_s, own)
+
+
+def _block_size(file: LoadTestFile) -> int | None:
+    """Tokens per KV block, if the server says so and all its executors have the same."""
+    executors = (file.server or {}).get("executors")
+    known = executors if isinstance(executors, list) else []
+    sizes = {each.get("limits", each).get("block_size") for each in known}  # a simulated one has it among its limits
+    size = sizes.pop() if len(sizes) == 1 else None
+    return size if isinstance(size, int) and size > 0 else None
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def _file(file: LoadTestFile) -> dict[str, Any]:
+    server = dict(file.server or {})
+    return {
+        "label": file.label,
+        "source": "simulated in virtual time" if file.source == "simulate" else "measured",
+        "created": file.created.strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "command": shlex.join(file.command),
+        "points": [_point(point) for point in file.points],
+        "max_rate": _max_rate(file),
+        "settings": _facts(file.settings),
+        "server": _facts(server),
+        "client": _facts(file.client.model_dump()),
+    }
+
+
+def _point(point: Point) -> dict[str, Any]:
+    runs, metrics = point.runs, point.runs[0].metrics
+    beware = dict.fromkeys(notice for run in runs for notice in notices(run.metrics, run.messages))
+    groups = [("kind", "by_kind", metrics.by_kind), ("tenant", "by_tenant", metrics.by_tenant)]
+    return {
+        "title": swept_text(point.swept),
+        "runs": f"{metrics.num_requests:,} requests" + (f", mean of {len(runs)} runs" if len(runs) > 1 else ""),
+        "counts": [_row(point, name) for name in COUNTS if name in point.summary],
+        "latencies": [_latency(point, name) for name in _LATENCIES if f"{name}.mean" in point.summary],
+        "statistics": [name.replace("_", ".") for name in STATISTICS],
+        "notices": list(beware),
+        "groups": [(head, [_group(point, where, name) for name in found]) for head, where, found in groups if found],
+    }
+
+
+def _row(point: Point, name: str) -> dict[str, str]:
+    told, found = describe(name), point.summary[name]
+    interval = ""
+    if found.low is not None and found.high is not None:
+        interval = f"{number(found.low * told.scale)} – {number(found.high * told.scale)}"
+    return {"label": told.label, "value": number(found.value * told.scale), "unit": told.unit, "interval": interval}
+
+
+def _latency(point: Point, name: str) -> dict[str, Any]:
+    rows = [_row(point, f"{name}.{statistic}") for statistic in STATISTICS]
+    counts = (getattr(run.metrics, name) for run in point.runs)
+    return {
+        "label": f"{describe(name).label}, {rows[0]['unit']}",
+        "count": f"{sum(c.count for c in counts if c):,}",
+        "rows": rows,
+    }
+
+
+def _group(point: Point, where: str, group: str) -> list[str]:
+    names = ("num_requests", *(f"{name}.{mark}" for name in ("ttft_s", "tpot_s", "e2e_s") for mark in ("p50", "p99")))
+    found = (f"{where}.{group}.{name}" for name in names)
+    return [group or "(the rest)", *(_row(point, name)["value"] if name in point.summary else "" for name in found)]
+
+
+def _max_rate(file: LoadTestFile) -> str:
+    if (found := file.max_rate) is None:
+        return ""
+    held = f"{number(found.held)} requests/s" if found.held is not None else "No rate that was tried"
+    failed = f"; {number(found.failed)} did not" if found.failed is not None else ""
+    return f"{held} held {found.slo} for {found.slo_share:.0%} of the requests{failed}."
+
+
+def _facts(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Names and values, nested ones with dots; nothing that says nothing."""
+    rows: list[tuple[str, str]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            rows += _facts(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            for place, each in enumerate(value):
+                rows += _facts(each, f"{prefix}{name}[{place}].")
+        elif value not in (None, "", [], ()):
+            rows.append((f"{prefix}{name}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
+    return rows
+
+
+def _comparison(comparison: Comparison) -> dict[str, Any]:
+    tables = []
+    for point in comparison.points:
+        for label, changes in zip(comparison.labels[1:], point.changes, strict=True):
+            found = [changes[name] for name in COMPARED if name in changes]
+            tables.append(
+                {
+                    "title": f"{label} against {comparison.labels[0]}",
+                    "at": swept_text(point.swept),
+                    "rows": [_change(change) for change in found],
+                    "unknown": unknown_sentences(found),
+                }
+            )
+    return {
+        "labels": comparison.labels,
+        "tables": tables,
+        "differences": comparison.differences,
+        "unmatched": [f"{label}: {swept_text(swept) or 'nothing swept'}" for label, swept in comparison.unmatched],
+    }
+
+
+def _change(change: Any) -> dict[str, str]:
+    told = describe(change.metric)
+
+    def shown(value: Any, scale: float) -> str:
+        interval = f" ({number(value.low * scale)} – {number(value.high * scale)})" if value.low is not None else ""
+        return f"{number(value.value * scale)}{interval}"
+
+    return {
+        "label": told.label,
+        "unit": told.unit,
+        "base": number(change.base.value * told.scale),
+        "other": number(change.other.value * told.scale),
+        "difference": shown(change.difference, told.scale),
+        "ratio": shown(change.ratio, 1.0) if change.ratio else "",
+        "verdict": change.verdict,
+    }

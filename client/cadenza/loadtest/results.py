@@ -1,0 +1,244 @@
+"""The result file: one JSON with all that was measured, and all that is needed to measure it again."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+import numpy as np
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
+
+import cadenza
+from cadenza.loadtest.column_json import RequestLists, StepLists
+from cadenza.loadtest.columns import RequestColumns, StepColumns
+from cadenza.loadtest.cuts import Cuts
+from cadenza.loadtest.facts import ClientFacts
+from cadenza.loadtest.facts import client_facts as client_facts
+from cadenza.loadtest.latencies import Window, end_of
+from cadenza.loadtest.metric_names import values_of
+from cadenza.loadtest.metrics import Metrics, Slo, measure
+from cadenza.loadtest.requests import LoadTestError
+from cadenza.loadtest.uncertainty import Estimate, summarise
+
+KIND = "cadenza.loadtest"
+SCHEMA_VERSION: Final = 1
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """The value with what JSON has no number for as text: "inf", "-inf", "nan"; a float() of it is what it was."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+PlainJson = Annotated[dict[str, Any], BeforeValidator(_plain)]
+
+
+class Run(_Model):
+    """One run: what was asked, what came of each request, and what it amounts to."""
+
+    seed: int
+    started_unix_s: float
+    """By the client's wall clock; in virtual time, when the simulation began."""
+    duration_s: float
+    """From the start to the end of the last request."""
+    window_s: Window | None
+    metrics: Metrics
+    requests: RequestLists
+    steps: StepLists | None = None
+    messages: dict[str, str] = Field(default_factory=dict)
+    """By the code of failed requests, what was said of the first one, if anything was."""
+
+
+class Point(_Model):
+    """Runs with the same settings, which differ in their seeds."""
+
+    swept: Annotated[dict[str, float | str], BeforeValidator(_plain)] = Field(default_factory=dict)
+    """The settings in which the file's points differ, by name with underscores."""
+    runs: list[Run] = Field(min_length=1)
+    summary: dict[str, Estimate]
+    """By flat name (`metric_names`): over the runs, or by a bootstrap of a single one."""
+
+    @model_validator(mode="after")
+    def _has_what_was_measured(self) -> Self:
+        names = (name for run in self.runs for name in values_of(run.metrics))
+        if (missing := next((name for name in names if name not in self.summary), None)) is not None:
+            raise ValueError(f"summary: {missing} is missing, which a run has")
+        return self
+
+
+class MaxRate(_Model):
+    """The outcome of `--find-max-rate`; the rates that were tried are the file's points."""
+
+    held: float | None
+    """Highest rate that held, in requests per second; None: none did."""
+    failed: float | None
+    """Lowest rate that failed; None: none did."""
+    slo: Slo
+    slo_share: float
+    """A rate holds if this share of its requests keeps the limits."""
+    tolerance: float
+    """`failed` may be this share above `held`."""
+
+
+class Reached(_Model):
+    """How a load test came to its server: what another run of it needs beside the settings, which name a URL."""
+
+    target: str | None = None
+    """HOST:PORT of a server that ran already."""
+    model: str | None = None
+    """Folder or hub id, as given, of a server that was started for the test alone."""
+    options: PlainJson = Field(default_factory=dict)
+    """That server's options which were not left at their defaults, wherever they were said."""
+
+
+class LoadTestFile(_Model):
+    """A load test or a simulation: settings, machine, server, and the points with their runs."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    kind: Literal["cadenza.loadtest"] = "cadenza.loadtest"
+    source: Literal["loadtest", "simulate"] = "loadtest"
+    """Whether requests were sent to a server, or the scheduler's core ran in virtual time."""
+    cadenza_version: str = cadenza.__version__
+    created: AwareDatetime = Field(default_factory=lambda: datetime.now(UTC))
+    label: str
+    """What reports and comparisons call it."""
+    command: list[str]
+    """The command line, its first word included."""
+    settings: PlainJson
+    """All that another run of the same needs; infinity is the text "inf"."""
+    client: ClientFacts = Field(default_factory=client_facts)
+    reached: Reached | None = None
+    """None: of a simulation, a server with OpenAI's API, or a file of before this was kept."""
+    server: PlainJson | None
+    """What the server says of itself: kind, address, model, options, executors."""
+    points: list[Point]
+    max_rate: MaxRate | None = None
+
+
+def run_of(
+    columns: RequestColumns,
+    steps: StepColumns | None,
+    *,
+    seed: int,
+    started_unix_s: float,
+    window: Window | None,
+    slo: Slo | None,
+    duration_s: float | None = None,
+    cuts: Cuts | None = None,
+    messages: Mapping[str, str] | None = None,
+) -> Run:
+    """A run and its metrics; without `duration_s` it ended with its last token."""
+    return Run(
+        seed=seed,
+        started_unix_s=started_unix_s,
+        duration_s=end_of(columns) if duration_s is None else duration_s,
+        window_s=window,
+        metrics=measure(columns, window=window, slo=slo, steps=steps, cuts=cuts),
+        requests=columns,
+        steps=steps,
+        messages=dict(messages or {}),
+    )
+
+
+def point_of(runs: Sequence[Run], swept: Mapping[str, float | str] | None = None) -> Point:
+    """A point and its summary; there must be a run."""
+    columns = runs[0].requests if len(runs) == 1 else None
+    summary = summarise([run.metrics for run in runs], columns, seed=runs[0].seed)
+    return Point(swept=dict(swept or {}), runs=list(runs), summary=summary)
+
+
+def columns_of(run: Run) -> RequestColumns:
+    """What became of each request."""
+    return run.requests
+
+
+def steps_of(run: Run) -> StepColumns | None:
+    """What became of each step; None if that was not recorded."""
+    return run.steps
+
+
+def write(path: Path | str, file: LoadTestFile) -> Path:
+    """Writes the file: a whole one or none, by way of a temporary file beside it. Folders are made.
+
+    Raises LoadTestError if it cannot be written.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside.open("wb") as out:
+            out.write(file.__pydantic_serializer__.to_json(file))
+            out.write(b"\n")
+            out.flush()
+            os.fsync(out.fileno())
+        beside.replace(path)
+    except OSError as error:
+        raise LoadTestError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+    return path
+
+
+def read(path: Path | str) -> LoadTestFile:
+    """Reads a result file. Raises LoadTestError naming the file, and what in it is wrong."""
+    path = Path(path)
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise LoadTestError(f"{path}: cannot be read: {error.strerror or error}") from error
+    try:
+        return LoadTestFile.model_validate_json(text)
+    except ValidationError as error:
+        raise LoadTestError(f"{path}: {_what_is_wrong(text, error)}") from None
+
+
+def read_again(path: Path | str, source: Literal["loadtest", "simulate"]) -> LoadTestFile:
+    """The result that `--rerun` of a command names; raises LoadTestError for one that the other command has made."""
+    try:
+        file = read(path)
+    except LoadTestError as error:
+        raise LoadTestError(f"--rerun {error}") from None
+    if file.source != source:
+        what = {"loadtest": "measured on a server", "simulate": "simulated"}[file.source]
+        raise LoadTestError(f"--rerun {path}: it was {what}: run it again with `cadenza {file.source} --rerun {path}`")
+    return file
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of the file."""
+    return LoadTestFile.model_json_schema()
+
+
+def _what_is_wrong(text: bytes, error: ValidationError) -> str:
+    try:
+        top = from_json(text)
+    except ValueError as problem:
+        return f"is not JSON: {problem}"
+    if not isinstance(top, dict) or top.get("kind") != KIND:
+        return f'is not a result file of `cadenza loadtest` or `cadenza simulate`: it has no "kind": "{KIND}"'
+    version = top.get("schema_version")
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        return (
+            f"has schema version {version}, this Cadenza ({cadenza.__version__}) reads up to {SCHEMA_VERSION}; "
+            f"it was written by Cadenza {top.get('cadenza_version')}, take that or a newer one"
+        )
+    problems = error.errors(include_url=False, include_input=False)
+    first = problems[0]
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg'].removeprefix('Value error, ')}{more}"

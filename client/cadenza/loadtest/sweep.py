@@ -1,0 +1,42 @@
+"""A sweep: one setting, several values, a point of the result file for each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from cadenza.loadtest.requests import LoadTestError
+from cadenza.settings.names import suggestion
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """`NAME=VALUE,VALUE,…` as it was given."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+def parse_sweep(text: str, known: Collection[str]) -> Sweep:
+    """One `--sweep`; `known` are the settings that may be swept. Raises LoadTestError."""
+    name, equals, values = text.partition("=")
+    name = name.strip().removeprefix("--").replace("-", "_")
+    if not equals or not values.strip():
+        raise LoadTestError(f"--sweep {text}: must be NAME=VALUE,VALUE,…, as in request-rate=1,2,4")
+    if name not in known:
+        flags = {each.replace("_", "-") for each in known}
+        hint = suggestion(name.replace("_", "-"), flags) or f"; there are {', '.join(sorted(flags))}"
+        raise LoadTestError(f"--sweep {text}: {name.replace('_', '-')} cannot be swept{hint}")
+    parts = tuple(part.strip() for part in values.split(","))
+    if not all(parts) or len(set(parts)) != len(parts):
+        raise LoadTestError(f"--sweep {text}: a value is empty, or there twice")
+    return Sweep(name, parts)
+
+
+def combinations(sweeps: Sequence[Sweep]) -> list[dict[str, str]]:
+    """All points of several sweeps, the first one's values outermost; without any, one point with nothing swept."""
+    names = [sweep.name for sweep in sweeps]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise LoadTestError(f"--sweep {twice.replace('_', '-')}: it is there twice; give all values in one")
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(each.values for each in sweeps))]

@@ -1,0 +1,40 @@
+"""Targets: `session` and `generate` for Cadenza, `openai` for any server with that API over HTTP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from cadenza.loadtest.target import Target
+
+if TYPE_CHECKING:
+    from cadenza.loadtest.settings import LoadSettings
+
+
+def make_target(settings: LoadSettings, address: str, environment: Mapping[str, str] | None = None) -> Target:
+    """The target that the settings name, at HOST:PORT or, over HTTP, at a base URL; nothing is connected yet.
+
+    Raises LoadTestError for a URL that is none.
+    """
+    if settings.api == "openai":
+        from cadenza.loadtest.targets.openai import OpenAITarget
+
+        return OpenAITarget(
+            address,
+            endpoint=settings.endpoint,
+            model=settings.served_model_name,
+            api_key=(os.environ if environment is None else environment).get(settings.api_key_variable),
+            plain_fields=settings.plain_fields,
+            connections=settings.connections,
+            temperature=settings.temperature,
+            seed=settings.seed,
+        )
+    connections = settings.connections or 1
+    if settings.api == "generate":
+        from cadenza.loadtest.targets.generate import GenerateTarget
+
+        return GenerateTarget(address, connections=connections, temperature=settings.temperature, seed=settings.seed)
+    from cadenza.loadtest.targets.session import SessionTarget
+
+    return SessionTarget(address, connections=connections, temperature=settings.temperature, seed=settings.seed)

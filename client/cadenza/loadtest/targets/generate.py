@@ -1,0 +1,37 @@
+"""Cadenza over Generate: a call for each request."""
+
+from __future__ import annotations
+
+import grpc
+
+from cadenza.loadtest.live import LiveRequest
+from cadenza.loadtest.requests import RequestShape
+from cadenza.loadtest.targets.cadenza import INCOMPLETE, TOO_LARGE, CadenzaTarget, take_response
+from cadenza.transport import MAX_MESSAGE_BYTES
+
+
+class GenerateTarget(CadenzaTarget):
+    """A stream of its own for each request; on one connection there may be any number."""
+
+    api = "generate"
+
+    async def run(self, shape: RequestShape, prompt: list[int] | str, live: LiveRequest) -> None:
+        """See Target."""
+        request = self._request(shape, prompt, live)
+        if request.ByteSize() > MAX_MESSAGE_BYTES:
+            live.failed(TOO_LARGE)
+            return
+        stub = self._stubs[next(self._turns)]
+        live.sent_s = self._clock()
+        call = stub.Generate(request)
+        is_last = False
+        try:
+            while (response := await call.read()) is not grpc.aio.EOF:
+                is_last = take_response(live, response, self._clock())
+            if not is_last:
+                live.failed(INCOMPLETE)
+        except grpc.aio.AioRpcError as error:
+            live.failed(error.code().name, error.details() or "")
+        finally:
+            # An abandoned aio call is never collected and its handler runs on (grpc#43462).
+            call.cancel()

@@ -1,0 +1,216 @@
+"""Any server with OpenAI's API over HTTP, completions or chat, as a stream of server-sent events.
+
+https://platform.openai.com/docs/api-reference/completions, https://docs.vllm.ai/en/latest/serving/openai_compatible_server
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from cadenza.errors import CadenzaError, UnavailableError
+from cadenza.loadtest.live import LiveRequest
+from cadenza.loadtest.requests import LoadTestError, RequestShape
+from cadenza.loadtest.target import Clock, ServerFacts
+from cadenza.loadtest.targets.openai_answer import BAD_RESPONSE, Answer, message_of
+from cadenza.loadtest.targets.sse import EventParser
+
+_CONNECTION = "CONNECTION"
+"""No connection, or it broke."""
+_UNSUPPORTED = "UNSUPPORTED"
+"""Beam search, or token ids for chat: this API has no such thing."""
+_NO_STREAMS = ("application/json", "text/html")
+"""Types of an answer that was not streamed, or is a page of another server."""
+_KEEP_ALIVE_S = 4.0
+"""Less than servers keep an idle connection (uvicorn: 5 s), so that none closes one just as it is taken again."""
+_START_S = 30.0
+
+
+class OpenAITarget:
+    """A server at a base URL, such as http://127.0.0.1:8000/v1; any number of requests at once, unless it is limited.
+
+    Tokens of a message are counted by its `token_ids` where the server gives them (vLLM does, being asked for them),
+    else a chunk counts as one; the request's total is what `usage` says at the end, if it comes. So where a server puts
+    several tokens in a chunk totals and TPOT are right, and ITL is the time between chunks. Outputs have the length
+    that the shape says if the server honours `ignore_eos` and `min_tokens`, and runs find nothing of each other in a
+    prefix cache if it knows `cache_salt`, as vLLM does; `plain_fields` leaves these out for a server that refuses them,
+    and `return_token_ids` too.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        endpoint: Literal["completions", "chat"] = "completions",
+        model: str | None = None,
+        api_key: str | None = None,
+        plain_fields: bool = False,
+        connections: int | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        """Without `model`, the first that the server names. `connections`: most at once, for which requests wait in the
+        order in which they come, before they count as sent; None: one for each that runs. Raises LoadTestError for a
+        URL that is none."""
+        self.url = _base_url(url)
+        self._endpoint: Literal["completions", "chat"] = endpoint
+        self._model = model
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._plain = plain_fields
+        self._free = contextlib.nullcontext() if connections is None else asyncio.Semaphore(connections)
+        self._temperature = temperature
+        self._seed = seed
+        self._clock = clock
+        self._cache_salt = uuid.uuid4().hex
+        self._path = "/completions" if endpoint == "completions" else "/chat/completions"
+        self._http: aiohttp.ClientSession | None = None
+
+    async def start(self) -> ServerFacts:
+        """Ask for the models; raises UnavailableError, or CadenzaError for a server that does not name the model."""
+        # aiohttp's own limit of 100 connections would hold requests back and not say so.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+        self._http = aiohttp.ClientSession(
+            connector=connector, headers=self._headers, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=2**20
+        )
+        try:
+            facts = await self._find_model()
+        except BaseException:
+            await self.close()
+            raise
+        self._model = str(facts["id"])
+        length = facts.get("max_model_len")
+        return ServerFacts(
+            kind="openai",
+            api=self._endpoint,
+            target=self.url,
+            model=self._model,
+            version=await self._find_version(),
+            max_model_len=length if isinstance(length, int) else None,
+        )
+
+    def new_run(self) -> None:
+        """Requests of one salt alone share blocks, where the server knows it."""
+        self._cache_salt = uuid.uuid4().hex
+
+    async def run(self, shape: RequestShape, prompt: list[int] | str, live: LiveRequest) -> None:
+        """See Target."""
+        if shape.beam_width or (self._endpoint == "chat" and not isinstance(prompt, str)):
+            live.failed(_UNSUPPORTED, "this API takes no beams, and its chats no token ids")
+            return
+        async with self._free:
+            await self._send(json.dumps(self._body(shape, prompt)).encode(), live)
+
+    async def _send(self, body: bytes, live: LiveRequest) -> None:
+        assert self._http is not None
+        live.sent_s = self._clock()
+        try:
+            async with self._http.post(
+                self.url + self._path, data=body, headers={"Content-Type": "application/json"}
+            ) as response:
+                if response.status != 200:
+                    live.failed(f"HTTP_{response.status}", message_of(await response.read()))
+                elif response.content_type in _NO_STREAMS:
+                    live.failed(BAD_RESPONSE, f"{response.content_type}: {message_of(await response.read())}")
+                else:
+                    await self._read(response, live)
+        except (aiohttp.ClientError, OSError) as error:
+            live.failed(_CONNECTION, str(error) or type(error).__name__)
+
+    async def _read(self, response: aiohttp.ClientResponse, live: LiveRequest) -> None:
+        """The stream to its end, or to where the connection breaks: then it raises aiohttp.ClientError or OSError."""
+        answer, parser = Answer(live), EventParser()
+        async for chunk in response.content.iter_any():
+            now_s = self._clock()
+            for data in parser.feed(chunk):
+                answer.take(data, now_s)
+        answer.end()
+
+    async def close(self) -> None:
+        """Disconnect."""
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    def _body(self, shape: RequestShape, prompt: list[int] | str) -> dict[str, Any]:
+        temperature = self._temperature if shape.n == 1 else self._temperature or 1.0
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": shape.num_output_tokens,
+            "temperature": temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._endpoint == "chat":
+            body["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            body["prompt"] = prompt
+        if temperature:
+            body["seed"] = (self._seed * 1_000_003 + shape.index) % 2**31  # what every server takes
+        if shape.n > 1:
+            body["n"] = shape.n
+        if shape.tenant:
+            body["user"] = shape.tenant
+        if not self._plain:
+            body |= {
+                "ignore_eos": True,
+                "min_tokens": shape.num_output_tokens,
+                "return_token_ids": True,
+                "cache_salt": self._cache_salt,
+            }
+        return body
+
+    async def _find_version(self) -> str:
+        """As vLLM tells it beside the API; empty where nobody does."""
+        assert self._http is not None
+        url = f"{self.url.removesuffix('/v1')}/version"
+        with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):
+            async with asyncio.timeout(_START_S), self._http.get(url) as response:
+                answer = await response.json() if response.status == 200 else None
+                if isinstance(answer, dict) and isinstance(answer.get("version"), str):
+                    return str(answer["version"])
+        return ""
+
+    async def _find_model(self) -> Mapping[str, Any]:
+        """What /models says of the model; of a model that was named, its name will do."""
+        assert self._http is not None
+        given = {} if self._model is None else {"id": self._model}
+        try:
+            async with asyncio.timeout(_START_S), self._http.get(f"{self.url}/models") as response:
+                if response.status != 200:
+                    if given:
+                        return given
+                    raise CadenzaError(f"{self.url}/models: HTTP {response.status}; give --served-model-name")
+                answer = await response.json(content_type=None)
+        except (aiohttp.ClientError, OSError) as error:
+            raise UnavailableError(f"no server at {self.url}: {str(error) or type(error).__name__}") from None
+        except ValueError:
+            answer = None
+        models = answer.get("data") if isinstance(answer, dict) else None
+        listed = [each for each in models or () if isinstance(each, dict) and "id" in each]
+        for each in listed:
+            if self._model in (None, each["id"]):
+                return each
+        if given:
+            return given
+        raise CadenzaError(f"{self.url}/models names no model; give --served-model-name")
+
+
+def _base_url(url: str) -> str:
+    """Without a slash at its end, and with /v1 if it has no path. Raises LoadTestError."""
+    parts = urlsplit(url.strip())
+    try:
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or parts.query or parts.fragment:
+        raise LoadTestError(f"--url {url}: must be a base URL, as http://127.0.0.1:8000/v1")
+    return parts._replace(path=parts.path.rstrip("/") or "/v1").geturl()

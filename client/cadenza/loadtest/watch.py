@@ -1,0 +1,150 @@
+"""A server's steps while a load runs, in columns and on the run's clock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from array import array
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import numpy as np
+
+from cadenza.async_client import AsyncClient
+from cadenza.errors import InternalError, from_rpc_error
+from cadenza.loadtest.columns import StepColumns
+from cadenza.loadtest.target import Clock
+from cadenza.v1 import admin_pb2
+from cadenza.v1.admin_pb2_grpc import AdminServiceStub
+
+_QUIET_S = 0.05
+_LAST_RECORDS_S = 1.0
+_INTS = (
+    "executor",
+    "num_sequences",
+    "num_tokens",
+    "num_sampled",
+    "num_waiting",
+    "num_running",
+    "num_swapped",
+    "num_used_blocks",
+    "num_blocks",
+    "num_stored_tokens",
+    "num_preempted",
+)
+_NUM_FIELDS = 3 + len(_INTS)
+
+
+class StepSeries:
+    """The steps since the watch began: some 110 bytes each.
+
+    The server's stamps are on its own clock. A record is here after its step was applied, so no message's (arrival less
+    newest stamp) is less than the true offset of the clocks, and the smallest one, that of the message that was fastest
+    on its way, is taken (as in Cristian, "Probabilistic clock synchronization", 1989,
+    https://doi.org/10.1007/BF01784024, but one way only): steps seem later by that message's time on the way, about
+    0.1 ms on one machine.
+    """
+
+    def __init__(self) -> None:
+        self.error = ""
+        """The status code with which the watch broke; steps after that are missing."""
+        self._rows = array("d")
+        self._offset_s = float("inf")
+        self._num_dropped = 0
+        self._start_s: float | None = None
+        self._news = asyncio.Event()
+
+    def begin(self, start_s: float) -> None:
+        """The run begins at this reading of the clock; steps that were applied before are not of it."""
+        self._start_s = start_s
+
+    def add(self, message: admin_pb2.WatchStepsResponse, now_s: float) -> None:
+        """Take what a message brings that was here at `now_s`."""
+        self._num_dropped = message.num_dropped
+        for record in message.records:
+            load = record.load
+            self._rows.extend(
+                (
+                    record.planned_ns,
+                    record.applied_ns,
+                    record.timings.device_ns,
+                    record.executor_index,
+                    len(record.sequence_ids),
+                    sum(record.num_tokens),
+                    sum(record.num_sampled),
+                    load.num_waiting,
+                    load.num_running,
+                    load.num_swapped,
+                    load.num_used_blocks,
+                    load.num_blocks,
+                    load.num_stored_tokens,
+                    len(record.preempted_ids),
+                )
+            )
+        if message.records:
+            self._offset_s = min(self._offset_s, now_s - message.records[-1].applied_ns / 1e9)
+            self._news.set()
+
+    def columns(self) -> StepColumns:
+        """All so far, in seconds since the run's start; since the clock's zero if `begin` was not called."""
+        rows = np.array(self._rows, np.float64).reshape(-1, _NUM_FIELDS)
+        shift_s = (self._offset_s if len(rows) else 0.0) - (self._start_s or 0.0)
+        if self._start_s is not None:
+            rows = rows[rows[:, 1] / 1e9 + shift_s >= 0]
+        counts: dict[str, Any] = {name: rows[:, 3 + place].astype(np.int64) for place, name in enumerate(_INTS)}
+        return StepColumns(
+            planned_s=rows[:, 0] / 1e9 + shift_s,
+            applied_s=rows[:, 1] / 1e9 + shift_s,
+            device_s=rows[:, 2] / 1e9,
+            num_dropped=self._num_dropped,
+            **counts,
+        )
+
+    async def settle(self) -> None:
+        """Wait for the records that are still on their way: until none has come for a moment, a second at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_RECORDS_S):
+                while not self.error:
+                    self._news.clear()
+                    async with asyncio.timeout(_QUIET_S):
+                        await self._news.wait()
+
+
+@contextlib.asynccontextmanager
+async def watch_series(address: str, *, clock: Clock = time.perf_counter) -> AsyncIterator[StepSeries]:
+    """Watch a server's steps on a connection of its own; the watch stands before the body begins.
+
+    Pass `begin` of what it yields to the driver as `on_start`; `columns` are there during and after the body. Raises
+    CadenzaError if the watch cannot stand; one that breaks later says so in `error`, and the run goes on.
+    """
+    series = StepSeries()
+    async with AsyncClient(address) as client:
+        stub: Any = AdminServiceStub(client.channel)
+        call = stub.WatchSteps(admin_pb2.WatchStepsRequest())
+        reader: asyncio.Task[None] | None = None
+        try:
+            try:
+                if await call.read() is grpc.aio.EOF:
+                    raise InternalError(f"{client.target} ended the watch of steps at once")
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, client.target) from None
+            reader = asyncio.create_task(_read(call, series, clock))
+            yield series
+            await series.settle()
+        finally:
+            # An abandoned aio call is never collected and its handler runs on (grpc#43462).
+            call.cancel()
+            if reader is not None:
+                reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
+
+
+async def _read(call: Any, series: StepSeries, clock: Clock) -> None:
+    try:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            series.add(message, clock())
+        series.error = "UNAVAILABLE"
+    except grpc.aio.AioRpcError as error:
+        series.error = error.code().name

@@ -1,0 +1,45 @@
+"""Workloads: the requests that a spec describes, made one by one, the same ones for the same seed."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from cadenza.loadtest.lengths import Lengths, parse_lengths
+from cadenza.loadtest.made import Drawing, Independent, LongShort, Plain, Sessions, SharedPrefix
+from cadenza.loadtest.mixes import Labels, parse_mix, parse_tenants
+from cadenza.loadtest.requests import Workload
+from cadenza.loadtest.spec import KINDS, WorkloadSpec, find_file, make_spec
+from cadenza.loadtest.workload_files import FileWorkload
+from cadenza.settings.names import flag
+
+__all__ = ["KINDS", "WorkloadSpec", "make_spec", "make_workload"]
+
+
+def make_workload(spec: WorkloadSpec) -> Workload:
+    """The workload of a spec; options that are not given are the kind's defaults.
+
+    Raises LoadTestError naming the option, and for a file that cannot be read.
+    """
+    labels = Labels(parse_mix(spec.mix), parse_tenants(spec.tenants))
+    if spec.from_file:
+        given = None if spec.output_len is None else parse_lengths(spec.output_len, "--output-len")
+        return FileWorkload(find_file(spec), given, labels, spec.max_total_len)
+    spec = spec.resolved()
+    if spec.workload == "multi-turn":
+        turns, inputs, outputs = (_lengths(spec, name) for name in ("num_turns", "input_len", "output_len"))
+        return Sessions(turns, inputs, outputs, cast(float, spec.think_s), labels, spec.max_total_len)
+    return Independent(_drawing(spec), labels, spec.max_total_len)
+
+
+def _drawing(spec: WorkloadSpec) -> Drawing:
+    inputs, outputs = _lengths(spec, "input_len"), _lengths(spec, "output_len")
+    if spec.workload == "long-short":
+        return LongShort(inputs, outputs, _lengths(spec, "long_len"), cast(float, spec.long_share))
+    if spec.workload == "shared-prefix":
+        prefixes = cast(int, spec.num_prefixes), _lengths(spec, "prefix_len")
+        return SharedPrefix(inputs, outputs, *prefixes, cast(float, spec.prefix_share), cast(float, spec.prefix_skew))
+    return Plain(inputs, outputs)
+
+
+def _lengths(spec: WorkloadSpec, name: str) -> Lengths:
+    return parse_lengths(getattr(spec, name), flag(name))

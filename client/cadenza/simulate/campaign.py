@@ -1,0 +1,197 @@
+"""A simulation from its settings to its file: every number of executors, every point, every repetition."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from cadenza.loadtest.cuts import Cuts
+from cadenza.loadtest.prompts import Prompts
+from cadenza.loadtest.requests import LoadTestError
+from cadenza.loadtest.results import LoadTestFile, MaxRate, Point, Run, point_of, run_of
+from cadenza.loadtest.schedule import cut_to, make_schedule, planned_points, window_of
+from cadenza.loadtest.settings import LoadSettings
+from cadenza.simulate.capacity import TOLERANCE, Capacity, find_capacity
+from cadenza.simulate.kinds import ExecutorKind
+from cadenza.simulate.ledger import Watch
+from cadenza.simulate.run import Outcome, Simulation
+from cadenza.simulate.traffic import Traffic
+from scheduler_svc.config import SchedulerConfig
+
+SHARING = ("shared-prefix", "multi-turn")
+"""Workloads whose prompts begin alike; those of the others share no block, and the prefix cache finds nothing."""
+MAX_KEPT_GAPS = 100_000
+"""Requests of a run whose inter-token latencies are kept without being asked for."""
+_NOT_SIMULATED = ("timeout_s", "url")
+_PROMPT_VOCABULARY = 32_768
+
+
+class View(Protocol):
+    """Who is told how it goes on."""
+
+    def say(self, text: str) -> None:
+        """A sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What is simulated: executors, as many times as `counts` says, under a scheduler with these options."""
+
+    fleet: tuple[ExecutorKind, ...]
+    config: SchedulerConfig
+    counts: tuple[int, ...] = (1,)
+
+    def times(self, count: int) -> tuple[ExecutorKind, ...]:
+        """All executors, so many times."""
+        return self.fleet * count
+
+    def facts(self) -> dict[str, Any]:
+        """For the result file: what a server says of itself elsewhere."""
+        options = self.config.model_dump(mode="json", exclude={"executor", "listen", "config"}, exclude_defaults=True)
+        return {
+            "kind": "simulation",
+            "model": ", ".join(dict.fromkeys(kind.name for kind in self.fleet)),
+            "executors": [kind.model_dump(mode="json") for kind in self.fleet],
+            "times": list(self.counts),
+            "options": {name: str(value) for name, value in options.items()},
+        }
+
+
+def simulate(
+    settings: LoadSettings,
+    fleet: Sequence[ExecutorKind],
+    config: SchedulerConfig,
+    seed: int,
+    *,
+    watch: Watch | None = None,
+    keep_steps: bool = True,
+) -> Outcome:
+    """One run of these settings with this seed; raises LoadTestError for what cannot be simulated."""
+    for name in _NOT_SIMULATED:
+        if getattr(settings, name) is not None:
+            raise LoadTestError(f"--{name.replace('_', '-')}: is not simulated")
+    settings = cut_to(settings, max(kind.spec(config).max_model_len for kind in fleet))
+    cuts = Cuts()
+    schedule = cuts.noting(make_schedule(settings, seed))
+    traffic = Traffic(schedule, concurrency=settings.concurrency, duration_s=settings.duration_s)
+    prompts = Prompts(seed, _PROMPT_VOCABULARY) if config.enable_prefix_caching and may_share(settings) else None
+    outcome = Simulation(
+        fleet,
+        config,
+        traffic,
+        prompts=prompts,
+        keep_gaps=keeps_gaps(settings),
+        keep_steps=keep_steps,
+        watch=watch,
+        seed=seed,
+    ).run()
+    return replace(outcome, cuts=cuts)
+
+
+def may_share(settings: LoadSettings) -> bool:
+    """May prompts begin alike: made-up ones of independent tokens do not, and need not be made then."""
+    return settings.from_file or settings.workload in SHARING
+
+
+def keeps_gaps(settings: LoadSettings) -> bool:
+    """Are inter-token latencies kept: if they are asked for, or there are not too many requests."""
+    many = settings.num_requests
+    if many is None and settings.duration_s is not None and settings.request_rate != math.inf:
+        many = math.ceil(settings.duration_s * settings.request_rate)
+    few = (many or 0) <= MAX_KEPT_GAPS
+    return settings.keep_itl and (few or "keep_itl" in settings.model_fields_set)
+
+
+def run_simulation(
+    settings: LoadSettings, simulated: Simulated, view: View, *, label: str = "", command: Sequence[str] = ()
+) -> tuple[LoadTestFile, list[Capacity]]:
+    """Everything that the settings ask for, for each number of executors; capacities only of `find_max_rate`.
+
+    Raises LoadTestError.
+    """
+    planned = planned_points(settings)
+    points: list[Point] = []
+    capacities: list[Capacity] = []
+    for count in simulated.counts:
+        fleet = simulated.times(count)
+        named: dict[str, float | str] = {"executors": float(len(fleet))} if len(simulated.counts) > 1 else {}
+        if settings.find_max_rate:
+            capacities.append(_search(settings, fleet, simulated.config, view))
+            for trial in capacities[-1].kept:
+                points.append(_point(trial.settings, trial.outcomes, {**named, "request_rate": trial.rate}))
+        else:
+            for point, swept in planned:
+                outcomes = _runs(point, fleet, simulated.config, view)
+                points.append(_point(point, outcomes, {**named, **swept}))
+    facts = simulated.facts()
+    file = LoadTestFile(
+        source="simulate",
+        label=label or str(facts["model"]),
+        command=list(command),
+        settings=settings.model_dump(mode="json"),
+        server=facts,
+        points=points,
+        max_rate=_max_rate(settings, capacities[0]) if len(capacities) == 1 else None,
+    )
+    return file, capacities
+
+
+def _runs(
+    settings: LoadSettings, fleet: Sequence[ExecutorKind], config: SchedulerConfig, view: View
+) -> list[tuple[int, Outcome]]:
+    """All repetitions, each with its seed."""
+    runs = []
+    for index in range(settings.repetitions):
+        seed, began = settings.seed + index, time.perf_counter()
+        outcome = simulate(settings, fleet, config, seed, keep_steps=settings.watch_steps)
+        wall_s = time.perf_counter() - began
+        view.say(
+            f"{len(outcome.requests)} requests, {outcome.duration_s:.0f} s of virtual time in {wall_s:.1f} s: "
+            f"{outcome.duration_s / wall_s:.0f} times as fast as real time"
+        )
+        runs.append((seed, outcome))
+    return runs
+
+
+def _search(settings: LoadSettings, fleet: Sequence[ExecutorKind], config: SchedulerConfig, view: View) -> Capacity:
+    # Gaps of every trial would fill the memory.
+    settings = settings.model_copy(
+        update={"keep_itl": settings.limits is not None and settings.limits.itl_s is not None}
+    )
+
+    def run(at_rate: LoadSettings, seed: int, watch: Watch | None) -> Outcome:
+        return simulate(at_rate, fleet, config, seed, watch=watch, keep_steps=settings.watch_steps)
+
+    found = find_capacity(settings, len(fleet), run)
+    for trial in found.trials:
+        how = f"{trial.share:.1%} of the requests" if not trial.ended_early else "ended early, too many were late"
+        view.say(f"{len(fleet)} executors, {trial.rate:.4g} requests/s: {how}")
+    return found
+
+
+def _max_rate(settings: LoadSettings, capacity: Capacity) -> MaxRate:
+    limits = settings.limits
+    assert limits is not None, "checked by the settings"
+    return MaxRate(
+        held=capacity.held, failed=capacity.failed, slo=limits, slo_share=settings.slo_share, tolerance=TOLERANCE
+    )
+
+
+def _point(settings: LoadSettings, outcomes: Sequence[tuple[int, Outcome]], swept: Mapping[str, float | str]) -> Point:
+    return point_of([_run(settings, seed, outcome) for seed, outcome in outcomes], swept)
+
+
+def _run(settings: LoadSettings, seed: int, outcome: Outcome) -> Run:
+    return run_of(
+        outcome.requests,
+        outcome.steps,
+        seed=seed,
+        started_unix_s=time.time(),
+        window=window_of(settings, outcome.requests),
+        slo=settings.limits,
+        duration_s=outcome.duration_s,
+        cuts=outcome.cuts,
+    )

@@ -1,0 +1,212 @@
+"""An executor in virtual time, for one lane of the core: what a step takes, what it answers, and when."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+
+from cadenza.simulate.chance import factors, varied
+from cadenza.simulate.kinds import ExecutorKind
+from cadenza.simulate.prices import price_of
+from executor_svc.simulated.tokens import rank_logprob
+from scheduler_svc.core.cohort import DecodeCohort
+from scheduler_svc.core.lane import Lane, PlannedStep
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.types import Candidates, StepResult
+from scheduler_svc.pacing import StepPacer
+
+TOKEN = 1
+"""What every sequence samples: what tokens there are makes no difference to a cost model."""
+_VOCAB_SIZE = 32_768
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class CountingCohort(DecodeCohort):
+    """A cohort that knows how many tokens its members have computed together, without asking each of them."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size)
+        self.num_read = 0
+        """Positions that the members' tokens of the newest step read, each its own included."""
+        self._offsets = 0
+
+    @property
+    def num_computed(self) -> int:
+        """Over all members."""
+        return len(self.slots) * self.clock - self._offsets
+
+    def join(self, sequence: Sequence) -> None:
+        """Take in a member."""
+        super().join(sequence)
+        self._offsets += self.clock - sequence.num_computed_tokens
+
+    def leave(self, sequence: Sequence) -> None:
+        """Let one go."""
+        self._offsets -= self.clock - sequence.num_computed_tokens
+        super().leave(sequence)
+
+    def advance(self) -> list[Sequence]:
+        """Every member computes one token."""
+        ending = super().advance()
+        self.num_read = len(self.slots) * self.clock - self._offsets
+        return ending
+
+
+class Flight:
+    """A step between its plan and its result."""
+
+    __slots__ = ("duration_s", "num_tokens", "result", "result_at", "row", "starting")
+
+    def __init__(self, result: StepResult, result_at: float, num_tokens: int, duration_s: float) -> None:
+        self.result = result
+        self.result_at = result_at
+        """When the scheduler has it."""
+        self.num_tokens = num_tokens
+        self.duration_s = duration_s
+        self.starting: list[Sequence] = []
+        """Those whose first token, since they came in, is in the result."""
+        self.row: tuple[float, ...] | None = None
+        """What is to be kept of it: a row of StepRows, but for its end."""
+
+
+class SimulatedLane:
+    """An executor, and what the plan loop knows of it."""
+
+    def __init__(self, index: int, kind: ExecutorKind, core: Lane, max_inflight_plans: int, seed: int = 0) -> None:
+        self.index = index
+        self.kind = kind
+        self.core = core
+        self.cohort = CountingCohort(core.spec.block_size)
+        core.cohort = self.cohort
+        self.limit = min(max_inflight_plans, kind.limits.max_inflight_plans)
+        self.plan_s = kind.overheads.plan_us / 1e6
+        self.pacer = StepPacer()
+        self.flights: deque[Flight] = deque()
+        self.plan_at = math.inf
+        """When the plan loop plans next; inf: when it hears of something."""
+        self.idle = True
+        """Did it find nothing to plan when it last looked."""
+        self.num_applied = 0
+        self.applied = array("d")
+        """When each step's result was taken in; filled only where gaps are kept."""
+        self._price = price_of(kind.costs)
+        self._free_at = 0.0
+        noise = kind.noise
+        self._vary = varied(noise.step_us / 1e6, seed, f"steps {index}") if noise.step_us else None
+        self._overhead_factors = factors(noise.overheads, seed, f"overheads {index}") if noise.overheads else None
+        self._transit_s = kind.overheads.transit_us / 1e6
+        self._tokens = [TOKEN] * kind.limits.max_num_seqs
+        self._joined_cohort: list[Sequence] = []
+        """Those that decode from the next step on without having sampled before: of their chunk one token was left."""
+
+    @property
+    def next_at(self) -> float:
+        """When something happens here next."""
+        flights = self.flights
+        if flights and flights[0].result_at <= self.plan_at:
+            return flights[0].result_at
+        return self.plan_at
+
+    def launch(self, step: PlannedStep, planned_at: float, *, beams: bool) -> Flight:
+        """Run a step; `beams`: may there be some in it."""
+        cohort, slots, plan = self.cohort, step.cohort_slots, step.plan
+        num_tokens = len(slots)
+        num_read = num_kv = cohort.num_read if num_tokens else 0
+        starting: list[Sequence] = []
+        if self._joined_cohort:
+            starting = [sequence for sequence in self._joined_cohort if sequence not in step.preempted]
+            self._joined_cohort = []
+        if step.chunks:
+            slots = step.sampling_slots
+            for chunk in step.chunks:
+                count, context_len = chunk.num_tokens, chunk.context_len
+                num_tokens += count
+                num_read += count * context_len + count * (count + 1) // 2
+                num_kv += count + context_len if count else 0  # a fork computes nothing
+                if chunk.samples:
+                    starting.append(chunk.sequence)
+                elif chunk.sequence.decodes:
+                    self._joined_cohort.append(chunk.sequence)
+        num_moved = len(plan.swapped_out) + len(plan.copied) + len(plan.swapped_in)
+        forward_ns, sample_ns, moves_ns = self._price(num_tokens, num_read, num_kv, len(slots), num_moved)
+        candidates = _candidates(step) if beams else {}
+        if candidates:
+            slots = [slot for slot in slots if slot not in candidates]
+        duration_s = (forward_ns + sample_ns + moves_ns) / 1e9
+        if self._vary is not None and duration_s:
+            duration_s = self._vary(duration_s)
+        there_s, back_s = self.plan_s + self._transit_s, self._transit_s
+        if self._overhead_factors is not None:
+            made = self._overhead_factors
+            there_s = next(made) * self.plan_s + next(made) * self._transit_s
+            back_s *= next(made)
+        self._free_at = max(planned_at + there_s, self._free_at) + duration_s
+        result = StepResult(
+            plan.step_id,
+            slots=slots,
+            token_ids=self._tokens[: len(slots)],
+            candidates=candidates,
+            device_ns=forward_ns,
+            sample_ns=sample_ns,
+            moves_ns=moves_ns,
+            total_ns=round(1e9 * duration_s),
+        )
+        # Results come in the order of their plans.
+        before = self.flights[-1].result_at if self.flights else 0.0
+        flight = Flight(result, max(before, self._free_at + back_s), num_tokens, duration_s)
+        flight.starting = starting
+        self.flights.append(flight)
+        if len(self.flights) == 1:
+            self.pacer.started(planned_at)
+        return flight
+
+    def land(self, now: float) -> Flight:
+        """Take in the first result, which has come."""
+        flight = self.flights.popleft()
+        self.num_applied += 1
+        self.pacer.observe(flight.num_tokens, flight.duration_s)
+        self.pacer.started(now)
+        return flight
+
+    def pace(self, now: float) -> None:
+        """Settle when to plan next, as PlanLoop does: at once if the executor idles, late in its step if it is busy."""
+        flights = self.flights
+        if not flights:
+            self.plan_at = now
+        elif len(flights) < self.limit:
+            self.plan_at = max(now, self.pacer.due(flights[0].num_tokens))
+        else:
+            self.plan_at = math.inf
+
+    def num_stored_tokens(self, *, alone: bool) -> int:
+        """Tokens whose KV the pool stores for those that run; `alone`: is each of them all of its request."""
+        core = self.core
+        if not alone or core.blocks.num_shared_refs:
+            return core.num_stored_tokens
+        return self.cohort.num_computed + sum(sequence.num_computed_tokens for sequence in core.prefilling)
+
+
+def _candidates(step: PlannedStep) -> dict[int, Candidates]:
+    """Made-up candidates of the beams that ask for them, as likely as the simulated executor's are."""
+    found: dict[int, Candidates] = {}
+    for chunk in step.chunks:
+        beam = chunk.sequence
+        if not chunk.samples or (search := beam.group.search) is None:
+            continue
+        value = _mixed(beam.sequence_id * _GOLDEN + beam.num_planned_tokens)
+        ranks = range(search.num_candidates)
+        found[chunk.slot] = Candidates(
+            token_ids=[2 + rank for rank in ranks],
+            logprobs=[rank_logprob(value, rank, _VOCAB_SIZE) for rank in ranks],
+        )
+    return found
+
+
+def _mixed(x: int) -> int:
+    """A hash of 64 bits: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    x &= _MASK
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)

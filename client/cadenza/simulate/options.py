@@ -1,0 +1,116 @@
+"""From options, as the services and `cadenza simulate` take them, to what is simulated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from cadenza.loadtest.requests import LoadTestError
+from cadenza.loadtest.results import LoadTestFile
+from cadenza.local_options import route_options
+from cadenza.settings.names import suggestion
+from cadenza.settings.service import reason
+from cadenza.simulate.campaign import Simulated
+from cadenza.simulate.kinds import ExecutorKind, read_kind
+from cadenza.simulate.published import PUBLISHED
+from scheduler_svc.config import SchedulerConfig
+
+DEFAULT_EXECUTOR = "a100-40gb-opt-13b"
+EXECUTOR_OPTIONS = (
+    "block_size", "num_gpu_blocks", "num_cpu_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
+    "max_inflight_plans",
+)  # fmt: skip
+"""Of the executor, those that are its limits."""
+_NOT_SIMULATED = (
+    "executor", "listen", "config", "tokenizer", "skip_tokenizer_init", "record", "log_level",
+)  # fmt: skip
+SCHEDULER_OPTIONS = tuple(name for name in SchedulerConfig.model_fields if name not in _NOT_SIMULATED)
+"""Of the scheduler, those that its core goes by."""
+_MOST_EXECUTORS = 1024
+
+
+def make_simulated(
+    executors: Sequence[str],
+    counts: str | None,
+    options: Mapping[str, Any],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    before: Simulated | None = None,
+) -> Simulated:
+    """What `--executor` (names and files), `--executors` and the services' options say.
+
+    The options may also stand in the environment and in the file `config`, as for the services themselves. `before`:
+    what was simulated before and is simulated again; what is said here goes before it, and the environment, which may
+    have been another one, says nothing. Raises OptionError and LoadTestError, which name what is wrong.
+    """
+    environment = {} if before is not None else environment
+    settings = route_options("simulated", options, config=config, environment=environment).settings
+    given = {name: setting.value for name, setting in settings.items()}
+    limits = {name: given[name] for name in EXECUTOR_OPTIONS if name in given}
+    chosen = {name: given[name] for name in SCHEDULER_OPTIONS if name in given}
+    base = before or Simulated((find_kind(DEFAULT_EXECUTOR),), scheduler_config({}))
+    kinds = [find_kind(text) for text in executors] or base.fleet
+    return Simulated(
+        tuple(kind.changed(limits) for kind in kinds),
+        scheduler_config(base.config.model_dump(exclude_defaults=True) | chosen),
+        base.counts if counts is None else read_counts(counts),
+    )
+
+
+def simulated_of(file: LoadTestFile, path: str) -> Simulated:
+    """What was simulated for the result at `path`, for another run; raises LoadTestError if it does not say it."""
+    try:
+        facts = _Facts.model_validate(file.server or {})
+        return Simulated(facts.executors, scheduler_config(facts.options), facts.times)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(map(str, ("server", *problem["loc"])))
+        raise LoadTestError(f"--rerun {path}: {where}: {reason(problem)}") from None
+    except LoadTestError as error:
+        raise LoadTestError(f"--rerun {path}: {error}") from None
+
+
+class _Facts(BaseModel):
+    """`Simulated.facts`, read again."""
+
+    executors: tuple[ExecutorKind, ...] = Field(min_length=1)
+    times: tuple[Annotated[int, Field(ge=1, le=_MOST_EXECUTORS)], ...] = Field(min_length=1)
+    options: dict[str, str]
+
+
+def scheduler_config(options: Mapping[str, Any]) -> SchedulerConfig:
+    """The scheduler's options, with defaults for all others, whatever the environment says; raises LoadTestError."""
+    fields = SchedulerConfig.model_fields.items()
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in fields}
+    try:
+        return SchedulerConfig(**{**defaults, **options})
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        raise LoadTestError(f"option {'.'.join(map(str, problem['loc']))}: {reason(problem)}") from None
+
+
+def find_kind(text: str) -> ExecutorKind:
+    """A kind by its name, or from a file; raises LoadTestError."""
+    if text in PUBLISHED:
+        return PUBLISHED[text]
+    if os.path.exists(text) or text.endswith(".json"):
+        return read_kind(text)
+    hint = suggestion(text, set(PUBLISHED)) or f"; there are {', '.join(PUBLISHED)}"
+    raise LoadTestError(f"--executor {text}: neither a file nor a known kind{hint}")
+
+
+def read_counts(text: str) -> tuple[int, ...]:
+    """`1,2,4` as numbers; raises LoadTestError."""
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = (0,)
+    if not all(1 <= count <= _MOST_EXECUTORS for count in counts) or len(set(counts)) != len(counts):
+        raise LoadTestError(
+            f"--executors {text}: must be different numbers from 1 to {_MOST_EXECUTORS} with commas between, as 1,2,4"
+        )
+    return counts

@@ -1,0 +1,290 @@
+"""The event loop in virtual time: requests come, steps are planned, results are taken in; nothing sleeps.
+
+The core is the services' own, and each lane is driven as `scheduler_svc.plan_loop` does it: plan k+1 is made before
+result k is in, as late as the pacer says. What the service does around the core is done here too: a full queue refuses
+with RESOURCE_EXHAUSTED, a prompt that is too long with INVALID_ARGUMENT, beams tell nothing before they are done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from cadenza.loadtest.columns import RequestColumns, StepColumns
+from cadenza.loadtest.cuts import Cuts
+from cadenza.loadtest.requests import LoadTestError, RequestShape
+from cadenza.simulate.fleet import check_fleet, check_grows, check_preempted
+from cadenza.simulate.kinds import ExecutorKind
+from cadenza.simulate.lanes import TOKEN, SimulatedLane
+from cadenza.simulate.ledger import Ledger, Watch
+from cadenza.simulate.rows import StepRows
+from cadenza.simulate.traffic import Asked, Traffic
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.errors import LimitsError, RequestRejectedError
+from scheduler_svc.core.lane import PlannedStep
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
+from scheduler_svc.make_rules import make_rules
+
+_GREEDY = Sampling(temperature=0.0)
+MAX_STEP_ROWS = 65_536
+"""Rows of steps that are kept: of longer runs every second step, or every fourth, …"""
+
+
+class PromptMaker(Protocol):
+    """`cadenza.loadtest.prompts.Prompts`."""
+
+    def token_ids(self, shape: RequestShape, history: Sequence[int] = ()) -> list[int]:
+        """The tokens of a prompt, those of the session's turns before in front."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run gave."""
+
+    requests: RequestColumns
+    steps: StepColumns | None
+    step_stride: int
+    """`steps` has a row for so many steps."""
+    duration_s: float
+    """Virtual time from the start to the last event."""
+    num_steps: int
+    num_preemptions: int
+    ended_early: bool
+    """By its watch."""
+    cuts: Cuts | None = None
+    """Requests whose lengths were cut, if that was noted."""
+
+
+class Simulation:
+    """One run. Times are in seconds of virtual time, from its start."""
+
+    def __init__(
+        self,
+        fleet: Sequence[ExecutorKind],
+        config: SchedulerConfig,
+        traffic: Traffic,
+        *,
+        prompts: PromptMaker | None = None,
+        keep_gaps: bool = False,
+        keep_steps: bool = True,
+        watch: Watch | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`prompts` makes token ids, so that the prefix cache finds what is alike; None: no prompt is like another,
+        and the cache is off. `seed` is of the executors' noise. Raises LoadTestError for options that do not fit the
+        executors, or each other.
+        """
+        check_fleet(fleet, config)
+        rules = make_rules(config)
+        self._core = _Core(rules if prompts is not None else replace(rules, prefix_caching=False))
+        for index, kind in enumerate(fleet):
+            try:
+                self._core.add_executor(index, kind.spec(config))
+            except LimitsError as error:
+                raise LoadTestError(f"executor {kind.name}: {error}") from None
+        cores = self._core.lanes
+        self._lanes = [
+            SimulatedLane(index, kind, cores[index], config.max_inflight_plans, seed)
+            for index, kind in enumerate(fleet)
+        ]
+        overheads = fleet[0].overheads
+        self._request_s = overheads.request_us / 1e6
+        self._ledger = Ledger(traffic, self._lanes, overheads.reply_us / 1e6, keep_gaps=keep_gaps, watch=watch)
+        self._keeps_gaps = keep_gaps
+        self._max_queued = config.max_queued_requests
+        self._traffic = traffic
+        self._prompts = prompts
+        self._filler = (TOKEN,) * max(lane.core.spec.max_model_len for lane in self._lanes)
+        self._steps = StepRows(MAX_STEP_ROWS) if keep_steps else None
+        self._has_beams = False
+        self._all_alone = True
+        """Has every request been of one sample."""
+        self._free_at = 0.0
+        """When the scheduler, which does one thing at a time, is done with the plan that it makes."""
+        self._now = 0.0
+
+    def run(self) -> Outcome:
+        """Let everything happen, until all requests have ended; once only."""
+        with _calm_collector():
+            self._run()
+        steps = self._steps
+        return Outcome(
+            requests=self._ledger.columns(),
+            steps=None if steps is None else steps.columns(),
+            step_stride=1 if steps is None else steps.stride,
+            duration_s=self._now,
+            num_steps=self._core.last_step_id,
+            num_preemptions=self._core.num_preemptions,
+            ended_early=self._ledger.stopped,
+        )
+
+    def _run(self) -> None:
+        lanes, traffic, ledger, request_s = self._lanes, self._traffic, self._ledger, self._request_s
+        alone = lanes[0] if len(lanes) == 1 else None
+        while not ledger.stopped:
+            lane = alone or min(lanes, key=_next_at)
+            flights, now = lane.flights, lane.plan_at
+            applies = flights and flights[0].result_at <= now
+            if applies:
+                now = flights[0].result_at
+            arrives = traffic.due + request_s
+            if arrives <= now:
+                if arrives == math.inf:
+                    if not self._drain():
+                        break
+                    continue
+                self._now = arrives
+                self._arrive(arrives)
+            elif applies:
+                self._now = now
+                self._apply(lane, now)
+            elif now < self._free_at:
+                lane.plan_at = self._free_at
+            else:
+                self._now = now
+                self._plan(lane, now)
+
+    def _drain(self) -> bool:
+        """Nothing happens by itself any more: a batch that waits for company is told that none will come."""
+        core = self._core
+        if not core.groups:
+            return False
+        if core.draining:
+            raise LoadTestError(f"{len(core.groups)} requests wait for ever: this is a mistake of the simulator")
+        core.drain(True)
+        self._wake(self._now)
+        return True
+
+    def _wake(self, now: float) -> None:
+        """Lanes that found nothing to plan look again, when it is time to."""
+        for lane in self._lanes:
+            if lane.idle:
+                lane.pace(now)
+
+    def _arrive(self, now: float) -> None:
+        """A request has come to the queue, or is refused."""
+        asked, core = self._traffic.take(), self._core
+        shape = asked.shape
+        if len(core.waiting) >= self._max_queued:
+            self._ledger.refuse(asked, now, "RESOURCE_EXHAUSTED")
+            return
+        spec = RequestSpec(
+            str(shape.index),
+            self._prompt(asked),
+            _GREEDY,
+            shape.num_output_tokens,
+            num_samples=1 if shape.beam_width else shape.n,
+            beams=BeamSpec(shape.beam_width) if shape.beam_width else None,
+            tenant=shape.tenant,
+        )
+        if len(self._lanes) > 1:
+            check_grows(spec, core.lanes.values())
+        try:
+            core.add_request(spec, now)
+        except RequestRejectedError:
+            self._ledger.refuse(asked, now, "INVALID_ARGUMENT")
+            return
+        self._has_beams = self._has_beams or bool(shape.beam_width)
+        self._all_alone = self._all_alone and spec.num_sequences == 1
+        self._ledger.accept(spec.key, asked, now, spec.prompt_token_ids)
+        self._wake(now)
+
+    def _prompt(self, asked: Asked) -> tuple[int, ...]:
+        if self._prompts is not None:
+            return tuple(self._prompts.token_ids(asked.shape, asked.history))
+        length = len(asked.history) + asked.shape.num_prompt_tokens
+        return self._filler[:length] if length <= len(self._filler) else (TOKEN,) * length
+
+    def _plan(self, lane: SimulatedLane, now: float) -> None:
+        """The plan loop's turn: a plan is made and sent, or there is nothing to plan."""
+        core = self._core
+        self._free_at = now + lane.plan_s
+        plan = core.plan_step(lane.index, now)
+        if core.has_news:
+            self._ledger.tell(core.take_news(), now)
+        lane.idle = plan is None
+        if plan is None:
+            wakes = core.wakes_at(lane.index, now)
+            lane.plan_at = wakes if wakes is not None and wakes > now else math.inf
+            return
+        step = lane.core.inflight[-1]
+        if step.joined:
+            self._ledger.planned(step, now)
+        if step.preempted and len(self._lanes) > 1:
+            check_preempted(step.preempted)
+        flight = lane.launch(step, now, beams=self._has_beams)
+        if self._steps is not None and self._steps.is_due(len(step.preempted)):
+            flight.row = self._load(lane, step)
+        lane.pace(now)
+
+    def _apply(self, lane: SimulatedLane, now: float) -> None:
+        """A result has come."""
+        core, flight = self._core, lane.land(now)
+        _, news = core.apply_result(lane.index, flight.result, now)
+        core.take_ended()
+        if flight.starting:
+            self._ledger.started(lane, flight, now)
+        if self._keeps_gaps:
+            lane.applied.append(now)
+        if news.finishes or news.hypotheses:
+            self._ledger.tell(news, now)
+        if flight.row is not None and self._steps is not None:
+            self._steps.put((*flight.row[:2], now, *flight.row[2:]))
+        lane.pace(now)
+
+    def _load(self, lane: SimulatedLane, step: PlannedStep) -> tuple[float, ...]:
+        """Queues and memory as a step is planned: a row of StepColumns without its end and what was preempted."""
+        core, books, result = self._core, lane.core, lane.flights[-1].result
+        num_running = len(books.running) + len(books.finishing)
+        if not self._all_alone:
+            num_running = len({sequence.group for sequence in (*books.running, *books.finishing)})
+        num_blocks, num_swapped = books.spec.num_blocks, core.num_swapped
+        return (
+            lane.index, step.planned_at, result.device_ns / 1e9,
+            len(step.cohort_slots) + len(step.chunks), step.total_tokens, len(result.slots),
+            len(core.waiting) - num_swapped, num_running, num_swapped,
+            num_blocks - books.blocks.num_free, num_blocks, lane.num_stored_tokens(alone=self._all_alone),
+        )  # fmt: skip
+
+
+class _Core(Scheduler):
+    """The core, with two looks inside that cost nothing."""
+
+    @property
+    def has_news(self) -> bool:
+        """Has planning ended a request."""
+        return bool(self._book.news.finishes)
+
+    @property
+    def draining(self) -> bool:
+        """Was it told that no request will come."""
+        return self._book.draining
+
+
+def _next_at(lane: SimulatedLane) -> float:
+    return lane.next_at
+
+
+@contextlib.contextmanager
+def _calm_collector() -> Iterator[None]:
+    """Let the collector look at young objects only now and then, and never at what was there before.
+
+    A request's objects refer to each other, so they need it; but nothing else here makes garbage of that kind.
+    """
+    thresholds, enabled = gc.get_threshold(), gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    gc.set_threshold(20_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        if not enabled:
+            gc.disable()
+        gc.unfreeze()

@@ -1,0 +1,120 @@
+"""What comes when: first turns by the schedule or as users become free, later turns when the one before has ended."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cadenza.loadtest.requests import RequestShape
+
+NO_TOKENS: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request that is due."""
+
+    due_s: float
+    shape: RequestShape
+    history: tuple[int, ...] = NO_TOKENS
+    """Tokens of the session's turns before: prompts and outputs."""
+
+
+class Traffic:
+    """Requests in the order in which they are due, from `cadenza.loadtest.schedule.make_schedule`.
+
+    Turns of a session follow each other there; what it says of when later ones are due means nothing: they are when the
+    one before has ended and their `think_s` have passed. With `concurrency` the loop is closed: so many users, each of
+    whom asks for the next when the last request, or session, has ended, until `duration_s`.
+    """
+
+    due: float
+    """When the next request is due; inf: none is, as things are."""
+
+    def __init__(
+        self,
+        schedule: Iterator[tuple[float, RequestShape]],
+        *,
+        concurrency: int | None = None,
+        duration_s: float | None = None,
+    ) -> None:
+        self._schedule = schedule
+        self._closed = concurrency is not None
+        self._duration_s = math.inf if duration_s is None else duration_s
+        self._upcoming = next(schedule, None)
+        self._first: Asked | None = None
+        self._later: list[tuple[float, int, Asked]] = []
+        """A heap of what is due because something else has ended; equal moments in the order of the workload."""
+        self._turns: dict[int, list[RequestShape]] = {}
+        """Turns that are still to come, by session, the next one last."""
+        if concurrency is None:
+            self._first = self._draw()
+        for _ in range(concurrency or 0):
+            self._next_user(0.0)
+        self._settle()
+
+    def take(self) -> Asked:
+        """The request that is due next; there must be one."""
+        if self._later and self._later[0][0] == self.due:
+            asked = heapq.heappop(self._later)[2]
+        else:
+            assert self._first is not None, "nothing is due"
+            asked, self._first = self._first, self._draw()
+        self._settle()
+        return asked
+
+    def has_next_turn(self, shape: RequestShape) -> bool:
+        """Does a turn of the same session follow."""
+        return shape.session in self._turns
+
+    def ended(self, shape: RequestShape, at_s: float, history: tuple[int, ...] = NO_TOKENS) -> None:
+        """A request has ended well; `history`: its prompt and output, if a turn follows."""
+        turns = self._turns.get(shape.session)
+        if turns:
+            following = turns.pop()
+            if not turns:
+                del self._turns[shape.session]
+            self._push(Asked(at_s + following.think_s, following, history))
+        elif self._closed:
+            self._next_user(at_s)
+        else:
+            return
+        self._settle()
+
+    def failed(self, shape: RequestShape, at_s: float) -> list[RequestShape]:
+        """A request was refused, or failed: its session ends. Returns the turns that are never sent, in order."""
+        skipped = self._turns.pop(shape.session, [])[::-1]
+        if self._closed:
+            self._next_user(at_s)
+            self._settle()
+        return skipped
+
+    def _draw(self) -> Asked | None:
+        """The next first turn of the schedule; the turns that follow it are put aside."""
+        if self._upcoming is None:
+            return None
+        due_s, shape = self._upcoming
+        following = next(self._schedule, None)
+        if following is not None and following[1].turn and following[1].session == shape.session:
+            turns = []
+            while following is not None and following[1].turn and following[1].session == shape.session:
+                turns.append(following[1])
+                following = next(self._schedule, None)
+            self._turns[shape.session] = turns[::-1]
+        self._upcoming = following
+        return Asked(due_s, shape)
+
+    def _next_user(self, at_s: float) -> None:
+        """A user is free, and asks for the next of the schedule."""
+        if at_s <= self._duration_s and (asked := self._draw()) is not None:
+            asked.due_s = at_s
+            self._push(asked)
+
+    def _push(self, asked: Asked) -> None:
+        heapq.heappush(self._later, (asked.due_s, asked.shape.index, asked))
+
+    def _settle(self) -> None:
+        first = math.inf if self._first is None else self._first.due_s
+        self.due = min(first, self._later[0][0]) if self._later else first

@@ -1,0 +1,1 @@
+"""`cadenza top`: a running server's figures, interval by interval."""

@@ -1,0 +1,110 @@
+"""What is known of a server at the end of an interval, as plain data and as a JSON line."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cadenza.errors import CadenzaError
+from cadenza.info import ExecutorInfo, ServerInfo
+
+TIMES = ("total", "queue", "device", "sample", "moves")
+"""Times of a step on its executor: start to end; from the plan's arrival to its start; forward pass; sampling; block
+copies and swaps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of a time over the steps of a window, in seconds."""
+
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorFigures:
+    """One executor over the window; what its steps tell is 0 and empty where none ran."""
+
+    info: ExecutorInfo
+    num_steps: int  # that computed something
+    num_failed_steps: int
+    steps_per_s: float
+    busy: float  # share of the window in which steps ran, 0 to 1
+    mean_sequences: float  # per step
+    max_sequences: int
+    prompt_tokens_per_s: float
+    sampled_tokens_per_s: float  # beams sample none
+    times_s: dict[str, Percentiles]  # by the names of TIMES; what the executor does not tell is missing
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A server at the end of an interval, and over the window that ends there."""
+
+    info: ServerInfo
+    watched_s: float  # since the watch began
+    num_dropped: int  # step records lost to this watch; the steps' figures miss them
+    window_s: float
+    prompt_tokens_per_s: float  # tokens that are computed again after a preemption count too
+    output_tokens_per_s: float
+    interval_output_tokens_per_s: float  # over the newest interval alone
+    num_preemptions: int
+    num_swapped_out: int  # sequences
+    num_swapped_in: int  # sequences
+    prefix_hit_rate: float | None  # found of the prompt tokens that were looked up; None: none was
+    waiting_s: float | None  # since when somebody has waited without a break; None: nobody waits
+    running_s: float | None  # longest since it last joined the batch; None: not known, or none runs
+    swapped_s: float | None  # longest since it was swapped out; None: not known, or none is
+    executors: list[ExecutorFigures]
+
+    @property
+    def max_num_seqs(self) -> int | None:
+        """Most sequences that an executor runs at once; None if the server does not say."""
+        value = self.info.options.get("max_num_seqs", "")
+        return int(value) if value.isdigit() else None
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the device's KV blocks that sequences hold, 0 to 1."""
+        load = self.info.load
+        return load.num_used_device_blocks / load.num_device_blocks if load.num_device_blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """There is no server, or it does not answer."""
+
+    error: CadenzaError
+    lost_s: float  # since it was last heard, or first asked
+
+
+def percentiles(values: Sequence[float]) -> Percentiles:
+    """Of one value or more; between two of them in proportion."""
+    if len(values) == 1:
+        return Percentiles(values[0], values[0])
+    marks = statistics.quantiles(values, n=100, method="inclusive")
+    return Percentiles(marks[49], marks[98])
+
+
+def json_line(news: Snapshot | Lost, *, target: str, time_s: float) -> str:
+    """One line without its end; `time_s` is the time of day in seconds since 1970."""
+    head = {"time_s": time_s, "target": target, "connected": isinstance(news, Snapshot)}
+    rest = _snapshot_fields(news) if isinstance(news, Snapshot) else {"error": str(news.error), "lost_s": news.lost_s}
+    return json.dumps(head | rest)
+
+
+def _snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
+    fields = asdict(snapshot)
+    info = fields.pop("info")
+    executors = [_executor_fields(index, each) for index, each in enumerate(fields.pop("executors"))]
+    about = {name: info[name] for name in ("version", "uptime_s", "draining", "resident_bytes")}
+    return {**about, **fields, "max_num_seqs": snapshot.max_num_seqs, "load": info["load"], "executors": executors}
+
+
+def _executor_fields(index: int, fields: dict[str, Any]) -> dict[str, Any]:
+    info = fields.pop("info")
+    info["incarnation"] = f"{info['incarnation']:016x}"  # 64 bits are more than a number of JSON holds everywhere
+    return {"index": index, **info, **fields}

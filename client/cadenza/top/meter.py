@@ -1,0 +1,154 @@
+"""A server's figures over a moving window, from its step records and from what it says of itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cadenza.info import ExecutorInfo, ServerInfo
+from cadenza.schedule import ran
+from cadenza.top.ages import Ages
+from cadenza.top.figures import TIMES, ExecutorFigures, Percentiles, Snapshot, percentiles
+from cadenza.v1 import admin_pb2, execution_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What is kept of a record."""
+
+    at_s: float
+    executor: int
+    ran: bool
+    failed: bool
+    num_sequences: int
+    num_prompt_tokens: int
+    num_sampled: int
+    num_swapped_out: int
+    num_swapped_in: int
+    times_s: tuple[float, ...]  # in the order of TIMES
+
+
+class Meter:
+    """Add records as they come, and take a snapshot at the end of each interval.
+
+    All times are on the server's clock, in seconds since it started. A window begins at a snapshot, so that the
+    server's counts and those of records are over the same time. A record that comes late is in the interval in which it
+    came, so that each is in one.
+    """
+
+    def __init__(self, info: ServerInfo, window_s: float) -> None:
+        """`info`: at the begin of the watch; `window_s`: length of the window at least; 0: that of one interval."""
+        self._window_s = window_s
+        self._infos = deque([info])
+        self._begin_s = info.uptime_s
+        self._steps: deque[_Step] = deque()
+        self._num_dropped = 0
+        self._ages, self._prompts = Ages(), PromptCounter()
+
+    def add(self, records: Sequence[admin_pb2.StepRecord], num_dropped: int) -> None:
+        """Take records in the order of steps; `num_dropped`: those lost to this watch so far."""
+        if num_dropped > self._num_dropped:  # what has become of the sequences is not known
+            self._num_dropped = num_dropped
+            self._ages, self._prompts = Ages(), PromptCounter()
+        for record in records:
+            self._steps.append(self._step(record))
+            self._ages.add(record)
+
+    def snapshot(self, info: ServerInfo) -> Snapshot:
+        """The figures at `info`, which becomes the end of the window."""
+        now_s, infos = info.uptime_s, self._infos
+        newest = infos[-1]
+        while len(infos) > 1 and now_s - infos[1].uptime_s >= self._window_s:
+            infos.popleft()
+        base = infos[0]
+        infos.append(info)
+        while self._steps and self._steps[0].at_s < base.uptime_s:
+            self._steps.popleft()
+        steps = [step for step in self._steps if step.at_s < now_s]
+        window_s = now_s - base.uptime_s
+        waiting_s, running_s, swapped_s = self._ages.look(info.load, now_s)
+        queries = info.load.num_prefix_queries - base.load.num_prefix_queries
+        return Snapshot(
+            info=info,
+            watched_s=now_s - self._begin_s,
+            num_dropped=self._num_dropped,
+            window_s=window_s,
+            prompt_tokens_per_s=_rate(sum(step.num_prompt_tokens for step in steps), window_s),
+            output_tokens_per_s=_rate(info.load.num_output_tokens - base.load.num_output_tokens, window_s),
+            interval_output_tokens_per_s=_rate(
+                info.load.num_output_tokens - newest.load.num_output_tokens, now_s - newest.uptime_s
+            ),
+            num_preemptions=info.load.num_preemptions - base.load.num_preemptions,
+            num_swapped_out=sum(step.num_swapped_out for step in steps),
+            num_swapped_in=sum(step.num_swapped_in for step in steps),
+            prefix_hit_rate=(info.load.num_prefix_hits - base.load.num_prefix_hits) / queries if queries else None,
+            waiting_s=waiting_s,
+            running_s=running_s,
+            swapped_s=swapped_s,
+            executors=[
+                _executor(executor, [step for step in steps if step.executor == index], window_s)
+                for index, executor in enumerate(info.executors)
+            ],
+        )
+
+    def _step(self, record: admin_pb2.StepRecord) -> _Step:
+        timings, at_s = record.timings, record.applied_ns / 1e9
+        return _Step(
+            at_s=at_s if at_s < self._begin_s else max(at_s, self._infos[-1].uptime_s),
+            executor=record.executor_index,
+            ran=bool(ran([record])),
+            failed=record.status != execution_pb2.STEP_STATUS_OK,
+            num_sequences=len(record.sequence_ids),
+            num_prompt_tokens=self._prompts.count(record),
+            num_sampled=sum(record.num_sampled),
+            num_swapped_out=len(record.swapped_out_ids),
+            num_swapped_in=len(record.swapped_in_ids),
+            times_s=tuple(getattr(timings, f"{name}_ns") / 1e9 for name in TIMES),
+        )
+
+
+class PromptCounter:
+    """Counts the tokens of prompts among those that steps compute."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[int, int] = {}  # by sequence id
+
+    def count(self, record: admin_pb2.StepRecord) -> int:
+        """Tokens of prompts in this step, and tokens that are computed again.
+
+        Of a sequence that joined before the watch a chunk of one token is taken for output.
+        """
+        lengths = self._lengths
+        lengths.update((join.sequence_id, join.num_prompt_tokens) for join in record.joined)
+        columns = zip(record.sequence_ids, record.num_tokens, record.context_lens, strict=True)
+        num_tokens = sum(num for sequence, num, context in columns if num > 1 or context < lengths.get(sequence, 0))
+        for leave in record.left:
+            lengths.pop(leave.sequence_id, None)
+        return num_tokens
+
+
+def _executor(info: ExecutorInfo, steps: list[_Step], window_s: float) -> ExecutorFigures:
+    done = [step for step in steps if step.ran]
+    total_s = sum(step.times_s[0] for step in done)
+    return ExecutorFigures(
+        info=info,
+        num_steps=len(done),
+        num_failed_steps=sum(step.failed for step in steps),
+        steps_per_s=_rate(len(done), window_s),
+        busy=min(1.0, _rate(total_s, window_s)),
+        mean_sequences=_rate(sum(step.num_sequences for step in done), len(done)),
+        max_sequences=max((step.num_sequences for step in done), default=0),
+        prompt_tokens_per_s=_rate(sum(step.num_prompt_tokens for step in done), window_s),
+        sampled_tokens_per_s=_rate(sum(step.num_sampled for step in done), window_s),
+        times_s=_times(done),
+    )
+
+
+def _times(steps: list[_Step]) -> dict[str, Percentiles]:
+    columns = dict(zip(TIMES, zip(*(step.times_s for step in steps), strict=True), strict=False))
+    return {name: percentiles(values) for name, values in columns.items() if any(values)}
+
+
+def _rate(count: float, of: float) -> float:
+    return count / of if of > 0 else 0.0

@@ -1,0 +1,74 @@
+"""Follows a server: a snapshot at the end of each interval, and word of it when it is not there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from cadenza.async_client import AsyncClient
+from cadenza.errors import CadenzaError, DeadlineError, UnavailableError, UnsupportedError
+from cadenza.step_watch import StepWatch, watch_steps
+from cadenza.top.figures import Lost, Snapshot
+from cadenza.top.meter import Meter
+
+_ANSWER_S = 5.0
+"""A server that has not answered for so long is not there."""
+_TAKE_S = 1.0
+"""Records are taken so often, as whole ones are large."""
+
+
+async def observe(target: str, *, interval_s: float, window_s: float) -> AsyncGenerator[Snapshot | Lost, None]:
+    """What is known of a server, for ever: a snapshot for each interval, or that it is lost; then it is tried anew.
+
+    Figures are over `window_s` at least; 0: over one interval. Raises UnsupportedError for what is no Cadenza
+    scheduler.
+    """
+    heard_s = time.monotonic()
+    while True:
+        try:
+            async with (
+                AsyncClient(target) as client,
+                contextlib.aclosing(_snapshots(client, interval_s, window_s)) as news,
+            ):
+                async for snapshot in news:
+                    heard_s = time.monotonic()
+                    yield snapshot
+        except UnsupportedError:
+            raise
+        except CadenzaError as error:
+            yield Lost(error, time.monotonic() - heard_s)
+        await asyncio.sleep(interval_s)
+
+
+async def _snapshots(client: AsyncClient, interval_s: float, window_s: float) -> AsyncGenerator[Snapshot, None]:
+    async with contextlib.AsyncExitStack() as stack:
+        async with _in_time(client.target):
+            watch = await stack.enter_async_context(watch_steps(client))
+            meter = Meter(await client.server_info(), window_s)
+        while await _passed(interval_s, watch, meter):
+            async with _in_time(client.target):
+                info = await client.server_info()
+            meter.add(watch.take(), watch.num_dropped)
+            yield meter.snapshot(info)
+    raise UnavailableError(f"{client.target} has ended the watch of its steps")
+
+
+async def _passed(interval_s: float, watch: StepWatch, meter: Meter) -> bool:
+    """Let the interval pass; False as soon as the watch has ended."""
+    end_s = time.monotonic() + interval_s
+    while (rest_s := end_s - time.monotonic()) > 0:
+        if await watch.wait_end(min(rest_s, _TAKE_S)):
+            return False
+        meter.add(watch.take(), watch.num_dropped)
+    return True
+
+
+@contextlib.asynccontextmanager
+async def _in_time(target: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            yield
+    except TimeoutError:
+        raise DeadlineError(f"{target} has not answered for {_ANSWER_S:g} s") from None

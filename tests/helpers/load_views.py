@@ -1,0 +1,34 @@
+"""A view of a load test that shows nothing, and lets a test wait for a number of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from cadenza.loadtest.driver import Progress
+
+
+class SilentView:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self._num_ended = 0
+        self._news = asyncio.Event()
+
+    @contextlib.contextmanager
+    def running(self, what: str, total: int | None) -> Iterator[None]:
+        self._num_ended = 0
+        yield
+
+    def on_progress(self, now: Progress) -> None:
+        self._num_ended = now.num_ended
+        self._news.set()
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    async def has_ended(self, count: int) -> None:
+        """So many requests of the present run have ended."""
+        while self._num_ended < count:
+            self._news.clear()
+            await self._news.wait()

@@ -98,6 +98,8 @@ class SessionLoad:
     def _ended(self, request: Request, event: pb.SessionEvent) -> None:
         retry = error_details_pb2.RetryInfo()
         if any(detail.Unpack(retry) for detail in event.error.details):
+            if not self.num_refusals:
+                print(f"refused, to be sent again: {event.error.message}", file=sys.stderr, flush=True)
             self.num_refusals += 1
             # A little later than told, each at its own time: otherwise all come back at once.
             delay_s = retry.retry_delay.ToTimedelta().total_seconds() * random.uniform(1, 1.5)

@@ -147,7 +147,10 @@ async def test_refused_requests_come_back_until_they_are_served() -> None:
     async with load_on(max_queued_requests=100) as load:
         load.executor.going.clear()
         process = await load.start("--requests", 1000, "--in-flight", 1000, "--max-tokens", 4)
-        await load.wait_for_requests(100)
+        assert process.stderr is not None
+        async with asyncio.timeout(60):
+            first = await process.stderr.readline()
+        assert first == b"refused, to be sent again: 100 requests wait already (max_queued_requests)\n"
         load.executor.going.set()
         report = await load.report(process)
         assert report["ok"] == 1000

@@ -141,9 +141,13 @@ class GpuDevice:
 
 
 def _bytes_for_slots(geometry: ModelGeometry, config: ExecutorConfig) -> int:
-    """Return what the slots' state takes: token ids and block tables, of twice max_num_seqs slots."""
-    words = geometry.max_model_len + geometry.max_model_len // config.block_size + geometry.vocab_size // 32
-    return 2 * config.max_num_seqs * words * 4
+    """Return what the state of twice max_num_seqs slots takes, and edited logits of max_num_seqs rows.
+
+    Of a slot: token ids, a block table, token counts, and a bit for each token that stops it or is allowed.
+    """
+    vocab, length = geometry.vocab_size, geometry.max_model_len
+    by_slot = length + length // config.block_size + vocab + vocab // 16
+    return config.max_num_seqs * (2 * by_slot + vocab) * 4
 
 
 def _properties(device: torch.device) -> tuple[int, int]:

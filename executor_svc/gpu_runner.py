@@ -50,10 +50,11 @@ class GpuRunner:
         return StepSizes(int(counts.sum()), num_seqs, num_logits, num_rows)
 
     @torch.inference_mode()
-    def forward(self, scheduled: Scheduled, sizes: StepSizes, max_seq_len: int) -> Tensor:
-        """Enqueue a step: its inputs, keys and values, hidden states; returns its logits [L, vocab] float32.
+    def forward(self, scheduled: Scheduled, sizes: StepSizes, max_seq_len: int) -> tuple[Tensor, Tensor]:
+        """Enqueue a step: its inputs, keys and values, hidden states, logits.
 
-        max_seq_len: of its longest sequence, this step's tokens included.
+        max_seq_len: of its longest sequence, this step's tokens included. Returns its logits [L, vocab] float32, and
+        the likeliest token of each [L] int64, -1 where it can not be sampled.
         """
         one_each = self._slots.stage(scheduled, sizes)
         if sizes == StepSizes.decode(sizes.num_seqs) and sizes.num_seqs in self._replayer.sizes:
@@ -65,11 +66,7 @@ class GpuRunner:
             for plan in self._plans:
                 plan.become(sizes.num_seqs, sizes.num_tokens, int(scheduled.num_tokens.max()), max_seq_len)
             self._recorded.run(sizes.num_tokens, sizes.num_logits)
-        return self._recorded.sampled_logits[: sizes.num_logits]
-
-    def hidden(self, num_tokens: int) -> Tensor:
-        """Return the hidden states [T, hidden] of the last step."""
-        return self._recorded.hidden[:num_tokens]
+        return self._recorded.sampled_logits[: sizes.num_logits], self._recorded.best[: sizes.num_logits]
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:

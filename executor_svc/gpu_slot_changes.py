@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from executor_svc.gpu_staging import Changes
+from executor_svc.kernels.gpu.sampling_state import MAX_INT32
 from executor_svc.kernels.gpu.slots import NUM_NUMBERS, SlotState, padded
 from executor_svc.plan import AdmittedSequence, IntArray, SlotColumns, StepPlan
-
-_MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class ChangeLog:
                     sequence.num_computed_tokens,
                     0,
                     0,
-                    min(sequence.sampling.min_tokens, _MAX_INT32),
+                    min(sequence.sampling.min_tokens, MAX_INT32),
                 )
                 for sequence in sequences
             ],

@@ -71,6 +71,12 @@ class _Pinned:
         self.copied = new_event(device)
 
 
+def sent(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Enqueue the copy of an array to the device; it may be changed once this returns."""
+    there = torch.from_numpy(values)
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.clone()
+
+
 class Upload:
     """Pinned buffers, and the one buffer on the device that they are copied to in turn."""
 
@@ -102,11 +108,13 @@ class Download:
         self._free: deque[_Pinned] = deque(_Pinned(num_words, device) for _ in range(2))
 
     def fetch(self, words: Tensor) -> Fetched:
-        """Enqueue the copy of a contiguous int32 tensor of at most num_words."""
-        pinned = self._free.popleft() if self._free else _Pinned(self._num_words, self._device)
-        pinned.tensor[: words.numel()].copy_(words, non_blocking=True)
+        """Enqueue the copy of a contiguous int32 tensor, by buffers that stay if it has at most num_words."""
+        num_words = words.numel()
+        free = self._free if num_words <= self._num_words else deque[_Pinned]()
+        pinned = free.popleft() if free else _Pinned(max(num_words, self._num_words), self._device)
+        pinned.tensor[:num_words].copy_(words, non_blocking=True)
         pinned.copied.record()
-        return Fetched(pinned, words.numel(), self._free)
+        return Fetched(pinned, num_words, free)
 
 
 class Fetched:

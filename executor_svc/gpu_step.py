@@ -1,8 +1,8 @@
 """Steps on a GPU: each is enqueued at once, and its sampled tokens feed the next without visiting the host.
 
 The host schedules by a mirror of the slots, which may be steps behind: a slot that has stopped meanwhile is padding on
-the device, and told to be idle. What samples by edited logits, candidates or logprobs is chosen on the host, by the
-code of the CPU: such a step waits for those before it and is waited for.
+the device, and told to be idle. Candidates of beams are found on the host, by the code of the CPU: a step with these,
+with forks or with given tokens waits for those before it.
 """
 
 from __future__ import annotations
@@ -18,35 +18,34 @@ from torch import Tensor
 
 from executor_svc.choosing import choose
 from executor_svc.device import Device
+from executor_svc.gpu_prompt_logprobs import GpuPromptLogprobs, PendingPrompts
 from executor_svc.gpu_runner import GpuRunner
+from executor_svc.gpu_sampling import GpuSampler, PendingLogprobs, Wanted
+from executor_svc.gpu_sampling_state import SlotSamplingState
 from executor_svc.gpu_slots import DeviceSlots, PendingTokens
-from executor_svc.kernels.gpu.sampling import sample
-from executor_svc.kernels.gpu.sampling_state import (
-    RECORD_WORDS,
-    SamplingLists,
-    SamplingState,
-    SamplingWorkspace,
-    pack_record,
-)
+from executor_svc.gpu_staging import sent
+from executor_svc.gpu_timing import StepClock
+from executor_svc.kernels.gpu.slots import StepInputs, StepSizes
 from executor_svc.kv_cache import KVCache
 from executor_svc.loader import LoadedModel
 from executor_svc.mirror_slots import MirrorSlots, Taken
-from executor_svc.plan import IntArray, Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
-from executor_svc.prompt_logprobs import prompt_logprobs
-from executor_svc.prompt_rows import PromptRows, prompt_rows
+from executor_svc.plan import BoolArray, IntArray, Limits, StepPlan, StepResult, StepTimings
+from executor_svc.prompt_rows import prompt_rows
 from executor_svc.row_math import argmax
 from executor_svc.slots import Scheduled
-from executor_svc.step_result import Computed, SampledTokens, make_result
+from executor_svc.step_result import Computed, RowCandidates, SampledTokens, make_result
 from executor_svc.step_work import is_device_lost, is_out_of_memory, move_blocks
 from executor_svc.trace import Spans
 
 
 @dataclass(frozen=True, slots=True)
-class _OnHost:
-    """What was chosen on the host, with all that the device does not tell."""
+class _Enqueued:
+    """What a step will tell, once the device has computed it."""
 
-    sampled: SampledTokens
-    prompts: tuple[SlotLogprobs, ...]
+    tokens: PendingTokens
+    logprobs: PendingLogprobs | None
+    prompts: PendingPrompts | None
+    candidates: RowCandidates | None
 
 
 class GpuStep:
@@ -57,24 +56,24 @@ class GpuStep:
         owner: GpuStepExecutor,
         plan: StepPlan,
         scheduled: Scheduled,
-        tokens: PendingTokens | None,
-        on_host: _OnHost,
+        enqueued: _Enqueued | None,
         owners: IntArray,
+        clock: StepClock,
         timings: StepTimings,
     ) -> None:
         self._owner = owner
         self._plan = plan
         self._scheduled = scheduled
-        self._tokens = tokens
-        self._on_host = on_host
+        self._enqueued = enqueued
         self._owners = owners
+        self._clock = clock
         self._timings = timings
         self._launched = time.monotonic_ns()
         self._result: StepResult | None = None
 
     def is_done(self) -> bool:
         """Would `result` return at once."""
-        return self._result is not None or self._tokens is None or self._tokens.is_done()
+        return self._result is not None or self._enqueued is None or self._enqueued.tokens.is_done()
 
     def result(self) -> StepResult:
         """Wait for the step, after those before it. Raises what the device raises."""
@@ -85,27 +84,27 @@ class GpuStep:
 
     def settle(self, slots: MirrorSlots) -> None:
         """Wait, bring the mirror up to date, and make the result; all steps before this one are settled."""
-        scheduled, sampled = self._scheduled, self._on_host.sampled
-        positions = scheduled.sampling_slots[:0]
-        if self._tokens is not None:
-            told = self._tokens.wait()
-            positions = told.positions
-            taken = Taken(told.token_ids, np.where(told.idle, 0, told.errors), told.idle)
-            slots.settle(scheduled, self._owners, positions, taken)
-            if told.idle.any():
-                scheduled, kept = _without_idle(scheduled, told.idle), ~told.idle
-                sampled = SampledTokens(told.token_ids[kept], told.errors[kept], None)
-                positions = positions[kept]
-            else:
-                # Logprobs and candidates are the host's own; tokens and errors are as the device has taken them.
-                sampled = replace(sampled, token_ids=told.token_ids, errors=told.errors)
+        none = self._scheduled.slots[:0]
+        scheduled, computed = self._scheduled, Computed(SampledTokens(none, none, None), none)
+        if self._enqueued is not None:
+            scheduled, computed = self._settle(slots, self._enqueued)
         digest = slots.digest() if self._plan.debug_digest else b""
-        ended = time.monotonic_ns()
-        timings = replace(
-            self._timings, device_ns=ended - self._launched, total_ns=self._timings.total_ns + ended - self._launched
-        )
-        computed = Computed(sampled, positions, self._on_host.prompts, timings.device_ns, timings.sample_ns)
+        total_ns = self._timings.total_ns + time.monotonic_ns() - self._launched
+        timings = replace(self._timings, device_ns=computed.device_ns, sample_ns=computed.sample_ns, total_ns=total_ns)
         self._result = make_result(self._plan.step_id, scheduled, computed, timings, digest)
+
+    def _settle(self, slots: MirrorSlots, enqueued: _Enqueued) -> tuple[Scheduled, Computed]:
+        """What was computed, by those of the scheduled slots that had not stopped before."""
+        told = enqueued.tokens.wait()
+        kept = ~told.idle
+        taken = Taken(told.token_ids, np.where(told.idle, 0, told.errors), told.idle)
+        slots.settle(self._scheduled, self._owners, told.positions, taken)
+        logprobs = None if enqueued.logprobs is None else enqueued.logprobs.wait(kept)
+        prompts = () if enqueued.prompts is None else enqueued.prompts.wait()
+        sampled = SampledTokens(told.token_ids[kept], told.errors[kept], logprobs, enqueued.candidates)
+        scheduled = self._scheduled if kept.all() else _without_idle(self._scheduled, told.idle)
+        device_ns, sample_ns = self._clock.between()
+        return scheduled, Computed(sampled, told.positions[kept], prompts, device_ns, sample_ns)
 
 
 class GpuStepExecutor:
@@ -113,41 +112,26 @@ class GpuStepExecutor:
 
     def __init__(self, loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits) -> None:
         """Make the slots, record the model, and capture its graphs."""
-        torch_device, n, vocab = device.torch_device, limits.num_slots, limits.vocab_size
+        torch_device = device.torch_device
         self.limits = limits
         self.slots = MirrorSlots(limits)
         self._pools = pools
         self._device = torch_device
         self._span = Spans(torch_device.type == "cuda")
-        self._device_slots = DeviceSlots(limits, torch_device, extra_words=n * RECORD_WORDS)
-        self._records = self._device_slots.extra[: n * RECORD_WORDS].view(n, RECORD_WORDS)
+        self._device_slots = DeviceSlots(limits, torch_device, extra_words=SlotSamplingState.extra_words(limits))
         self._runner = GpuRunner(loaded, device, pools, limits, self._device_slots)
-        self._sampling = self._sampling_state()
-        self._workspace = SamplingWorkspace.empty(limits.max_num_seqs, vocab, torch_device, edits=False)
-        self._tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=torch_device)
-        self._errors = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=torch_device)
+        self._sampling = SlotSamplingState(limits, self._device_slots)
+        self._sampler = GpuSampler(limits, self._sampling)
+        self._prompts = GpuPromptLogprobs(
+            self._runner.logits, self._sampler.workspace, self._device_slots.state.prompt_failed
+        )
         self._pending: deque[GpuStep] = deque()
         pools.warm_up()
         self._warm_up()
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Compile what draws: no step waits for that."""
-        logits = torch.zeros(1, self.limits.vocab_size, device=self._device)
-        nobody = torch.full((1,), -1, dtype=torch.int32, device=self._device)
-        for drawn, filtered in ((False, False), (True, False), (True, True)):
-            sample(
-                logits, nobody, torch.zeros_like(nobody), self._sampling, self._workspace, self._tokens[:1],
-                self._errors[:1], edited=False, drawn=drawn, filtered=filtered,
-            )  # fmt: skip
-
-    def _sampling_state(self) -> SamplingState:
-        """Return what draws read: rows with lists or penalties are the host's."""
-        state, nothing = self._device_slots.state, torch.zeros(0, dtype=torch.int32, device=self._device)
-        return SamplingState(
-            self._records, state.token_ids, state.num_tokens, state.num_prompt_tokens, nothing, nothing,
-            SamplingLists.empty(0, self._device),
-        )  # fmt: skip
+        self._sampler.warm_up(self._device_slots.inputs(StepSizes.decode(1)))
 
     def clear(self) -> None:
         """Free all slots, after what is enqueued; KV stays."""
@@ -155,6 +139,7 @@ class GpuStepExecutor:
             torch.cuda.synchronize(self._device)
         self._pending.clear()
         self.slots.clear()
+        self._sampling.clear()
 
     def is_out_of_memory(self, exc: Exception) -> bool:
         """As in `worker.Executor`."""
@@ -181,11 +166,12 @@ class GpuStepExecutor:
                 self.settle_until(None)
             scheduled = self.slots.schedule(plan)
         moves_ns = move_blocks(self._pools, plan)
-        self._apply(plan)
-        tokens, on_host = self._compute(scheduled)
+        self._sampling.apply(plan, self._device_slots.apply(plan))
+        clock = StepClock(self._device)
+        enqueued = self._compute(scheduled, clock)
         owners = self.slots.advance(scheduled)
         timings = StepTimings(started - received_ns, 0, 0, time.monotonic_ns() - started, moves_ns)
-        step = GpuStep(self, plan, scheduled, tokens, on_host, owners, timings)
+        step = GpuStep(self, plan, scheduled, enqueued, owners, clock, timings)
         self._pending.append(step)
         return step
 
@@ -197,64 +183,68 @@ class GpuStepExecutor:
             if step is last:
                 return
 
+    def _chosen_here(self) -> BoolArray:
+        """[n]: slots whose next token, or candidates for it, the host chooses."""
+        return self._sampling.without_room | (self.slots.sampling.num_candidates > 0)
+
     def _wants_host(self, plan: StepPlan) -> bool:
         """Does the plan need a mirror that knows all tokens."""
-        sampling, there = self.slots.sampling, self.slots.admitted
-        chosen_there = (there & ~(sampling.on_device & (sampling.num_prompt_logprobs < 0))).any()
-        return bool(chosen_there or len(plan.forks.slots) or len(plan.given.slots) or plan.debug_digest)
+        chosen_here = bool((self.slots.admitted & self._chosen_here()).any())
+        return chosen_here or bool(len(plan.forks.slots) or len(plan.given.slots) or plan.debug_digest)
 
-    def _apply(self, plan: StepPlan) -> None:
-        self._device_slots.apply(plan)
-        for sequence in plan.admitted:
-            record = pack_record(sequence.sampling).view(np.int32)
-            self._device_slots.write(self._records[sequence.slot], record)
-
-    def _compute(self, scheduled: Scheduled) -> tuple[PendingTokens | None, _OnHost]:
-        """Enqueue what is scheduled; returns the tokens to come, or None if nothing is computed."""
-        none = scheduled.slots[:0]
-        on_host = _OnHost(SampledTokens(none, none, None), ())
+    def _compute(self, scheduled: Scheduled, clock: StepClock) -> _Enqueued | None:
+        """Enqueue what is scheduled; None if nothing is computed."""
         if not len(scheduled.slots):
             self._device_slots.flush()
-            return None, on_host
+            self._sampling.count_admitted()
+            return None
+        clock.mark()
         sizes = self._runner.sizes_of(scheduled)
         longest = int((self.slots.num_computed_tokens[scheduled.slots] + scheduled.num_tokens).max())
         with self._span("forward"):
-            logits = self._runner.forward(scheduled, sizes, longest)
-        inputs = self._device_slots.inputs(sizes)
-        tokens, errors = self._tokens[: sizes.num_rows], self._errors[: sizes.num_rows]
+            logits, best = self._runner.forward(scheduled, sizes, longest)
+        self._sampling.count_admitted()
+        clock.mark()
         with self._span("sample"):
-            asked = prompt_rows(self.slots, scheduled)
-            rows, sampling = scheduled.sampling_slots, self.slots.sampling
-            if asked is not None or not sampling.on_device[rows].all():
-                on_host = self._choose_on_host(scheduled, asked, logits, tokens, errors)
-            elif len(rows):
-                drawn = sampling.temperature[rows] > 0
-                filtered = drawn & ((sampling.top_k[rows] > 0) | (sampling.top_p[rows] < 1))
-                sample(
-                    logits, inputs.rows, inputs.sources, self._sampling, self._workspace, tokens, errors,
-                    edited=False, drawn=bool(drawn.any()), filtered=bool(filtered.any()),
-                )  # fmt: skip
-        return self._device_slots.commit(scheduled, sizes, tokens, errors), on_host
+            enqueued = self._sample(scheduled, sizes, logits, best)
+        clock.mark()
+        return enqueued
 
-    def _choose_on_host(
-        self, scheduled: Scheduled, asked: PromptRows | None, logits: Tensor, tokens: Tensor, errors: Tensor
-    ) -> _OnHost:
-        """Choose as the CPU does, into tokens and errors [R]; the mirror knows all tokens."""
-        num_rows = len(scheduled.sampling_slots)
-        prompts: tuple[SlotLogprobs, ...] = ()
-        if asked is not None:
-            # The logits of sampled rows lie elsewhere and stay.
-            prompts, failed = prompt_logprobs(
-                asked, self.limits.vocab_size, lambda rows: self._runner.logits(torch.from_numpy(rows)).cpu()
-            )
-            self.slots.prompt_failed[failed] = True
-        here = logits[: int(scheduled.samples.sum())].cpu()
-        sampled = choose(here, argmax(here), self.slots, scheduled)
-        lost = self.slots.prompt_failed[scheduled.sampling_slots] & sampled.valid
-        sampled = replace(sampled, errors=np.where(lost, int(SlotError.NON_FINITE_LOGITS), sampled.errors))
-        tokens[:num_rows].copy_(torch.from_numpy(np.ascontiguousarray(sampled.token_ids)))
-        errors[:num_rows].copy_(torch.from_numpy(sampled.errors.astype(np.int32)))
-        return _OnHost(sampled, prompts)
+    def _sample(self, scheduled: Scheduled, sizes: StepSizes, logits: Tensor, best: Tensor) -> _Enqueued:
+        """Enqueue what is made of a step's logits [L, vocab] and their likeliest tokens [L]."""
+        inputs, rows = self._device_slots.inputs(sizes), scheduled.sampling_slots
+        asked = prompt_rows(self.slots, scheduled)
+        # The logits of sampled rows lie elsewhere and stay.
+        prompts = None if asked is None else self._prompts.tell(asked)
+        wanted = Wanted.by(rows, scheduled.candidates, self.slots.sampling, self.limits.vocab_size)
+        self._sampler.choose(logits, best, inputs, wanted)
+        candidates = None
+        if self._chosen_here()[rows].any():
+            candidates = self._choose_here(scheduled, inputs, logits)
+        logprobs = self._sampler.tell(logits, inputs, wanted)
+        tokens, errors = self._sampler.rows(inputs)
+        self._device_slots.launch_commit(sizes, tokens, errors)
+        if self.slots.sampling.penalised[rows].any():
+            self._sampling.count_taken(inputs)
+        return _Enqueued(self._device_slots.fetch(scheduled, sizes), logprobs, prompts, candidates)
+
+    def _choose_here(self, scheduled: Scheduled, inputs: StepInputs, logits: Tensor) -> RowCandidates | None:
+        """Choose for some rows as the CPU does, in place of what the device chose; the mirror knows all tokens."""
+        rows = np.flatnonzero(self._chosen_here()[scheduled.sampling_slots])
+        sources = np.arange(len(scheduled.sampling_slots)) if scheduled.sources is None else scheduled.sources
+        needed, sources = np.unique(sources[rows], return_inverse=True)
+        these = replace(
+            scheduled,
+            sampling_slots=scheduled.sampling_slots[rows],
+            sources=sources,
+            candidates=np.flatnonzero(np.isin(rows, scheduled.candidates)),
+        )
+        here = logits.index_select(0, sent(needed, self._device)).cpu()
+        sampled = choose(here, argmax(here), self.slots, these)
+        places, (tokens, errors) = sent(rows, self._device), self._sampler.rows(inputs)
+        tokens.index_copy_(0, places, sent(sampled.token_ids, self._device))
+        errors.index_copy_(0, places, sent(sampled.errors.astype(np.int32), self._device))
+        return sampled.candidates
 
 
 def _without_idle(scheduled: Scheduled, idle: np.ndarray) -> Scheduled:

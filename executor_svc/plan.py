@@ -97,6 +97,11 @@ class SequenceSampling:
     num_candidates: int = 0
     """Best next tokens told in place of a sampled one; 0: sample."""
 
+    @property
+    def is_penalised(self) -> bool:
+        """Do tokens that are there already change the logits."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
 
 @dataclass(frozen=True, slots=True)
 class AdmittedSequence:

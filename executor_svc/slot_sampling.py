@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from executor_svc.plan import AdmittedSequence, BoolArray, IntArray, Limits, SequenceSampling
+from executor_svc.plan import AdmittedSequence, BoolArray, IntArray, Limits
 from executor_svc.ragged import SlotLists
 from executor_svc.token_counts import TokenCounts
 
@@ -34,8 +34,6 @@ class SlotSampling:
         self.penalised = np.zeros(n, np.bool_)
         # Is this slot's token the most likely one of its logits as they are, with nothing more to be told.
         self.greedy = np.zeros(n, np.bool_)
-        # Does a draw from the logits as they are say all that is asked: a GPU does that by itself.
-        self.on_device = np.ones(n, np.bool_)
         self.stop_ids = SlotLists(n, np.int32)
         self.allowed_ids = SlotLists(n, np.int32)
         self.biases = SlotLists(n, np.int32, np.float32)
@@ -69,15 +67,14 @@ class SlotSampling:
             or (sampling.min_tokens and len(sampling.stop_token_ids))
         )
         told = sampling.num_logprobs is not None or sampling.num_candidates
-        self.on_device[slot] = not self.processed[slot] and not told
-        self.greedy[slot] = sampling.temperature == 0 and self.on_device[slot]
+        self.greedy[slot] = sampling.temperature == 0 and not self.processed[slot] and not told
 
     def _admit_penalties(self, sequence: AdmittedSequence) -> None:
         slot, sampling = sequence.slot, sequence.sampling
         self.repetition_penalty[slot] = sampling.repetition_penalty
         self.frequency_penalty[slot] = sampling.frequency_penalty
         self.presence_penalty[slot] = sampling.presence_penalty
-        self.penalised[slot] = _is_penalised(sampling)
+        self.penalised[slot] = sampling.is_penalised
         if self.penalised[slot]:
             if self._counts is None:
                 self._counts = TokenCounts(self._limits)
@@ -111,10 +108,6 @@ class SlotSampling:
             return penalised[:0], penalised[:0], penalised[:0]
         owner, ids, counts = self._counts.read(slots[penalised])
         return penalised[owner], ids, counts
-
-
-def _is_penalised(sampling: SequenceSampling) -> bool:
-    return sampling.repetition_penalty != 1 or sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
 
 
 def _joined(words: tuple[IntArray, ...]) -> tuple[IntArray, IntArray]:

@@ -1,4 +1,4 @@
-"""The likeliest token of each row of logits: a maximum for each chunk of a row, then one of these."""
+"""The likeliest token of each row of logits: a maximum for each chunk of a row, then one of these; and taking it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from executor_svc.kernels.gpu.rows import check, check_rows, chunks, options, variant
 from executor_svc.kernels.gpu.variant import Variant
+from executor_svc.plan import SlotError
 
 VOCAB_SIZES = (32000, 49152, 128256, 151936, 256000)
 """Widths of the variants that are compiled ahead of time; the launchers take any."""
@@ -19,7 +20,9 @@ _CHUNKS = 64
 """About so many programs share a row, so that one row alone is read by half of a GPU's processors."""
 _SMALLEST_CHUNK = 1024
 _LARGEST_CHUNK = 4096
+_ROWS = 128
 _NOWHERE = tl.constexpr(2**31 - 1)
+_NON_FINITE = tl.constexpr(int(SlotError.NON_FINITE_LOGITS))
 
 
 @triton.jit
@@ -52,6 +55,15 @@ def _argmax_rows(scratch, out, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row, tl.where(finite, where, -1).to(tl.int64))
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _take_best(best, rows, sources, tokens, errors, num_rows, ROWS: tl.constexpr):
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = tl.load(rows + at, at < num_rows, other=-1) >= 0
+    token = tl.load(best + tl.load(sources + at, there, other=0), there, other=-1)
+    tl.store(tokens + at, token, there)
+    tl.store(errors + at, tl.where(token < 0, _NON_FINITE, 0), there)
+
+
 def argmax(logits: Tensor, scratch: Tensor, out: Tensor) -> None:
     """Write the lowest id among the largest of each row of logits [R, vocab] float32 to out [R] int64.
 
@@ -74,6 +86,28 @@ def argmax(logits: Tensor, scratch: Tensor, out: Tensor) -> None:
         first, second = chunk_constants(vocab, logits.stride(0)), row_constants(vocab)
         _argmax_chunks[needed // 2,](logits, scratch, **first, **_chunk_options(first))
         _argmax_rows[rows,](scratch, out, **second, **_row_options(second))
+
+
+def take_best(best: Tensor, rows: Tensor, sources: Tensor, out_tokens: Tensor, out_errors: Tensor) -> None:
+    """Choose for each of R rows the likeliest token of the logits that it reads: all that greedy decoding needs.
+
+    Args:
+        best: [L] int64, as `argmax` writes it.
+        rows: [R] int32; -1: padding, for which nothing is written.
+        sources: [R] int32, the row of the logits that each reads.
+        out_tokens: [R] int64; -1 where there is an error.
+        out_errors: [R] int32: 0, or the SlotError.
+    """
+    num_rows = rows.shape[0]
+    check("best", best, (best.shape[0],), torch.int64)
+    check("rows", rows, (num_rows,), torch.int32)
+    check("sources", sources, (num_rows,), torch.int32)
+    check("out_tokens", out_tokens, (num_rows,), torch.int64)
+    check("out_errors", out_errors, (num_rows,), torch.int32)
+    if num_rows:
+        _take_best[triton.cdiv(num_rows, _ROWS),](
+            best, rows, sources, out_tokens, out_errors, num_rows, ROWS=_ROWS, **options(_ROWS)
+        )
 
 
 def argmax_scratch(rows: int, vocab: int) -> int:
@@ -106,7 +140,8 @@ def _row_options(constants: dict[str, int]) -> dict[str, Any]:
 
 def variants() -> list[Variant]:
     """Return the configurations compiled ahead of time."""
-    found = []
+    taken = {"best": "*i64", "rows": "*i32", "sources": "*i32", "tokens": "*i64", "errors": "*i32", "num_rows": "i32"}
+    found = [variant("take_best", _take_best, taken, {"ROWS": _ROWS}, options(_ROWS))]
     for vocab in VOCAB_SIZES:
         quick = vocab == 128256
         constants, arguments = chunk_constants(vocab, vocab), {"logits": "*fp32", "scratch": "*i32"}

@@ -27,6 +27,7 @@ from executor_svc.kernels.gpu.sampling_math import (
     ordered_key,
 )
 from executor_svc.kernels.gpu.sampling_state import SamplingWorkspace, check_vocab, num_blocks, num_chunks
+from executor_svc.kernels.gpu.slots import padded
 from executor_svc.kernels.gpu.variant import Variant
 
 _NOTHING = tl.constexpr(-0x8000000000000000)
@@ -40,6 +41,8 @@ _TELL_WARPS = 4
 class DeviceLogprobs:
     """Logprobs of R tokens; rows that have not asked, or have no token, are left as they were."""
 
+    words: Tensor
+    """[2 * R * (1 + N), R rounded up to 16] int32: the others are views of it, each at a multiple of 16 words."""
     chosen: Tensor
     """[R] float32."""
     ranks: Tensor
@@ -52,11 +55,20 @@ class DeviceLogprobs:
     @classmethod
     def empty(cls, num_rows: int, num_top: int, device: torch.device) -> DeviceLogprobs:
         """Room for so many rows with at most so many best tokens each."""
+        size = 2 * padded(num_rows) * (1 + num_top)
+        return cls.over(torch.zeros(size, dtype=torch.int32, device=device), num_rows, num_top)
+
+    @classmethod
+    def over(cls, words: Tensor, num_rows: int, num_top: int) -> DeviceLogprobs:
+        """The same over words, as those of another that were copied."""
+        rows = padded(num_rows)
+        chosen, ranks, ids, top = words.split((rows, rows, rows * num_top, rows * num_top))
         return cls(
-            torch.zeros(num_rows, device=device),
-            torch.zeros(num_rows, dtype=torch.int32, device=device),
-            torch.zeros((num_rows, num_top), dtype=torch.int32, device=device),
-            torch.zeros((num_rows, num_top), device=device),
+            words,
+            chosen[:num_rows].view(torch.float32),
+            ranks[:num_rows],
+            ids.view(rows, num_top)[:num_rows],
+            top.view(torch.float32).view(rows, num_top)[:num_rows],
         )
 
 

@@ -28,6 +28,9 @@ the columns of `SamplingLists`.
 """
 RECORD_WORDS = RECORD.itemsize // 4
 
+MAX_INT32 = 2**31 - 1
+"""What larger limits are told as: none is ever reached."""
+
 
 def field(name: str) -> int:
     """Place of a field in a record, in 32-bit words."""
@@ -174,11 +177,13 @@ def pack_record(
     """A [1] array of RECORD for a slot whose lists begin at these places of the columns."""
     record = np.zeros(1, RECORD)
     penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    for name in ("seed", "sample_index", "temperature", "top_p", "top_k", "min_tokens", *penalties):
+    for name in ("seed", "sample_index", "temperature", "top_p", *penalties):
         record[name] = getattr(sampling, name)
+    for name in ("top_k", "min_tokens"):
+        record[name] = min(getattr(sampling, name), MAX_INT32)
     record["log_min_p"] = np.log(sampling.min_p) if sampling.min_p > 0 else -np.inf
     record["num_logprobs"] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
-    record["penalised"] = [getattr(sampling, name) for name in penalties] != [1, 0, 0]
+    record["penalised"] = sampling.is_penalised
     record["has_allowed"] = len(sampling.allowed_token_ids) > 0
     record["bias_start"], record["bias_length"] = bias_start, len(sampling.bias_token_ids)
     record["word_start"], record["word_length"] = word_start, sum(len(word) for word in sampling.bad_words)

@@ -114,7 +114,7 @@ class SlotState:
 
     @property
     def prompt_failed(self) -> Tensor:
-        """[n] int32, 0 or 1: prompt logits were not finite, so the slot fails when it samples."""
+        """[n] int32: not 0 if prompt logits were not finite, so the slot fails when it samples."""
         return self._number(PROMPT_FAILED)
 
     @property

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from executor_svc.kernels.gpu import logits, rows
+from executor_svc.plan import SlotError
 
 NAN, INF = float("nan"), float("inf")
 
@@ -84,6 +85,22 @@ def test_argmax(seed: int, count: int, vocab: int, gap: int, device: torch.devic
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-40, 3, (count, vocab), generator=generator).float()
     assert argmax(apart(x, gap, device)) == x.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("count", [1, 128, 129])
+def test_taking_the_best(count: int, device: torch.device) -> None:
+    """Rows read logits in any order; padding is left alone, and what can not be sampled is an error."""
+    best = torch.tensor([70000, 3, -1], device=device)
+    sources = torch.arange(count, dtype=torch.int32, device=device) % 3
+    slots = torch.arange(count, dtype=torch.int32, device=device).flip(0)
+    slots[count // 2 :: 5] = -1
+    tokens = torch.full((count,), -7, dtype=torch.int64, device=device)
+    errors = torch.full((count,), -7, dtype=torch.int32, device=device)
+    logits.take_best(best, slots, sources, tokens, errors)
+    there = slots >= 0
+    assert tokens.tolist() == torch.where(there, best[sources.long()], -7).tolist()
+    failed = torch.where(best[sources.long()] < 0, int(SlotError.NON_FINITE_LOGITS), 0)
+    assert errors.tolist() == torch.where(there, failed, -7).tolist()
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 3000])

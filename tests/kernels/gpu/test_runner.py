@@ -6,14 +6,13 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from executor_svc.device import NumericsError
-from executor_svc.plan import SequenceSampling, SlotLogprobs, StepResult
+from executor_svc.plan import SequenceSampling, StepResult
 from executor_svc.worker import Launched
 from tests.checkpoints import make_checkpoint
-from tests.helpers.plans import columns, ints, plan, scheduled, sequence
+from tests.helpers.plans import ints, plan, scheduled, sequence
 from tests.helpers.stepping import Stepper
 from tests.kernels.driver import Model
 
@@ -113,43 +112,6 @@ def test_steps_are_begun_before_the_last_is_known(llama: Path) -> None:
     # The mirror is where the slots of the CPU would be.
     assert stepper.executor.slots.num_tokens[:2].tolist() == [3 + 6, 20 + 1]
     assert stepper.executor.slots.num_computed_tokens[:2].tolist() == [3 + 5, 20]
-
-
-def host_choices(model: Model) -> tuple[dict[int, list[int]], list[SlotLogprobs]]:
-    """Edited logits, logprobs, prompt logprobs, candidates and forks, beside a plain greedy sequence."""
-    stepper, told, logprobs = Stepper(model), Told(), []
-    wishes = (
-        SequenceSampling(),
-        SequenceSampling(frequency_penalty=1.5, temperature=0.8, seed=5, num_logprobs=2),
-        SequenceSampling(bias_token_ids=ints(9), biases=np.array([50.0], np.float32), num_prompt_logprobs=1),
-    )
-    sequences = [sequence(i, PROMPTS[i], stepper.blocks(i), sampling=each) for i, each in enumerate(wishes)]
-    twin = sequence(3, PROMPTS[0], stepper.blocks(3), sampling=SequenceSampling(temperature=1.0, seed=8))
-    plans: list[dict[str, Any]] = [
-        {"admitted": tuple(sequences), "scheduled": scheduled((0, 2, False), (1, 37, True), (2, 20, True))},
-        {"admitted": (twin,), "forks": columns((3, 0)), "scheduled": scheduled((0, 1, True)), "decode_ready": True},
-    ]
-    plans += [{"decode_ready": True, "held_slots": ints(3)}, {"decode_ready": True}]
-    for fields in plans:
-        result = stepper.step(**fields)
-        told.add(result)
-        logprobs += [*result.logprobs, *result.prompt_logprobs]
-    return told.tokens, logprobs
-
-
-def test_what_the_host_chooses(llama: Path) -> None:
-    expected, expected_logprobs = host_choices(Model(llama))
-    found, found_logprobs = host_choices(on_gpu(llama))
-    assert found == expected
-    assert expected[2] == [9, 9, 9, 9]
-    assert len(found_logprobs) == len(expected_logprobs) == 5
-    for one, other in zip(found_logprobs, expected_logprobs, strict=True):
-        assert (one.slot, one.start, one.top_token_ids.tolist()) == (
-            other.slot,
-            other.start,
-            other.top_token_ids.tolist(),
-        )
-        np.testing.assert_allclose(one.chosen_logprobs, other.chosen_logprobs, atol=2e-5)
 
 
 def test_exact_numerics_are_refused(llama: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
@@ -14,7 +14,8 @@ from executor_svc.gpu_staging import Download, Fetched
 from executor_svc.kernels.gpu.logits import take_best
 from executor_svc.kernels.gpu.logprobs import DeviceLogprobs, row_logprobs
 from executor_svc.kernels.gpu.sampling import sample
-from executor_svc.kernels.gpu.sampling_state import SamplingWorkspace, field
+from executor_svc.kernels.gpu.sampling_state import SamplingWorkspace
+from executor_svc.kernels.gpu.sampling_state import field as place
 from executor_svc.kernels.gpu.slots import StepInputs, padded
 from executor_svc.plan import BoolArray, IntArray, Limits
 from executor_svc.slot_sampling import SlotSampling
@@ -24,31 +25,48 @@ _LIKELY_TOP = 32
 """Best tokens beside each, up to which logprobs come by buffers that are kept."""
 
 
+def _no_rows() -> IntArray:
+    return np.zeros(0, np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What the R slots that sample in a step ask for."""
 
-    edited: bool
+    slots: IntArray
+    """[R]."""
+    edited: bool = False
     """May any of their logits have to be edited."""
-    drawn: bool
+    drawn: bool = False
     """Has any a temperature above 0."""
-    filtered: bool
+    filtered: bool = False
     """Has any of those top_k or top_p."""
-    told: IntArray
+    counted: bool = False
+    """Does any count its tokens."""
+    here: IntArray = field(default_factory=_no_rows)
+    """Rows whose token, or candidates for it, the host chooses, ascending."""
+    told: IntArray = field(default_factory=_no_rows)
     """Rows whose logprobs are told, ascending."""
-    num_top: IntArray
+    num_top: IntArray = field(default_factory=_no_rows)
     """Best tokens that each of these wants beside."""
 
     @classmethod
-    def by(cls, slots: IntArray, waits: IntArray, sampling: SlotSampling, vocab: int) -> Wanted:
-        """Of these slots [R]; waits: the rows that sample no token."""
+    def by(cls, slots: IntArray, sampling: SlotSampling, without_room: BoolArray, vocab: int) -> Wanted:
+        """Of these slots [R], by the parameters of all slots; without_room: [n], as `SlotSamplingState` has it."""
+        waits = sampling.num_candidates[slots] > 0
         drawn = sampling.temperature[slots] > 0
         filtered = drawn & ((sampling.top_k[slots] > 0) | (sampling.top_p[slots] < 1))
-        tells = sampling.num_logprobs[slots] >= 0
-        tells[waits] = False
-        told = np.flatnonzero(tells)
-        num_top = np.minimum(sampling.num_logprobs[slots[told]], vocab)
-        return cls(bool(sampling.processed[slots].any()), bool(drawn.any()), bool(filtered.any()), told, num_top)
+        told = np.flatnonzero((sampling.num_logprobs[slots] >= 0) & ~waits)
+        return cls(
+            slots=slots,
+            edited=bool(sampling.processed[slots].any()),
+            drawn=bool(drawn.any()),
+            filtered=bool(filtered.any()),
+            counted=bool(sampling.penalised[slots].any()),
+            here=np.flatnonzero(waits | without_room[slots]),
+            told=told,
+            num_top=np.minimum(sampling.num_logprobs[slots[told]], vocab),
+        )
 
 
 class PendingLogprobs:
@@ -83,7 +101,7 @@ class GpuSampler:
         self.workspace = SamplingWorkspace.empty(limits.max_num_seqs, limits.vocab_size, device)
         self._tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._errors = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
-        self._asked = records[:, field("num_logprobs")]
+        self._asked = records[:, place("num_logprobs")]
         self._download = Download(2 * padded(limits.max_num_seqs) * (1 + _LIKELY_TOP), device)
 
     def rows(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
@@ -116,12 +134,13 @@ class GpuSampler:
 
     def warm_up(self, inputs: StepInputs) -> None:
         """Compile all that choosing may launch, so that no step waits for that; inputs: of one row."""
-        logits, nothing = torch.zeros(1, self._vocab, device=self._tokens.device), np.zeros(0, np.int64)
+        logits, nobody = torch.zeros(1, self._vocab, device=self._tokens.device), _no_rows()
         best = torch.zeros_like(self._tokens[:1])
         for edited, (drawn, filtered) in product((False, True), ((False, False), (True, False), (True, True))):
-            self.choose(logits, best, inputs, Wanted(edited, drawn, filtered, nothing, nothing))
+            self.choose(logits, best, inputs, Wanted(nobody, edited, drawn, filtered))
         for drawn in (False, True):
-            self.tell(logits, inputs, Wanted(False, drawn, False, np.zeros(1, np.int64), np.ones(1, np.int64)))
+            told, num_top = np.zeros(1, np.int64), np.ones(1, np.int64)
+            self.tell(logits, inputs, Wanted(nobody, drawn=drawn, told=told, num_top=num_top))
         self.slots.count_taken(inputs)
 
 

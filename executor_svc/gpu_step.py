@@ -29,7 +29,7 @@ from executor_svc.kernels.gpu.slots import StepInputs, StepSizes
 from executor_svc.kv_cache import KVCache
 from executor_svc.loader import LoadedModel
 from executor_svc.mirror_slots import MirrorSlots, Taken
-from executor_svc.plan import BoolArray, IntArray, Limits, StepPlan, StepResult, StepTimings
+from executor_svc.plan import IntArray, Limits, StepPlan, StepResult, StepTimings
 from executor_svc.prompt_rows import prompt_rows
 from executor_svc.row_math import argmax
 from executor_svc.slots import Scheduled
@@ -96,15 +96,16 @@ class GpuStep:
     def _settle(self, slots: MirrorSlots, enqueued: _Enqueued) -> tuple[Scheduled, Computed]:
         """What was computed, by those of the scheduled slots that had not stopped before."""
         told = enqueued.tokens.wait()
-        kept = ~told.idle
-        taken = Taken(told.token_ids, np.where(told.idle, 0, told.errors), told.idle)
-        slots.settle(self._scheduled, self._owners, told.positions, taken)
-        logprobs = None if enqueued.logprobs is None else enqueued.logprobs.wait(kept)
+        idle, scheduled = told.idle, self._scheduled
+        taken = Taken(told.token_ids, np.where(idle, 0, told.errors), idle)
+        slots.settle(scheduled, self._owners, told.positions, taken)
+        logprobs = None if enqueued.logprobs is None else enqueued.logprobs.wait(~idle)
         prompts = () if enqueued.prompts is None else enqueued.prompts.wait()
-        sampled = SampledTokens(told.token_ids[kept], told.errors[kept], logprobs, enqueued.candidates)
-        scheduled = self._scheduled if kept.all() else _without_idle(self._scheduled, told.idle)
+        if idle.any():
+            scheduled, told = _without_idle(scheduled, idle), told.of_rows(~idle)
+        sampled = SampledTokens(told.token_ids, told.errors, logprobs, enqueued.candidates)
         device_ns, sample_ns = self._clock.between()
-        return scheduled, Computed(sampled, told.positions[kept], prompts, device_ns, sample_ns)
+        return scheduled, Computed(sampled, told.positions, prompts, device_ns, sample_ns)
 
 
 class GpuStepExecutor:
@@ -126,6 +127,7 @@ class GpuStepExecutor:
             self._runner.logits, self._sampler.workspace, self._device_slots.state.prompt_failed
         )
         self._pending: deque[GpuStep] = deque()
+        self._wanted: Wanted | None = None
         pools.warm_up()
         self._warm_up()
 
@@ -167,6 +169,8 @@ class GpuStepExecutor:
             scheduled = self.slots.schedule(plan)
         moves_ns = move_blocks(self._pools, plan)
         self._sampling.apply(plan, self._device_slots.apply(plan))
+        if plan.admitted:
+            self._wanted = None
         clock = StepClock(self._device)
         enqueued = self._compute(scheduled, clock)
         owners = self.slots.advance(scheduled)
@@ -183,14 +187,16 @@ class GpuStepExecutor:
             if step is last:
                 return
 
-    def _chosen_here(self) -> BoolArray:
-        """[n]: slots whose next token, or candidates for it, the host chooses."""
-        return self._sampling.without_room | (self.slots.sampling.num_candidates > 0)
-
     def _wants_host(self, plan: StepPlan) -> bool:
         """Does the plan need a mirror that knows all tokens."""
-        chosen_here = bool((self.slots.admitted & self._chosen_here()).any())
-        return chosen_here or bool(len(plan.forks.slots) or len(plan.given.slots) or plan.debug_digest)
+        here = self.slots.admitted & (self._sampling.without_room | (self.slots.sampling.num_candidates > 0))
+        return bool(here.any()) or bool(len(plan.forks.slots) or len(plan.given.slots) or plan.debug_digest)
+
+    def _wanted_by(self, slots: IntArray) -> Wanted:
+        """What these slots ask for: as in the last step, if they are the same and nobody has come."""
+        if self._wanted is None or not np.array_equal(self._wanted.slots, slots):
+            self._wanted = Wanted.by(slots, self.slots.sampling, self._sampling.without_room, self.limits.vocab_size)
+        return self._wanted
 
     def _compute(self, scheduled: Scheduled, clock: StepClock) -> _Enqueued | None:
         """Enqueue what is scheduled; None if nothing is computed."""
@@ -212,25 +218,23 @@ class GpuStepExecutor:
 
     def _sample(self, scheduled: Scheduled, sizes: StepSizes, logits: Tensor, best: Tensor) -> _Enqueued:
         """Enqueue what is made of a step's logits [L, vocab] and their likeliest tokens [L]."""
-        inputs, rows = self._device_slots.inputs(sizes), scheduled.sampling_slots
+        inputs, wanted = self._device_slots.inputs(sizes), self._wanted_by(scheduled.sampling_slots)
         asked = prompt_rows(self.slots, scheduled)
         # The logits of sampled rows lie elsewhere and stay.
         prompts = None if asked is None else self._prompts.tell(asked)
-        wanted = Wanted.by(rows, scheduled.candidates, self.slots.sampling, self.limits.vocab_size)
         self._sampler.choose(logits, best, inputs, wanted)
-        candidates = None
-        if self._chosen_here()[rows].any():
-            candidates = self._choose_here(scheduled, inputs, logits)
+        candidates = self._choose_here(scheduled, wanted.here, inputs, logits) if len(wanted.here) else None
         logprobs = self._sampler.tell(logits, inputs, wanted)
         tokens, errors = self._sampler.rows(inputs)
         self._device_slots.launch_commit(sizes, tokens, errors)
-        if self.slots.sampling.penalised[rows].any():
+        if wanted.counted:
             self._sampling.count_taken(inputs)
         return _Enqueued(self._device_slots.fetch(scheduled, sizes), logprobs, prompts, candidates)
 
-    def _choose_here(self, scheduled: Scheduled, inputs: StepInputs, logits: Tensor) -> RowCandidates | None:
-        """Choose for some rows as the CPU does, in place of what the device chose; the mirror knows all tokens."""
-        rows = np.flatnonzero(self._chosen_here()[scheduled.sampling_slots])
+    def _choose_here(
+        self, scheduled: Scheduled, rows: IntArray, inputs: StepInputs, logits: Tensor
+    ) -> RowCandidates | None:
+        """Choose for these rows as the CPU does, in place of what the device chose; the mirror knows all tokens."""
         sources = np.arange(len(scheduled.sampling_slots)) if scheduled.sources is None else scheduled.sources
         needed, sources = np.unique(sources[rows], return_inverse=True)
         these = replace(

@@ -16,7 +16,7 @@ from executor_svc.gpu_slots import DeviceSlots
 from executor_svc.gpu_staging import Changes, Download, Upload
 from executor_svc.kernels.gpu.slot_updates import RUN_WORDS, UpdateCounts, apply_updates
 from executor_svc.kernels.gpu.slots import SlotState, StepSizes
-from executor_svc.plan import SequenceSampling
+from executor_svc.plan import SequenceSampling, StepPlan
 from executor_svc.slots import Slots
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence
 from tests.kernels.gpu.slot_histories import LIMITS, MOST, History
@@ -191,6 +191,33 @@ def test_tensors_of_a_size_stay_where_they_are(device: torch.device) -> None:
     names = [name for name in first.__slots__ if name != "sizes"]
     assert [getattr(first, name).data_ptr() for name in names] == [getattr(again, name).data_ptr() for name in names]
     assert all(getattr(first, name).data_ptr() % 16 == 0 for name in names)
+
+
+def test_the_same_decodes_again_send_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, slots = started(device)
+    send, num_sent = Upload.send, []
+
+    def counted(upload: Upload, num_words: int) -> None:
+        num_sent.append(num_words)
+        send(upload, num_words)
+
+    monkeypatch.setattr(Upload, "send", counted)
+
+    def sends(step: StepPlan, sizes: StepSizes, num_slots: int) -> bool:
+        num_sent.clear()
+        inputs, _ = run(host, slots, step, [1] * num_slots + [0] * (sizes.num_rows - num_slots), sizes=sizes)
+        there = host.ready()
+        assert inputs.positions[:num_slots].tolist() == (host.num_computed_tokens[there] - 1).tolist()
+        return bool(num_sent)
+
+    ready = plan(decode_ready=True)
+    assert [sends(ready, StepSizes.decode(4), 2) for _ in range(3)] == [True, False, False]
+    assert sends(ready, StepSizes.decode(2), 2)
+    assert sends(plan(decode_ready=True, appends=columns((0, 9), (2, 10))), StepSizes.decode(2), 2)
+    assert not sends(ready, StepSizes.decode(2), 2)
+    slots.flush()
+    assert not sends(ready, StepSizes.decode(2), 2)
+    assert sends(plan(decode_ready=True, held_slots=ints(0)), StepSizes.decode(2), 1)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 _MOST_BEGUN = 2
 """Steps that a device has at once: it goes on with the second while the first is answered."""
 _POLL_S = 5e-5
-"""How often a device is asked whether a step is done, while plans may come."""
+"""How often a device is asked whether its one step is done, while another plan may come."""
 _AFTER_FAILURE = "an earlier step of this session failed"
 
 
@@ -246,6 +246,9 @@ class Worker:
                     return begun.popleft()
                 if self._queue and (len(begun) < _MOST_BEGUN or isinstance(self._queue[0], _Open)):
                     return self._queue.popleft()
+                if len(begun) == _MOST_BEGUN:
+                    # Nothing else can be done, so its result is waited for: no polling.
+                    return begun.popleft()
                 self._changed.wait(_POLL_S if begun else None)
             return None
 

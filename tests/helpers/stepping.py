@@ -8,18 +8,19 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.model_build import make_executor
 from executor_svc.plan import Limits, StepResult, StepStatus
 from tests.helpers.plans import plan
-from tests.kernels.driver import Model
+from tests.kernels.driver import Model, spoil
 
 BLOCK_SIZE = 8
 BLOCKS_PER_SLOT = 16
 
 
 class Stepper:
-    """Steps of a model with a cache of its own; slot s may use the blocks of `blocks(s)`."""
+    """Steps of a model with a cache of its own, full of NaN at first; slot s may use the blocks of `blocks(s)`."""
 
     def __init__(self, model: Model, num_slots: int = 8) -> None:
         options = {**model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT}
-        pools = model.device.new_kv_cache(model.loaded.geometry, ExecutorConfig(**options))
+        self.pools = pools = model.device.new_kv_cache(model.loaded.geometry, ExecutorConfig(**options))
+        spoil(pools)
         vocab = model.loaded.geometry.vocab_size
         limits = Limits(
             num_slots=num_slots,

@@ -70,6 +70,12 @@ class Tokens:
     """Tokens of the prompt: rotary embeddings that depend on the length know it from the first chunk on."""
 
 
+def spoil(cache: KVCache) -> None:
+    """Let all that lies on the device be NaN, in any dtype: whoever reads what was not written is found out."""
+    for layer in cache.layers:
+        layer.view(torch.uint8).fill_(0xFF)
+
+
 class Driver:
     """A loaded model with a cache whose free blocks come in random order and are full of NaN."""
 
@@ -86,8 +92,7 @@ class Driver:
 
     def forget(self) -> None:
         """Let all that is cached be NaN."""
-        for layer in self.cache.layers:
-            layer.fill_(float("nan"))
+        spoil(self.cache)
 
     def release(self, sequence: Tokens) -> None:
         """Give a sequence's blocks back, to be reused last in first out; their content stays as garbage."""

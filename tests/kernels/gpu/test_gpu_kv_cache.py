@@ -15,6 +15,7 @@ from torch import Tensor
 
 from executor_svc.gpu_kv_cache import GpuKVCache, Streams
 from executor_svc.kv_cache import KVCache
+from tests.kernels.driver import spoil
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE = 2, 1, 16, 8
 BLOCK_BYTES = LAYERS * 2 * HEADS * HEAD_SIZE * BLOCK_SIZE * 2
@@ -39,11 +40,6 @@ def new_cache(
 def values(cache: KVCache) -> Tensor:
     """Bytes of the device pool, on the CPU: [layers, blocks, ...]."""
     return torch.stack([layer.cpu().view(torch.uint8) for layer in cache.layers])
-
-
-def spoil(cache: KVCache) -> None:
-    for layer in cache.layers:
-        layer.view(torch.uint8).fill_(0xFF)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])

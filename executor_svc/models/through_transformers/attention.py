@@ -99,7 +99,7 @@ class PagedAttention:
             self._plans[self._plan_of[index]],
             self._kv_layers[index],
         )
-        qkv = _joined(query, key, value, shape, kv_layer.dtype)
+        qkv = _joined(query, key, value, shape, self._rope.cos.dtype)
         q = self._kernels.rope_write_kv(qkv, self._rope, kv_layer, shape, plan)
         attended = self._kernels.attention(q, kv_layer, shape, plan)
         heads = attended.view(1, qkv.shape[0], shape.num_heads, shape.padded_head_size)

@@ -106,7 +106,8 @@ class ExecutorConfig(ServiceSettings):
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto",
-        description="Data type of KV blocks; auto: the model's; fp8: e4m3, on a GPU.",
+        description="Data type of KV blocks; auto: the model's; fp8: e4m3, on a GPU, with the checkpoint's scales if "
+        "it has any.",
         json_schema_extra=about("Memory"),
     )
     gpu_memory_utilization: float | None = Field(

@@ -147,27 +147,16 @@ class GpuKVCache(KVCache):
         staging_bytes: int = STAGING_BYTES,
         streams: Streams | None = None,
     ) -> None:
-        """Reserve memory for the blocks of all layers, and of the staging buffer if there are host blocks.
-
-        dtype float8_e4m3fn: a stored value stands for itself times its head's scale in `scales`.
-        """
+        """Reserve memory for the blocks of all layers, and of the staging buffer if there are host blocks."""
         super().__init__(
             num_layers, num_kv_heads, head_size, block_size, num_device_blocks, num_host_blocks, dtype, device
         )
         on_gpu = device.type == "cuda"
         self.streams: Streams = streams or (CudaStreams(device) if on_gpu else NoStreams())
-        is_fp8 = dtype == torch.float8_e4m3fn
-        shape = (num_layers, 2, num_kv_heads)
-        self.scales = torch.ones(shape, dtype=torch.float32, device=device) if is_fp8 else None
-        """[layers, 2 (K, V), num_kv_heads] float32 for fp8, 1 until they are set; None: stored as they are."""
         if on_gpu and num_host_blocks:
             _pin(self, self._host)
         self._parts = self._staging(staging_bytes)
         self._next_part = 0
-
-    def layer_scales(self, layer: int) -> Tensor | None:
-        """Return the scales of a layer, [2 (K, V), num_kv_heads] float32; None unless stored in fp8."""
-        return None if self.scales is None else self.scales[layer]
 
     def _staging(self, staging_bytes: int) -> list[_Part]:
         if not self.num_host_blocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,18 @@ from typing import Any
 from executor_svc.config import ExecutorConfig
 from executor_svc.description import ModelGeometry
 from executor_svc.device import Device
+from executor_svc.kernels.interface import KVScales
 from executor_svc.model_folder import LoaderError, read_json, resolve_folder, token_ids_of, tokenizer_of
 from executor_svc.models.base import CausalLM, ModelConfigError
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
 from executor_svc.models.decoder import Decoder, ignored_tensors
+from executor_svc.models.kv_scales import read_kv_scales
 from executor_svc.models.registry import ARCHITECTURES, own_architecture, unknown_architecture
 from executor_svc.numerics import probe
 
 __all__ = ["LoadedModel", "LoaderError", "ModelGeometry", "load_model"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,11 @@ def _load_own(
         weights = DummyWeights(config.seed, device.dtype, device.torch_device)
     else:
         weights = SafetensorsWeights(folder, device.dtype, device.torch_device)
-    model = Decoder(spec, max_model_len, weights, device)
+    scales = None
+    if config.kv_cache_dtype == "fp8":
+        scales = read_kv_scales(weights, folder, spec.num_layers, spec.num_kv_heads, device.torch_device)
+        _tell_of_scales(scales)
+    model = Decoder(spec, max_model_len, weights, device, scales)
     if isinstance(weights, SafetensorsWeights):
         ignored = ignored_tensors(spec)
         weights.check_all_used(lambda tensor: tensor.endswith(ignored))
@@ -110,6 +119,8 @@ def load_through_transformers(
             f"model folder {folder}: {architecture} runs through transformers' own code, where --numerics exact can "
             "not be promised; use --numerics fast, or auto"
         )
+    if config.kv_cache_dtype == "fp8":
+        _tell_of_scales(())
     device.numerics = "fast"
     chosen = choice.choose(folder, architecture)
     eos, bos = _ends(folder, content)
@@ -131,6 +142,19 @@ def load_through_transformers(
         spec_digest=built.spec_digest,
         shares_prefixes=True,
         recordable=False,
+    )
+
+
+def _tell_of_scales(scales: Sequence[KVScales | None]) -> None:
+    """Log, for a cache in fp8, what it has for scales of each layer's keys and values."""
+    scaled = sum(each is not None for each in scales)
+    if scaled and scaled == len(scales):
+        _log.info("keys and values have the scales of the checkpoint")
+        return
+    _log.warning(
+        "--kv-cache-dtype fp8: %s of the model have scales of keys and values (k_scale, v_scale) in the checkpoint; "
+        "others are stored as they are, up to 448, which may cost accuracy",
+        f"{scaled} of {len(scales)} layers" if scaled else "no layers",
     )
 
 

@@ -57,6 +57,14 @@ class HeadNorms:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """What keys and values in fp8 are multiplied with to be what was meant: [KVH] float32, one for each head."""
+
+    k: Tensor
+    v: Tensor
+
+
 class Linear(Protocol):
     """A weight made ready for this device: maps [rows, in_features] to [rows, out_features]."""
 
@@ -168,6 +176,7 @@ class Kernels(Protocol):
         shape: AttentionShape,
         plan: AttentionPlan,
         norms: HeadNorms | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """Normalize q and k where norms are given, rotate them, write k and v to the cache, return q.
 
@@ -175,15 +184,18 @@ class Kernels(Protocol):
             qkv: [T, (H + 2 KVH) * DP]; may be overwritten.
             rope: in the dtype of qkv; only the first R columns of a head are rotated, the others stay.
             kv_layer: [N, 2, KVH, B, DP], written at the plan's slots, in an order of the device's own within a head.
+            scales: for a cache in fp8 alone, where None is 1.
 
         Returns: q [T, H, DP].
         """
         ...
 
-    def attention(self, q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan) -> Tensor:
+    def attention(
+        self, q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan, scales: KVScales | None = None
+    ) -> Tensor:
         """Causal attention of q [T, H, DP] over each token's own sequence in the cache: [T, H * DP].
 
-        The shape's window and softcap apply; plan must be made for this very shape.
+        The shape's window and softcap apply; plan must be made for this very shape. Scales are those of the writes.
         """
         ...
 

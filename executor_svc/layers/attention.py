@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape, HeadNorms, Kernels, Linear, Rope
+from executor_svc.kernels.interface import AttentionPlan, AttentionShape, HeadNorms, Kernels, KVScales, Linear, Rope
 
 
 def pad_heads(weight: Tensor, head_size: int, padded_head_size: int) -> Tensor:
@@ -22,19 +22,26 @@ class Attention:
     """qkv linear, norms of heads where the model has them, rotary embedding, cache write, attention, output linear."""
 
     def __init__(
-        self, shape: AttentionShape, qkv: Linear, output: Linear, norms: HeadNorms | None, kernels: Kernels
+        self,
+        shape: AttentionShape,
+        qkv: Linear,
+        output: Linear,
+        norms: HeadNorms | None,
+        scales: KVScales | None,
+        kernels: Kernels,
     ) -> None:
         self._shape = shape
         self._qkv = qkv
         self._output = output
         self._norms = norms
+        self._scales = scales
         self._kernels = kernels
 
     def __call__(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """Return [T, hidden] for x [T, hidden]; writes this step's keys and values to kv_layer."""
         qkv = self._qkv(x)
-        q = self._kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan, self._norms)
-        return self._output(self._kernels.attention(q, kv_layer, self._shape, plan))
+        q = self._kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan, self._norms, self._scales)
+        return self._output(self._kernels.attention(q, kv_layer, self._shape, plan, self._scales))
 
 
 def fuse_qkv(parts: list[Tensor], shape: AttentionShape) -> Tensor:

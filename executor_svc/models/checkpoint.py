@@ -33,11 +33,16 @@ class Weights:
         """Return a tensor in the model's dtype, as a copy of its own; raises LoaderError for a wrong shape or name."""
         # Copied also where nothing is converted: one view of a file's mapping keeps all of it resident.
         tensor = self._read(name, shape).to(self._dtype, copy=True).contiguous()
-        content = hashlib.sha256(f"{name} {list(shape)} {self._dtype} ".encode())
-        content.update(tensor.view(torch.uint8).numpy().data)
-        self._hashes[name] = content.digest()
+        self._hashes[name] = _hash(name, tensor)
         self.num_parameters += tensor.numel()
         return tensor.to(self._torch_device)
+
+    def get_scales(self, name: str, count: int) -> Tensor | None:
+        """Return scales of so many heads, [count] float32 on the CPU, finite and above 0; None if there are none.
+
+        A tensor of one number is for all heads. Raises LoaderError for other shapes and numbers.
+        """
+        return None
 
     def digest(self) -> bytes:
         """Return sha256 over names, shapes, dtype and bytes of all tensors as loaded; their order does not matter."""
@@ -71,16 +76,38 @@ class SafetensorsWeights(Weights):
         path = self._file_of.get(name)
         if path is None:
             raise LoaderError(f"model folder {self._folder}: tensor {name} is missing")
+        tensor = self._as_stored(name, path)
+        if tuple(tensor.shape) != shape:
+            raise LoaderError(f"{path}: tensor {name} has shape {list(tensor.shape)}, config.json says {list(shape)}")
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise LoaderError(f"{path}: tensor {name} is {tensor.dtype}; quantized checkpoints are not supported")
+        return tensor
+
+    def get_scales(self, name: str, count: int) -> Tensor | None:
+        """As in `Weights`; never rounded to the model's dtype."""
+        path = self._file_of.get(name)
+        if path is None:
+            return None
+        stored = self._as_stored(name, path)
+        if stored.numel() != 1 and tuple(stored.shape) not in ((count,), (count, 1, 1)):
+            raise LoaderError(
+                f"{path}: tensor {name} has shape {list(stored.shape)}; scales are one number, or one for each of "
+                f"{count} KV heads"
+            )
+        scales = stored.to(torch.float32, copy=True).flatten()
+        if not bool(((scales > 0) & scales.isfinite()).all()):
+            raise LoaderError(f"{path}: tensor {name} is {scales.tolist()}; scales must be finite and above 0")
+        self._hashes[name] = _hash(name, scales)
+        return scales.expand(count).contiguous()
+
+    def _as_stored(self, name: str, path: Path) -> Tensor:
+        """Return a view of a tensor in a file."""
         if self._open_file is None or self._open_file[0] != path:
             self._open_file = (path, _open(path))
         try:
             tensor: Tensor = self._open_file[1].get_tensor(name)
         except SafetensorError as error:
             raise LoaderError(f"{path}: tensor {name} can not be read: {error}") from error
-        if tuple(tensor.shape) != shape:
-            raise LoaderError(f"{path}: tensor {name} has shape {list(tensor.shape)}, config.json says {list(shape)}")
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise LoaderError(f"{path}: tensor {name} is {tensor.dtype}; quantized checkpoints are not supported")
         return tensor
 
     def check_all_used(self, ignored: Callable[[str], bool]) -> None:
@@ -91,6 +118,13 @@ class SafetensorsWeights(Weights):
             raise LoaderError(
                 f"model folder {self._folder}: {len(unused)} tensors that the model does not use: {shown}"
             )
+
+
+def _hash(name: str, tensor: Tensor) -> bytes:
+    """Return sha256 over name, shape, dtype and bytes of a tensor on the CPU."""
+    content = hashlib.sha256(f"{name} {list(tensor.shape)} {tensor.dtype} ".encode())
+    content.update(tensor.view(torch.uint8).numpy().data)
+    return content.digest()
 
 
 def _open(path: Path) -> Any:

@@ -7,18 +7,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Rope
+from executor_svc.kernels.interface import AttentionPlan, AttentionShape, KVScales, Rope
 from executor_svc.layers.rope import make_rotary
 from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.decoder_weights import DecoderWeights
+from executor_svc.models.kv_scales import ENDINGS
 from executor_svc.models.spec import DecoderSpec, LayerSpec
 
 
 class Decoder:
     """Implements `models.base.CausalLM`. Rounds where transformers rounds, to stay close to it in bf16."""
 
-    def __init__(self, spec: DecoderSpec, max_model_len: int, weights: WeightSource, builder: Builder) -> None:
-        """Load the weights; raises LoaderError, from the weights, for a tensor that is missing or has another shape."""
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        max_model_len: int,
+        weights: WeightSource,
+        builder: Builder,
+        kv_scales: Sequence[KVScales | None] | None = None,
+    ) -> None:
+        """Load the weights; raises LoaderError, from the weights, for a tensor that is missing or has another shape.
+
+        kv_scales: of each layer, for a cache in fp8.
+        """
         self._spec = spec
         self._kernels = builder.kernels
         self.num_layers = spec.num_layers
@@ -34,7 +45,8 @@ class Decoder:
         self._rotary_of = [distinct_ropes.index(rope) for rope in ropes]
         reader = DecoderWeights(spec, weights, builder)
         self._embedding = reader.embedding()
-        self._layers = [reader.layer(index, shape) for index, shape in enumerate(shapes)]
+        scales = kv_scales or [None] * spec.num_layers
+        self._layers = [reader.layer(i, *each) for i, each in enumerate(zip(shapes, scales, strict=True))]
         self._final_norm = reader.final_norm()
         self._head = reader.head(self._embedding)
         self._embedding_scale = spec.embedding_scale
@@ -96,4 +108,5 @@ class Decoder:
 
 def ignored_tensors(spec: DecoderSpec) -> tuple[str, ...]:
     """Return endings of names of tensors that checkpoints may hold and the model does not need."""
-    return ("rotary_emb.inv_freq", "lm_head.weight") if spec.tied else ("rotary_emb.inv_freq",)
+    head = ("lm_head.weight",) if spec.tied else ()
+    return ("rotary_emb.inv_freq", *head, *ENDINGS)

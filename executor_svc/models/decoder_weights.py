@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor_svc.kernels.interface import AttentionShape, HeadNorms, Linear
+from executor_svc.kernels.interface import AttentionShape, HeadNorms, KVScales, Linear
 from executor_svc.layers.attention import Attention, fuse_qkv, pad_output
 from executor_svc.layers.mlp import GatedMlp
 from executor_svc.models.base import Builder, WeightSource
@@ -49,13 +49,14 @@ class DecoderWeights:
             weight = self._weights.get("lm_head.weight", (self._spec.vocab_size, self._spec.hidden_size))
         return self._builder.prepare_linear("lm_head", weight)
 
-    def layer(self, index: int, shape: AttentionShape) -> LayerWeights:
+    def layer(self, index: int, shape: AttentionShape, scales: KVScales | None) -> LayerWeights:
+        """Return a layer whose keys and values have these scales."""
         prefix, hidden = f"model.layers.{index}", self._spec.hidden_size
         sandwiched = self._spec.norms_after
         before_mlp = "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm"
         return LayerWeights(
             before_attention=self._norm(f"{prefix}.input_layernorm", hidden),
-            attention=self._attention(f"{prefix}.self_attn", shape),
+            attention=self._attention(f"{prefix}.self_attn", shape, scales),
             after_attention=self._norm(f"{prefix}.post_attention_layernorm", hidden) if sandwiched else None,
             before_mlp=self._norm(f"{prefix}.{before_mlp}", hidden),
             mlp=self._mlp(f"{prefix}.mlp"),
@@ -68,7 +69,7 @@ class DecoderWeights:
         offset = self._spec.norm_weight_offset
         return weight.float() + offset if offset else weight
 
-    def _attention(self, prefix: str, shape: AttentionShape) -> Attention:
+    def _attention(self, prefix: str, shape: AttentionShape, scales: KVScales | None) -> Attention:
         spec = self._spec
         q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
         sizes = {"q_proj": q, "k_proj": kv, "v_proj": kv}
@@ -87,6 +88,7 @@ class DecoderWeights:
             self._builder.prepare_linear("attention.qkv", qkv, qkv_bias),
             self._builder.prepare_linear("attention.output", pad_output(output, shape), output_bias),
             norms,
+            scales,
             self._builder.kernels,
         )
 

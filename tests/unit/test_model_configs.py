@@ -283,6 +283,31 @@ def test_refused(family: str, fields: dict[str, Any], message: str) -> None:
         read(family, **fields)
 
 
+KV_ALONE = {
+    "quant_method": "compressed-tensors",
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    "config_groups": {"group_0": {"targets": [], "weights": None}},
+}
+
+
+def test_quantized_keys_and_values_alone_are_fine() -> None:
+    assert read("llama", quantization_config=KV_ALONE) == read("llama")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"quant_method": "fp8"},
+        {"kv_cache_scheme": None},
+        {"kv_cache_scheme": {"num_bits": 8, "type": "int"}},
+        {"config_groups": {"group_0": {"targets": []}, "group_1": {"targets": ["Linear"]}}},
+    ],
+)
+def test_anything_more_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ModelConfigError, match="quantized checkpoints are not supported"):
+        read("llama", quantization_config=KV_ALONE | change)
+
+
 def rows(heading: str) -> list[list[str]]:
     """Return the cells of the table under a heading of docs/models.md, without its head."""
     section = MODELS_PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]

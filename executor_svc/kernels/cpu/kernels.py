@@ -17,7 +17,7 @@ from executor_svc.kernels.cpu.codegen.compiled import Code
 from executor_svc.kernels.cpu.codegen.emit import Dtype
 from executor_svc.kernels.cpu.codegen.team import Launch, Program, Team
 from executor_svc.kernels.cpu.workspace import Workspace
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape, HeadNorms, Rope
+from executor_svc.kernels.interface import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
 
 _HEAD_MULTIPLE = 16
 
@@ -122,8 +122,10 @@ class CpuKernels:
         shape: AttentionShape,
         plan: AttentionPlan,
         norms: HeadNorms | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
         assert isinstance(plan, CpuAttentionPlan)
+        assert scales is None, "there is no cache in fp8 here"
         if norms is not None:
             qkv = self.norm_heads(qkv, norms, shape)
         kernel = rotary.rope_write_kv(self._code, _dtype(qkv), shape, rope.cos.shape[1], kv_layer.shape[3])
@@ -131,8 +133,11 @@ class CpuKernels:
         self._launch(Launch(kernel, "rows", 1, 1, arguments), qkv.shape[0])
         return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, : shape.num_heads]
 
-    def attention(self, q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan) -> Tensor:
+    def attention(
+        self, q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan, scales: KVScales | None = None
+    ) -> Tensor:
         assert isinstance(plan, CpuAttentionPlan)
+        assert scales is None, "there is no cache in fp8 here"
         out = self._new("attended", (q.shape[0], shape.num_heads * shape.padded_head_size), q.dtype)
         block_size = kv_layer.shape[3]
         kernel = cpu_attention.attention(self._code, _dtype(q), shape, block_size, plan.max_model_len)

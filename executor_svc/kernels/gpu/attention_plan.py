@@ -10,9 +10,8 @@ from torch import Tensor
 from executor_svc.kernels.gpu.attention import attention
 from executor_svc.kernels.gpu.attention_call import AttentionCall
 from executor_svc.kernels.gpu.attention_split import scratch_floats, split_attention, wants_split
-from executor_svc.kernels.gpu.rope import Scales
 from executor_svc.kernels.gpu.slots import StepBuffers
-from executor_svc.kernels.interface import AttentionShape
+from executor_svc.kernels.interface import AttentionShape, KVScales
 
 _SMALLEST_BLOCK = 8
 _names = itertools.count()
@@ -45,7 +44,8 @@ class GpuAttentionPlan:
         self._tables = torch.zeros(most_seqs, width, dtype=torch.int32, device=device)
         size = scratch_floats(shape.num_heads, shape.num_kv_heads, shape.padded_head_size, num_sms)
         self._scratch = torch.empty(size, dtype=torch.float32, device=device)
-        self._ones = torch.ones(shape.num_kv_heads, dtype=torch.float32, device=device)
+        ones = torch.ones(shape.num_kv_heads, dtype=torch.float32, device=device)
+        self._unscaled = KVScales(ones, ones)
         self._num_seqs = self._max_query_len = self._max_seq_len = 0
 
     def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
@@ -73,13 +73,14 @@ class GpuAttentionPlan:
         self._num_seqs, self.num_tiles = num_seqs, num_tokens
         self._max_query_len, self._max_seq_len = max_query_len, max_seq_len
 
-    def scales(self, kv_layer: Tensor) -> Scales | None:
-        """Return what keys and values in fp8 are multiplied with: 1, since e4m3 is wide enough for them as they are."""
-        return Scales(self._ones, self._ones) if kv_layer.dtype == torch.float8_e4m3fn else None
+    def scales(self, kv_layer: Tensor, given: KVScales | None = None) -> KVScales | None:
+        """Return what keys and values are multiplied with: as given, and in fp8 1 where nothing is."""
+        unscaled = kv_layer.dtype == torch.float8_e4m3fn and given is None
+        return self._unscaled if unscaled else given
 
-    def attend(self, q: Tensor, kv_layer: Tensor, out: Tensor) -> None:
+    def attend(self, q: Tensor, kv_layer: Tensor, out: Tensor, given: KVScales | None = None) -> None:
         """Enqueue attention of q [T, H, D] over the sequences of the step; out: [T, H * D]."""
-        shape, seqs, scales = self._shape, self._num_seqs, self.scales(kv_layer)
+        shape, seqs, scales = self._shape, self._num_seqs, self.scales(kv_layer, given)
         call = AttentionCall(
             q,
             kv_layer,

@@ -13,7 +13,7 @@ from executor_svc.kernels.gpu import activation, logits, norm, rows
 from executor_svc.kernels.gpu.attention_config import HEAD_SIZES
 from executor_svc.kernels.gpu.attention_plan import GpuAttentionPlan
 from executor_svc.kernels.gpu.rope import rope_write_kv
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape, HeadNorms, Rope
+from executor_svc.kernels.interface import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
 
 Operation = Callable[[int], None]
 """Enqueues an operation on the first so many rows of the tensors that it was made with."""
@@ -118,22 +118,25 @@ class GpuKernels:
         shape: AttentionShape,
         plan: AttentionPlan,
         norms: HeadNorms | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
         assert isinstance(plan, GpuAttentionPlan)
-        heads, scales = shape.num_heads, plan.scales(kv_layer)
+        heads, used = shape.num_heads, plan.scales(kv_layer, scales)
 
         def run(n: int) -> None:
             rope_write_kv(
-                qkv[:n], rope.cos, rope.sin, rope.rows[:n], kv_layer, plan.slot_mapping[:n], heads, norms, scales
+                qkv[:n], rope.cos, rope.sin, rope.rows[:n], kv_layer, plan.slot_mapping[:n], heads, norms, used
             )
 
         self._do(qkv, run)
         return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, :heads]
 
-    def attention(self, q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan) -> Tensor:
+    def attention(
+        self, q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan, scales: KVScales | None = None
+    ) -> Tensor:
         assert isinstance(plan, GpuAttentionPlan)
         out = self._new("attended", (q.shape[0], shape.num_heads * shape.padded_head_size), q.dtype)
-        return self._do(out, lambda n: plan.attend(q[:n], kv_layer, out[:n]))
+        return self._do(out, lambda n: plan.attend(q[:n], kv_layer, out[:n], scales))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         y = self._new("activated", (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)

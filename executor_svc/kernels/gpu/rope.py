@@ -6,7 +6,6 @@ Rounded where transformers rounds: after the norm, after each product of the rot
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from executor_svc.kernels.gpu.norm import weighted
 from executor_svc.kernels.gpu.rows import DTYPES, check, options, variant
 from executor_svc.kernels.gpu.variant import ALL_ARCHS, Variant
-from executor_svc.kernels.interface import HeadNorms
+from executor_svc.kernels.interface import HeadNorms, KVScales
 
 BLOCK_SIZES = range(8, 65)
 """Tokens in a block of the cache."""
@@ -28,14 +27,6 @@ _HEAD_MULTIPLE = 8
 _MOST_ELEMENTS = 2048
 _MOST_WARPS = 4
 _FP8_ARCHS = (90,)
-
-
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """What keys and values are divided by before they are rounded to fp8: [KVH] float32, one for each head."""
-
-    k: Tensor
-    v: Tensor
 
 
 @triton.jit
@@ -181,7 +172,7 @@ def rope_write_kv(
     slot_mapping: Tensor,
     num_heads: int,
     norms: HeadNorms | None = None,
-    scales: Scales | None = None,
+    scales: KVScales | None = None,
     q_out: Tensor | None = None,
 ) -> None:
     """Normalize and rotate q and k, write q to q_out, or in place, and k and v to the cache.
@@ -312,7 +303,7 @@ def _check_shapes(
     return tokens
 
 
-def _check_options(qkv: Tensor, kv_layer: Tensor, norms: HeadNorms | None, scales: Scales | None) -> None:
+def _check_options(qkv: Tensor, kv_layer: Tensor, norms: HeadNorms | None, scales: KVScales | None) -> None:
     kv_heads, head_size = kv_layer.shape[2], kv_layer.shape[4]
     if norms is not None:
         check("norms.q", norms.q, (head_size,), qkv.dtype, torch.float32)

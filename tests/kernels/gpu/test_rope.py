@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from executor_svc.kernels import reference
-from executor_svc.kernels.gpu.rope import FP8, Scales, rope_write_kv
-from executor_svc.kernels.interface import AttentionShape, HeadNorms
+from executor_svc.kernels.gpu.rope import FP8, rope_write_kv
+from executor_svc.kernels.interface import AttentionShape, HeadNorms, KVScales
 
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 """The largest relative error of rounding to nearest."""
@@ -232,7 +232,7 @@ def test_fp8_cache(dtype: torch.dtype, device: torch.device) -> None:
     written = step.slots >= 0
     reference.write_kv(expected, stored[written, 0], stored[written, 1], step.slots[written])
     k_scale, v_scale = scales.to(device)
-    _, cache, _ = step.run(device, step.new_cache(FP8), scales=Scales(k_scale, v_scale))
+    _, cache, _ = step.run(device, step.new_cache(FP8), scales=KVScales(k_scale, v_scale))
     assert torch.equal(cache.float(), expected)
 
 
@@ -240,7 +240,7 @@ def test_fp8_rounds_to_nearest(device: torch.device) -> None:
     needs_fp8(device)
     step = new_step(0, 12, (2, 3, 64, 64), 8, torch.bfloat16)
     scales = torch.tensor([0.02, 0.3, 1.7], device=device)
-    _, cache, _ = step.run(device, step.new_cache(FP8), scales=Scales(scales, scales))
+    _, cache, _ = step.run(device, step.new_cache(FP8), scales=KVScales(scales, scales))
     values = step.qkv.view(12, 8, 64)[:, 5:].float() / scales.cpu()[:, None]
     found = cache[step.slots // 8, 1, :, step.slots % 8].float()
     torch.testing.assert_close(found, values.clamp(-448, 448), rtol=2**-4 * 1.001, atol=2**-10)
@@ -308,9 +308,9 @@ ONES = torch.ones(16)
         ({"kv_layer": CACHE.transpose(0, 1)}, "contiguous blocks"),
         ({"kv_layer": CACHE.half()}, "kv_layer must be torch.float32"),
         ({"kv_layer": CACHE.to(FP8)}, "needs scales"),
-        ({"scales": Scales(torch.ones(1), torch.ones(1))}, "where scales are given"),
-        ({"kv_layer": CACHE.to(FP8), "scales": Scales(torch.ones(2), torch.ones(1))}, r"scales\.k must be"),
-        ({"kv_layer": CACHE.to(FP8), "scales": Scales(torch.ones(1), torch.ones(1).half())}, r"scales\.v must be"),
+        ({"scales": KVScales(torch.ones(1), torch.ones(1))}, "where scales are given"),
+        ({"kv_layer": CACHE.to(FP8), "scales": KVScales(torch.ones(2), torch.ones(1))}, r"scales\.k must be"),
+        ({"kv_layer": CACHE.to(FP8), "scales": KVScales(torch.ones(1), torch.ones(1).half())}, r"scales\.v must be"),
         ({"norms": HeadNorms(ONES[:8], ONES, EPS)}, r"norms\.q must be"),
         ({"norms": HeadNorms(ONES, ONES.half(), EPS)}, r"norms\.k must be"),
         ({"q_out": torch.zeros(3, 32)}, "q_out must be"),

@@ -1,0 +1,147 @@
+"""The whole runner with 8-bit weights, activations, keys and values: what transformers gives with the same rounding."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from executor_svc.gpu_linear import Quantization
+from executor_svc.plan import SequenceSampling
+from tests.checkpoints import make_checkpoint
+from tests.helpers.plans import scheduled, sequence
+from tests.helpers.stepping import Stepper
+from tests.kernels.driver import Model
+from tests.kernels.gpu.quantized_reference import logprobs
+
+pytestmark = pytest.mark.slow
+
+F16 = torch.float16
+VOCAB, LAYERS, KV_HEADS = 131, 2, 2
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": 64,
+    "num_hidden_layers": LAYERS,
+}
+NOISE = 1.25
+"""How far the runner may be from the reference in float32, as a share of how far the reference in its dtype is: what is
+rounded there sends some numbers to the other side of a tie."""
+PROMPT = list(range(3, 40))
+UNSCALED = torch.ones(LAYERS, 2, KV_HEADS)
+SCALES = torch.tensor([[[0.02, 1.7], [0.3, 40.0]], [[0.011, 0.9], [150.0, 0.05]]])
+"""Some cut numbers off, some leave few of their digits: each of another layer, head or kind would be noticed."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=F16, **SHAPE)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A text and the logprobs [tokens - 1, vocabulary] that the runner told after each of its tokens but the last."""
+
+    tokens: list[int]
+    logprobs: Tensor
+
+
+def run(folder: Path, **options: Any) -> Told:
+    """Continue a prompt greedily: in two chunks beside another's decode, then decodes of both."""
+    stepper = Stepper(Model(folder, device="cuda", **options))
+    all_of_them = SequenceSampling(num_logprobs=VOCAB, num_prompt_logprobs=VOCAB)
+    first = sequence(0, [5, 9, 2], stepper.blocks(0))
+    second = sequence(1, PROMPT, stepper.blocks(1), sampling=all_of_them)
+    results = [
+        stepper.step(admitted=(first,), scheduled=scheduled((0, 3, True))),
+        stepper.step(admitted=(second,), scheduled=scheduled((1, 20, False)), decode_ready=True),
+        stepper.step(scheduled=scheduled((1, 17, True)), decode_ready=True),
+        *(stepper.step(decode_ready=True) for _ in range(4)),
+    ]
+    assert any(bool(layer.float().isnan().any()) for layer in stepper.pools.layers), "what nobody wrote is NaN"
+    tokens = [int(token) for result in results for token in result.token_ids[result.slots == 1]]
+    rows = torch.full((len(PROMPT) + len(tokens) - 1, VOCAB), float("nan"))
+    for part in (part for result in results for part in (*result.prompt_logprobs, *result.logprobs)):
+        ids = torch.from_numpy(part.top_token_ids).view(-1, VOCAB)
+        values = torch.from_numpy(part.top_logprobs).view(-1, VOCAB)
+        rows[part.start - 1 : part.start - 1 + len(ids)] = torch.empty(values.shape).scatter_(1, ids, values)
+    return Told(PROMPT + tokens, rows)
+
+
+def rms(difference: Tensor) -> float:
+    return float(difference.square().mean().sqrt())
+
+
+def check(told: Told, folder: Path, dtype: torch.dtype, others: dict[str, Any], **meaning: Any) -> None:
+    """Compare with transformers' model that rounds as the options mean, and see that one with others gives others."""
+    assert len(told.tokens) == len(PROMPT) + 5
+    exact, rounded, other = (
+        logprobs(folder, told.tokens, **each)[:-1] for each in (meaning, {**meaning, "dtype": dtype}, others)
+    )
+    error, noise, effect = (rms(each - exact) for each in (told.logprobs, rounded, other))
+    assert error <= NOISE * noise, (error, noise)
+    assert effect > NOISE * noise, "what the options change is lost in the noise"
+    rows = told.logprobs[len(PROMPT) - 1 :]
+    assert rows.argmax(1).tolist() == told.tokens[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "fp8_w8a8"])
+def test_quantization(quantization: Quantization, folder: Path) -> None:
+    others: dict[str, Any] = {"quantization": "fp8"} if quantization == "fp8_w8a8" else {}
+    check(run(folder, quantization=quantization), folder, F16, others, quantization=quantization)
+
+
+def test_fp8_cache(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check(run(folder, kv_cache_dtype="fp8"), folder, F16, {}, kv_scales=UNSCALED)
+    assert warnings(caplog) == ["no layers"]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log says of how many layers have scales."""
+    records = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert all("--kv-cache-dtype fp8" in record.getMessage() for record in records)
+    return [str(record.args[0]) for record in records if isinstance(record.args, tuple)]
+
+
+def scaled(folder: Path, original: Path, scales: dict[str, Tensor]) -> Path:
+    """A copy of a checkpoint that has these scales too."""
+    folder.mkdir()
+    (folder / "config.json").write_text((original / "config.json").read_text())
+    tensors = load_file(original / "model.safetensors")
+    save_file({**tensors, **scales}, folder / "model.safetensors")
+    return folder
+
+
+def test_scales_of_the_checkpoint(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    scales = {
+        f"model.layers.{layer}.self_attn.{name}": SCALES[layer, i].clone()
+        for layer in range(LAYERS)
+        for i, name in enumerate(("k_scale", "v_scale"))
+    }
+    told = run(scaled(tmp_path / "model", folder, scales), kv_cache_dtype="fp8", dtype="bfloat16")
+    check(told, folder, torch.bfloat16, {"kv_scales": UNSCALED}, kv_scales=SCALES)
+    assert warnings(caplog) == []
+
+
+def test_scales_of_one_layer(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = scaled(tmp_path / "model", folder, {"model.layers.1.self_attn.kv_scale": torch.tensor(0.01)})
+    expected = torch.tensor([1.0, 0.01])[:, None, None].expand(LAYERS, 2, KV_HEADS)
+    check(run(own, kv_cache_dtype="fp8"), folder, F16, {"kv_scales": UNSCALED}, kv_scales=expected)
+    assert warnings(caplog) == ["1 of 2 layers"]
+
+
+def test_models_of_transformers_have_an_fp8_cache_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without scales; their queries stay in the model's dtype."""
+    hosted = make_checkpoint(tmp_path, "gpt_neox", dtype=F16, num_key_value_heads=4)
+    told = run(hosted, kv_cache_dtype="fp8")
+    check(told, hosted, F16, {}, kv_scales=torch.ones(LAYERS, 2, 4))
+    assert warnings(caplog) == ["no layers"]

@@ -50,17 +50,41 @@ class Weights:
 
 
 class DummyWeights(Weights):
-    """Random weights that depend on seed and tensor name only; norms are 1, biases small like the rest."""
+    """Random weights that depend on seed and tensor name only; norms are 1, biases small like the rest.
+
+    A GPU draws its own, in its memory: other numbers than the CPU's, maybe than another GPU's. The digest is then over
+    what they follow from, not over their bytes.
+    """
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
         self._seed = seed
 
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor in the model's dtype; on a GPU nothing else takes memory."""
+        if self._torch_device.type == "cpu":
+            return super().get(name, shape)
+        tensor = self.draw(name, shape, self._torch_device)
+        source = f"{name} {list(shape)} {self._dtype} seed {self._seed} {self._torch_device.type}"
+        self._hashes[name] = hashlib.sha256(source.encode()).digest()
+        self.num_parameters += tensor.numel()
+        return tensor
+
+    def draw(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return the tensor drawn in place by a device, in the model's dtype."""
+        tensor = torch.empty(shape, dtype=self._dtype, device=device)
+        if "norm" in name:
+            return tensor.fill_(1.0)
+        return tensor.normal_(0.0, _DUMMY_STD, generator=self._generator(name, device))
+
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if "norm" in name:
             return torch.ones(shape)
+        return torch.randn(shape, generator=self._generator(name, torch.device("cpu"))) * _DUMMY_STD
+
+    def _generator(self, name: str, device: torch.device) -> torch.Generator:
         seed = int.from_bytes(hashlib.sha256(f"{self._seed} {name}".encode()).digest()[:8], "little") >> 1
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * _DUMMY_STD
+        return torch.Generator(device).manual_seed(seed)
 
 
 class SafetensorsWeights(Weights):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from executor_svc.models.checkpoint import SafetensorsWeights
+from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
 
 CPU = torch.device("cpu")
 
@@ -27,3 +28,55 @@ def test_a_tensor_outlives_its_file(tmp_path: Path, dtype: torch.dtype) -> None:
     with file.open("r+b") as opened:
         opened.write(b"\xff" * file.stat().st_size)
     assert torch.equal(tensor, torch.arange(5000, dtype=torch.bfloat16).to(dtype))
+
+
+def test_dummy_weights_of_the_cpu_stay_as_they_are() -> None:
+    """To the bit: recorded runs name them by their seed."""
+    weights = DummyWeights(3, torch.bfloat16, CPU)
+    seed = int.from_bytes(hashlib.sha256(b"3 a.weight").digest()[:8], "little") >> 1
+    expected = torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)) * 0.02
+    assert torch.equal(weights.get("a.weight", (5, 7)), expected.to(torch.bfloat16))
+    assert torch.equal(weights.get("a.norm.weight", (4,)), torch.ones(4, dtype=torch.bfloat16))
+    assert weights.num_parameters == 5 * 7 + 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dummy_weights_drawn_in_place(dtype: torch.dtype) -> None:
+    """What a GPU does, by the CPU: like numbers, that hang on seed and name only."""
+
+    def draw(seed: int, name: str) -> torch.Tensor:
+        return DummyWeights(seed, dtype, CPU).draw(name, (64, 100), CPU)
+
+    first = draw(0, "a.weight")
+    assert (first.dtype, tuple(first.shape)) == (dtype, (64, 100))
+    assert torch.equal(draw(0, "a.weight"), first)
+    assert float(first.float().std()) == pytest.approx(0.02, rel=0.05)
+    assert abs(float(first.float().mean())) < 0.001
+    for other in (draw(1, "a.weight"), draw(0, "b.weight")):
+        assert float((other == first).float().mean()) < 0.05
+    assert torch.equal(draw(0, "a_norm.weight"), torch.ones(64, 100, dtype=dtype))
+
+
+def test_dummy_weights_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are drawn there and never come to the host; the digest is over what they follow from."""
+    gpu = torch.device("cuda")
+    drawn: list[tuple[str, tuple[int, ...], torch.device]] = []
+
+    def draw(_: DummyWeights, name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        drawn.append((name, shape, device))
+        return torch.empty(shape, device="meta")
+
+    monkeypatch.setattr(DummyWeights, "draw", draw)
+
+    def digest(seed: int, dtype: torch.dtype, *names: str) -> bytes:
+        weights = DummyWeights(seed, dtype, gpu)
+        for name in names:
+            assert weights.get(name, (2, 3)).device.type == "meta"
+        assert weights.num_parameters == 6 * len(names)
+        return weights.digest()
+
+    first = digest(0, torch.bfloat16, "a", "b")
+    assert drawn == [("a", (2, 3), gpu), ("b", (2, 3), gpu)]
+    assert digest(0, torch.bfloat16, "b", "a") == first
+    others = [digest(1, torch.bfloat16, "a", "b"), digest(0, torch.float16, "a", "b"), digest(0, torch.bfloat16, "a")]
+    assert len({first, *others}) == 4

@@ -12,6 +12,7 @@ import pytest
 
 from cadenza.errors import UnavailableError
 from cadenza.loadtest.driver import Progress, drive
+from cadenza.loadtest.failures import Failures
 from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.targets.generate import GenerateTarget
@@ -231,11 +232,12 @@ def texts(*said: str) -> list[tuple[float, RequestShape]]:
     return burst(*(shape(index, prompt_text=text) for index, text in enumerate(said)))
 
 
-@pytest.mark.parametrize("end", ["break", "end"])
-async def test_a_broken_stream_fails_its_requests_and_the_next_opens_another(end) -> None:
-    script = Breaking()
+@pytest.mark.parametrize(("end", "said"), [("break", "gone"), ("end", "the server ended the stream")])
+async def test_a_broken_stream_fails_its_requests_and_the_next_opens_another(end, said) -> None:
+    script, failures = Breaking(), Failures()
     async with serving(script) as address, started(SessionTarget(address)) as target:
-        columns = await drive(texts("one two", "hang", end), target, prompts(), timeout_s=20)
+        columns = await drive(texts("one two", "hang", end), target, prompts(), timeout_s=20, on_failed=failures.add)
+        assert failures.messages == {"UNAVAILABLE": said}
         assert columns.error[1:].tolist() == ["UNAVAILABLE", "UNAVAILABLE"]
         assert script.num_sessions == 1
         columns = await drive(texts("one two", "three"), target, prompts(), timeout_s=20)

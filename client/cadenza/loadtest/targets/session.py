@@ -111,16 +111,16 @@ class _Stream:
             return  # the reader sees why the call ended
 
     async def _read(self) -> None:
-        code, message = "UNAVAILABLE", ""
+        code, message = "UNAVAILABLE", "the server ended the stream"
         try:
-            while (message := await self._call.read()) is not grpc.aio.EOF:
+            while (response := await self._call.read()) is not grpc.aio.EOF:
                 now_s = self._clock()
-                for event in message.events:
+                for event in response.events:
                     self._take(event, now_s)
         except grpc.aio.AioRpcError as error:
             code, message = error.code().name, error.details() or ""
         except asyncio.CancelledError:  # by `close`
-            code = CANCELLED
+            code, message = CANCELLED, ""
             raise
         finally:
             self._break(code, message)

@@ -11,7 +11,7 @@ import pytest
 
 from cadenza import LocalServices
 from cadenza.cli.app import run
-from cadenza.loadtest.results import Reached, read
+from cadenza.loadtest.results import CTRL_C, Reached, read
 
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "cadenza-demo"
 pytestmark = pytest.mark.slow
@@ -144,6 +144,7 @@ def test_ctrl_c_keeps_what_was_measured(server: str) -> None:
         file = await task
         (point,) = file.points
         (only,) = point.runs
+        assert file.cut_short == CTRL_C
         assert 5 <= int((only.requests.error == "").sum()) < 10000
 
     asyncio.run(interrupted())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cadenza.cli.text import notice
-from cadenza.errors import OptionError
+from cadenza.errors import CadenzaError, OptionError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,7 +113,7 @@ def tables_console() -> Console:
 
 def show(file: LoadTestFile) -> None:
     """Print a result's tables."""
-    from cadenza.loadtest.summary import point_view, points_view
+    from cadenza.loadtest.summary import cut_short_sentence, point_view, points_view
 
     console = tables_console()
     if not file.points:
@@ -127,6 +127,18 @@ def show(file: LoadTestFile) -> None:
         held = f"{found.held:.3g} requests/s" if found.held is not None else "no rate that was tried"
         above = f"; {found.failed:.3g} did not" if found.failed is not None else "; none that was tried failed"
         console.print(f"{held} held {found.slo} for {found.slo_share:.0%} of the requests{above}.", highlight=False)
+    if file.cut_short:
+        console.print(f"! {cut_short_sentence(file.cut_short)}", style="yellow", highlight=False)
+
+
+def check_whole(file: LoadTestFile) -> None:
+    """Raises KeyboardInterrupt or CadenzaError, for the exit code, if it was cut short."""
+    from cadenza.loadtest.results import CTRL_C
+
+    if file.cut_short == CTRL_C:
+        raise KeyboardInterrupt
+    if file.cut_short:
+        raise CadenzaError(file.cut_short)
 
 
 def nothing_counted(file: LoadTestFile) -> str | None:

@@ -27,7 +27,9 @@ The schedule is fixed before the run: a server that falls behind does not slow i
 when a request was due. With --model a server is started for this command only. Latencies are in seconds in files, in
 milliseconds on the screen. `cadenza report FILE FILE` compares results.
 """
-EPILOG = "Exit codes: 0 measured, 1 nothing could be measured or no rate holds, 2 wrong options, 130 Ctrl-C."
+EPILOG = """Exit codes: 0 measured, 1 nothing could be measured, or not all of it, or no rate holds, 2 wrong options,
+130 Ctrl-C. What was measured before Ctrl-C is told and written; a second Ctrl-C ends at once.
+"""
 
 
 class NothingMeasuredError(CadenzaError):
@@ -55,7 +57,7 @@ def loadtest(
     load_names = {option.name for option in load_fields()}
     if not load_names:
         raise OptionError("the load test is not installed here: pip install 'cadenza[loadtest]'")
-    from cadenza.cli.load_results import check_outputs, give_out, nothing_counted
+    from cadenza.cli.load_results import check_outputs, check_whole, give_out, nothing_counted
     from cadenza.cli.load_server import Place, again, reached_at
     from cadenza.cli.load_view import LoadView
     from cadenza.loadtest.campaign import run_campaign
@@ -88,6 +90,7 @@ def loadtest(
         with serving(place.target, place.model, place.config, dict(place.options)) as address:
             file = measure(address, reached_at(place, address))
     give_out(file, outputs)
+    check_whole(file)
     if (why := nothing_counted(file)) is not None:
         raise NothingMeasuredError(why)
 

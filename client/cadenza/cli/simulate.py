@@ -70,7 +70,7 @@ def simulate(
     load_names = {option.name for option in _load_fields()}
     if not load_names:
         raise OptionError("the simulator is not installed here: pip install 'cadenza[loadtest]'")
-    from cadenza.cli.load_results import check_outputs, give_out, nothing_counted, tables_console
+    from cadenza.cli.load_results import check_outputs, check_whole, give_out, nothing_counted, tables_console
     from cadenza.loadtest.settings import make_settings
     from cadenza.simulate.campaign import run_simulation
     from cadenza.simulate.options import make_simulated
@@ -90,6 +90,7 @@ def simulate(
             from cadenza.simulate.pictures import write_capacity
 
             write_capacity(capacities, outputs.plots)
+    check_whole(file)
     if capacities and all(each.held is None for each in capacities):
         raise NothingHoldsError(f"no rate that was tried holds {settings.slo}")
     if not capacities and (why := nothing_counted(file)) is not None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from cadenza.errors import CadenzaError
 from cadenza.loadtest.columns import RequestColumns
 from cadenza.loadtest.cuts import Cuts
-from cadenza.loadtest.driver import Progress, drive
+from cadenza.loadtest.driver import Progress, drive, take_back_cancel
 from cadenza.loadtest.failures import Failures, told
 from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.rate_search import RateSearch
 from cadenza.loadtest.rate_trial import FIRST_RATE, Judgement, at_rate, judge, limits_of
-from cadenza.loadtest.results import LoadTestFile, MaxRate, Point, Reached, Run, point_of, run_of
+from cadenza.loadtest.results import CTRL_C, LoadTestFile, MaxRate, Point, Reached, Run, point_of, run_of
 from cadenza.loadtest.schedule import (
     DEFAULT_REQUESTS,
     ScheduledRequest,
@@ -70,22 +72,18 @@ async def run_campaign(
 ) -> LoadTestFile:
     """Everything that the settings ask of the server at `address`, HOST:PORT or a URL.
 
-    Raises LoadTestError for settings that cannot be, before anything is sent, and CadenzaError if the server cannot be
-    asked what it serves; requests that fail are part of the result.
+    Cut short, by Ctrl-C (the task is cancelled) or by an error, it keeps the runs that were measured, and the file says
+    so. Raises LoadTestError for settings that cannot be, before anything is sent, and CadenzaError if the server cannot
+    be asked what it serves, or nothing was measured; requests that fail are part of the result.
     """
     planned = planned_points(settings)
     target = make_target(settings, address)
     server = await target.start()
+    runner = Runner(target, server, address, view)
+    search = _search_of(settings) if settings.find_max_rate else None
     try:
-        runner = Runner(target, server, address, view)
-        points: list[Point] = []
-        max_rate = None
-        if settings.find_max_rate:
-            points, max_rate = await _search(runner, settings)
-        else:
-            for point, swept in planned:
-                if not runner.interrupted:
-                    points.append(await runner.point(point, swept))
+        with runner.keeping():
+            await (_each(runner, planned) if search is None else _search(runner, settings, search))
     finally:
         await target.close()
     return LoadTestFile(
@@ -94,8 +92,9 @@ async def run_campaign(
         settings=settings.model_dump(mode="json"),
         reached=reached,
         server=server.to_json(),
-        points=points,
-        max_rate=max_rate,
+        points=runner.points if search is None else sorted(runner.points, key=_rate),
+        max_rate=None if search is None else _max_rate(search, settings),
+        cut_short=runner.cut_short,
     )
 
 
@@ -109,20 +108,41 @@ class Runner:
     view: View
     warm: bool = False
     num_runs: int = 0
-    interrupted: bool = False
-    """By Ctrl-C: what has been measured is kept, and nothing more is begun."""
+    points: list[Point] = field(default_factory=list)
+    """Those that were measured, the last one perhaps not to its end."""
+    cut_short: str = ""
+    """By what; nothing more is begun then."""
 
-    async def point(self, settings: LoadSettings, swept: Mapping[str, float | str]) -> Point:
-        """All repetitions with these settings."""
+    async def point(self, settings: LoadSettings, swept: Mapping[str, float | str]) -> None:
+        """All repetitions with these settings, or those that were begun."""
         settings = cut_to(settings, self.server.max_model_len)
         await self._warm_up(settings)
         runs: list[Run] = []
-        for index in range(settings.repetitions):
-            if not (runs and self.interrupted):
+        try:
+            for index in range(settings.repetitions):
+                if self.cut_short:
+                    return
                 repetition = f"run {index + 1}/{settings.repetitions}" if settings.repetitions > 1 else ""
                 what = " ".join(filter(None, (_name(swept), repetition))) or "requests"
                 runs.append(await self._run(settings, settings.seed + index, what))
-        return point_of(runs, swept)
+        finally:
+            if runs:
+                self.points.append(point_of(runs, swept))
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Ctrl-C and errors end the body only, if something was measured before."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self.points:
+                raise
+            take_back_cancel()
+            self._interrupt()
+        except CadenzaError as error:
+            if not self.points:
+                raise
+            self.cut_short = str(error)
 
     async def _run(self, settings: LoadSettings, seed: int, what: str) -> Run:
         """One run: the schedule is made whole, then sent."""
@@ -137,13 +157,17 @@ class Runner:
         failures = Failures()
         with self.view.running(what, total):
             async with self._watching(settings) as steps:
-                columns = await self._drive(schedule, settings, seed, failures, steps.begin if steps else None)
+                columns = await self._drive(
+                    schedule, settings, seed, failures, steps.begin if steps else None, on_cancelled=self._interrupt
+                )
+        if steps and steps.error:
+            self.view.say(f"! the watch of steps broke with {steps.error}: of later steps nothing is known")
         return run_of(
             columns,
             steps.columns() if steps else None,
             seed=seed,
             started_unix_s=started_unix_s,
-            window=None if self.interrupted else window_of(settings, columns),
+            window=None if self.cut_short else window_of(settings, columns),
             slo=settings.limits,
             cuts=cuts,
             messages=failures.messages,
@@ -156,6 +180,7 @@ class Runner:
         seed: int,
         failures: Failures,
         on_start: Callable[[float], None] | None = None,
+        on_cancelled: Callable[[], None] | None = None,
     ) -> RequestColumns:
         self.target.new_run()
         self.num_runs += 1
@@ -171,11 +196,11 @@ class Runner:
             on_start=on_start,
             on_progress=self.view.on_progress,
             on_failed=failures.add,
-            on_cancelled=self._interrupt,
+            on_cancelled=on_cancelled,
         )
 
     def _interrupt(self) -> None:
-        self.interrupted = True
+        self.cut_short = CTRL_C
 
     @contextlib.asynccontextmanager
     async def _watching(self, settings: LoadSettings) -> AsyncIterator[StepSeries | None]:
@@ -187,7 +212,10 @@ class Runner:
             yield series
 
     async def _warm_up(self, settings: LoadSettings) -> None:
-        """The first requests of a server are slow for reasons of their own: kernels, caches, connections."""
+        """The first requests of a server are slow for reasons of their own: kernels, caches, connections.
+
+        Cancelled, it goes on up: nothing has been measured.
+        """
         if self.warm or not settings.warm_up_requests:
             return
         self.warm = True
@@ -199,23 +227,39 @@ class Runner:
             self.view.say(f"! warm-up: {sentence}")
 
 
-async def _search(runner: Runner, settings: LoadSettings) -> tuple[list[Point], MaxRate]:
-    """The highest rate that holds, as `judge` says, and all the rates that were tried."""
-    limits = limits_of(settings)
-    search = RateSearch(FIRST_RATE if settings.request_rate == float("inf") else settings.request_rate, _TOLERANCE)
-    points = []
-    while not runner.interrupted and (rate := search.next_rate()) is not None:
+async def _each(runner: Runner, planned: Sequence[tuple[LoadSettings, Mapping[str, str]]]) -> None:
+    for point, swept in planned:
+        if not runner.cut_short:
+            await runner.point(point, swept)
+
+
+def _search_of(settings: LoadSettings) -> RateSearch:
+    return RateSearch(FIRST_RATE if settings.request_rate == float("inf") else settings.request_rate, _TOLERANCE)
+
+
+async def _search(runner: Runner, settings: LoadSettings, search: RateSearch) -> None:
+    """The highest rate that holds, as `judge` says."""
+    while not runner.cut_short and (rate := search.next_rate()) is not None:
         trial = at_rate(settings, rate, seconds=TRIAL_S, num_requests=DEFAULT_REQUESTS)
-        point = await runner.point(trial, {"request_rate": rate})
-        points.append(point)
-        if not runner.interrupted:
-            found = judge([run.requests for run in point.runs], trial)
+        await runner.point(trial, {"request_rate": rate})
+        if not runner.cut_short:
+            found = judge([run.requests for run in runner.points[-1].runs], trial)
             search.tell(rate, found.held)
             runner.view.say(f"{rate:.3g} requests/s: {_told(found, settings)}")
-    points.sort(key=lambda point: float(point.swept["request_rate"]))
-    return points, MaxRate(
-        held=search.held, failed=search.failed, slo=limits, slo_share=settings.slo_share, tolerance=_TOLERANCE
+
+
+def _max_rate(search: RateSearch, settings: LoadSettings) -> MaxRate:
+    return MaxRate(
+        held=search.held,
+        failed=search.failed,
+        slo=limits_of(settings),
+        slo_share=settings.slo_share,
+        tolerance=_TOLERANCE,
     )
+
+
+def _rate(point: Point) -> float:
+    return float(point.swept["request_rate"])
 
 
 def _told(found: Judgement, settings: LoadSettings) -> str:

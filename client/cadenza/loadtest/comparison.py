@@ -237,7 +237,10 @@ def _plain(value: Any) -> float | str:
 
 def _differences(files: Sequence[LoadTestFile]) -> list[SettingDifference]:
     client = [file.client.model_dump() for file in files]
-    file_facts = [{"source": f.source, "repetitions": [len(point.runs) for point in f.points]} for f in files]
+    file_facts = [
+        {"source": f.source, "repetitions": [len(point.runs) for point in f.points], "cut_short": f.cut_short or None}
+        for f in files
+    ]
     return [
         *_different("file", file_facts),
         *_different("settings", [file.settings for file in files]),

@@ -103,9 +103,7 @@ async def drive(
         except asyncio.CancelledError:
             if on_cancelled is None:
                 raise
-            task = asyncio.current_task()
-            assert task is not None
-            task.uncancel()
+            take_back_cancel()
             on_cancelled()
     return driver.recorder.columns(driver.start_s)
 
@@ -205,6 +203,13 @@ class _Driver:
 
     def _is_over(self, due_s: float) -> bool:
         return self.duration_s is not None and due_s - self.start_s > self.duration_s
+
+
+def take_back_cancel() -> None:
+    """The present task goes on although it was cancelled."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
 
 
 def _history(prompt: list[int] | str, live: LiveRequest) -> list[int] | str:

@@ -24,7 +24,15 @@ from cadenza.loadtest.figures.sweeps import over_swept, rates, throughput_and_la
 from cadenza.loadtest.metric_names import STATISTICS, describe
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.results import LoadTestFile, Point
-from cadenza.loadtest.summary import COMPARED, COUNTS, notices, number, swept_text, unknown_sentences
+from cadenza.loadtest.summary import (
+    COMPARED,
+    COUNTS,
+    cut_short_sentence,
+    notices,
+    number,
+    swept_text,
+    unknown_sentences,
+)
 
 MOST_SERIES = 6
 """Points whose distributions are drawn in one figure; of more, as many, evenly chosen, and alike of each file."""
@@ -168,6 +176,7 @@ def _file(file: LoadTestFile) -> dict[str, Any]:
         "command": shlex.join(file.command),
         "points": [_point(point) for point in file.points],
         "max_rate": _max_rate(file),
+        "cut_short": cut_short_sentence(file.cut_short) if file.cut_short else "",
         "settings": _facts(file.settings),
         "server": _facts(server),
         "client": _facts(file.client.model_dump()),

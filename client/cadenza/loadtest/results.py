@@ -28,6 +28,8 @@ from cadenza.loadtest.uncertainty import Estimate, summarise
 
 KIND = "cadenza.loadtest"
 SCHEMA_VERSION: Final = 1
+CTRL_C: Final = "Ctrl-C"
+"""In `cut_short`."""
 
 
 class _Model(BaseModel):
@@ -128,6 +130,8 @@ class LoadTestFile(_Model):
     """What the server says of itself: kind, address, model, options, executors."""
     points: list[Point]
     max_rate: MaxRate | None = None
+    cut_short: str = ""
+    """By what it ended before all that was asked for was measured: CTRL_C, or an error's message; empty: it did not."""
 
 
 def run_of(

@@ -102,6 +102,11 @@ def notices(metrics: Metrics, messages: Mapping[str, str] | None = None) -> list
     return found
 
 
+def cut_short_sentence(why: str) -> str:
+    """Of a file that does not hold all that was asked for."""
+    return f"Cut short ({why.rstrip('.')}): this is what was measured until then."
+
+
 def _none_due(metrics: Metrics) -> str:
     if metrics.window_s is None:
         return "No request was due: nothing was measured."

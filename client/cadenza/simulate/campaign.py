@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from cadenza.loadtest.cuts import Cuts
 from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.results import LoadTestFile, MaxRate, Point, Run, point_of, run_of
+from cadenza.loadtest.results import CTRL_C, LoadTestFile, MaxRate, Point, Run, point_of, run_of
 from cadenza.loadtest.schedule import cut_to, make_schedule, planned_points, window_of
 from cadenza.loadtest.settings import LoadSettings
 from cadenza.simulate.capacity import TOLERANCE, Capacity, find_capacity
@@ -110,22 +110,28 @@ def run_simulation(
 ) -> tuple[LoadTestFile, list[Capacity]]:
     """Everything that the settings ask for, for each number of executors; capacities only of `find_max_rate`.
 
-    Raises LoadTestError.
+    Ctrl-C keeps the points that were simulated, if there are any, and the file says so. Raises LoadTestError.
     """
     planned = planned_points(settings)
     points: list[Point] = []
     capacities: list[Capacity] = []
-    for count in simulated.counts:
-        fleet = simulated.times(count)
-        named: dict[str, float | str] = {"executors": float(len(fleet))} if len(simulated.counts) > 1 else {}
-        if settings.find_max_rate:
-            capacities.append(_search(settings, fleet, simulated.config, view))
-            for trial in capacities[-1].kept:
-                points.append(_point(trial.settings, trial.outcomes, {**named, "request_rate": trial.rate}))
-        else:
-            for point, swept in planned:
-                outcomes = _runs(point, fleet, simulated.config, view)
-                points.append(_point(point, outcomes, {**named, **swept}))
+    cut_short = ""
+    try:
+        for count in simulated.counts:
+            fleet = simulated.times(count)
+            named: dict[str, float | str] = {"executors": float(len(fleet))} if len(simulated.counts) > 1 else {}
+            if settings.find_max_rate:
+                capacities.append(_search(settings, fleet, simulated.config, view))
+                for trial in capacities[-1].kept:
+                    points.append(_point(trial.settings, trial.outcomes, {**named, "request_rate": trial.rate}))
+            else:
+                for point, swept in planned:
+                    outcomes = _runs(point, fleet, simulated.config, view)
+                    points.append(_point(point, outcomes, {**named, **swept}))
+    except KeyboardInterrupt:
+        if not points:
+            raise
+        cut_short = CTRL_C
     facts = simulated.facts()
     file = LoadTestFile(
         source="simulate",
@@ -134,7 +140,8 @@ def run_simulation(
         settings=settings.model_dump(mode="json"),
         server=facts,
         points=points,
-        max_rate=_max_rate(settings, capacities[0]) if len(capacities) == 1 else None,
+        max_rate=_max_rate(settings, capacities[0]) if len(simulated.counts) == len(capacities) == 1 else None,
+        cut_short=cut_short,
     )
     return file, capacities
 

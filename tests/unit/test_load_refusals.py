@@ -42,6 +42,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write("unmeasured.json", source="loadtest", points=[])
     (folder / "requests.jsonl").write_text('{"prompt_tokens": 5, "output_len": 2}\n')
     (folder / "nothing.jsonl").write_text("")
+    (folder / "header.csv").write_text("prompt_tokens,output_len\n")
     (folder / "folder").mkdir()
     return folder
 
@@ -58,8 +59,13 @@ REFUSED = [
     (f"loadtest {NOBODY} --workload requests.jsonl --arrivals trace", "--arrivals trace: request 0"),
     (f"loadtest {NOBODY} --burstiness 2", "--burstiness 2.0: goes with --arrivals gamma only"),
     (f"loadtest {NOBODY} --warm-up-s 50 --request-rate 5 --num-requests 4", "--warm-up-s 50 leaves nothing: the last"),
-    (f"loadtest {NOBODY} --slo ttft=abc", "--slo: ttft=abc: ttft must be a number of seconds"),
+    (f"loadtest {NOBODY} --slo ttft=abc", "--slo: ttft must be a number of seconds over 0, not 'abc'"),
     (f"loadtest {NOBODY} --endpoint chat", "--endpoint is for --api openai, not session"),
+    (f"loadtest {NOBODY} --workload header.csv", "workload header.csv: there is no request in it"),
+    (
+        f"loadtest {NOBODY} --sweep request-rate=1,2 --request-rate 3",
+        "--request-rate: --sweep request-rate=1,2 sets it, too; leave one of them out",
+    ),
     (f"loadtest {NOBODY} --sweep request-rate=1 --sweep request-rate=2", "--sweep request-rate: it is there twice"),
     ("loadtest --url http://127.0.0.1:1/v1 --config none.toml", "option config is for a server started here"),
     ("simulate --sweep burstiness=1,2", "--burstiness 2.0: goes with"),
@@ -138,8 +144,8 @@ def test_tables_show_what_was_swept_as_it_was_written(
 ) -> None:
     """`:100:` is no emoji; and COLUMNS counts where stdout is no terminal."""
     monkeypatch.setenv("COLUMNS", "160")
-    sweeps = "--sweep input-len=64,uniform:100:300 --sweep request-rate=10,20"
-    assert run(f"simulate --executor {files / 'costs.json'} {SMALL.replace('uniform:4:40', '8')} {sweeps}".split()) == 0
+    sweeps = "--sweep input-len=64,uniform:100:300 --sweep request-rate=10,20 --num-requests 5 --output-len 4"
+    assert run(f"simulate --executor {files / 'costs.json'} {sweeps}".split()) == 0
     told = capsys.readouterr().out
     assert "input-len uniform:100:300, request-rate 20 " in told
     assert "…" not in told

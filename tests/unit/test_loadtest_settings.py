@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cadenza.loadtest.rate_search import MAX_FACTOR, RateSearch
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.schedule import DEFAULT_REQUESTS, make_schedule, planned_points
-from cadenza.loadtest.settings import changed, make_settings
+from cadenza.loadtest.settings import changed, make_settings, overlaid
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,9 @@ from cadenza.loadtest.settings import changed, make_settings
         ({"request_rate": "3", "concurrency": "3"}, "--request-rate .* or --concurrency"),
         ({"input_len": "uniform:5:2"}, "--input-len: "),
         ({"workload": "random", "num_turns": "3"}, "--num-turns goes with --workload multi-turn"),
-        ({"slo": "ttft"}, "--slo: ttft: 'ttft' must be NAME=SECONDS"),
+        ({"slo": "ttft"}, "^--slo: 'ttft' must be NAME=SECONDS"),
+        ({"slo": "TTFT=0.5"}, "^--slo: 'TTFT=0.5' must be NAME=SECONDS, NAME one of ttft, tpot, itl, e2e$"),
+        ({"slo": "ttft=500ms"}, "^--slo: ttft must be a number of seconds over 0, not '500ms'$"),
         ({"window": "5:3"}, "--window: its start must be 0 or more"),
         ({"window": "later"}, "--window: must be auto, all or START:END"),
         ({"find_max_rate": True}, "--find-max-rate needs --slo"),
@@ -97,6 +99,22 @@ def test_several_sweeps_make_every_combination() -> None:
 def test_one_name_in_two_sweeps_is_refused() -> None:
     with pytest.raises(LoadTestError, match="there twice"):
         _ = make_settings({"sweep": ["request-rate=1", "request-rate=2"]}).points
+
+
+def test_what_is_given_again_is_swept_no_more() -> None:
+    before = {"sweep": ("request-rate=1,2", "output-len=8,16"), "seed": 3}
+    assert overlaid(before, {"request_rate": 5.0, "seed": None}) == {
+        "sweep": ["output-len=8,16"],
+        "seed": 3,
+        "request_rate": 5.0,
+    }
+    assert overlaid(before, {"sweep": ["seed=1,2"]})["sweep"] == ["seed=1,2"]
+    assert overlaid({"request_rate": 3.0}, {"sweep": ["request-rate=1,2"]})["sweep"] == ["request-rate=1,2"]
+
+
+def test_what_is_given_and_swept_is_refused() -> None:
+    with pytest.raises(LoadTestError, match="--request-rate: --sweep request-rate=1,2 sets it, too"):
+        overlaid({}, {"sweep": ["request-rate=1,2"], "request_rate": 3.0})
 
 
 def test_settings_survive_json() -> None:

@@ -63,13 +63,13 @@ def loadtest(
     from cadenza.loadtest.campaign import run_campaign
     from cadenza.loadtest.results import LoadTestFile, Reached, read_again
     from cadenza.loadtest.schedule import planned_points
-    from cadenza.loadtest.settings import make_settings, settings_of
+    from cadenza.loadtest.settings import make_settings, overlaid, settings_of
 
     given = {name: options.pop(name) for name in load_names & options.keys()} | {"sweep": sweep or None}
     place = Place(target, model, config, {name: value for name, value in options.items() if value is not None})
     was = read_again(rerun, "loadtest") if rerun is not None else None
     before = {} if was is None or rerun is None else settings_of(was, rerun, elsewhere=place.is_named)
-    settings = make_settings(before | {name: value for name, value in given.items() if value is not None})
+    settings = make_settings(overlaid(before, given))
     planned_points(settings)  # what cannot be is refused before a server is started
     outputs = check_outputs(output=output, csv=csv, plots=plots, report=report, read=[rerun, settings.workload])
 

@@ -71,13 +71,13 @@ def simulate(
     if not load_names:
         raise OptionError("the simulator is not installed here: pip install 'cadenza[loadtest]'")
     from cadenza.cli.load_results import check_outputs, check_whole, give_out, nothing_counted, tables_console
-    from cadenza.loadtest.settings import make_settings
+    from cadenza.loadtest.settings import make_settings, overlaid
     from cadenza.simulate.campaign import run_simulation
     from cadenza.simulate.options import make_simulated
 
     given = {name: options.pop(name) for name in load_names & options.keys()} | {"sweep": sweep or None}
     said, before = _before(rerun)
-    settings = make_settings(said | {name: value for name, value in given.items() if value is not None})
+    settings = make_settings(overlaid(said, given))
     simulated = make_simulated(executor or (), executors, options, config=config, before=before)
     read = [rerun, config, settings.workload, *(executor or ())]
     outputs = check_outputs(output=output, csv=csv, plots=plots, report=report, read=read)

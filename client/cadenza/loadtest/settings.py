@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.slo import Slo, parse_slo
+from cadenza.loadtest.slo import Slo, parse_slo, slo_of
 from cadenza.loadtest.spec import GROUP as WORKLOAD
 from cadenza.loadtest.spec import WorkloadSpec
-from cadenza.loadtest.sweep import combinations, parse_sweep
+from cadenza.loadtest.sweep import combinations, parse_sweep, swept_name
 from cadenza.settings.help import about, group_of
 from cadenza.settings.names import flag
 from cadenza.settings.service import reason
@@ -192,10 +192,7 @@ class LoadSettings(WorkloadSpec):
     @classmethod
     def _check_slo(cls, value: str) -> str:
         if value:
-            try:
-                parse_slo(value)
-            except LoadTestError as error:  # which names the option, as does whoever tells of it
-                raise ValueError(error.message.removeprefix("--slo ")) from None
+            slo_of(value)
         return value
 
     @field_validator("window")
@@ -282,6 +279,17 @@ def make_settings(values: Mapping[str, Any]) -> LoadSettings:
         return LoadSettings.model_validate(given)
     except ValidationError as error:
         raise LoadTestError("; ".join(_sentences(error))) from None
+
+
+def overlaid(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings `before` with what was given (None: it was not) in their place; what was swept before and is given
+    now is swept no more. Raises LoadTestError for what is given and swept at once."""
+    given = {name: value for name, value in given.items() if value is not None}
+    for text in given.get("sweep", ()):
+        if (name := swept_name(text)) in given:
+            raise LoadTestError(f"{flag(name)}: --sweep {text} sets it, too; leave one of them out")
+    sweeps = [text for text in before.get("sweep", ()) if swept_name(text) not in given]
+    return {**before, "sweep": sweeps, **given}
 
 
 def changed(settings: LoadSettings, swept: Mapping[str, Any]) -> LoadSettings:

@@ -35,18 +35,24 @@ class Slo(BaseModel):
         return ",".join(f"{name.removesuffix('_s')}={value:g}" for name, value in self.limits.items())
 
 
-def parse_slo(text: str, option: str = "--slo") -> Slo:
-    """Limits as in "ttft=0.5,tpot=0.05", in seconds; also itl and e2e. Raises LoadTestError naming `option`."""
+def parse_slo(text: str) -> Slo:
+    """Limits as in "ttft=0.5,tpot=0.05", in seconds; also itl and e2e. Raises LoadTestError naming `--slo`."""
+    try:
+        return slo_of(text)
+    except ValueError as error:
+        raise LoadTestError(f"--slo {text}: {error}") from None
+
+
+def slo_of(text: str) -> Slo:
+    """As parse_slo, for those who name the option themselves; raises ValueError."""
     limits: dict[str, float] = {}
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in _NAMES:
-            raise LoadTestError(
-                f"{option} {text}: {part.strip()!r} must be NAME=SECONDS, NAME one of {', '.join(_NAMES)}"
-            )
+            raise ValueError(f"{part.strip()!r} must be NAME=SECONDS, NAME one of {', '.join(_NAMES)}")
         if name in limits:
-            raise LoadTestError(f"{option} {text}: {name} is there twice")
-        limits[name] = _seconds(value, f"{option} {text}: {name}")
+            raise ValueError(f"{name} is there twice")
+        limits[name] = _seconds(value, name)
     return Slo(**{f"{name}_s": value for name, value in limits.items()})
 
 
@@ -71,11 +77,11 @@ def _keeps(values: Floats, limit: float, may_lack: bool) -> Rows:
     return within | np.isnan(values) if may_lack else within
 
 
-def _seconds(text: str, where: str) -> float:
+def _seconds(text: str, name: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise LoadTestError(f"{where} must be a number of seconds over 0, not {text!r}")
+        raise ValueError(f"{name} must be a number of seconds over 0, not {text!r}")
     return value

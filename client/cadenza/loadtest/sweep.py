@@ -18,10 +18,15 @@ class Sweep:
     values: tuple[str, ...]
 
 
+def swept_name(text: str) -> str:
+    """The setting that one `--sweep` is of, as it is known within."""
+    return text.partition("=")[0].strip().removeprefix("--").replace("-", "_")
+
+
 def parse_sweep(text: str, known: Collection[str]) -> Sweep:
     """One `--sweep`; `known` are the settings that may be swept. Raises LoadTestError."""
-    name, equals, values = text.partition("=")
-    name = name.strip().removeprefix("--").replace("-", "_")
+    _, equals, values = text.partition("=")
+    name = swept_name(text)
     if not equals or not values.strip():
         raise LoadTestError(f"--sweep {text}: must be NAME=VALUE,VALUE,…, as in request-rate=1,2,4")
     if name not in known:

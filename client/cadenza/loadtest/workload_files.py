@@ -52,8 +52,10 @@ class FileWorkload:
         check_seed(seed)
         if num_requests not in self._checked:
             found = sum(1 for shape in self._shapes(num_requests, seed) if shape.turn == 0)
+            if not found:
+                raise LoadTestError(f"workload {self._path}: there is no request in it")
             if found < (num_requests or 1):
-                raise LoadTestError(f"--num-requests {num_requests or 1}: {self._path} has {found} requests")
+                raise LoadTestError(f"--num-requests {num_requests}: {self._path} has {found} requests")
             self._checked.add(num_requests)
         return self._shapes(num_requests, seed)
 

@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.path import Path
 
 from cadenza.loadtest.columns import StepColumns
+from cadenza.loadtest.comparison import Change, Interval
+from cadenza.loadtest.figures.changes import ratios
 from cadenza.loadtest.figures.latency import latency_cdfs, latency_over_time
 from cadenza.loadtest.figures.occupancy import occupancy
 from cadenza.loadtest.figures.sample import Sample
@@ -173,6 +175,30 @@ def test_over_what_was_swept_if_that_is_one_number() -> None:
 
 
 @styled()
+def test_a_change_is_shown_as_what_is_known_of_it() -> None:
+    said = {
+        "ttft_s.p50": ("lower", 0.5),
+        "requests_per_s": ("lower", 0.9),
+        "mean_concurrency": ("higher", 123.4),
+        "e2e_s.p50": ("no difference shown", 1.0),
+        "e2e_s.p99": ("not known", 2.0),
+    }
+    one = Estimate(value=1.0, n=1, how="single")
+    changes = [
+        Change(name, one, one, Interval(0.0), Interval(ratio), "none", verdict)
+        for name, (verdict, ratio) in said.items()
+    ]
+    figure = ratios(changes, "after against before")
+    assert names_of(figure) == ["better", "worse", "different", "no difference shown", "not known"]
+    (axes,) = figure.axes
+    marks = [line for line in axes.lines if line.get_marker() == "o"][::-1]
+    legend = figure.legends[0].get_lines()
+    assert [line.get_color() for line in marks] == [line.get_color() for line in legend]
+    assert [line.get_markerfacecolor() == "none" for line in marks] == [False] * 4 + [True]
+    assert [text.get_text() for text in axes.texts][::-1] == ["0.5", "0.9", "123", "1", "2"]
+    assert names_of(ratios(changes[:1], "better alone")) == ["better"]
+
+
 def test_a_title_fits_in_its_line() -> None:
     for text in ("short", "W" * 200, "words " * 40):
         figure, _ = new_figure(text)

@@ -170,8 +170,8 @@ def test_the_page_is_whole_and_fetches_nothing(case: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_figures_are_the_same_bytes_again(tmp_path: Path) -> None:
-    first = write_figures(CASES["usual"][0], tmp_path / "a")
-    again = write_figures(CASES["usual"][0], tmp_path / "b")
+    first = write_figures(CASES["usual"], tmp_path / "a")
+    again = write_figures(CASES["usual"], tmp_path / "b")
     assert {path.suffix for path in first} == {".png", ".svg"}
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in again]
 
@@ -188,7 +188,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(LoadTestError, match="cannot be written"):
         write_report(CASES["usual"], tmp_path / "file" / "report.html")
     with pytest.raises(LoadTestError, match="cannot be written"):
-        write_figures(CASES["usual"][0], tmp_path / "file" / "plots")
+        write_figures(CASES["usual"], tmp_path / "file" / "plots")
 
 
 @pytest.mark.slow
@@ -266,12 +266,49 @@ def test_what_a_line_runs_along() -> None:
     ]  # fmt: skip
     assert along(request_rate=["2", "inf", "1"]) == [("two", "", [])], "infinity has no place on an axis"
     assert along(workload=["random", "random", "sharegpt"], arrivals=["poisson", "gamma", "poisson"]) == [
-        ("arrivals poisson", "", []), ("arrivals gamma", "", []),
-    ]  # fmt: skip
+        ("workload random, arrivals poisson", "", []),
+        ("workload random, arrivals gamma", "", []),
+        ("workload sharegpt, arrivals poisson", "", []),
+    ], "no line joins what are names"
     assert along(input_len=["8", "16"], output_len=["3", "3"]) == [("output-len 3", "input-len", [8, 16])]
     both = curves_of([whole, whole.model_copy(update={"label": "again"})])
     assert [curve.label for curve in both][1:3] == ["two, input-len uniform:100:300", "again, input-len 64"]
     assert [curve.own.colour for curve in both if curve.own].count(look(0).colour) == 2
+
+
+@pytest.mark.slow
+def test_files_with_one_name_are_told_apart_in_every_figure(tmp_path: Path) -> None:
+    long = "a name that is far too long for a legend, of the {} one, and ends alike for all of them"
+    labels = ["same", "same", long.format("first"), long.format("second")]
+    files = [file(label, (1.0, 2.0), count=5, seed=place) for place, label in enumerate(labels)]
+    found = {name: figure for name, figure, _ in figures_of(files)}
+    for name in ("throughput-and-latency", "rates"):
+        shown = [text.get_text() for text in found[name].legends[0].get_texts()][:4]
+        assert shown[:2] == ["same", "same (2)"]
+        assert len(set(shown)) == 4
+    page = write_report(files[:2], tmp_path / "same.html").read_text(encoding="utf-8")
+    assert "<h2>same</h2>" in page
+    assert "<h2>same (2)</h2>" in page
+
+
+@pytest.mark.slow
+def test_of_a_load_without_a_rate_there_is_no_figure_of_rates() -> None:
+    points = [
+        point_of([run_of(point.runs[0].requests, None, seed=0, started_unix_s=0.0, window=None, slo=None,
+                         open_loop=False)], {"concurrency": place + 1.0})
+        for place, point in enumerate(file("users", (1.0, 2.0), count=9).points)
+    ]  # fmt: skip
+    assert all("offered_per_s" not in point.summary for point in points)
+    names = [name for name, _, _ in figures_of([file("users").model_copy(update={"points": points})])]
+    assert "over-swept" in names
+    assert "rates" not in names
+
+
+@pytest.mark.slow
+def test_figures_of_several_files_are_those_of_their_comparison(tmp_path: Path) -> None:
+    files = [file("first", count=5), file("second", count=5, seed=9)]
+    names = {path.stem for path in write_figures(files, tmp_path)}
+    assert {"change-0", "latency-distributions"} <= names
 
 
 def test_the_rate_that_a_search_found_is_named_first() -> None:

@@ -72,7 +72,7 @@ def give_out(file: LoadTestFile, outputs: Outputs) -> None:
         write(outputs.output, file)
     show(file)
     write_tables(file, outputs.csv)
-    write_pictures(file, outputs.plots)
+    write_pictures([file], outputs.plots)
     write_page([file], outputs.report)
 
 
@@ -84,12 +84,12 @@ def write_tables(file: LoadTestFile, folder: Path | None) -> None:
         write_csv(file, folder)
 
 
-def write_pictures(file: LoadTestFile, folder: Path | None) -> None:
-    """The figures, if there is a place for them."""
+def write_pictures(files: Sequence[LoadTestFile], folder: Path | None) -> None:
+    """The figures of all these files together, if there is a place for them."""
     if folder is not None:
         from cadenza.loadtest.report import write_figures
 
-        write_figures(file, folder)
+        write_figures(files, folder)
 
 
 def write_page(files: Sequence[LoadTestFile], path: Path | None) -> None:

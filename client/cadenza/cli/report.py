@@ -25,7 +25,13 @@ def report(
     files: Annotated[list[str], typer.Argument(metavar="FILE", help="Results: what --output wrote.")],
     output: Annotated[str | None, typer.Option(metavar="FILE", help="Write one self-contained HTML page.")] = None,
     csv: Annotated[str | None, typer.Option(metavar="FOLDER", help="Write the tables of each file.")] = None,
-    plots: Annotated[str | None, typer.Option(metavar="FOLDER", help="Write the figures, PNG and SVG.")] = None,
+    plots: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write the figures, PNG and SVG; of several files those of each in a folder of its own.",
+        ),
+    ] = None,
 ) -> None:
     """Run the command; raises LoadTestError for a file that is no result."""
     from cadenza.loadtest.comparison import compare
@@ -41,5 +47,7 @@ def report(
     for index, result in enumerate(results):
         part = f"{index + 1}" if len(results) > 1 else ""
         write_tables(result, outputs.csv and outputs.csv / part)
-        write_pictures(result, outputs.plots and outputs.plots / part)
+        write_pictures([result], outputs.plots and outputs.plots / part)
+    if len(results) > 1:
+        write_pictures(results, outputs.plots)
     write_page(results, outputs.report)

@@ -171,6 +171,7 @@ class Runner:
             slo=settings.limits,
             cuts=cuts,
             messages=failures.messages,
+            open_loop=settings.concurrency is None,
         )
 
     async def _drive(

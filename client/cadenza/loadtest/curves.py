@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from cadenza.loadtest.figures.style import Look, look, look_within, words
+from cadenza.loadtest.figures.style import MOST_NAME, Look, look, look_within, words
 from cadenza.loadtest.figures.sweeps import Curve
 from cadenza.loadtest.results import LoadTestFile, Point
 from cadenza.loadtest.summary import swept_text
@@ -20,7 +20,7 @@ def curves_of(files: Sequence[LoadTestFile]) -> list[Curve]:
     for place, file in enumerate(files):
         along = _along(file.points)
         for part, (others, points) in enumerate(_groups(file.points, along).items()):
-            named = [words(file.label, 28)] if len(files) > 1 or not others else []
+            named = [words(file.label, MOST_NAME)] if len(files) > 1 or not others else []
             label = ", ".join([*named, others] if others else named)
             own = look_within(place, part) if len(files) > 1 else look(part)
             curves.append(_curve(label, points, along, file, own))
@@ -28,15 +28,16 @@ def curves_of(files: Sequence[LoadTestFile]) -> list[Curve]:
 
 
 def _along(points: Sequence[Point]) -> str:
-    """The setting that a line runs along: a rate, or else a number, or else whatever has the most values."""
+    """The setting that a line runs along: a rate, or else a number; empty: no line joins what are names."""
     values: dict[str, set[float | str]] = {}
     for point in points:
         for name, value in point.swept.items():
             values.setdefault(name, set()).add(value)
     everywhere = [name for name in values if all(name in point.swept for point in points)]
-    numbers = [name for name in everywhere if all(_number(each) is not None for each in values[name])]
-    several = [name for name in _FIRST if name in numbers and len(values[name]) > 1]
-    return max(several[:1] or numbers or everywhere, key=lambda name: len(values[name]), default="")
+    numbers = [name for name in everywhere if all(_float(each) is not None for each in values[name])]
+    finite = [name for name in numbers if all(_number(each) is not None for each in values[name])]
+    several = [name for name in _FIRST if name in finite and len(values[name]) > 1]
+    return max(several[:1] or finite or numbers, key=lambda name: len(values[name]), default="")
 
 
 def _groups(points: Sequence[Point], along: str) -> dict[str, list[Point]]:
@@ -44,7 +45,7 @@ def _groups(points: Sequence[Point], along: str) -> dict[str, list[Point]]:
     groups: dict[str, list[Point]] = {}
     for point in points:
         others = {name: value for name, value in point.swept.items() if name != along}
-        groups.setdefault(swept_text(others) if along else "", []).append(point)
+        groups.setdefault(swept_text(others), []).append(point)
     for group in groups.values():
         group.sort(key=lambda point: _number(point.swept.get(along, "")) or 0.0)
     return groups
@@ -56,7 +57,7 @@ def _curve(label: str, points: Sequence[Point], along: str, file: LoadTestFile, 
     held = file.max_rate.held if file.max_rate is not None else None
     return Curve(
         label,
-        [_name({along: point.swept[along]} if along else point.swept) for point in points],
+        [_name(point.swept[along]) if along else "" for point in points],
         [point.summary for point in points],
         along.replace("_", "-") if is_number else "",
         at if is_number else [],
@@ -65,15 +66,19 @@ def _curve(label: str, points: Sequence[Point], along: str, file: LoadTestFile, 
     )
 
 
-def _name(swept: Mapping[str, float | str]) -> str:
-    """The values, in short."""
-    return ", ".join(f"{value:.3g}" if isinstance(value, float) else value for value in swept.values())
+def _name(value: float | str) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else value
 
 
 def _number(value: float | str) -> float | None:
-    """A value as it was given to `--sweep` is text; None for one that is no number, and for infinity."""
+    """None for what is no number, and for infinity, which has no place on an axis."""
+    number = _float(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _float(value: float | str) -> float | None:
+    """A value as it was given to `--sweep` is text; None for one that is no number."""
     try:
-        number = float(value)
+        return float(value)
     except ValueError:
         return None
-    return number if math.isfinite(number) else None

@@ -163,9 +163,10 @@ def measure(
     slo: Slo | None,
     steps: StepColumns | None = None,
     cuts: Cuts | None = None,
+    open_loop: bool = True,
 ) -> Metrics:
-    """All metrics of one run; `window` in seconds of the run, None for all of it. Raises LoadTestError for a window
-    that does not end after it starts."""
+    """All metrics of one run; `window` in seconds of the run, None for all of it. A closed loop offers no rate. Raises
+    LoadTestError for a window that does not end after it starts."""
     if window is not None and not window[1] > window[0]:
         raise LoadTestError(f"--window {window[0]:g}:{window[1]:g}: must end after it starts")
     due = is_within(columns.due_s, window)
@@ -186,7 +187,7 @@ def measure(
         num_cached_tokens=_known_sum(columns.num_cached_tokens[ended]),
         num_output_tokens=int(columns.num_output_tokens[ended].sum()),
         num_preemptions=_known_sum(columns.num_preemptions[ended]),
-        offered_per_s=_offered(columns.due_s[due], window),
+        offered_per_s=_offered(columns.due_s[due], window) if open_loop else None,
         **_rates(columns, window, over, good),
         **{**spreads, "lag_s": spread_of(per_request(columns)["lag_s"][due])},
         slo=slo,

@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 from jinja2 import Environment
 from matplotlib.figure import Figure
 
-from cadenza.loadtest.comparison import Comparison, compare
+from cadenza.loadtest.comparison import Comparison, compare, told_apart
 from cadenza.loadtest.curves import curves_of
 from cadenza.loadtest.figures.changes import ratios
 from cadenza.loadtest.figures.latency import latency_cdfs, latency_over_time
 from cadenza.loadtest.figures.occupancy import occupancy
 from cadenza.loadtest.figures.sample import Sample, sample_of
 from cadenza.loadtest.figures.saving import inline_svg, save
-from cadenza.loadtest.figures.style import Look, look, look_within, words
-from cadenza.loadtest.figures.sweeps import over_swept, rates, throughput_and_latency
+from cadenza.loadtest.figures.style import MOST_NAME, Look, look, look_within, words
+from cadenza.loadtest.figures.sweeps import Curve, over_swept, rates, throughput_and_latency
 from cadenza.loadtest.metric_names import STATISTICS, describe
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.results import LoadTestFile, Point
@@ -49,6 +49,7 @@ Named = tuple[str, Figure, str]
 def write_report(files: Sequence[LoadTestFile], path: Path | str) -> Path:
     """Write the page; of two files or more each is held against the first. Raises LoadTestError if it cannot be."""
     path = Path(path)
+    files = _named(files, told_apart([file.label for file in files]))
     comparison = compare(files) if len(files) > 1 else None
     text = resources("cadenza.loadtest").joinpath("report.html.j2").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
@@ -66,13 +67,16 @@ def write_report(files: Sequence[LoadTestFile], path: Path | str) -> Path:
     return path
 
 
-def write_figures(file: LoadTestFile, folder: Path | str) -> list[Path]:
-    """Write every figure of one file as PNG and SVG; returns the paths. Raises LoadTestError."""
-    return [path for name, figure, _ in figures_of([file]) for path in save(figure, Path(folder), name)]
+def write_figures(files: Sequence[LoadTestFile], folder: Path | str) -> list[Path]:
+    """Write every figure of these files, together, as PNG and SVG; returns the paths. Raises LoadTestError."""
+    comparison = compare(files) if len(files) > 1 else None
+    return [path for name, figure, _ in figures_of(files, comparison) for path in save(figure, Path(folder), name)]
 
 
 def figures_of(files: Sequence[LoadTestFile], comparison: Comparison | None = None) -> Iterator[Named]:
     """All figures, made one after the other."""
+    if len(files) > 1:
+        files = _named(files, told_apart([words(file.label, MOST_NAME) for file in files]))
     points = [(file, point) for file in files for point in file.points]
     limits = next((point.runs[0].metrics.slo.limits for _, point in points if point.runs[0].metrics.slo), None)
     samples = _samples(files)
@@ -82,20 +86,7 @@ def figures_of(files: Sequence[LoadTestFile], comparison: Comparison | None = No
         ("How many took no longer than so long, of the requests due within the window; the first run of each point."),
     )
     if any(len(file.points) > 1 for file in files):
-        curves = curves_of(files)
-        yield (
-            "throughput-and-latency",
-            throughput_and_latency(curves, limits),
-            ("What more throughput costs each user: solid p50, dashed p99, bars are 95% intervals."),
-        )
-        over = over_swept(curves, limits)
-        if over is not None:
-            yield ("over-swept", over, "The same over what was swept: solid p50, dashed p99, bars are 95% intervals.")
-        yield (
-            "rates",
-            rates(curves),
-            ("Where the points leave the dotted line, the server no longer does what is asked of it, or not in time."),
-        )
+        yield from _swept_figures(curves_of(files), limits)
     if comparison:
         pairs = [(label, compared.swept, changes) for compared in comparison.points
                  for label, changes in zip(comparison.labels[1:], compared.changes, strict=True)]  # fmt: skip
@@ -126,6 +117,23 @@ def figures_of(files: Sequence[LoadTestFile], comparison: Comparison | None = No
             )
 
 
+def _swept_figures(curves: Sequence[Curve], limits: Mapping[str, float] | None) -> Iterator[Named]:
+    caption = "What more throughput costs each user: solid p50, dashed p99, bars are 95% intervals."
+    yield "throughput-and-latency", throughput_and_latency(curves, limits), caption
+    if (over := over_swept(curves, limits)) is not None:
+        yield "over-swept", over, "The same over what was swept: solid p50, dashed p99, bars are 95% intervals."
+    if (rated := rates(curves)) is not None:
+        caption = (
+            "Where the points leave the dotted line, the server no longer does what is asked of it, or not in time."
+        )
+        yield "rates", rated, caption
+
+
+def _named(files: Sequence[LoadTestFile], labels: Sequence[str]) -> list[LoadTestFile]:
+    """The same files under these labels."""
+    return [file.model_copy(update={"label": label}) for file, label in zip(files, labels, strict=True)]
+
+
 def _some(items: Sequence[_Item], most: int) -> list[_Item]:
     """All, or `most` of them at even distances, the first and the last among them; the last if it is to be one."""
     if len(items) <= most:
@@ -150,7 +158,7 @@ def _samples(files: Sequence[LoadTestFile]) -> list[Sample]:
 def _sample(files: Sequence[LoadTestFile], file: LoadTestFile, point: Point, own: Look | None = None) -> Sample:
     run = point.runs[0]
     # What was swept is short, and what tells points apart: so it is what a long label may not push out.
-    parts = [words(file.label, 28)] if len(files) > 1 else []
+    parts = [words(file.label, MOST_NAME)] if len(files) > 1 else []
     parts += [swept_text(point.swept)] if point.swept else []
     return sample_of(", ".join(parts) or file.label, run.requests, run.window_s, own)
 

@@ -145,6 +145,7 @@ def run_of(
     duration_s: float | None = None,
     cuts: Cuts | None = None,
     messages: Mapping[str, str] | None = None,
+    open_loop: bool = True,
 ) -> Run:
     """A run and its metrics; without `duration_s` it ended with its last token."""
     return Run(
@@ -152,7 +153,7 @@ def run_of(
         started_unix_s=started_unix_s,
         duration_s=end_of(columns) if duration_s is None else duration_s,
         window_s=window,
-        metrics=measure(columns, window=window, slo=slo, steps=steps, cuts=cuts),
+        metrics=measure(columns, window=window, slo=slo, steps=steps, cuts=cuts, open_loop=open_loop),
         requests=columns,
         steps=steps,
         messages=dict(messages or {}),

@@ -201,4 +201,5 @@ def _run(settings: LoadSettings, seed: int, outcome: Outcome) -> Run:
         slo=settings.limits,
         duration_s=outcome.duration_s,
         cuts=outcome.cuts,
+        open_loop=settings.concurrency is None,
     )

@@ -9,17 +9,24 @@ from matplotlib.figure import Figure
 
 from cadenza.loadtest.comparison import Change
 from cadenza.loadtest.figures.style import INK, MUTED, line_handle, look, new_figure, put_legend, say, styled, words
-from cadenza.loadtest.figures.ticks import set_scale
+from cadenza.loadtest.figures.ticks import plain, set_scale
 from cadenza.loadtest.metric_names import describe
 
-_BETTER, _WORSE = look(2).colour, look(5).colour
+_LOOKS = {
+    "better": (look(2).colour, True),
+    "worse": (look(5).colour, True),
+    "different": (look(0).colour, True),
+    "no difference shown": (MUTED, True),
+    "not known": (MUTED, False),
+}
+"""By what is said of a change: its colour, and whether its mark is filled."""
 _ROW = 0.27
 """Inches."""
 
 
 @styled()
 def ratios(changes: Sequence[Change], title: str) -> Figure:
-    """A row for each metric with a ratio; green is better, red is worse, grey is no difference that was shown."""
+    """A row for each metric with a ratio; the legend says what of it is better, worse, or was not shown at all."""
     rows = [change for change in changes if change.ratio is not None][::-1]
     figure, (axes,) = new_figure(title, height=1.5 + _ROW * max(3, len(rows)))
     if not rows:
@@ -28,19 +35,27 @@ def ratios(changes: Sequence[Change], title: str) -> Figure:
     for place, change in enumerate(rows):
         ratio = change.ratio
         assert ratio is not None
-        colour = _colour(change)
+        colour, filled = _LOOKS[_said(change)]
         if ratio.low is not None and ratio.high is not None:
             axes.plot([ratio.low, ratio.high], [place, place], color=colour, linewidth=2.2, alpha=0.55)
-        axes.plot([ratio.value], [place], color=colour, marker="o", linestyle="")
-        axes.annotate(f"{ratio.value:.2f}", (1.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+        axes.plot([ratio.value], [place], color=colour, marker="o", linestyle="", markerfacecolor=_face(colour, filled))
+        axes.annotate(
+            plain(float(f"{ratio.value:.3g}")),
+            (1.01, place),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize=8,
+        )
     axes.axvline(1, color=INK, linewidth=0.9)
     axes.set_yticks(range(len(rows)), [words(describe(change.metric).label) for change in rows])
     axes.set_ylim(-0.7, len(rows) - 0.3)
     axes.grid(axis="y", visible=False)
     _set_scale(axes, rows)
     axes.set_xlabel("times the first file's value, 95% interval (logarithmic)")
-    put_legend(figure, [line_handle(name, colour, marker="o") for name, colour in
-                        (("better", _BETTER), ("worse", _WORSE), ("no difference shown", MUTED))])  # fmt: skip
+    said = {_said(change) for change in rows}
+    put_legend(figure, [line_handle(name, colour, marker="o", markerfacecolor=_face(colour, filled),
+                                    linestyle="-" if filled else "")
+                        for name, (colour, filled) in _LOOKS.items() if name in said])  # fmt: skip
     return figure
 
 
@@ -55,8 +70,14 @@ def _set_scale(axes: Axes, rows: Sequence[Change]) -> None:
     set_scale(axes, "x", True, most=7)
 
 
-def _colour(change: Change) -> str:
+def _said(change: Change) -> str:
+    if change.verdict not in ("lower", "higher"):
+        return change.verdict
     less_is_better = describe(change.metric).less_is_better
-    if change.verdict not in ("lower", "higher") or less_is_better is None:
-        return MUTED
-    return _BETTER if (change.verdict == "lower") == less_is_better else _WORSE
+    if less_is_better is None:
+        return "different"
+    return "better" if (change.verdict == "lower") == less_is_better else "worse"
+
+
+def _face(colour: str, filled: bool) -> str:
+    return colour if filled else "none"

@@ -107,6 +107,10 @@ def look_within(index: int, part: int) -> Look:
     return Look(_COLOURS[index % len(_COLOURS)], _STYLES[part % len(_STYLES)], _MARKERS[part % len(_MARKERS)])
 
 
+MOST_NAME = 28
+"""Characters of a file's name in a legend, which says more."""
+
+
 @cache
 def _charmap() -> Mapping[int, int]:
     charmap: Mapping[int, int] = get_font(findfont(FontProperties(family=["DejaVu Sans"]))).get_charmap()

@@ -28,7 +28,7 @@ class Curve:
 
     label: str
     names: list[str]
-    """What each point is called: the value that was swept."""
+    """What each point is called: the value that was swept; empty if the label says it."""
     summaries: list[Mapping[str, Estimate]]
     swept: str = ""
     """What was swept, if it is one thing and a number."""
@@ -148,27 +148,29 @@ def _name_points(axes: Axes, curves: Sequence[Curve], name: str) -> None:
     points = []
     for curve in curves:
         tops = (curve.values(f"{name}.p99") + curve.reach(f"{name}.p99")[1]) * unit.factor
-        named = [Named(*each) for each in zip(curve.values("output_tokens_per_s"), tops, curve.names, strict=True)]
+        at = curve.values("output_tokens_per_s")
+        named = [Named(*each) for each in zip(at, tops, curve.names, strict=True) if each[2]]
         points += [named[curve.chosen], *named] if curve.chosen is not None else named
     put_names(axes, points)
 
 
 @styled()
-def rates(curves: Sequence[Curve]) -> Figure:
-    """Requests per second that ended, those that kept the SLO, and the share that did, over those that were due."""
+def rates(curves: Sequence[Curve]) -> Figure | None:
+    """Requests per second that ended, those that kept the SLO, and the share that did, over those that were due; None
+    of loads that had no rate."""
+    if not any(np.isfinite(curve.values("offered_per_s")).any() for curve in curves):
+        return None
     good = any(np.isfinite(curve.values("goodput_per_s")).any() for curve in curves)
     figure, panels = new_figure("What was asked, and what was done", columns=3 if good else 1, height=3.4)
-    drawn = _rate_panel(panels[0], curves, "requests_per_s", "ended, requests/s")
+    _rate_panel(panels[0], curves, "requests_per_s", "ended, requests/s")
     if good:
-        drawn |= _rate_panel(panels[1], curves, "goodput_per_s", "within the SLO, requests/s")
-        drawn |= _rate_panel(panels[2], curves, "slo_share", "within the SLO, % of what was due", percent=True)
-    if drawn:
-        put_legend(figure, [*_handles(curves), line_handle("all that was due", MUTED, linestyle=":")])
+        _rate_panel(panels[1], curves, "goodput_per_s", "within the SLO, requests/s")
+        _rate_panel(panels[2], curves, "slo_share", "within the SLO, % of what was due", percent=True)
+    put_legend(figure, [*_handles(curves), line_handle("all that was due", MUTED, linestyle=":")])
     return figure
 
 
-def _rate_panel(axes: Axes, curves: Sequence[Curve], name: str, label: str, *, percent: bool = False) -> bool:
-    """Returns whether there was something to draw."""
+def _rate_panel(axes: Axes, curves: Sequence[Curve], name: str, label: str, *, percent: bool = False) -> None:
     most = 0.0
     factor = 100.0 if percent else 1.0
     for place, curve in enumerate(curves):
@@ -184,7 +186,7 @@ def _rate_panel(axes: Axes, curves: Sequence[Curve], name: str, label: str, *, p
         most = max(most, float(due[known].max()))
     if not most:
         say(axes, "The load was not at a rate.")
-        return False
+        return
     axes.plot([0, most], [100, 100] if percent else [0, most], color=MUTED, linestyle=":", zorder=1)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
@@ -194,11 +196,13 @@ def _rate_panel(axes: Axes, curves: Sequence[Curve], name: str, label: str, *, p
     set_scale(axes, "y", False, most=5)
     axes.set_xlabel("due, requests/s")
     axes.set_ylabel(label)
-    return True
 
 
 def _put_latency_legend(figure: Figure, curves: Sequence[Curve], has_limit: bool) -> None:
-    styles = [line_handle("p50", MUTED), line_handle("p99", MUTED, linestyle="--")]
+    styles = [
+        line_handle("p50", MUTED, marker="o"),
+        line_handle("p99", MUTED, linestyle="--", marker="o", markerfacecolor="none"),
+    ]
     put_legend(figure, [*_handles(curves), *styles, *([line_handle("SLO", INK, linestyle=":")] if has_limit else [])])
 
 

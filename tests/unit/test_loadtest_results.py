@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from pydantic_core import PydanticSerializationError
 
+from cadenza.cli.load_results import Outputs, give_out
 from cadenza.loadtest.columns import RequestColumns
 from cadenza.loadtest.csv_files import write_csv
 from cadenza.loadtest.metrics import Slo
@@ -111,6 +113,30 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         write(path, broken)
     assert path.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == ["a.json"], "nothing lies about"
+
+
+def test_what_is_no_file_is_written_to_and_a_link_is_followed(tmp_path: Path) -> None:
+    """As with `--output /dev/stdout`: root could replace a device."""
+    file = made_up_file("a", [1], num_requests=5)
+    pipe, link, behind = tmp_path / "pipe", tmp_path / "link", tmp_path / "behind"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    write(pipe, file)
+    assert json.loads(os.read(reader, 2**20))["label"] == "a"
+    os.close(reader)
+    link.symlink_to(behind)
+    write(link, file)
+    assert link.is_symlink()
+    assert read(behind).label == "a"
+
+
+def test_what_cannot_be_written_takes_nothing_else_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").mkdir()
+    outputs = Outputs(output=tmp_path / "taken", csv=tmp_path / "csv")
+    with pytest.raises(LoadTestError, match="taken: cannot be written"):
+        give_out(made_up_file("a", [1], num_requests=5), outputs)
+    assert "TTFT" in capsys.readouterr().out
+    assert (tmp_path / "csv" / "requests.csv").exists()
 
 
 def test_what_cannot_be_written_or_read_is_named(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,16 +65,33 @@ def check_outputs(
 
 
 def give_out(file: LoadTestFile, outputs: Outputs) -> None:
-    """Print the tables and write the files; raises LoadTestError for one that cannot be written."""
-    from cadenza.loadtest.results import write
+    """Print the tables and write the files. What fails keeps nothing else from coming out; the first failure is raised
+    at the end: LoadTestError for a file that cannot be written, OSError for tables that cannot be printed."""
+    from cadenza.loadtest.requests import LoadTestError
 
-    # The file first: whatever happens later, what was measured is not lost.
-    if outputs.output is not None:
-        write(outputs.output, file)
-    show(file)
-    write_tables(file, outputs.csv)
-    write_pictures([file], outputs.plots)
-    write_page([file], outputs.report)
+    parts: Sequence[Callable[[], None]] = (
+        partial(write_result, file, outputs.output),
+        partial(show, file),
+        partial(write_tables, file, outputs.csv),
+        partial(write_pictures, [file], outputs.plots),
+        partial(write_page, [file], outputs.report),
+    )
+    failures: list[LoadTestError | OSError] = []
+    for part in parts:
+        try:
+            part()
+        except (LoadTestError, OSError) as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def write_result(file: LoadTestFile, path: Path | None) -> None:
+    """The result itself, if there is a place for it."""
+    if path is not None:
+        from cadenza.loadtest.results import write
+
+        write(path, file)
 
 
 def write_tables(file: LoadTestFile, folder: Path | None) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import IO, Annotated, Any, Final, Literal, Self
 
 import numpy as np
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -178,26 +178,38 @@ def steps_of(run: Run) -> StepColumns | None:
 
 
 def write(path: Path | str, file: LoadTestFile) -> Path:
-    """Writes the file: a whole one or none, by way of a temporary file beside it. Folders are made.
-
-    Raises LoadTestError if it cannot be written.
+    """Writes the file: a whole one or none. Folders are made, links followed, and a device or a pipe is written to as
+    it is. Raises LoadTestError if it cannot be written.
     """
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as out:
+        with _written(path) as out:
             out.write(file.__pydantic_serializer__.to_json(file))
             out.write(b"\n")
-            out.flush()
-            os.fsync(out.fileno())
-        beside.replace(path)
     except OSError as error:
         raise LoadTestError(f"{path}: cannot be written: {error.strerror or error}") from error
+    return path
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[IO[bytes]]:
+    """A temporary file that takes the place when it is whole; what is no file is opened itself, and not replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        with path.open("wb") as out:
+            yield out
+        return
+    place = path.resolve()
+    beside = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+    try:
+        with beside.open("wb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        beside.replace(place)
     finally:
         with suppress(OSError):
             beside.unlink()
-    return path
 
 
 def read(path: Path | str) -> LoadTestFile:

@@ -6,9 +6,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from cadenza.errors import UnavailableError
 from cadenza.loadtest.live import LiveRequest
 from cadenza.loadtest.requests import LoadTestError, RequestShape
+from cadenza.loadtest.target import ServerFacts
 
 
 @dataclass
@@ -72,6 +75,38 @@ class FakeTarget:
         if live.keep_output and self.tells_output:
             live.output_ids = [1000 + shape.index] * shape.num_output_tokens
             live.output_text = [f"<{shape.index}", ">"]
+
+
+class CampaignTarget(FakeTarget):
+    """A whole target, which has gone before a run, if it is told so, or hangs in it."""
+
+    facts = ServerFacts("openai", "completions", "http://fake", "m")
+
+    num_runs = 0
+    gone_before: int | None = None
+    hangs_in: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.hanging = asyncio.Event()
+
+    async def start(self) -> ServerFacts:
+        return self.facts
+
+    def new_run(self) -> None:
+        if self.num_runs == self.gone_before:
+            raise UnavailableError("the server has gone")
+        if self.num_runs == self.hangs_in:
+            self.going.clear()
+        self.num_runs += 1
+
+    async def run(self, *request: Any) -> None:
+        if not self.going.is_set():
+            self.hanging.set()
+        await super().run(*request)
+
+    async def close(self) -> None:
+        pass
 
 
 def shape(index: int, **fields) -> RequestShape:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,42 +14,11 @@ from cadenza.loadtest.comparison import compare
 from cadenza.loadtest.report import write_report
 from cadenza.loadtest.results import CTRL_C, LoadTestFile
 from cadenza.loadtest.settings import make_settings
-from cadenza.loadtest.target import ServerFacts
 from cadenza.simulate import campaign as simulation
 from cadenza.simulate.options import make_simulated
-from tests.helpers.driver_target import FakeTarget
+from tests.helpers.driver_target import CampaignTarget
 from tests.helpers.load_views import SilentView
 from tests.helpers.loadtest_runs import made_up_file
-
-
-class CampaignTarget(FakeTarget):
-    """A whole target, which has gone before a run, if it is told so, or hangs in it."""
-
-    num_runs = 0
-    gone_before: int | None = None
-    hangs_in: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.hanging = asyncio.Event()
-
-    async def start(self) -> ServerFacts:
-        return ServerFacts("openai", "completions", "http://fake", "m")
-
-    def new_run(self) -> None:
-        if self.num_runs == self.gone_before:
-            raise UnavailableError("the server has gone")
-        if self.num_runs == self.hangs_in:
-            self.going.clear()
-        self.num_runs += 1
-
-    async def run(self, *request: Any) -> None:
-        if not self.going.is_set():
-            self.hanging.set()
-        await super().run(*request)
-
-    async def close(self) -> None:
-        pass
 
 
 @pytest.fixture
@@ -108,6 +76,14 @@ async def test_a_search_that_is_cut_short_says_what_it_has_found(target) -> None
     assert file.max_rate is not None
     assert (file.max_rate.held, file.max_rate.failed) == (200, None)
     assert file.cut_short
+
+
+async def test_a_search_among_failures_alone_ends(target) -> None:
+    """Ever lower rates would take ever longer."""
+    target.errors = dict.fromkeys(range(3), "HTTP_500")
+    file = await measured(find_max_rate=True, slo="ttft=9", request_rate=200)
+    assert target.num_runs == 1
+    assert file.cut_short == "no request ended well at 200 requests/s, so no other rate is tried"
 
 
 async def test_with_nothing_measured_the_error_is_raised(target) -> None:

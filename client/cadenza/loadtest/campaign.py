@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cadenza.errors import CadenzaError
+from cadenza.loadtest.caveats import full_batch, of_load, of_server
 from cadenza.loadtest.columns import RequestColumns
 from cadenza.loadtest.cuts import Cuts
 from cadenza.loadtest.driver import Progress, drive, take_back_cancel
@@ -79,6 +81,8 @@ async def run_campaign(
     planned = planned_points(settings)
     target = make_target(settings, address)
     server = await target.start()
+    for sentence in (*of_load(settings), *of_server(settings, server)):
+        view.say(f"! {sentence}")
     runner = Runner(target, server, address, view)
     search = _search_of(settings) if settings.find_max_rate else None
     try:
@@ -220,9 +224,11 @@ class Runner:
         if self.warm or not settings.warm_up_requests:
             return
         self.warm = True
-        few = settings.model_copy(update={**_AT_ONCE, "num_requests": settings.warm_up_requests})
+        batch = full_batch(self.server)
+        count = math.ceil(settings.warm_up_requests / batch) * batch
+        few = settings.model_copy(update={**_AT_ONCE, "num_requests": count})
         failures = Failures()
-        with self.view.running("warm-up", settings.warm_up_requests):
+        with self.view.running("warm-up", count):
             columns = await self._drive(list(make_schedule(few, few.seed)), few, few.seed, failures)
         for sentence in told(failures.errors, failures.messages, len(columns)):
             self.view.say(f"! warm-up: {sentence}")
@@ -244,7 +250,10 @@ async def _search(runner: Runner, settings: LoadSettings, search: RateSearch) ->
         trial = at_rate(settings, rate, seconds=TRIAL_S, num_requests=DEFAULT_REQUESTS)
         await runner.point(trial, {"request_rate": rate})
         if not runner.cut_short:
-            found = judge([run.requests for run in runner.points[-1].runs], trial)
+            runs = runner.points[-1].runs
+            if not any(run.metrics.num_ok for run in runs):
+                raise CadenzaError(f"no request ended well at {rate:.3g} requests/s, so no other rate is tried")
+            found = judge([run.requests for run in runs], trial)
             search.tell(rate, found.held)
             runner.view.say(f"{rate:.3g} requests/s: {_told(found, settings)}")
 

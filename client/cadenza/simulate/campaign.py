@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from cadenza.loadtest.caveats import of_load
 from cadenza.loadtest.cuts import Cuts
 from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import LoadTestError
@@ -113,6 +114,8 @@ def run_simulation(
     Ctrl-C keeps the points that were simulated, if there are any, and the file says so. Raises LoadTestError.
     """
     planned = planned_points(settings)
+    for sentence in of_load(settings):
+        view.say(sentence)
     points: list[Point] = []
     capacities: list[Capacity] = []
     cut_short = ""

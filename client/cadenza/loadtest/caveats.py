@@ -1,0 +1,36 @@
+"""What can be known before a load test begins of how it may disappoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cadenza.loadtest.settings import LoadSettings
+from cadenza.loadtest.spec import find_file
+from cadenza.loadtest.target import ServerFacts
+from cadenza.loadtest.workload_readers import read_records
+
+
+def of_load(settings: LoadSettings) -> Iterator[str]:
+    """Sentences about what is asked for. Raises LoadTestError for a file that cannot be read."""
+    if settings.from_file and settings.arrivals != "trace":
+        _, first = next(read_records(find_file(settings)))
+        if first.timestamp is not None:
+            yield "the timestamps in the workload's file have no effect without --arrivals trace"
+
+
+def of_server(settings: LoadSettings, server: ServerFacts) -> Iterator[str]:
+    """Sentences about this load on this server."""
+    size = full_batch(server)
+    if size > 1 and settings.timeout_s is None:
+        yield (
+            f"the server's batches are static: requests that do not fill one of {size} wait for others, at the end for "
+            "ever; give the server --max-wait-s or the load --timeout-s"
+        )
+
+
+def full_batch(server: ServerFacts) -> int:
+    """So many requests must be there before the server begins with any; 1 but for static batches."""
+    options = server.options
+    if options.get("batching") != "static" or options.get("max_wait_s"):
+        return 1
+    return int(options.get("batch_size", 1))

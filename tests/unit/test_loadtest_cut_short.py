@@ -83,6 +83,8 @@ async def test_a_search_among_failures_alone_ends(target) -> None:
     target.errors = dict.fromkeys(range(3), "HTTP_500")
     file = await measured(find_max_rate=True, slo="ttft=9", request_rate=200)
     assert target.num_runs == 1
+    assert file.max_rate is not None
+    assert (file.max_rate.held, file.max_rate.failed) == (None, 200)
     assert file.cut_short == "no request ended well at 200 requests/s, so no other rate is tried"
 
 

@@ -170,11 +170,12 @@ def test_over_what_was_swept_if_that_is_one_number() -> None:
     assert [axes.get_ylabel() for axes in figure.axes] == ["TTFT, ms", "TPOT, ms", "E2E, ms", "output tokens/s"]
     assert figure.axes[0].get_xlabel() == "request-rate, requests/s"
     assert list(figure.axes[3].lines[0].get_xdata()) == [1, 2, 4]
+    top = max(line.get_ydata().max() for line in figure.axes[3].lines)
+    assert figure.axes[3].get_ylim()[1] > 1.05 * top, "a mark at the edge would be cut"
     assert names_of(figure) == ["a", "b", "p50", "p99", "SLO"]
     assert over_swept([curve("a", [1, 2]), Curve("b", ["x"], [{}])]) is None
 
 
-@styled()
 def test_a_change_is_shown_as_what_is_known_of_it() -> None:
     said = {
         "ttft_s.p50": ("lower", 0.5),
@@ -199,6 +200,7 @@ def test_a_change_is_shown_as_what_is_known_of_it() -> None:
     assert names_of(ratios(changes[:1], "better alone")) == ["better"]
 
 
+@styled()
 def test_a_title_fits_in_its_line() -> None:
     for text in ("short", "W" * 200, "words " * 40):
         figure, _ = new_figure(text)

@@ -252,6 +252,7 @@ async def _search(runner: Runner, settings: LoadSettings, search: RateSearch) ->
         if not runner.cut_short:
             runs = runner.points[-1].runs
             if not any(run.metrics.num_ok for run in runs):
+                search.tell(rate, False)
                 raise CadenzaError(f"no request ended well at {rate:.3g} requests/s, so no other rate is tried")
             found = judge([run.requests for run in runs], trial)
             search.tell(rate, found.held)

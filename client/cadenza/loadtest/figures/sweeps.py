@@ -20,6 +20,8 @@ from cadenza.loadtest.uncertainty import Estimate
 _NEAR = 2.0
 """An SLO that is farther from the data is left out: it would press them flat."""
 _LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
+_MARGINS = (0.12, 0.14)
+"""Beside and over what is drawn, as shares of it: room for marks and names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,9 @@ def over_swept(curves: Sequence[Curve], limits: Mapping[str, float] | None = Non
     panels[3].set_title("Throughput")
     for place, curve in enumerate(curves):
         _line(panels[3], curve, place, across, "output_tokens_per_s", 1.0)
-    panels[3].set_ylim(bottom=0)
+    panels[3].margins(*_MARGINS)
     _set_axes(panels[3], across, False)
+    panels[3].set_ylim(bottom=0)
     panels[3].set_ylabel("output tokens/s")
     _put_latency_legend(figure, curves, any(drawn))
     return figure
@@ -117,7 +120,7 @@ def _latency_panel(
     has_limit = limit is not None and (log or limit < _NEAR * max(each.max() for each in known))
     if has_limit and limit is not None:
         axes.axhline(limit * unit.factor, color=INK, linestyle=":", linewidth=1.2)
-    axes.margins(x=0.12, y=0.14)
+    axes.margins(*_MARGINS)
     _set_axes(axes, across, log)
     if not log:
         axes.set_ylim(bottom=0)

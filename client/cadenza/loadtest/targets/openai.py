@@ -188,7 +188,10 @@ class OpenAITarget:
                 if response.status != 200:
                     if given:
                         return given
-                    raise CadenzaError(f"{self.url}/models: HTTP {response.status}; give --served-model-name")
+                    raise CadenzaError(
+                        f"{self.url}/models: HTTP {response.status}; is --url the base URL, up to /v1? If so, give "
+                        "--served-model-name"
+                    )
                 answer = await response.json(content_type=None)
         except (aiohttp.ClientError, OSError) as error:
             raise UnavailableError(f"no server at {self.url}: {str(error) or type(error).__name__}") from None

@@ -1,4 +1,4 @@
-"""What a load test warns of before it begins: timestamps without effect, and servers that wait for full batches."""
+"""Before a load test: what it warns of, as timestamps without effect; and the warm-up."""
 
 from __future__ import annotations
 
@@ -49,6 +49,15 @@ def test_static_batches_wait_for_more() -> None:
     for server in (PLAIN, PATIENT, replace(PLAIN, options={})):
         assert full_batch(server) == 1
         assert not list(of_server(make_settings({}), server))
+
+
+async def test_a_file_of_fewer_requests_than_a_warm_up_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = CampaignTarget()
+    monkeypatch.setattr(campaign, "make_target", lambda *_: target)
+    settings = make_settings({"url": "http://fake", "workload": trace(tmp_path), "arrivals": "trace"})
+    file = await campaign.run_campaign(settings, "http://fake", SilentView())
+    assert len(target.started) == 2, "the one request of the file, in the warm-up and in the run"
+    assert file.points[0].runs[0].metrics.num_ok == 1
 
 
 @pytest.mark.parametrize(("server", "wanted"), [(STATIC, 8), (PLAIN, 4)])

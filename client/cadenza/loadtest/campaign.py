@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -226,10 +227,13 @@ class Runner:
         self.warm = True
         batch = full_batch(self.server)
         count = math.ceil(settings.warm_up_requests / batch) * batch
-        few = settings.model_copy(update={**_AT_ONCE, "num_requests": count})
+        # A file may have fewer.
+        few = settings.model_copy(update={**_AT_ONCE, "num_requests": None if settings.from_file else count})
+        schedule = make_schedule(few, few.seed)
+        requests = list(itertools.islice(schedule, count) if settings.from_file else schedule)
         failures = Failures()
-        with self.view.running("warm-up", count):
-            columns = await self._drive(list(make_schedule(few, few.seed)), few, few.seed, failures)
+        with self.view.running("warm-up", len(requests)):
+            columns = await self._drive(requests, few, few.seed, failures)
         for sentence in told(failures.errors, failures.messages, len(columns)):
             self.view.say(f"! warm-up: {sentence}")
 

@@ -249,6 +249,10 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
         ([{"session": 1}, {"session": 2}, {"session": 1}], "line 3: session: the turns of session 1 must follow"),
         ([{"session": 1}, {}, {"session": 1}], "line 3: session: the turns of session 1 must follow each other"),
         ([{"session": 1, "timestamp": 1}, {"session": 1, "timestamp": 2}], "line 2: timestamp: of a session only the"),
+        (
+            [{"session": 1}, {"session": 1, "prompt": "and?"}],
+            "line 2: prompt: in session 1 all prompts are texts, or none",
+        ),
     ],
 )
 def test_records_that_do_not_fit_together(tmp_path: Path, lines: list[dict[str, object]], problem: str) -> None:

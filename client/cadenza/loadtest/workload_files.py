@@ -106,6 +106,8 @@ class _Order:
     open: int | str | None = None
     """The session that the last record belongs to."""
     next_turn: int = 0
+    in_texts: bool = False
+    """Does that session speak in texts."""
     first_s: float | None = None
     last_s: float = 0.0
     has_times: bool | None = None
@@ -138,12 +140,16 @@ class _Order:
         if known is None:
             known = self.sessions[record.session] = len(self.sessions)
             self.next_turn = 0
+            self.in_texts = isinstance(record.prompt, str)
         elif record.session != self.open:
             raise self._error(place, f"session: the turns of session {record.session!r} must follow each other")
         if record.turn not in (None, self.next_turn):
             raise self._error(
                 place, f"turn: {self.next_turn} comes next in session {record.session!r}, not {record.turn}"
             )
+        if self.in_texts != isinstance(record.prompt, str):
+            # A text cannot go on from token ids, nor they from it.
+            raise self._error(place, f"prompt: in session {record.session!r} all prompts are texts, or none is")
         turn = self.next_turn
         self.open = record.session
         self.next_turn += 1

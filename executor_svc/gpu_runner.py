@@ -78,6 +78,7 @@ class GpuRunner:
         self._recorded.run_logits(num_rows)
         return self._recorded.asked_logits[:num_rows]
 
+    @torch.inference_mode()
     def _decode(self, size: int) -> None:
         """Enqueue a step of one token for each of so many sequences, some of which may be empty."""
         sizes = StepSizes.decode(size)

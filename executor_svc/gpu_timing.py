@@ -25,8 +25,9 @@ class StepClock:
             self._stamps.append(time.monotonic_ns())
 
     def between(self) -> list[int]:
-        """Nanoseconds from each mark to the next; all of them must have happened."""
+        """Nanoseconds from each mark to the next; waits for the last, behind which nothing of the step comes."""
         if self._on_gpu:
+            self._marks[-1].synchronize()
             pairs = zip(self._marks[:-1], self._marks[1:], strict=True)
             return [int(1e6 * before.elapsed_time(after)) for before, after in pairs]
         return [after - before for before, after in zip(self._stamps[:-1], self._stamps[1:], strict=True)]

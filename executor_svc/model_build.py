@@ -47,8 +47,9 @@ def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
         geometry.name, geometry.architecture, geometry.num_parameters, geometry.dtype, geometry.weight_bytes,
         geometry.vocab_size, geometry.max_model_len,
     )  # fmt: skip
-    if device.torch_device.type == "cuda" and loaded.recordable:
-        from executor_svc.gpu_warm_up import run_largest_step
+    warms_up = device.torch_device.type == "cuda" and loaded.recordable
+    if warms_up:
+        from executor_svc.gpu_warm_up import run_largest_step, run_steps
 
         run_largest_step(loaded, device, config)
     pools = device.new_kv_cache(geometry, config)
@@ -61,5 +62,7 @@ def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
     )  # fmt: skip
     _log.info("loaded in %.1f s; fingerprint %s", time.monotonic() - began, prints.digest.hex()[:16])
     executor = make_executor(loaded, device, pools, limits)
+    if warms_up:
+        run_steps(executor)
     description = describe(loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes)
     return executor, description

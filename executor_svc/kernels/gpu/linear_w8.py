@@ -39,6 +39,8 @@ _TILES = (
     Tile(rows=64, features=128, inner=64, num_warps=4, num_stages=4, may_split=True),
     Tile(rows=128, features=128, inner=64, num_warps=8, num_stages=3, may_split=False),
 )
+TILE_ROWS = tuple(tile.rows for tile in _TILES)
+"""Numbers of rows up to which each kernel is taken, ascending; the last for more too."""
 
 _GROUP = 8
 """Tiles of rows that run beside each other, for a tile of the weight to be read from memory once for them."""

@@ -49,7 +49,7 @@ def _is_penalised(records, slot):
     return tl.load(records + slot * _RECORD_WORDS + _PENALISED, slot >= 0, other=0) != 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add(counts, rows, tokens, records, vocab, num_rows, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(rows + row, row < num_rows, other=-1).to(tl.int64)

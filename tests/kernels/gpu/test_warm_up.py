@@ -1,0 +1,126 @@
+"""A start as on a GPU: the largest step, graphs that are captured at once, a step of each kind; then nothing is new."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from executor_svc import gpu_runner
+from executor_svc.config import ExecutorConfig
+from executor_svc.cuda_graphs import DirectReplayer
+from executor_svc.description import limits_of
+from executor_svc.gpu_step import GpuStepExecutor
+from executor_svc.gpu_warm_up import run_largest_step, run_steps
+from executor_svc.plan import SequenceSampling, StepResult, StepStatus
+from tests.checkpoints import make_checkpoint
+from tests.helpers.plans import columns, ints, plan, scheduled, sequence
+from tests.kernels.driver import Model
+
+# What the cache holds at first is anything, and the interpreter multiplies it by numpy.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")]
+BLOCK_SIZE = 8
+Compiled = set[tuple[Any, ...]]
+
+
+class CapturedReplayer(DirectReplayer):
+    """Runs each step when it is made, the largest first, as `CudaGraphs` does."""
+
+    def __init__(self, sizes: Sequence[int], step: Any) -> None:
+        super().__init__(sizes, step)
+        for size in sorted(sizes, reverse=True):
+            step(size)
+
+
+def specialized(kernel: InterpretedFunction, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """What Triton would compile the kernel for: constants, types, what it knows of numbers and addresses."""
+    known: list[Any] = [kernel.fn.__module__, kernel.fn.__name__]
+    loose = kernel.kwargs["do_not_specialize"] or ()
+    unaligned = (*loose, *(kernel.kwargs["do_not_specialize_on_alignment"] or ()))
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            known.append((name, value.dtype, name not in unaligned and value.data_ptr() % 16 == 0))
+        elif kernel.fn.__annotations__.get(name) in ("tl.constexpr", tl.constexpr) or name not in kernel.arg_names:
+            known.append((name, str(value)))
+        elif isinstance(value, int) and name not in loose:
+            known.append((name, value == 1, value % 16 == 0, value >= 2**31))
+    return tuple(known)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    """What has been compiled so far; under the interpreter, what a GPU's compiler would have been asked for."""
+    found: Compiled = set()
+    run, compile_ = InterpretedFunction.run, JITFunction._do_compile
+
+    def noted(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        found.add(specialized(self, dict(zip(self.arg_names, args, strict=False)) | kwargs))
+        return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    def told(self: Any, key: Any, *args: Any) -> Any:
+        found.add((self.fn.__qualname__, key))
+        return compile_(self, key, *args)
+
+    monkeypatch.setattr(InterpretedFunction, "run", noted)
+    monkeypatch.setattr(JITFunction, "_do_compile", told)
+    return found
+
+
+def started(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> GpuStepExecutor:
+    """What `model_build` makes on a GPU."""
+    monkeypatch.setattr(gpu_runner, "DirectReplayer", CapturedReplayer)
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 64, "num_gpu_blocks": 16}
+    model = Model(folder, device="cuda", block_size=BLOCK_SIZE, **sizes, **options)
+    config = ExecutorConfig(**model.options)
+    run_largest_step(model.loaded, model.device, config)
+    pools = model.device.new_kv_cache(model.loaded.geometry, config)
+    limits = limits_of(config, model.loaded.geometry, pools)
+    executor = GpuStepExecutor(model.loaded, model.device, pools, limits)
+    run_steps(executor)
+    return executor
+
+
+def run(executor: GpuStepExecutor, steps: Sequence[dict[str, Any]]) -> list[StepResult]:
+    results = [executor.launch(plan(step_id=step_id, **fields), 0).result() for step_id, fields in enumerate(steps, 1)]
+    assert all(result.status == StepStatus.OK for result in results)
+    return results
+
+
+def test_no_step_waits_for_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled) -> None:
+    folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
+    executor = started(folder, monkeypatch)
+    known = set(compiled)
+    drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2, num_prompt_logprobs=0)
+    first = sequence(0, list(range(30)), [3, 1, 9, 4], sampling=drawn)
+    second = sequence(2, [7], [5, 6], sampling=SequenceSampling(min_tokens=3, stop_token_ids=ints(4)))
+    run(
+        executor,
+        [
+            {"admitted": (first,), "scheduled": scheduled((0, 21, False))},
+            {"admitted": (second,), "scheduled": scheduled((0, 9, True), (2, 1, True))},
+            {"decode_ready": True, "appends": columns((0, 11))},
+            {"decode_ready": True, "held_slots": ints(0)},
+            {"released_slots": ints(2), "resumed_slots": ints(0), "decode_ready": True},
+        ],
+    )
+    assert compiled == known
+
+
+def test_a_start_leaves_slots_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled) -> None:
+    folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
+    executor = started(folder, monkeypatch, quantization="int8", dtype="bfloat16")
+    known = set(compiled)
+    assert not executor.slots.admitted.any()
+    # In the very slot that the start has used, with rows between those of two tiles of the linears.
+    prompt = list(range(5, 40))
+    step = {"admitted": (sequence(0, prompt, [8, 2, 7, 4, 1]),), "scheduled": scheduled((0, len(prompt), True))}
+    first, _ = run(executor, [step, {"decode_ready": True}])
+    assert first.slots.tolist() == [0]
+    assert 0 <= first.token_ids[0] < 131
+    assert compiled == known

@@ -9,6 +9,16 @@ import torch
 
 from executor_svc.plan import StepPlan
 
+_NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
+_LOST = (
+    "illegal memory access",
+    "illegal instruction",
+    "misaligned address",
+    "unspecified launch failure",
+    "device-side assert",
+    "launch timed out",
+)
+
 
 class BlockPools(Protocol):
     """What moves blocks: `kv_cache.KVCache`. Ids are lists or int64 tensors."""
@@ -30,10 +40,14 @@ def move_blocks(pools: BlockPools, plan: StepPlan) -> int:
 
 
 def is_out_of_memory(exc: Exception) -> bool:
-    """Did a step fail for want of memory. On the CPU torch raises a plain RuntimeError from its allocator."""
-    return isinstance(exc, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(exc)
+    """Did a step fail for want of memory; but for one allocator, that is an error like any other."""
+    return isinstance(exc, MemoryError | torch.OutOfMemoryError) or _says(exc, _NO_MEMORY)
 
 
 def is_device_lost(exc: Exception) -> bool:
-    """Is the device lost for this process, as after an illegal access on a GPU."""
-    return isinstance(exc, torch.AcceleratorError)
+    """Is the device lost for this process, as after an illegal access on a GPU; Triton has no error for that."""
+    return isinstance(exc, torch.AcceleratorError) or _says(exc, _LOST)
+
+
+def _says(exc: Exception, words: tuple[str, ...]) -> bool:
+    return any(each in str(exc) for each in words)

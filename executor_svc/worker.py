@@ -126,7 +126,11 @@ class _Begun:
     message: str = ""
 
     def is_done(self) -> bool:
-        return self.launched is None or self.launched.is_done()
+        """Would it be answered at once. A device that fails may say so when it is asked: to be told with the result."""
+        try:
+            return self.launched is None or self.launched.is_done()
+        except Exception:
+            return True
 
 
 class Worker:
@@ -227,9 +231,7 @@ class Worker:
             if isinstance(item, _Open):
                 # The session of what had begun has ended.
                 begun.clear()
-                if item.last_completed_step_id.set_running_or_notify_cancel():
-                    executor.clear()
-                    item.last_completed_step_id.set_result(self._last_completed)
+                self._open(executor, item.last_completed_step_id)
             elif isinstance(item, _Step):
                 self._tracing.before_step(executor.start_trace)
                 begun.append(self._begin(executor, item))
@@ -251,6 +253,19 @@ class Worker:
                     return begun.popleft()
                 self._changed.wait(_POLL_S if begun else None)
             return None
+
+    def _open(self, executor: Executor, opened: Future[int]) -> None:
+        """Clear the slots, and say what step was the last."""
+        if not opened.set_running_or_notify_cancel():
+            return
+        try:
+            executor.clear()
+        except Exception as exc:
+            _log.error("the slots can not be cleared", exc_info=exc)
+            self._tell_if_lost(executor, exc)
+            opened.set_exception(exc)
+        else:
+            opened.set_result(self._last_completed)
 
     def _answer(self, item: _Step, result: StepResult) -> None:
         with self._changed:
@@ -312,6 +327,9 @@ class Worker:
         message = f"{type(exc).__name__}: {exc}"
         if executor.is_out_of_memory(exc):
             return StepStatus.OUT_OF_MEMORY, message
+        self._tell_if_lost(executor, exc)
+        return StepStatus.FAILED, message
+
+    def _tell_if_lost(self, executor: Executor, exc: Exception) -> None:
         if executor.is_lost(exc) and not self.lost.done():
             self.lost.set_result(exc)
-        return StepStatus.FAILED, message

@@ -13,15 +13,6 @@ if TYPE_CHECKING:
     from benchmarks.gpu.timing import Clock
 
 T = TypeVar("T")
-_LOST = (
-    "illegal memory access",
-    "illegal instruction",
-    "misaligned address",
-    "unspecified launch failure",
-    "device-side assert",
-    "launch timed out",
-)
-"""What errors say after which a process has no device any more."""
 Metrics = dict[str, float]
 
 
@@ -128,6 +119,9 @@ def run_cases(
     None is begun that would not end before time.monotonic() says `end_at`. After an error that leaves the device
     unusable the rest is for another process: no more is given.
     """
+    # Only here: the process that shows the outcomes has no torch.
+    from executor_svc.step_work import is_device_lost
+
     cases = group.cases(bench.tiny)
     for index in range(start, len(cases), every):
         case = cases[index]
@@ -141,7 +135,7 @@ def run_cases(
             metrics = case.run(bench)
         except Exception as error:
             yield index, Outcome(group.name, case.name, case.params, error=one_line(error))
-            if _is_lost(error):
+            if is_device_lost(error):
                 return
             _let_go()
         else:
@@ -152,14 +146,6 @@ def one_line(error: BaseException) -> str:
     """An error's name and the beginning of what it says."""
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said}"[:300]
-
-
-def _is_lost(error: Exception) -> bool:
-    """Can this process compute nothing more on its GPU."""
-    import torch
-
-    # Triton has no error of its own for these.
-    return isinstance(error, torch.AcceleratorError) or any(words in str(error) for words in _LOST)
 
 
 def _let_go() -> None:

@@ -24,12 +24,16 @@ class Step:
     step_id: int
     ended: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
+    tells_early: bool = False
+    """Raises its error when it is asked whether it is done, as the event of a CUDA stream does."""
 
     def end(self, error: Exception | None = None) -> None:
         self.error = error
         self.ended.set()
 
     def is_done(self) -> bool:
+        if self.tells_early and self.ended.is_set() and self.error is not None:
+            raise self.error
         return self.ended.is_set()
 
     def result(self) -> StepResult:
@@ -47,6 +51,7 @@ class AheadExecutor:
     def __init__(self) -> None:
         self.launched: queue.SimpleQueue[Step | str] = queue.SimpleQueue()
         self.errors: dict[int, Exception] = {}
+        self.error_of_clear: Exception | None = None
 
     def launch(self, plan: StepPlan, received_ns: int) -> Step:
         if plan.step_id in self.errors:
@@ -56,6 +61,8 @@ class AheadExecutor:
         return step
 
     def clear(self) -> None:
+        if self.error_of_clear is not None:
+            raise self.error_of_clear
         self.launched.put("clear")
 
     def is_out_of_memory(self, exc: Exception) -> bool:
@@ -147,6 +154,7 @@ def test_what_began_after_a_step_that_fails_means_nothing(rig: Rig) -> None:
     [
         (InvalidPlan("slot 9"), StepStatus.INVALID_PLAN),
         (torch.OutOfMemoryError("2 GiB"), StepStatus.OUT_OF_MEMORY),
+        (torch.AcceleratorError("CUDA error: out of memory"), StepStatus.OUT_OF_MEMORY),
         (RuntimeError("no such kernel"), StepStatus.FAILED),
     ],
 )
@@ -155,15 +163,36 @@ def test_a_launch_that_fails_leaves_the_step_before_it_alone(rig: Rig, error: Ex
     rig.submit(1, 2, 3)
     rig.launched().end()
     assert rig.answers(3) == [(1, StepStatus.OK), (2, status), (3, StepStatus.SKIPPED)]
+    assert not rig.worker.lost.done()
 
 
-def test_a_device_that_is_lost_while_it_runs_is_told(rig: Rig) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [torch.AcceleratorError("CUDA error: 700"), RuntimeError("Triton Error [CUDA]: an illegal memory access was …")],
+)
+def test_a_device_that_is_lost_while_it_runs_is_told(rig: Rig, error: Exception) -> None:
     rig.submit(1, 2)
     first, second = rig.launched(), rig.launched()
     second.end()
-    first.end(torch.AcceleratorError("an illegal memory access"))
-    assert "illegal" in str(rig.worker.lost.result(10))
+    first.end(error)
+    assert rig.worker.lost.result(10) is error
     assert rig.answers(2) == [(1, StepStatus.FAILED), (2, StepStatus.SKIPPED)]
+
+
+def test_a_device_that_is_lost_when_it_is_asked_is_told(rig: Rig) -> None:
+    rig.submit(1)
+    step = rig.launched()
+    step.tells_early = True
+    step.end(torch.AcceleratorError("CUDA error: 700"))
+    assert rig.answers(1) == [(1, StepStatus.FAILED)]
+    assert rig.worker.lost.result(10) is step.error
+
+
+def test_a_device_that_is_lost_between_sessions_is_told(rig: Rig) -> None:
+    error = rig.executor.error_of_clear = torch.AcceleratorError("CUDA error: 700")
+    _, opened = rig.worker.open_session(2, rig.results.put)
+    assert opened.exception(10) is error
+    assert rig.worker.lost.result(10) is error
 
 
 def test_a_new_session_hears_nothing_of_steps_that_run(rig: Rig) -> None:

@@ -35,7 +35,7 @@ class GpuRunner:
         self._plans = [plan for plan in self._recorded.plans if isinstance(plan, GpuAttentionPlan)]
         for plan in self._plans:
             plan.read_from(slots.buffers)
-        sizes = [size for size in graph_sizes(limits.max_num_seqs) if size <= limits.max_num_seqs]
+        sizes = [min(size, limits.max_num_seqs) for size in graph_sizes(limits.max_num_seqs)]
         make: type[CudaGraphs | DirectReplayer] = CudaGraphs if device.torch_device.type == "cuda" else DirectReplayer
         self._replayer: Replayer = make(sizes, self._decode)
 

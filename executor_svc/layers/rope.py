@@ -115,10 +115,12 @@ class DynamicRotary:
 
     def fill(self, positions: Tensor, rope_lens: Tensor, rope: Rope) -> None:
         rows = positions.shape[0]
-        padding = (0, -rows % _TILE_ROWS)
+        # Elsewhere every row is computed alike: one tile, and few launches.
+        height = _TILE_ROWS if positions.device.type == "cpu" else max(rows, 1)
+        padding = (0, -rows % height)
         tiles = zip(
-            functional.pad(positions, padding).split(_TILE_ROWS),
-            functional.pad(rope_lens, padding).split(_TILE_ROWS),
+            functional.pad(positions, padding).split(height),
+            functional.pad(rope_lens, padding).split(height),
             strict=True,
         )
         rope.cos[:rows], rope.sin[:rows] = _spread(torch.cat([self._tile(*tile) for tile in tiles])[:rows])

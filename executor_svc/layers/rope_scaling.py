@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,6 +20,12 @@ def plain_frequencies(theta: float, size: int) -> Tensor:
 
 def _exponents(size: int) -> Tensor:
     return torch.arange(0, size, 2, dtype=torch.int64).float() / size
+
+
+@cache
+def _exponents_on(size: int, device: torch.device) -> Tensor:
+    """The same in float64, sent to the device once: no CUDA graph can hold a copy from the host."""
+    return _exponents(size).to(device).double()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +145,7 @@ class DynamicScaling:
         stretched = share.pow(size / (size - 2)).mul(theta)
         bases = torch.where(lengths > self.original_max_position, stretched, theta)
         # In float64, so that rounding to fp32 hides how pow was computed.
-        powers = bases.double()[:, None] ** _exponents(size).to(lengths.device).double()
+        powers = bases.double()[:, None] ** _exponents_on(size, lengths.device)
         return powers.float().reciprocal()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor_svc.layers.rope import RopeConfig, Rotary, inverse_frequencies, make_rotary
 from executor_svc.layers.rope_scaling import DynamicScaling
@@ -90,6 +91,25 @@ def test_rows_depend_on_position_and_length_only(kind: str, dtype: torch.dtype) 
         alone = at(rotary, positions[rows], lengths[rows])
         assert torch.equal(alone[0], cos[rows])
         assert torch.equal(alone[1], sin[rows])
+
+
+class WithoutHost(TorchDispatchMode):
+    """Refuses operations whose results are in the host's memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        assert not isinstance(result, torch.Tensor) or result.device != CPU, func
+        return result
+
+
+def test_dynamic_asks_nothing_of_the_host_once_it_was_filled() -> None:
+    """A CUDA graph can hold no copy from there."""
+    rotary = make_rotary(read({"rope_type": "dynamic", "factor": 2.0}), POSITIONS, torch.float32, CPU)
+    positions = torch.zeros(70, dtype=torch.int64, device="meta")
+    rope = rotary.new(positions)
+    rotary.fill(positions, positions, rope)
+    with WithoutHost():
+        rotary.fill(positions, positions, rope)
 
 
 def test_dynamic_is_plain_up_to_the_original_length() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -54,14 +56,28 @@ class CudaGraphs:
         self.sizes = sizes
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         pool = None
-        for size in sorted(sizes, reverse=True):
-            step(size)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+        with _nothing_collected():
+            for size in sorted(sizes, reverse=True):
                 step(size)
-            pool = pool or graph.pool()
-            self._graphs[size] = graph
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    step(size)
+                pool = pool or graph.pool()
+                self._graphs[size] = graph
 
     def replay(self, size: int) -> None:
         self._graphs[size].replay()
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Collect garbage now and not in here: what it frees may wait for the device, which no capture allows."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -50,15 +50,16 @@ class GpuPromptLogprobs:
     def __init__(self, logits: Callable[[Tensor], Tensor], workspace: SamplingWorkspace, prompt_failed: Tensor) -> None:
         """logits: gives those [R, vocab] float32 of rows [R] int64 of the step; prompt_failed: [n] int32 by slot."""
         self._logits, self._workspace, self._prompt_failed = logits, workspace, prompt_failed
-        self._download = Download(0, prompt_failed.device)
+        self._most_rows = workspace.best.shape[0]
+        self._download = Download(DeviceLogprobs.num_words(self._most_rows, most_top(1)), prompt_failed.device)
 
     def tell(self, asked: PromptRows) -> PendingPrompts:
         """Enqueue all that the step's rows ask for."""
-        most, size = most_top(int(asked.num_top.max())), self._workspace.best.shape[0]
+        most = most_top(int(asked.num_top.max()))
         owners, num_top = np.repeat(asked.slots, asked.counts), np.repeat(asked.num_top, asked.counts)
         pieces = []
-        for start in range(0, len(asked.rows), size):
-            piece = slice(start, start + size)
+        for start in range(0, len(asked.rows), self._most_rows):
+            piece = slice(start, start + self._most_rows)
             told = self._tell(asked.rows[piece], asked.token_ids[piece], owners[piece], num_top[piece], most)
             pieces.append((self._download.fetch(told.words), len(told.chosen)))
         return PendingPrompts(asked, pieces, most)

@@ -102,7 +102,7 @@ class GpuSampler:
         self._tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._errors = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
         self._asked = records[:, place("num_logprobs")]
-        self._download = Download(2 * padded(limits.max_num_seqs) * (1 + _LIKELY_TOP), device)
+        self._download = Download(DeviceLogprobs.num_words(limits.max_num_seqs, _LIKELY_TOP), device)
 
     def rows(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Where a step's tokens [R] int64 and errors [R] int32 are written."""

@@ -92,8 +92,8 @@ def test_both_start_with_their_arguments_and_stop(fakes):
             socket.create_connection((host, int(port))).close()
         pids = services.pids()
         assert pids == {"executor": executor["pid"], "scheduler": scheduler["pid"]}
-        until(lambda: ("executor", "chatter on stdout") in fakes.lines)
-        assert ("scheduler", "loading") in fakes.lines
+        # Each stream of each service has a reader of its own.
+        until(lambda: {("executor", "chatter on stdout"), ("scheduler", "loading")} <= set(fakes.lines))
     assert not any(alive(pid) for pid in pids.values())  # gone and collected: a zombie would still be there
     assert fakes.events == []
     services.close()

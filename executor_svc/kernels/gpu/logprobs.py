@@ -42,7 +42,7 @@ class DeviceLogprobs:
     """Logprobs of R tokens; rows that have not asked, or have no token, are left as they were."""
 
     words: Tensor
-    """[2 * R * (1 + N), R rounded up to 16] int32: the others are views of it, each at a multiple of 16 words."""
+    """[`num_words`] int32: the others are views of it, each at a multiple of 16 words."""
     chosen: Tensor
     """[R] float32."""
     ranks: Tensor
@@ -55,8 +55,13 @@ class DeviceLogprobs:
     @classmethod
     def empty(cls, num_rows: int, num_top: int, device: torch.device) -> DeviceLogprobs:
         """Room for so many rows with at most so many best tokens each."""
-        size = 2 * padded(num_rows) * (1 + num_top)
-        return cls.over(torch.zeros(size, dtype=torch.int32, device=device), num_rows, num_top)
+        words = torch.zeros(cls.num_words(num_rows, num_top), dtype=torch.int32, device=device)
+        return cls.over(words, num_rows, num_top)
+
+    @staticmethod
+    def num_words(num_rows: int, num_top: int) -> int:
+        """Of so many rows with at most so many best tokens each."""
+        return 2 * padded(num_rows) * (1 + num_top)
 
     @classmethod
     def over(cls, words: Tensor, num_rows: int, num_top: int) -> DeviceLogprobs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from executor_svc.gpu_staging import Changes
@@ -22,17 +21,13 @@ class Applied:
     """[A] int32: slots admitted."""
     max_tokens: int
     """None of them has more known tokens; 0 if there are none."""
-    given_slots: Tensor
-    """[G] int32: slots that got a token."""
-    given_tokens: Tensor
-    """[G] int64: the token of each."""
 
 
 class ChangeLog:
     """Turns plans into changes of a state. Keeps what the device is not asked for: block counts, words of stop ids."""
 
-    def __init__(self, state: SlotState, lists: Tensor) -> None:
-        """Lists: `list_words` words of the state, for what a plan admits and gives."""
+    def __init__(self, state: SlotState, admitted: Tensor) -> None:
+        """admitted: `list_words` words of the state, for the slots that a plan admits to."""
         n = state.num_slots
         self._numbers = int(state.numbers.storage_offset()) + np.arange(NUM_NUMBERS) * state.numbers.stride(0)
         self._token_ids = _Rows(int(state.token_ids.storage_offset()), state.token_ids.stride(0))
@@ -41,34 +36,21 @@ class ChangeLog:
         # Appended blocks go behind these, and bits of earlier stop ids must be cleared.
         self._num_blocks = np.zeros(n, np.int64)
         self._stop_words = [np.zeros(0, np.int64)] * n
-        self._slots, self._given_slots, given_tokens = lists.split((padded(n), padded(n), 2 * padded(n)))
-        self._given_tokens = given_tokens.view(torch.int64)
-        self._lists = int(lists.storage_offset())
-        self._list_size = padded(n)
-        self._nothing = Applied(self._slots[:0], 0, self._given_slots[:0], self._given_tokens[:0])
+        self._admitted = admitted
 
     @staticmethod
     def list_words(num_slots: int) -> int:
-        """Words of the state that its lists take."""
-        return 4 * padded(num_slots)
+        """Words of the state that its list takes."""
+        return padded(num_slots)
 
     def note(self, plan: StepPlan, changes: Changes) -> Applied:
         """Add a plan's admissions, appended blocks and given tokens to changes of no other plan."""
         if plan.admitted:
             self._admit(plan.admitted, changes)
         self._append_blocks(plan.appends, changes)
-        slots, tokens = plan.given.slots, plan.given.values
-        if not plan.admitted and not len(slots):
-            return self._nothing
-        changes.give(slots, tokens)
-        changes.write(self._lists + self._list_size, slots)
-        changes.write(self._lists + 2 * self._list_size, tokens.astype("<i8").view("<i4"))
-        return Applied(
-            self._slots[: len(plan.admitted)],
-            max((len(sequence.token_ids) for sequence in plan.admitted), default=0),
-            self._given_slots[: len(slots)],
-            self._given_tokens[: len(slots)],
-        )
+        changes.give(plan.given.slots, plan.given.values)
+        longest = max((len(sequence.token_ids) for sequence in plan.admitted), default=0)
+        return Applied(self._admitted[: len(plan.admitted)], longest)
 
     def _admit(self, sequences: tuple[AdmittedSequence, ...], changes: Changes) -> None:
         slots = np.array([sequence.slot for sequence in sequences], np.int64)
@@ -88,7 +70,7 @@ class ChangeLog:
             np.int64,
         )
         changes.write_singles((self._numbers + slots[:, None]).ravel(), numbers.ravel())
-        changes.write(self._lists, slots)
+        changes.write(int(self._admitted.storage_offset()), slots)
         for sequence in sequences:
             slot = sequence.slot
             changes.write(self._token_ids.start(slot), sequence.token_ids)

@@ -95,7 +95,7 @@ class DeviceSlots:
             device,
             list_words + extra_words,
         )
-        lists, self.extra = self.state.extra.split((list_words, extra_words))
+        admitted, self.extra = self.state.extra.split((list_words, extra_words))
         """extra: [extra_words] int32, zero at first."""
         self.buffers = StepBuffers.empty(most, limits.max_blocks_per_seq, device)
         least = most.num_words + RUN_WORDS
@@ -104,7 +104,7 @@ class DeviceSlots:
         self._upload = Upload(staging_words, device)
         self._download = Download(3 * most.num_rows, device)
         self._changes = Changes()
-        self._log = ChangeLog(self.state, lists)
+        self._log = ChangeLog(self.state, admitted)
         self._staged: tuple[IntArray, StepSizes] | None = None
 
     def inputs(self, sizes: StepSizes) -> StepInputs:

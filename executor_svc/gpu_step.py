@@ -225,11 +225,10 @@ class GpuStepExecutor:
         self._sampler.choose(logits, best, inputs, wanted)
         candidates = self._choose_here(scheduled, wanted.here, inputs, logits) if len(wanted.here) else None
         logprobs = self._sampler.tell(logits, inputs, wanted)
-        tokens, errors = self._sampler.rows(inputs)
-        self._device_slots.launch_commit(sizes, tokens, errors)
+        pending = self._device_slots.commit(scheduled, sizes, *self._sampler.rows(inputs))
         if wanted.counted:
             self._sampling.count_taken(inputs)
-        return _Enqueued(self._device_slots.fetch(scheduled, sizes), logprobs, prompts, candidates)
+        return _Enqueued(pending, logprobs, prompts, candidates)
 
     def _choose_here(
         self, scheduled: Scheduled, rows: IntArray, inputs: StepInputs, logits: Tensor

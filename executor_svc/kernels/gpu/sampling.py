@@ -69,7 +69,7 @@ def sample(
         drawn: may any row have a temperature above 0.
         filtered: may any of those have top_k or top_p.
     """
-    num_rows, vocab = _check(logits, rows, sources, state, workspace, out_tokens, out_errors, edited)
+    num_rows, vocab = _check(logits, rows, sources, state, workspace, out_tokens, out_errors)
     if not num_rows:
         return
     filtered = filtered and drawn
@@ -121,7 +121,6 @@ def _check(
     workspace: SamplingWorkspace,
     out_tokens: Tensor,
     out_errors: Tensor,
-    edited: bool,
 ) -> tuple[int, int]:
     """(R, vocab); raises ValueError, naming the argument."""
     if logits.dim() != 2 or logits.dtype != torch.float32 or (logits.stride(1) != 1 and logits.shape[1] > 1):
@@ -134,8 +133,6 @@ def _check(
         raise ValueError(f"workspace is for a vocabulary of {workspace.vocab}, not {vocab}")
     if workspace.best.shape[0] < num_rows:
         raise ValueError(f"workspace is for {workspace.best.shape[0]} rows at most, not {num_rows}")
-    if edited and not workspace.edited.shape[1]:
-        raise ValueError("workspace has no room for edited logits")
     check("rows", rows, (num_rows,), torch.int32)
     check("sources", sources, (num_rows,), torch.int32)
     check("out_tokens", out_tokens, (num_rows,), torch.int64)
@@ -143,11 +140,10 @@ def _check(
     slots = state.num_tokens.shape[0]
     check("state.records", state.records, (slots, RECORD_WORDS), torch.int32)
     check("state.num_tokens", state.num_tokens, (slots,), torch.int32)
-    if edited:
-        check("state.num_prompt_tokens", state.num_prompt_tokens, (slots,), torch.int32)
-        check("state.token_ids", state.token_ids, (slots, state.token_ids.shape[1]), torch.int32)
-        check("state.counts", state.counts, (slots, vocab), torch.int32)
-        check("state.allowed_bits", state.allowed_bits, (slots, num_words(vocab)), torch.int32)
+    check("state.num_prompt_tokens", state.num_prompt_tokens, (slots,), torch.int32)
+    check("state.token_ids", state.token_ids, (slots, state.token_ids.shape[1]), torch.int32)
+    check("state.counts", state.counts, (slots, vocab), torch.int32)
+    check("state.allowed_bits", state.allowed_bits, (slots, num_words(vocab)), torch.int32)
     return num_rows, vocab
 
 

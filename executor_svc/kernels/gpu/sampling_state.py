@@ -105,7 +105,7 @@ class SamplingWorkspace:
 
     vocab: int
     edited: Tensor
-    """[R, vocab rounded up to 64] float32; no rows where no logits are ever edited."""
+    """[R, vocab rounded up to 64] float32."""
     edited_rows: Tensor
     """[R] int32: are this row's logits in `edited`."""
     best: Tensor
@@ -122,7 +122,7 @@ class SamplingWorkspace:
     """[R, chunks] float32."""
 
     @classmethod
-    def empty(cls, max_rows: int, vocab: int, device: torch.device, edits: bool = True) -> SamplingWorkspace:
+    def empty(cls, max_rows: int, vocab: int, device: torch.device) -> SamplingWorkspace:
         """Scratch for at most so many rows."""
         check_vocab(vocab)
         chunks, blocks = num_chunks(vocab), num_blocks(vocab)
@@ -132,7 +132,7 @@ class SamplingWorkspace:
 
         return cls(
             vocab,
-            make(torch.float32, blocks * SUB) if edits else make(torch.float32, 0),
+            make(torch.float32, blocks * SUB),
             make(torch.int32),
             make(torch.int64, 2, chunks),
             make(torch.int32, blocks),

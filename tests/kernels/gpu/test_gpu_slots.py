@@ -165,7 +165,6 @@ def test_others_learn_what_a_plan_changed(device: torch.device) -> None:
     inputs = slots.build(planned, sizes)
     assert applied.slots.tolist() == [3, 1]
     assert applied.max_tokens == 3
-    assert not applied.given_slots.numel()
     assert slots.extra.tolist() == [0, 0, -1, 2**31 - 1, -(2**31), 0, 0, 0]
     told = slots.commit(planned, sizes, torch.tensor([6, 6], device=device), torch.zeros_like(inputs.rows)).wait()
     assert told.token_ids.tolist() == [6, -1]
@@ -176,10 +175,7 @@ def test_others_learn_what_a_plan_changed(device: torch.device) -> None:
     host.apply(step)
     applied = slots.apply(step)
     slots.flush()
-    assert applied.given_slots.tolist() == [3]
-    assert applied.given_tokens.tolist() == [69]
-    assert applied.given_slots.dtype == torch.int32
-    assert applied.given_tokens.dtype == torch.int64
+    assert not applied.slots.numel()
     assert slots.state.token_ids[3, :4].tolist() == [1, 2, 3, 69] == host.token_ids[3, :4].tolist()
 
 

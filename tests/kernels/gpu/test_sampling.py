@@ -289,8 +289,6 @@ def test_arguments_are_checked(device: torch.device) -> None:
         w.on_device(logits[:, :99], [0], workspace=SamplingWorkspace.empty(1, 100, device))
     with pytest.raises(ValueError, match="workspace is for 1 rows at most, not 2"):
         w.on_device(logits, [0, -1], [0, 0], workspace=SamplingWorkspace.empty(1, 100, device))
-    with pytest.raises(ValueError, match="no room for edited logits"):
-        w.on_device(logits, [0], workspace=SamplingWorkspace.empty(1, 100, device, edits=False))
     with pytest.raises(ValueError, match="vocab 0 is not 1 to"):
         SamplingWorkspace.empty(1, 0, device)
     wrong = replace(w, state=replace(w.state, counts=w.state.counts[:, :99]))

@@ -134,6 +134,12 @@ class ExecutorConfig(ServiceSettings):
         description="Most tokens computed in one step; at least max_num_seqs.",
         json_schema_extra=about("Batching", "tokens"),
     )
+    enforce_eager: bool = Field(
+        False,
+        description="On a GPU: capture no CUDA graphs, launch all kernels of all steps; slower, but less to start and "
+        "easier to look into.",
+        json_schema_extra=about("Batching"),
+    )
     max_inflight_plans: int = Field(
         4, ge=1, le=4, description="Most plans queued at once.", json_schema_extra=about("Batching", "plans")
     )

@@ -1,11 +1,13 @@
-"""Runs a model over step tensors that stay on a GPU: decodes by graphs of fixed sizes, the rest launch by launch."""
+"""Runs a model over step tensors that stay on a GPU: by graphs of fixed sizes where they pay, else launch by launch."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from executor_svc.cuda_graphs import CudaGraphs, DirectReplayer, Replayer, fitting, graph_sizes
+from executor_svc.cuda_graphs import CudaGraphs, DirectReplayer, Replayer, decode_sizes, fitting, mixed_sizes
 from executor_svc.device import Device
 from executor_svc.gpu_slots import DeviceSlots
 from executor_svc.kernels.gpu.attention_plan import GpuAttentionPlan
@@ -21,9 +23,15 @@ class GpuRunner:
     """A model and its cache, for one stream and one thread; everything is enqueued and nothing waited for."""
 
     def __init__(
-        self, loaded: LoadedModel, device: Device, kv_cache: KVCache, limits: Limits, slots: DeviceSlots
+        self,
+        loaded: LoadedModel,
+        device: Device,
+        kv_cache: KVCache,
+        limits: Limits,
+        slots: DeviceSlots,
+        captures: bool = True,
     ) -> None:
-        """Record the model over the tensors of `slots`, and capture its graphs where the device has such."""
+        """Record the model over the tensors of `slots`; with `captures`, for steps of fixed sizes by CUDA graphs."""
         self._model = loaded.model
         self._slots = slots
         self._most_logits = limits.max_num_seqs
@@ -35,19 +43,25 @@ class GpuRunner:
         self._plans = [plan for plan in self._recorded.plans if isinstance(plan, GpuAttentionPlan)]
         for plan in self._plans:
             plan.read_from(slots.buffers)
-        sizes = [min(size, limits.max_num_seqs) for size in graph_sizes(limits.max_num_seqs)]
+        self._decodes, self._mixed = [], []
+        if captures:
+            self._decodes = decode_sizes(limits.max_num_seqs)
+            self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, loaded.geometry.num_parameters)
+        self._fixed = frozenset((*self._decodes, *self._mixed))
         make: type[CudaGraphs | DirectReplayer] = CudaGraphs if device.torch_device.type == "cuda" else DirectReplayer
-        self._replayer: Replayer = make(sizes, self._decode)
+        self._replayer: Replayer = make([*self._decodes, *self._mixed], self._run_fixed)
 
     def sizes_of(self, scheduled: Scheduled) -> StepSizes:
-        """Return what a step is padded to: of decodes alone, to the next size that has a graph."""
+        """Return what a step is padded to: its own sizes, or the next ones that have a graph."""
         counts = scheduled.num_tokens
-        num_seqs, num_logits, num_rows = len(counts), int(scheduled.samples.sum()), len(scheduled.sampling_slots)
-        if num_seqs == num_logits == num_rows == int(counts.sum()):
-            size = fitting(self._replayer.sizes, num_seqs)
-            if size is not None:
-                return StepSizes.decode(size)
-        return StepSizes(int(counts.sum()), num_seqs, num_logits, num_rows)
+        num_tokens, num_seqs, num_rows = int(counts.sum()), len(counts), len(scheduled.sampling_slots)
+        sizes = StepSizes(num_tokens, num_seqs, int(scheduled.samples.sum()), num_rows)
+        if sizes == StepSizes.decode(num_seqs):
+            return fitting(self._decodes, sizes) or sizes
+        if num_tokens == num_seqs:
+            return sizes
+        found = fitting(self._mixed, StepSizes(num_tokens, num_seqs, 0, 0))
+        return sizes if found is None else replace(found, num_logits=sizes.num_logits, num_rows=num_rows)
 
     @torch.inference_mode()
     def forward(self, scheduled: Scheduled, sizes: StepSizes, max_seq_len: int) -> tuple[Tensor, Tensor]:
@@ -57,15 +71,16 @@ class GpuRunner:
         the likeliest token of each [L] int64, -1 where it can not be sampled.
         """
         one_each = self._slots.stage(scheduled, sizes)
-        if sizes == StepSizes.decode(sizes.num_seqs) and sizes.num_seqs in self._replayer.sizes:
-            self._replayer.replay(sizes.num_seqs)
+        if sizes in self._fixed:
+            self._replayer.replay(sizes)
         else:
             self._slots.launch_build(sizes, one_each)
-            inputs = self._slots.inputs(sizes)
-            self._model.fill_ropes(inputs.positions, inputs.rope_lens, self._recorded.ropes)
-            for plan in self._plans:
-                plan.become(sizes.num_seqs, sizes.num_tokens, int(scheduled.num_tokens.max()), max_seq_len)
-            self._recorded.run(sizes.num_tokens, sizes.num_logits)
+            hidden = replace(sizes, num_logits=0, num_rows=0)
+            if hidden in self._fixed:
+                self._replayer.replay(hidden)
+            else:
+                self._run_hidden(hidden, int(scheduled.num_tokens.max()), max_seq_len)
+            self._recorded.run(0, sizes.num_logits)
         return self._recorded.sampled_logits[: sizes.num_logits], self._recorded.best[: sizes.num_logits]
 
     @torch.inference_mode()
@@ -79,12 +94,20 @@ class GpuRunner:
         return self._recorded.asked_logits[:num_rows]
 
     @torch.inference_mode()
-    def _decode(self, size: int) -> None:
-        """Enqueue a step of one token for each of so many sequences, some of which may be empty."""
-        sizes = StepSizes.decode(size)
+    def _run_fixed(self, sizes: StepSizes) -> None:
+        """Enqueue what has a graph: decodes, whole, some of which may be empty, or the hidden states of any step."""
+        longest = self._slots.limits.max_model_len
+        if not sizes.num_logits:
+            self._run_hidden(sizes, sizes.num_tokens, longest)
+            return
         self._slots.launch_build(sizes, one_each=True)
+        self._run_hidden(sizes, 1, longest)
+        self._recorded.run(0, sizes.num_logits)
+
+    def _run_hidden(self, sizes: StepSizes, max_query_len: int, max_seq_len: int) -> None:
+        """Enqueue keys, values and hidden states of the step whose tensors are there."""
         inputs = self._slots.inputs(sizes)
         self._model.fill_ropes(inputs.positions, inputs.rope_lens, self._recorded.ropes)
         for plan in self._plans:
-            plan.become(size, size, 1, self._slots.limits.max_model_len)
-        self._recorded.run(size, size)
+            plan.become(sizes.num_seqs, sizes.num_tokens, max_query_len, max_seq_len)
+        self._recorded.run(sizes.num_tokens, 0)

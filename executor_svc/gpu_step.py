@@ -111,8 +111,10 @@ class GpuStep:
 class GpuStepExecutor:
     """Implements `worker.Executor` on a GPU."""
 
-    def __init__(self, loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits) -> None:
-        """Make the slots, record the model, and capture its graphs."""
+    def __init__(
+        self, loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits, *, enforce_eager: bool = False
+    ) -> None:
+        """Make the slots, record the model, and capture its graphs, unless enforce_eager says that there are none."""
         torch_device = device.torch_device
         self.limits = limits
         self.slots = MirrorSlots(limits)
@@ -120,7 +122,7 @@ class GpuStepExecutor:
         self._device = torch_device
         self._span = Spans(torch_device.type == "cuda")
         self._device_slots = DeviceSlots(limits, torch_device, extra_words=SlotSamplingState.extra_words(limits))
-        self._runner = GpuRunner(loaded, device, pools, limits, self._device_slots)
+        self._runner = GpuRunner(loaded, device, pools, limits, self._device_slots, captures=not enforce_eager)
         self._sampling = SlotSamplingState(limits, self._device_slots)
         self._sampler = GpuSampler(limits, self._sampling)
         self._prompts = GpuPromptLogprobs(

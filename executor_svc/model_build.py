@@ -22,12 +22,14 @@ from executor_svc.worker import Executor
 _log = logging.getLogger(__name__)
 
 
-def make_executor(loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits) -> Executor:
-    """Return what runs steps of a model, for use by one thread."""
+def make_executor(
+    loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits, *, enforce_eager: bool = False
+) -> Executor:
+    """Return what runs steps of a model, for use by one thread; enforce_eager: without CUDA graphs."""
     if device.name != "cpu" and loaded.recordable:
         from executor_svc.gpu_step import GpuStepExecutor
 
-        return GpuStepExecutor(loaded, device, pools, limits)
+        return GpuStepExecutor(loaded, device, pools, limits, enforce_eager=enforce_eager)
     kind = ModelRunner if loaded.recordable else EagerRunner
     return StepExecutor(kind(loaded, device, pools, limits), pools, limits, device.torch_device.type == "cuda")
 
@@ -61,7 +63,7 @@ def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
         limits.num_host_blocks, pools.bytes_per_block,
     )  # fmt: skip
     _log.info("loaded in %.1f s; fingerprint %s", time.monotonic() - began, prints.digest.hex()[:16])
-    executor = make_executor(loaded, device, pools, limits)
+    executor = make_executor(loaded, device, pools, limits, enforce_eager=config.enforce_eager)
     if warms_up:
         run_steps(executor)
     description = describe(loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes)

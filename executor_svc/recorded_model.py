@@ -46,7 +46,7 @@ class RecordedModel:
             self._logits = recording.program()
 
     def run(self, num_tokens: int, num_sampled: int) -> None:
-        """Compute the hidden states of so many tokens, and logits and the most likely tokens of `sampled`."""
+        """Compute the hidden states of so many tokens, then logits and the most likely tokens of `sampled`; 0: not."""
         tiles = {plan.name: plan.num_tiles for plan in self.plans}
         self._forward.run(rows=num_tokens, sampled=num_sampled, **tiles)
 

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,25 @@ class PlanDriver:
             rows = _scheduled([(slot, 0, length) for slot in range(count)], length)
             plans.append(self._plan(released_slots=_ints(released), admitted=new, scheduled=rows))
         ends = self._run(plans)
+        return [after - before for before, after in itertools.pairwise(ends)]
+
+    def mixed(self, length: int, times: int) -> list[float]:
+        """One token for each sequence and, beside them, a new prompt, so many times; seconds from result to result.
+
+        A prompt is computed whole, in one step, and gone in the next.
+        """
+        first = len(self._admitted)
+        prompts = self.prompts(times + 1, length)
+        places = [self._sequence(first + place, prompts[0], 0) for place in range(2)]
+        plans, released = [], _ints([])
+        for turn, prompt in enumerate(prompts):
+            new = replace(places[turn % 2], token_ids=_ints(prompt))
+            rows = _scheduled([(new.slot, 0, length)], length)
+            plans.append(self._plan(released_slots=released, admitted=(new,), scheduled=rows, decode_ready=True))
+            released = _ints([new.slot])
+        ends = self._run(plans)
+        self._run([self._plan(released_slots=released)])
+        self._free += [block for place in places for block in place.block_ids.tolist()]
         return [after - before for before, after in itertools.pairwise(ends)]
 
     def _reset(self) -> None:

@@ -25,7 +25,7 @@ _BLOCK_SIZE = 16
 
 
 def _grown(tiny: bool) -> int:
-    return 8 if tiny else _WARM_STEPS + _STEPS + _TRACED_STEPS + 8
+    return 10 if tiny else _WARM_STEPS + _STEPS + _TRACED_STEPS + 8
 
 
 def driver_options(most_seqs: int, context: int, tiny: bool) -> dict[str, object]:
@@ -67,6 +67,7 @@ def _group(
     shape: ModelShape,
     batches: tuple[int, ...],
     prefills: tuple[tuple[int, int], ...],
+    mixed: tuple[int, int],
     decode_goal: float,
     limit_s: float,
 ) -> Group:
@@ -74,10 +75,12 @@ def _group(
         model, context = (TINY, 40) if tiny else (shape, _CONTEXT)
         counts = (1, 3) if tiny else batches
         whole = ((1, 40), (2, 20)) if tiny else prefills
+        beside, length = (1, 8) if tiny else mixed
         driver = partial(_open, shape=model, most_seqs=max(counts), context=context)
         return [
             *(_decode_case(model, driver, count, context, decode_goal) for count in counts),
-            *(_prefill_case(model, driver, count, length) for count, length in whole),
+            *(_prefill_case(model, driver, *each) for each in whole),
+            _mixed_case(model, driver, beside, context, length),
         ]
 
     def preload(bench: Bench) -> None:
@@ -103,21 +106,46 @@ def _decode_case(
             "floor_ms": 1e3 * floor_s,
             "percent_of_limit": 100 * floor_s / step_s,
             "tokens_per_s": batch / step_s,
-            **_on_device(plans, traced, floor_s),
+            **_on_device(lambda: plans.decode(traced), traced, floor_s),
         }
 
     params = {"model": shape.name, "phase": "decode", "batch": batch, "context": context}
     return Case(f"decode, batch {batch}, context {context}", params, run, 25.0, Goal("percent_of_limit", at_least=goal))
 
 
-def _on_device(plans: PlanDriver, steps: int, floor_s: float) -> Metrics:
+def _mixed_case(
+    shape: ModelShape, driver: Callable[[Bench], PlanDriver], batch: int, context: int, length: int
+) -> Case:
+    def run(bench: Bench) -> Metrics:
+        warm, steps, traced = (1, 1, 1) if bench.tiny else (_WARM_STEPS, _STEPS, _TRACED_STEPS)
+        plans = driver(bench)
+        plans.start(batch, context, _grown(bench.tiny))
+        plans.mixed(length, warm)
+        step_s = statistics.median(plans.mixed(length, steps))
+        flops = shape.prefill_flops(1, length) + batch * shape.prefill_flops(1, 1)
+        weights = shape.decode_bytes(0, 0)
+        keys = shape.decode_bytes(batch, context + warm + steps // 2) - weights
+        # Matrices are read or multiplied, whichever takes longer.
+        floor_s = max(weights / bench.ceilings.copy, flops / bench.ceilings.matmul) + keys / bench.ceilings.copy
+        return {
+            "ms": 1e3 * step_s,
+            "floor_ms": 1e3 * floor_s,
+            "percent_of_limit": 100 * floor_s / step_s,
+            **_on_device(lambda: plans.mixed(length, traced), traced, floor_s),
+        }
+
+    params = {"model": shape.name, "phase": "mixed", "batch": batch, "context": context, "length": length}
+    return Case(f"mixed, batch {batch}, context {context}, a prompt of {length}", params, run, 15.0)
+
+
+def _on_device(more: Callable[[], object], steps: int, floor_s: float) -> Metrics:
     """What torch.profiler says of some more steps; nothing where it sees no device. It slows the host, if anything."""
     try:
         activities = [torch.profiler.ProfilerActivity.CUDA]
         if not torch.cuda.is_available():
             activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities) as profiler:
-            plans.decode(steps)
+            more()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             profiler.export_chrome_trace(str(path))
@@ -152,5 +180,5 @@ def _prefill_case(shape: ModelShape, driver: Callable[[Bench], PlanDriver], coun
     return Case(f"prefill, {count} x {length}", params, run, 20.0, Goal("percent_of_limit", at_least=_PREFILL_GOAL))
 
 
-STEPS_8B = _group("steps-8b", LLAMA_8B, (1, 16, 64, 256), ((1, 8192), (8, 1024)), 88.0, 150)
-STEPS_06B = _group("steps-0.6b", QWEN3_06B, (1, 64), ((1, 8192),), 70.0, 80)
+STEPS_8B = _group("steps-8b", LLAMA_8B, (1, 16, 64, 256), ((1, 8192), (8, 1024)), (128, 512), 88.0, 165)
+STEPS_06B = _group("steps-0.6b", QWEN3_06B, (1, 64), ((1, 8192),), (32, 512), 70.0, 95)

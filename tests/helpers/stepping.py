@@ -19,7 +19,8 @@ class Stepper:
 
     def __init__(self, model: Model, num_slots: int = 8) -> None:
         options = {**model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT}
-        self.pools = pools = model.device.new_kv_cache(model.loaded.geometry, ExecutorConfig(**options))
+        config = ExecutorConfig(**options)
+        self.pools = pools = model.device.new_kv_cache(model.loaded.geometry, config)
         spoil(pools)
         vocab = model.loaded.geometry.vocab_size
         limits = Limits(
@@ -34,7 +35,7 @@ class Stepper:
             num_host_blocks=0,
             max_inflight_plans=1,
         )
-        self.executor = make_executor(model.loaded, model.device, pools, limits)
+        self.executor = make_executor(model.loaded, model.device, pools, limits, enforce_eager=config.enforce_eager)
         self._step_id = 0
 
     @staticmethod

@@ -211,11 +211,11 @@ def test_kernels_run_in_a_process_of_their_own(group: str, metric: str) -> None:
 
 @pytest.mark.slow
 def test_whole_steps_run_in_a_process_of_their_own() -> None:
-    # The first of the cases alone: a decode of one sequence.
-    loaded, begun, found = child("steps-0.6b", "--every", "100")
-    assert (loaded, begun) == ({"loaded": True}, {"begun": 0})
-    assert "error" not in found
-    assert found["metrics"]["percent_of_limit"] > 0
+    # The first and the last of the cases alone: a decode of one sequence, and one with a prompt beside it.
+    lines = child("steps-0.6b", "--every", "4")
+    assert [line for line in lines if "done" not in line] == [{"loaded": True}, {"begun": 0}, {"begun": 4}]
+    found = [line for line in lines if "done" in line]
+    assert all(line["metrics"]["percent_of_limit"] > 0 and "error" not in line for line in found)
 
 
 @pytest.mark.slow

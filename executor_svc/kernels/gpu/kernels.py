@@ -34,9 +34,10 @@ class GpuProgram:
         self._operations = tuple(operations)
 
     def run(self, **counts: int) -> None:
-        """Enqueue all operations, in order, on so many rows of each name; nothing is waited for."""
+        """Enqueue all operations, in order, on so many rows of each name, none of 0; nothing is waited for."""
         for name, operation in self._operations:
-            operation(counts[name])
+            if counts[name]:
+                operation(counts[name])
 
 
 class GpuRecording:
@@ -169,7 +170,8 @@ class GpuKernels:
             return torch.empty(shape, dtype=dtype, device=self._device)
         key = f"{self._recording.rows} {name}", shape, dtype
         if key not in self._buffers:
-            self._buffers[key] = torch.empty(shape, dtype=dtype, device=self._device)
+            # Finite from the beginning, also rows that pad a step and that nobody writes.
+            self._buffers[key] = torch.zeros(shape, dtype=dtype, device=self._device)
         return self._buffers[key]
 
     def _do(self, result: Tensor, operation: Operation) -> Tensor:

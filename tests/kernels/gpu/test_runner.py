@@ -74,6 +74,7 @@ def test_tokens_are_those_of_the_cpu(folder: Path) -> None:
     expected = mixed_steps(Model(folder))
     assert [len(expected[i]) for i in range(3)] == [10, 8, 7]
     assert mixed_steps(on_gpu(folder)) == expected
+    assert mixed_steps(on_gpu(folder, enforce_eager=True)) == expected
 
 
 def test_steps_are_begun_before_the_last_is_known(llama: Path) -> None:

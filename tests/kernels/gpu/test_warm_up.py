@@ -18,6 +18,7 @@ from executor_svc.cuda_graphs import DirectReplayer
 from executor_svc.description import limits_of
 from executor_svc.gpu_step import GpuStepExecutor
 from executor_svc.gpu_warm_up import run_largest_step, run_steps
+from executor_svc.kernels.gpu.slots import StepSizes
 from executor_svc.plan import SequenceSampling, StepResult, StepStatus
 from tests.checkpoints import make_checkpoint
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence
@@ -32,10 +33,10 @@ Compiled = set[tuple[Any, ...]]
 class CapturedReplayer(DirectReplayer):
     """Runs each step when it is made, the largest first, as `CudaGraphs` does."""
 
-    def __init__(self, sizes: Sequence[int], step: Any) -> None:
+    def __init__(self, sizes: Sequence[StepSizes], step: Any) -> None:
         super().__init__(sizes, step)
-        for size in sorted(sizes, reverse=True):
-            step(size)
+        for each in sorted(sizes, key=lambda size: size.num_tokens, reverse=True):
+            step(each)
 
 
 def specialized(kernel: InterpretedFunction, arguments: dict[str, Any]) -> tuple[Any, ...]:
@@ -81,7 +82,7 @@ def started(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Gp
     run_largest_step(model.loaded, model.device, config)
     pools = model.device.new_kv_cache(model.loaded.geometry, config)
     limits = limits_of(config, model.loaded.geometry, pools)
-    executor = GpuStepExecutor(model.loaded, model.device, pools, limits)
+    executor = GpuStepExecutor(model.loaded, model.device, pools, limits, enforce_eager=config.enforce_eager)
     run_steps(executor)
     return executor
 
@@ -92,9 +93,12 @@ def run(executor: GpuStepExecutor, steps: Sequence[dict[str, Any]]) -> list[Step
     return results
 
 
-def test_no_step_waits_for_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled) -> None:
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_no_step_waits_for_a_compiler(
+    enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
+) -> None:
     folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
-    executor = started(folder, monkeypatch)
+    executor = started(folder, monkeypatch, enforce_eager=enforce_eager)
     known = set(compiled)
     drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2, num_prompt_logprobs=0)
     first = sequence(0, list(range(30)), [3, 1, 9, 4], sampling=drawn)

@@ -10,6 +10,9 @@ from pydantic_settings import SettingsConfigDict
 from cadenza.settings.help import about
 from cadenza.settings.service import ServiceSettings
 
+_GPU_SEQS, _GPU_BATCHED_TOKENS = 256, 2048
+"""Of a step on a GPU, unless told otherwise."""
+
 
 class ExecutorConfig(ServiceSettings):
     """Serve a model to a Cadenza scheduler.
@@ -125,13 +128,16 @@ class ExecutorConfig(ServiceSettings):
         json_schema_extra=about("Memory", "tokens"),
     )
     max_num_seqs: int = Field(
-        64, ge=1, description="Most sequences computed in one step.", json_schema_extra=about("Batching", "sequences")
+        64,
+        ge=1,
+        description="Most sequences computed in one step; on a GPU, without it, 256.",
+        json_schema_extra=about("Batching", "sequences"),
     )
     max_num_batched_tokens: int = Field(
         512,
         ge=1,
         validate_default=True,
-        description="Most tokens computed in one step; at least max_num_seqs.",
+        description="Most tokens computed in one step, at least max_num_seqs; on a GPU, without it, 2,048.",
         json_schema_extra=about("Batching", "tokens"),
     )
     enforce_eager: bool = Field(
@@ -170,3 +176,14 @@ class ExecutorConfig(ServiceSettings):
         if value < max_num_seqs:
             raise ValueError(f"{value} is less than max_num_seqs {max_num_seqs}: a step gives each of them a token")
         return value
+
+    def sized_for(self, device: str) -> ExecutorConfig:
+        """Return the options with the sizes of steps that suit a kind of device, as far as nobody has told any."""
+        if device == "cpu":
+            return self
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if "max_num_batched_tokens" not in self.model_fields_set:
+            tokens = _GPU_BATCHED_TOKENS
+        if "max_num_seqs" not in self.model_fields_set:
+            seqs = min(_GPU_SEQS, tokens)
+        return self.model_copy(update={"max_num_seqs": seqs, "max_num_batched_tokens": tokens})

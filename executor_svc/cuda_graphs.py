@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +13,8 @@ from typing import Protocol
 import torch
 
 from executor_svc.kernels.gpu.slots import StepSizes
+
+_log = logging.getLogger(__name__)
 
 _DECODE_SEQS = (1, 2, 4, 8, *range(16, 257, 8), *range(272, 513, 16))
 _MIXED_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -82,6 +86,7 @@ class CudaGraphs:
         """Run each step twice, once to compile and warm up and once to be captured, those of most tokens first."""
         self._graphs: dict[StepSizes, torch.cuda.CUDAGraph] = {}
         pool = None
+        began, free = time.monotonic(), torch.cuda.mem_get_info()[0]
         with _nothing_collected():
             for each in sorted(sizes, key=lambda size: size.num_tokens, reverse=True):
                 step(each)
@@ -91,6 +96,8 @@ class CudaGraphs:
                     step(each)
                 pool = pool or graph.pool()
                 self._graphs[each] = graph
+        taken = free - torch.cuda.mem_get_info()[0]
+        _log.info("%d CUDA graphs in %.1f s, %d bytes", len(self._graphs), time.monotonic() - began, taken)
 
     def replay(self, sizes: StepSizes) -> None:
         self._graphs[sizes].replay()

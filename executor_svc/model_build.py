@@ -41,6 +41,7 @@ def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
     """
     began = time.monotonic()
     device = make_device(config)
+    config = config.sized_for(device.name)
     torch.set_num_threads(device.num_threads)
     loaded = load_model(config, device)
     geometry = loaded.geometry

@@ -61,3 +61,27 @@ def test_the_token_budget_covers_every_sequence() -> None:
         ExecutorConfig(model="m", max_num_seqs=600)
     assert caught.value.errors()[0]["loc"] == ("max_num_batched_tokens",)
     assert ExecutorConfig(model="m", max_num_seqs=600, max_num_batched_tokens=600).max_num_seqs == 600
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "sizes"),
+    [
+        ([], "cpu", (64, 512)),
+        ([], "cuda", (256, 2048)),
+        (["--max-num-seqs", "64"], "cuda", (64, 2048)),
+        (["--max-num-batched-tokens", "512"], "cuda", (256, 512)),
+        (["--max-num-batched-tokens", "128"], "cuda", (128, 128)),
+    ],
+)
+def test_steps_on_a_gpu_are_larger_unless_told(arguments: list[str], device: str, sizes: tuple[int, int]) -> None:
+    config = read_config(["--model", "m", *arguments])
+    assert config is not None
+    sized = config.sized_for(device)
+    assert (sized.max_num_seqs, sized.max_num_batched_tokens) == sizes
+
+
+def test_sizes_of_the_environment_are_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CADENZA_MAX_NUM_SEQS", "64")
+    config = read_config(["--model", "m"])
+    assert config is not None
+    assert config.sized_for("cuda").max_num_seqs == 64

@@ -18,8 +18,10 @@ from benchmarks.__main__ import SEED
 from benchmarks.common.benchmark import positive
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.gpu import results
-from benchmarks.gpu.cases import Goal, Metrics, Outcome, one_line
-from benchmarks.gpu.kernels import summary
+from benchmarks.gpu.cases import Ceilings, Goal, Metrics, Outcome, one_line
+from benchmarks.gpu.ceilings import GROUP as CEILINGS
+from benchmarks.gpu.ceilings import ceilings_of
+from benchmarks.gpu.kernels import measure, summary
 from benchmarks.gpu.machine import header, out_folder
 from benchmarks.gpu.serving_load import NUM_PEER_REQUESTS, NUM_REQUESTS, alike, make_requests, some_of
 from benchmarks.gpu.serving_peer import LEAST_PEER_S, serve_peer
@@ -40,11 +42,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--requests", type=positive, default=NUM_REQUESTS, help="default %(default)s")
     parser.add_argument("--peer-requests", type=positive, default=NUM_PEER_REQUESTS, help="default %(default)s")
     parser.add_argument("--no-peer", action="store_true", help="Cadenza alone")
+    parser.add_argument("--fp8", action="store_true", help="in fp8: linears, keys and values; without the peer")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all (default %(default)s)")
     parser.add_argument("--trial", action="store_true", help="a tiny model and few requests, on the CPU")
     options = parser.parse_args(arguments)
     if options.trial:
         options.shapes, options.requests, options.peer_requests = TINY.name, 6, 3
+    options.no_peer |= options.fp8
     names = options.shapes.split(",")
     if unknown := sorted(set(names) - set(SHAPES)):
         parser.error(f"--shapes: there is no {unknown[0]!r}; there are {', '.join(SHAPES)}")
@@ -79,6 +83,14 @@ def serve_shape(run: Run, options: argparse.Namespace) -> None:
             run.stage("beside transformers", 0.0, lambda: ratio, some, Goal("ratio", at_least=_RATIO_GOAL))
 
 
+def _measured_ceilings(end_at: float) -> Ceilings:
+    """What the hardware gives, measured before anything else runs."""
+    outcomes = [(case.name, outcome) for _, case, outcome in measure([CEILINGS], False, end_at)]
+    ceilings = ceilings_of({name: outcome.metrics for name, outcome in outcomes if outcome.metrics})
+    print(f"ceilings: {ceilings}", flush=True)
+    return ceilings
+
+
 def main(arguments: Sequence[str]) -> int:
     """Exit codes: 0 every stage that was run came to something, 1 one failed, 2 wrong arguments."""
     end_at = time.monotonic()
@@ -86,12 +98,13 @@ def main(arguments: Sequence[str]) -> int:
     end_at += options.budget_s
     folder = out_folder("serve")
     print(header("serve"), flush=True)
+    ceilings = Ceilings() if options.trial else _measured_ceilings(end_at)
     text, found = [], []
     for index, shape in enumerate(options.shapes):
         load = make_load(options, shape.vocab_size)
         is_first_of_two = index == 0 and len(options.shapes) > 1
         shape_end = end_at - (1 - _FIRST_SHARE) * options.budget_s if is_first_of_two else end_at
-        run = Run(shape, load, "cpu" if options.trial else "cuda", shape_end, folder)
+        run = Run(shape, load, "cpu" if options.trial else "cuda", shape_end, folder, ceilings, options.fp8)
         serve_shape(run, options)
         text.append(results.table(shape.name, run.found))
         found += run.found

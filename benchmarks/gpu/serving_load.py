@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 
 from benchmarks.common.workload import Request
+from benchmarks.gpu.cases import Ceilings
+from benchmarks.gpu.shapes import ModelShape
 
 LEAST, MOST = 100, 1024
 """Tokens of a prompt, and of an output."""
@@ -34,3 +36,16 @@ def alike(count: int, length: int, output_len: int, seed: int, vocab_size: int) 
     return [
         Request(index, [rng.randrange(vocab_size) for _ in range(length)], output_len) for index in range(count)
     ]  # fmt: skip
+
+
+def limit_s(shape: ModelShape, requests: Sequence[Request], ceilings: Ceilings) -> float:
+    """Seconds for all products at the rate of a large one and, after these, for all keys and values that outputs read.
+
+    In 16 bits. That matrices are read too is left out: with many sequences their products take longer.
+    """
+    flops = read_tokens = 0
+    for each in requests:
+        length, more = len(each.prompt), each.output_len - 1
+        flops += shape.prefill_flops(1, length) + more * shape.prefill_flops(1, 1)
+        read_tokens += more * length + more * (more + 1) // 2
+    return flops / ceilings.matmul + read_tokens * shape.kv_bytes_per_token / ceilings.copy

@@ -14,7 +14,7 @@ from benchmarks.common.other_load import OtherLoad
 from benchmarks.common.serving_options import about_workload
 from benchmarks.common.workload import Request
 from benchmarks.gpu import results
-from benchmarks.gpu.cases import Goal, Metrics, Outcome, one_line
+from benchmarks.gpu.cases import Ceilings, Goal, Metrics, Outcome, one_line
 from benchmarks.gpu.shapes import ModelShape
 
 MAX_NUM_SEQS, MAX_BATCHED_TOKENS = 512, 8192
@@ -40,6 +40,9 @@ class Run:
     device: str
     end_at: float
     folder: Path
+    ceilings: Ceilings = field(default_factory=Ceilings)
+    fp8: bool = False
+    """Linears with weights and activations in fp8, and keys and values."""
     found: list[tuple[Outcome, Goal | None]] = field(default_factory=list)
 
     def stage(
@@ -76,7 +79,9 @@ class Run:
         """Of the services."""
         on_gpu = self.device == "cuda"
         longest = max(len(each.prompt) + each.output_len for each in (*self.load.all_of, *self.load.watched))
+        in_fp8 = {"quantization": "fp8_w8a8", "kv_cache_dtype": "fp8"} if self.fp8 else {}
         return {
+            **in_fp8,
             "device": self.device,
             "numerics": "fast",
             "load_format": "dummy",

@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks.common.burst_client import generate_burst, latencies, local_services, stream_burst
 from benchmarks.common.workload import Request
 from benchmarks.gpu.cases import Goal, Metrics
+from benchmarks.gpu.serving_load import limit_s
 from benchmarks.gpu.serving_peer import PEER_S
 from benchmarks.gpu.serving_run import Run
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B
@@ -77,7 +78,11 @@ def _finished(run: Run, target: str, requests: Sequence[Request]) -> Metrics:
     """One session for all that brings finished results."""
     _, wall_s = run.limited(generate_burst(target, requests))
     num_tokens = sum(each.output_len for each in requests)
-    return {"tokens_per_s": num_tokens / wall_s, "requests_per_s": len(requests) / wall_s, "wall_s": wall_s}
+    found = {"tokens_per_s": num_tokens / wall_s, "requests_per_s": len(requests) / wall_s, "wall_s": wall_s}
+    if run.fp8:
+        return found
+    least_s = limit_s(run.shape, requests, run.ceilings)
+    return {**found, "limit_tokens_per_s": num_tokens / least_s, "percent_of_limit": 100 * least_s / wall_s}
 
 
 def _streamed(run: Run, target: str) -> Metrics:

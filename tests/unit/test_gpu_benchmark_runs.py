@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from benchmarks.common.rows import ROOT
+from benchmarks.common.workload import Request
 from benchmarks.gpu import kernels, serve, serving_load, tests
-from benchmarks.gpu.cases import Goal
+from benchmarks.gpu.cases import Ceilings, Goal
 from benchmarks.gpu.groups import GROUPS
 from benchmarks.gpu.plan_driver import _batches, _scheduled
 from benchmarks.gpu.serving_run import Run
@@ -122,6 +123,21 @@ def test_services_have_room_for_the_longest_request(tmp_path: Path) -> None:
     longest = max(len(each.prompt) + each.output_len for each in run.load.all_of)
     assert longest <= run.options()["max_model_len"] < longest + 16
     assert run.options()["max_num_seqs"] == 512
+    assert "kv_cache_dtype" not in run.options()
+    in_fp8 = serve.parse(["--fp8"])
+    assert in_fp8.no_peer
+    assert (
+        replace(run, fp8=in_fp8.fp8).options().items() >= {"quantization": "fp8_w8a8", "kv_cache_dtype": "fp8"}.items()
+    )
+
+
+def test_no_load_is_served_faster_than_the_hardware_computes() -> None:
+    requests = [Request(0, [1] * 10, 1), Request(1, [1] * 10, 3)]
+    prompts, tokens = 2 * LLAMA_8B.prefill_flops(1, 10), 2 * LLAMA_8B.prefill_flops(1, 1)
+    # The first output token is the prompt's; of the others, one sees 11 tokens and one 12.
+    assert serving_load.limit_s(LLAMA_8B, requests, Ceilings(copy=1e30, matmul=1.0)) == pytest.approx(prompts + tokens)
+    read = 23 * LLAMA_8B.kv_bytes_per_token
+    assert serving_load.limit_s(LLAMA_8B, requests, Ceilings(copy=1.0, matmul=1e30)) == pytest.approx(read)
 
 
 @pytest.mark.parametrize(

@@ -45,26 +45,33 @@ _TUNED_PREFILL = (Sizes(1, 8192, num_tokens=8192), Sizes(1, 32768, num_tokens=32
 
 def decode_cases(tiny: bool) -> Sequence[Case]:
     """bf16 before fp8, GQA 4 before 8; the middle of the table before its corners, as those are met in serving."""
+    return [decode_case(each, _time_decode, 3.0, DECODE_GOAL) for each in decode_sizes(tiny)]
+
+
+def decode_sizes(tiny: bool) -> list[Sizes]:
+    """The batches of which decode attention is timed; the tiny ones are in bf16 alone."""
     if tiny:
-        return [_decode(_TINY), _decode(replace(_TINY, batch=1, context=300))]
-    sizes = [
+        return [_TINY, replace(_TINY, batch=1, context=300)]
+    return [
         Sizes(batch, context, group=group, fp8=fp8)
         for fp8 in (False, True)
         for group in (4, 8)
         for batch in _BATCHES
         for context in _CONTEXTS
     ]
-    return [_decode(each) for each in sizes]
 
 
-def _decode(sizes: Sizes) -> Case:
+def decode_case(
+    sizes: Sizes, run: Callable[[Bench, Sizes], Metrics], estimate_s: float, goal: Goal | None = None
+) -> Case:
+    """A measurement of one of these batches, with its name and parameters."""
     kv = "fp8" if sizes.fp8 else "bf16"
     params = {
         "batch": sizes.batch, "context": sizes.context, "gqa": sizes.group, "kv": kv,
         "kv_heads": sizes.num_kv_heads, "head_size": sizes.head_size,
     }  # fmt: skip
     name = f"{kv} gqa{sizes.group} batch {sizes.batch} context {sizes.context}"
-    return Case(name, params, lambda bench: _time_decode(bench, sizes), 3.0, DECODE_GOAL)
+    return Case(name, params, lambda bench: run(bench, sizes), estimate_s, goal)
 
 
 def _time_decode(bench: Bench, sizes: Sizes) -> Metrics:

@@ -109,6 +109,12 @@ class Outcome:
     metrics: Metrics = field(default_factory=dict)
     error: str = ""
     skipped: str = ""
+    ends_group: bool = False
+    """Its other cases would come to the same: nothing is to be said of them."""
+
+
+class NotHere(Exception):
+    """What all cases of a group need is not there: raised by the first, it ends the group."""
 
 
 def run_cases(
@@ -117,7 +123,7 @@ def run_cases(
     """Run cases from `start` on, or every so manyth: (index, None) before each, then its outcome.
 
     None is begun that would not end before time.monotonic() says `end_at`. After an error that leaves the device
-    unusable the rest is for another process: no more is given.
+    unusable the rest is for another process, and after NotHere for none: no more is given.
     """
     # Only here: the process that shows the outcomes has no torch.
     from executor_svc.step_work import is_device_lost
@@ -133,6 +139,9 @@ def run_cases(
             continue
         try:
             metrics = case.run(bench)
+        except NotHere as error:
+            yield index, Outcome(group.name, case.name, case.params, skipped=str(error), ends_group=True)
+            return
         except Exception as error:
             yield index, Outcome(group.name, case.name, case.params, error=one_line(error))
             if is_device_lost(error):

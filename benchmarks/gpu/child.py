@@ -1,7 +1,8 @@
 """One group in a process of its own: a kernel that breaks the device's context takes no other group with it.
 
 Lines of JSON on stdout: {"loaded": true} after a preload, {"begun": index}, then {"done": index, "metrics"} with
-"error" or "skipped". A line on stdin, {"ceilings", "end_at"}, lets it begin.
+"error" or "skipped", and "ends_group" if there is no use in another case. A line on stdin, {"ceilings", "end_at"},
+lets it begin.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ def run_group(
         if outcome is None:
             say({"begun": index})
         else:
-            told = {"metrics": outcome.metrics, "error": outcome.error, "skipped": outcome.skipped}
-            say({"done": index, **{name: value for name, value in told.items() if value or name == "metrics"}})
+            names = ("error", "skipped", "ends_group")
+            told = {name: value for name in names if (value := getattr(outcome, name))}
+            say({"done": index, "metrics": outcome.metrics, **told})
 
 
 def main(arguments: list[str]) -> int:

@@ -87,7 +87,10 @@ def outcomes(
         try:
             for at, told in _told(process, cases, index, ceilings, end_at):
                 case = cases[at]
-                yield case, Outcome(group.name, case.name, case.params, **told)
+                outcome = Outcome(group.name, case.name, case.params, **told)
+                yield case, outcome
+                if outcome.ends_group:
+                    return
                 index = at + 1
         finally:
             process.stop()

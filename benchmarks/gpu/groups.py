@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu import attention_cases, ceilings, elementwise_cases, linear_cases, step_cases
+from benchmarks.gpu import attention_cases, ceilings, elementwise_cases, flashinfer_cases, linear_cases, step_cases
 from benchmarks.gpu.cases import Group
 
 WARM = attention_cases.WARM
@@ -16,5 +16,6 @@ ORDER: tuple[Group, ...] = (
     linear_cases.GROUP,
     attention_cases.TUNE_PREFILL,
     attention_cases.TUNE_DECODE,
+    flashinfer_cases.GROUP,
 )
 GROUPS: dict[str, Group] = {group.name: group for group in (*ORDER, WARM)}

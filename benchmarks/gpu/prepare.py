@@ -1,33 +1,29 @@
 """`run.sh prepare`: download the wheels that the lent machine lacks, where there is a package index.
 
-Standard library only. The wheels lie in benchmarks/gpu/.wheels, which git ignores and the device tool's `carry` takes.
+With --flashinfer its archive too, compiled here. Standard library only. What is made lies in benchmarks/gpu/.wheels,
+which git ignores and the device tool's `carry` takes.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from benchmarks.gpu import prepare_flashinfer
+from benchmarks.gpu.downloading import PrepareError, download
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 WHEELS = HERE / ".wheels"
 MAX_BYTES = 40 << 20
 """The lent machine takes 64 MiB with the working tree."""
-PYTHON = "3.12"
-PLATFORMS = tuple(
-    f"{name}_x86_64" for name in ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
-)
 NOT_CARRIED = ("torch", "triton", "transformers", "llvmlite")
 """The machine has the first three, made for its GPU; the GPU executor needs no llvmlite."""
-
-
-class PrepareError(Exception):
-    """The wheels can not be had as they must be."""
 
 
 def normal(name: str) -> str:
@@ -54,16 +50,6 @@ def pinned(names: Iterable[str], constraints: str) -> list[str]:
     return found
 
 
-def command(requirements: Iterable[str], folder: Path) -> list[str]:
-    """How pip is asked: built wheels for the lent machine's Python alone, and none of what they need in turn."""
-    platforms = [argument for each in PLATFORMS for argument in ("--platform", each)]
-    return [
-        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"),
-        *("--python-version", PYTHON, "--implementation", "cp", *platforms, "--dest", str(folder)),
-        *requirements,
-    ]
-
-
 def check(folder: Path, names: Iterable[str]) -> int:
     """See that there is one wheel for each name, in all no more than may travel; returns the bytes, or PrepareError."""
     wheels = sorted(folder.glob("*.whl"))
@@ -72,31 +58,36 @@ def check(folder: Path, names: Iterable[str]) -> int:
     if there != wanted:
         differing = ", ".join(sorted(set(there) ^ set(wanted))) or "one has several versions"
         raise PrepareError(f"the wheels are not those of wheels.txt: {differing}")
-    size = sum(wheel.stat().st_size for wheel in wheels)
+    size = sum(each.stat().st_size for each in folder.iterdir())
     if size > MAX_BYTES:
-        raise PrepareError(f"the wheels have {size} bytes, more than {MAX_BYTES}")
+        raise PrepareError(f"what is to be carried has {size} bytes, more than {MAX_BYTES}")
     return size
 
 
-def prepare() -> str:
-    """Download to a folder of its own, check, and put it in place of the last; returns what was done, in one line."""
+def prepare(with_flashinfer: bool) -> str:
+    """Make all in a folder of its own, check, and put it in place of the last; returns what was done, in one line."""
     names = names_in((HERE / "wheels.txt").read_text(encoding="utf-8"))
     requirements = pinned(names, (ROOT / "constraints.txt").read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory(prefix=".wheels-", dir=HERE) as made:
         folder = Path(made) / "wheels"
         folder.mkdir()
-        if subprocess.run(command(requirements, folder), check=False).returncode:
-            raise PrepareError("pip could not download the wheels")
+        download(requirements, folder)
+        if with_flashinfer:
+            prepare_flashinfer.make(folder)
         size = check(folder, names)
         shutil.rmtree(WHEELS, ignore_errors=True)
         folder.rename(WHEELS)
-    return f"{len(names)} wheels, {size / 2**20:.1f} MiB, in {WHEELS.relative_to(ROOT)}"
+    what = f"{len(names)} wheels" + (" and FlashInfer" if with_flashinfer else "")
+    return f"{what}, {size / 2**20:.1f} MiB, in {WHEELS.relative_to(ROOT)}"
 
 
-def main() -> int:
-    """Exit codes: 0 the wheels are there, 1 they are not."""
+def main(arguments: Sequence[str]) -> int:
+    """Exit codes: 0 the wheels are there, 1 they are not and what was there still is, 2 wrong arguments."""
+    parser = argparse.ArgumentParser(prog="benchmarks/gpu/run.sh prepare", description=__doc__.partition("\n")[0])
+    parser.add_argument("--flashinfer", action="store_true", help="FlashInfer too, compiled here in minutes")
+    options = parser.parse_args(arguments)
     try:
-        print(prepare())
+        print(prepare(options.flashinfer))
     except PrepareError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -104,4 +95,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with a GPU and no network: what runs, and how fast. docs/gpu.md says how to call it.
 #
-#   run.sh prepare   download the wheels that such a machine lacks (where there is a package index)
+#   run.sh prepare   download the wheels that such a machine lacks (where there is a package index); --flashinfer: it too
 #   run.sh tests     the kernels' tests on the real kernels, and greedy tokens beside transformers'
 #   run.sh kernels   kernels and whole steps beside the hardware's limits
 #   run.sh serve     both services under 1,000 requests, beside transformers' continuous batching
@@ -29,6 +29,8 @@ if [ "$part" = prepare ]; then
   PYTHONPATH=$ROOT exec "$PYTHON" -m benchmarks.gpu.prepare "$@"
 fi
 
+make_site() { [ -n "$SITE" ] || SITE=$(mktemp -d "${TMPDIR:-/tmp}/cadenza-site-XXXXXX"); }
+
 # Carried wheels go before what the machine has. A name and version for the package, which is not installed there.
 install() {
   "$PYTHON" -c 'import grpc_health, grpc_reflection, grpc_status, pydantic_settings, pytest_asyncio' 2>/dev/null && return
@@ -36,14 +38,14 @@ install() {
     echo "error: no wheels in ${WHEELS#"$ROOT"/}: call run.sh prepare where there is a package index, and carry them" >&2
     exit 1
   fi
-  SITE=$(mktemp -d "${TMPDIR:-/tmp}/cadenza-site-XXXXXX")
+  make_site
   "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --disable-pip-version-check \
     --root-user-action ignore --target "$SITE" "$WHEELS"/*.whl
 }
 
 name_package() {
   "$PYTHON" -c 'import importlib.metadata as m; m.version("cadenza")' 2>/dev/null && return
-  [ -n "$SITE" ] || SITE=$(mktemp -d "${TMPDIR:-/tmp}/cadenza-site-XXXXXX")
+  make_site
   local version
   version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml | head -n 1)
   mkdir -p "$SITE/cadenza-$version.dist-info"
@@ -53,13 +55,23 @@ name_package() {
 # Packages are known to leave a `tests` of their own behind, which would go before the project's.
 keep_tests() {
   PYTHONPATH=$ROOT "$PYTHON" -c 'import sys, tests; sys.exit(sys.argv[1] not in tests.__path__)' "$ROOT/tests" && return
-  [ -n "$SITE" ] || SITE=$(mktemp -d "${TMPDIR:-/tmp}/cadenza-site-XXXXXX")
+  make_site
   mkdir -p "$SITE/tests"
   printf '__path__ = [%s]\n' "'$ROOT/tests'" >"$SITE/tests/__init__.py"
 }
 
+# Its modules are compiled before it is carried: on the machine that would take its time from all else.
+unpack_flashinfer() {
+  export FLASHINFER_DISABLE_JIT=1
+  if [ "$part" != kernels ] || [ ! -f "$WHEELS/flashinfer.zip" ]; then return; fi
+  make_site
+  "$PYTHON" -m zipfile -e "$WHEELS/flashinfer.zip" "$SITE"
+  export FLASHINFER_WORKSPACE_BASE=$SITE
+}
+
 SITE=
 install
+unpack_flashinfer
 name_package
 keep_tests
 export PYTHONPATH=${SITE:+$SITE:}$ROOT:$ROOT/client

@@ -201,9 +201,10 @@ def test_a_test_that_failed_with_its_process_may_pass_alone() -> None:
 # ---------------------------------------------------------------- tiny runs
 
 
-def child(*arguments: str) -> list[dict[str, Any]]:
-    """What a group's process says, under Triton's interpreter."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
+def child(*arguments: str, packages: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """What a group's process says, under Triton's interpreter, with these folders of packages before all others."""
+    path = os.pathsep.join(map(str, (*packages, ROOT, ROOT / "client")))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     asked = json.dumps({"ceilings": {"copy": 1e9, "read": 1e9, "matmul": 1e9}, "end_at": FAR})
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.child", *arguments, "--tiny"],
@@ -232,6 +233,28 @@ def test_whole_steps_run_in_a_process_of_their_own() -> None:
     assert [line for line in lines if "done" not in line] == [{"loaded": True}, {"begun": 0}, {"begun": 4}]
     found = [line for line in lines if "done" in line]
     assert all(line["metrics"]["percent_of_limit"] > 0 and "error" not in line for line in found)
+
+
+@pytest.mark.slow
+def test_decode_is_timed_beside_flashinfer(tmp_path: Path) -> None:
+    wrapper = "from tests.helpers.stand_in_flashinfer import BatchDecodeWithPagedKVCacheWrapper\n"
+    (tmp_path / "flashinfer.py").write_text(wrapper, encoding="utf-8")
+    lines = child("flashinfer", packages=(tmp_path,))
+    found = [line["metrics"] for line in lines if "done" in line]
+    assert len(found) == 2
+    for each in found:
+        best = min(each["cuda_cores_us"], each["tensor_cores_us"])
+        assert each["ratio"] == pytest.approx(each["us"] / best)
+        assert each["flashinfer_percent_of_copy"] == pytest.approx(each["percent_of_copy"] * each["ratio"])
+
+
+@pytest.mark.slow
+def test_without_flashinfer_its_group_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "flashinfer.py").write_text("raise ModuleNotFoundError('not here')\n", encoding="utf-8")
+    said = child("flashinfer", packages=(tmp_path,))[2:]
+    assert said == [
+        {"done": 0, "metrics": {}, "skipped": "no FlashInfer: ModuleNotFoundError: not here", "ends_group": True}
+    ]
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from benchmarks.common.rows import ROOT, BenchmarkError
-from benchmarks.gpu import attention_cases, group_process, kernels, prepare, results
+from benchmarks.gpu import attention_cases, downloading, group_process, kernels, prepare, results
 from benchmarks.gpu.attention_runs import Sizes
-from benchmarks.gpu.cases import Bench, Case, Ceilings, Goal, Group, Outcome, run_cases
+from benchmarks.gpu.cases import Bench, Case, Ceilings, Goal, Group, NotHere, Outcome, run_cases
 from benchmarks.gpu.ceilings import ceilings_of
 from benchmarks.gpu.groups import GROUPS, ORDER
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B, SHAPES, write_config
@@ -44,7 +44,7 @@ def test_wheels_have_the_versions_of_the_constraints() -> None:
 
 
 def test_wheels_are_for_the_lent_machine() -> None:
-    asked = prepare.command(["a==1"], Path("folder"))
+    asked = downloading.command(["a==1"], Path("folder"))
     assert {"--no-deps", "--only-binary=:all:", "3.12", "manylinux2014_x86_64", "a==1"} <= set(asked)
     assert ".wheels/" in (prepare.HERE / ".gitignore").read_text(encoding="utf-8").splitlines()
 
@@ -189,6 +189,16 @@ def test_cases_without_time_are_skipped_and_may_be_shared() -> None:
     assert "it takes 1" in found[0].skipped
     every_second = [outcome.case for _, outcome in run_cases(group_of(*[fine] * 5), bench(), 1, FAR, 2) if outcome]
     assert every_second == ["case 1", "case 3"]
+
+
+def test_what_all_cases_lack_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = failing(NotHere("no module"))
+    found = [outcome for _, outcome in run_cases(group_of(lacking, lacking), bench(), 0, FAR) if outcome]
+    assert [(outcome.skipped, outcome.ends_group) for outcome in found] == [("no module", True)]
+    said = {"begun": 0}, {"done": 0, "metrics": {}, "skipped": "no module", "ends_group": True}
+    assert told(monkeypatch, 2, Process(LOADED, *said, None)) == [
+        Outcome("group", "case 0", {"index": 0}, skipped="no module", ends_group=True)
+    ]
 
 
 def test_what_could_not_be_made_is_not_tried_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,10 @@ class Peer:
 
 def peers(device: torch.device) -> dict[str, Peer]:
     """FlashInfer's kernels that run here, by name; one that does not is said. Raises NotHere if there is none."""
+    try:
+        importlib.import_module("flashinfer")
+    except Exception as error:
+        raise NotHere(f"no FlashInfer: {one_line(error)}") from error
     found, why = dict[str, Peer](), ""
     for name, tensor_cores in _KINDS.items():
         try:
@@ -60,10 +65,10 @@ def peers(device: torch.device) -> dict[str, Peer]:
             _try_out(peer, device)
             found[name] = peer
         except Exception as error:
-            why = f"no FlashInfer: {one_line(error)}"
-            progress(f"  {name}: {why}")
+            why = one_line(error)
+            progress(f"  FlashInfer, {name}: {why}")
     if not found:
-        raise NotHere(why)
+        raise NotHere(f"FlashInfer does not run here: {why}")
     return found
 
 

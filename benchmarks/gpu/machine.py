@@ -13,7 +13,9 @@ from typing import Any
 from benchmarks.common.rows import Row, machine, versions
 
 _QUERY = "name,memory.total,driver_version,power.limit,clocks.max.sm,clocks.max.mem,clocks.sm,temperature.gpu"
-_PACKAGES = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "pydantic", "pytest")
+_PACKAGES = (
+    "torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "pydantic", "pytest", "flashinfer-python",
+)  # fmt: skip
 
 
 def out_folder(part: str) -> Path:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with a GPU and no network: what runs, and how fast. docs/gpu.md says how to call it.
 #
-#   run.sh prepare   download the wheels that such a machine lacks (where there is a package index); --flashinfer: it too
+#   run.sh prepare   download the wheels that such a machine lacks (where there is a package index); --flashinfer makes it too
 #   run.sh tests     the kernels' tests on the real kernels, and greedy tokens beside transformers'
 #   run.sh kernels   kernels and whole steps beside the hardware's limits
 #   run.sh serve     both services under 1,000 requests, beside transformers' continuous batching
@@ -65,7 +65,7 @@ unpack_flashinfer() {
   export FLASHINFER_DISABLE_JIT=1
   if [ "$part" != kernels ] || [ ! -f "$WHEELS/flashinfer.zip" ]; then return; fi
   make_site
-  "$PYTHON" -m zipfile -e "$WHEELS/flashinfer.zip" "$SITE"
+  "$PYTHON" -m zipfile -e "$WHEELS/flashinfer.zip" "$SITE" || echo "FlashInfer can not be unpacked" >&2
   export FLASHINFER_WORKSPACE_BASE=$SITE
 }
 

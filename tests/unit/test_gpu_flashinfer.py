@@ -56,10 +56,13 @@ def test_it_is_the_last_group_with_the_batches_of_decode() -> None:
     assert len(found) == 40
 
 
-def test_without_flashinfer_there_is_one_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flashinfer_there_is_one_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     install(monkeypatch, None)
     with pytest.raises(NotHere, match="no FlashInfer: ModuleNotFoundError: "):
         flashinfer_peer.peers(CPU)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,7 @@ def test_what_runs_is_taken(monkeypatch: pytest.MonkeyPatch, wrapper: type[Any],
 
 def test_what_gives_wrong_results_is_not(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     install(monkeypatch, Idle)
-    with pytest.raises(NotHere, match="attention to ones alone is not one"):
+    with pytest.raises(NotHere, match="FlashInfer does not run here: RuntimeError: attention to ones alone is not one"):
         flashinfer_peer.peers(CPU)
     assert capsys.readouterr().err.count("attention to ones") == 2
 

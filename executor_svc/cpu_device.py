@@ -115,7 +115,7 @@ class CpuDevice:
         limited = _cgroup_free_bytes()
         return available if limited is None else min(available, limited)
 
-    def new_kv_cache(self, geometry: ModelGeometry, config: ExecutorConfig) -> KVCache:
+    def new_kv_cache(self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0) -> KVCache:
         """Size the pools: `num_gpu_blocks`, or what fits into the share of free memory that the options give.
 
         Never more than max_num_seqs sequences of max_model_len could use.
@@ -126,7 +126,7 @@ class CpuDevice:
         host_bytes = config.num_cpu_blocks * size
         free = self.free_memory_bytes()
         if device_blocks is None:
-            budget = self._budget(geometry, config, size, free - host_bytes)
+            budget = self._budget(geometry, config, size, free - host_bytes - step_bytes)
             if budget.fitting < 1:
                 raise DeviceError(
                     f"not one KV block of {size} bytes fits: {free} bytes of memory are free, and "
@@ -134,7 +134,7 @@ class CpuDevice:
                     f"{config.num_cpu_blocks} leave {budget.fitting * size}"
                 )
             device_blocks = min(budget.fitting, budget.useful)
-        elif device_blocks * size + host_bytes > free:
+        elif device_blocks * size + host_bytes + step_bytes > free:
             raise DeviceError(
                 f"--num-gpu-blocks {device_blocks} and --num-cpu-blocks {config.num_cpu_blocks} need "
                 f"{device_blocks * size + host_bytes} bytes, {free} are free"

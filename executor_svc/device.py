@@ -57,8 +57,11 @@ class Device(Protocol):
         """Make weight [out_features, in_features] and bias ready for use; the weight may be freed afterwards."""
         ...
 
-    def new_kv_cache(self, geometry: ModelGeometry, config: ExecutorConfig) -> KVCache:
-        """Reserve the KV pools, sized by the options or by free memory; raises DeviceError if not one block fits."""
+    def new_kv_cache(self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0) -> KVCache:
+        """Reserve the KV pools, sized by the options or by free memory; raises DeviceError if not one block fits.
+
+        step_bytes: what steps will take beside what is in memory now, to be left free.
+        """
         ...
 
     def free_memory_bytes(self) -> int:

@@ -25,9 +25,9 @@ class EagerRunner:
         self._most_logits = limits.max_num_seqs
         self._positions = torch.zeros(most, dtype=torch.int64, device=device.torch_device)
         self._ropes = model.new_ropes(self._positions)
-        max_model_len = loaded.geometry.max_model_len
+        max_model_len, most_seqs = loaded.geometry.max_model_len, limits.max_num_seqs
         self._plans = [
-            device.kernels.new_attention_plan(shape, max_model_len, most) for shape in model.attention_shapes
+            device.kernels.new_attention_plan(shape, max_model_len, most, most_seqs) for shape in model.attention_shapes
         ]
 
     @torch.inference_mode()

@@ -9,7 +9,7 @@ from torch import Tensor
 from executor_svc.config import ExecutorConfig
 from executor_svc.description import ModelGeometry
 from executor_svc.device import DeviceError, Numerics, NumericsError, cores, is_interpreted
-from executor_svc.gpu_kv_cache import GpuKVCache
+from executor_svc.gpu_kv_cache import GpuKVCache, staging_blocks
 from executor_svc.gpu_linear import GpuLinear, Workspace, make_linear
 from executor_svc.kernels.gpu.kernels import GpuKernels
 from executor_svc.kernels.interface import Linear
@@ -18,7 +18,7 @@ from executor_svc.kv_cache import KVCache, block_bytes
 _SHARE = 0.9
 """Of the device's memory, unless --gpu-memory-utilization says otherwise."""
 _BYTES_FOR_GRAPHS = 512 << 20
-"""Left for what libraries and CUDA graphs take, and for swaps."""
+"""Left for what libraries and CUDA graphs take."""
 _LEAST_ARCH = 80
 _HOPPER = 90, 132
 """Compute capability and multiprocessors of what Triton's interpreter stands for."""
@@ -94,30 +94,30 @@ class GpuDevice:
         kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + kept
 
-    def new_kv_cache(self, geometry: ModelGeometry, config: ExecutorConfig) -> KVCache:
+    def new_kv_cache(self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0) -> KVCache:
         """Size the pools: `num_gpu_blocks`, or what --gpu-memory-utilization leaves of the device's memory.
 
-        Weights and what a step needs must be in memory already. Never more than max_num_seqs sequences of max_model_len
-        could use.
+        Weights must be in memory already. Never more than max_num_seqs sequences of max_model_len could use.
         """
         head_size = self._kernels.padded_head_size(geometry.head_size)
         dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
         if dtype.itemsize == 1 and self.dtype == torch.float32:
             raise DeviceError("--kv-cache-dtype fp8: needs --dtype bfloat16 or float16")
         size = block_bytes(geometry.num_layers, geometry.num_kv_heads, config.block_size, head_size, dtype)
-        fitting = max(0, self._bytes_for_kv(config) - _bytes_for_slots(geometry, config)) // size
+        beside = step_bytes + staging_blocks(config.num_cpu_blocks, size) * size
         blocks = config.num_gpu_blocks
         if blocks is None:
             useful = config.max_num_seqs * -(-geometry.max_model_len // config.block_size)
-            blocks = min(fitting, useful)
+            blocks = min(max(0, self._bytes_for_kv(config, beside)) // size, useful)
             if blocks < 1:
                 raise DeviceError(
                     f"not one KV block of {size} bytes fits into what --gpu-memory-utilization "
                     f"{config.gpu_memory_utilization or _SHARE} leaves of the GPU's memory beside weights and steps"
                 )
-        elif blocks * size > self.free_memory_bytes():
+        elif blocks * size + beside > self.free_memory_bytes():
             raise DeviceError(
-                f"--num-gpu-blocks {blocks} needs {blocks * size} bytes, {self.free_memory_bytes()} are free on the GPU"
+                f"--num-gpu-blocks {blocks} needs {blocks * size} bytes, steps and swaps {beside}; "
+                f"{self.free_memory_bytes()} are free on the GPU"
             )
         return GpuKVCache(
             geometry.num_layers,
@@ -130,24 +130,15 @@ class GpuDevice:
             self.torch_device,
         )
 
-    def _bytes_for_kv(self, config: ExecutorConfig) -> int:
+    def _bytes_for_kv(self, config: ExecutorConfig, beside: int) -> int:
+        """Return what is left for the pool beside so many bytes and what is in memory."""
         free = self.free_memory_bytes()
         total = free if self._interpreted else torch.cuda.mem_get_info(self.torch_device)[1]
         left = 0 if self._interpreted else _BYTES_FOR_GRAPHS
-        return int((config.gpu_memory_utilization or _SHARE) * total) - (total - free) - left
+        return int((config.gpu_memory_utilization or _SHARE) * total) - (total - free) - left - beside
 
     def probe_numerics(self, max_rows: int) -> None:
         """Nothing is promised in fast mode."""
-
-
-def _bytes_for_slots(geometry: ModelGeometry, config: ExecutorConfig) -> int:
-    """Return what the state of twice max_num_seqs slots takes, and edited logits of max_num_seqs rows.
-
-    Of a slot: token ids, a block table, token counts, and a bit for each token that stops it or is allowed.
-    """
-    vocab, length = geometry.vocab_size, geometry.max_model_len
-    by_slot = length + length // config.block_size + vocab + vocab // 16
-    return config.max_num_seqs * (2 * by_slot + vocab) * 4
 
 
 def _properties(device: torch.device) -> tuple[int, int]:

@@ -27,6 +27,14 @@ _NUM_PARTS = 4
 """Parts of the staging buffer: while one is filled or emptied, the others are copied."""
 
 
+def staging_blocks(num_host_blocks: int, block_bytes: int, most_bytes: int = STAGING_BYTES) -> int:
+    """Return the blocks of the staging buffer of so many host blocks: of at most so many bytes, but a block a part."""
+    if not num_host_blocks:
+        return 0
+    enough = -(-num_host_blocks // _NUM_PARTS)
+    return _NUM_PARTS * max(1, min(enough, most_bytes // (_NUM_PARTS * block_bytes)))
+
+
 class Streams(Protocol):
     """Two queues of device work, compute and side, and events between them."""
 
@@ -159,11 +167,10 @@ class GpuKVCache(KVCache):
         self._next_part = 0
 
     def _staging(self, staging_bytes: int) -> list[_Part]:
-        if not self.num_host_blocks:
+        blocks = staging_blocks(self.num_host_blocks, self.bytes_per_block, staging_bytes)
+        if not blocks:
             return []
-        most = -(-self.num_host_blocks // _NUM_PARTS)
-        blocks = max(1, min(most, staging_bytes // (_NUM_PARTS * self.bytes_per_block)))
-        shape = (_NUM_PARTS, blocks, *self._host.shape[1:])
+        shape = (_NUM_PARTS, blocks // _NUM_PARTS, *self._host.shape[1:])
         staging = torch.empty(shape, dtype=self.dtype, device=self._device.device)
         new_event = self.streams.new_event
         return [_Part(part, part.transpose(0, 1), new_event(), new_event()) for part in staging.unbind(0)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 
 import torch
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.description import Description, describe, limits_of
-from executor_svc.device import Device, make_device
+from executor_svc.device import Device, DeviceError, make_device
 from executor_svc.eager_runner import EagerRunner
 from executor_svc.kv_cache import KVCache
 from executor_svc.loader import LoadedModel, load_model
@@ -17,6 +18,7 @@ from executor_svc.model_runner import ModelRunner
 from executor_svc.numerics import fingerprint
 from executor_svc.plan import Limits
 from executor_svc.step import StepExecutor
+from executor_svc.step_work import is_out_of_memory
 from executor_svc.worker import Executor
 
 _log = logging.getLogger(__name__)
@@ -32,6 +34,27 @@ def make_executor(
         return GpuStepExecutor(loaded, device, pools, limits, enforce_eager=enforce_eager)
     kind = ModelRunner if loaded.recordable else EagerRunner
     return StepExecutor(kind(loaded, device, pools, limits), pools, limits, device.torch_device.type == "cuda")
+
+
+def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig) -> None:
+    """Run the largest steps on a GPU, by an executor like the one to be made but over a cache of one block.
+
+    Raises DeviceError, naming the options, if they do not fit into its memory.
+    """
+    from executor_svc.gpu_warm_up import run_largest_steps
+
+    config = config.model_copy(update={"num_gpu_blocks": 1, "num_cpu_blocks": 0})
+    try:
+        pools = device.new_kv_cache(loaded.geometry, config)
+        limits = limits_of(config, loaded.geometry, pools)
+        run_largest_steps(make_executor(loaded, device, pools, limits, enforce_eager=True))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceError(
+            f"steps of --max-num-batched-tokens {config.max_num_batched_tokens} and --max-num-seqs "
+            f"{config.max_num_seqs} do not fit into the GPU's memory beside the weights: {error}"
+        ) from error
 
 
 def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
@@ -50,12 +73,13 @@ def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
         geometry.name, geometry.architecture, geometry.num_parameters, geometry.dtype, geometry.weight_bytes,
         geometry.vocab_size, geometry.max_model_len,
     )  # fmt: skip
-    warms_up = device.torch_device.type == "cuda" and loaded.recordable
-    if warms_up:
-        from executor_svc.gpu_warm_up import run_largest_step, run_steps
+    on_gpu, step_bytes = device.torch_device.type == "cuda", 0
+    if on_gpu:
+        from executor_svc.gpu_memory import taken_by
 
-        run_largest_step(loaded, device, config)
-    pools = device.new_kv_cache(geometry, config)
+        step_bytes = taken_by(partial(run_trial, loaded, device, config), device.torch_device)
+        _log.info("steps take %d bytes on the device beside weights and KV blocks", step_bytes)
+    pools = device.new_kv_cache(geometry, config, step_bytes)
     prints = fingerprint(loaded, device, pools)
     limits = limits_of(config, geometry, pools)
     _log.info(
@@ -65,7 +89,9 @@ def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
     )  # fmt: skip
     _log.info("loaded in %.1f s; fingerprint %s", time.monotonic() - began, prints.digest.hex()[:16])
     executor = make_executor(loaded, device, pools, limits, enforce_eager=config.enforce_eager)
-    if warms_up:
+    if on_gpu:
+        from executor_svc.gpu_warm_up import run_steps
+
         run_steps(executor)
     description = describe(loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes)
     return executor, description

@@ -1,4 +1,4 @@
-"""A start as on a GPU: the largest step, graphs that are captured at once, a step of each kind; then nothing is new."""
+"""A start as on a GPU: the largest steps, graphs captured at once, a step of each kind; then nothing is new."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.cuda_graphs import DirectReplayer
 from executor_svc.description import limits_of
 from executor_svc.gpu_step import GpuStepExecutor
-from executor_svc.gpu_warm_up import run_largest_step, run_steps
+from executor_svc.gpu_warm_up import run_steps
 from executor_svc.kernels.gpu.slots import StepSizes
+from executor_svc.model_build import run_trial
 from executor_svc.plan import SequenceSampling, StepResult, StepStatus
 from tests.checkpoints import make_checkpoint
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence
@@ -75,11 +76,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
 
 def started(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> GpuStepExecutor:
     """What `model_build` makes on a GPU."""
-    monkeypatch.setattr(gpu_runner, "DirectReplayer", CapturedReplayer)
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 64, "num_gpu_blocks": 16}
     model = Model(folder, device="cuda", block_size=BLOCK_SIZE, **sizes, **options)
     config = ExecutorConfig(**model.options)
-    run_largest_step(model.loaded, model.device, config)
+    run_trial(model.loaded, model.device, config)
+    monkeypatch.setattr(gpu_runner, "DirectReplayer", CapturedReplayer)
     pools = model.device.new_kv_cache(model.loaded.geometry, config)
     limits = limits_of(config, model.loaded.geometry, pools)
     executor = GpuStepExecutor(model.loaded, model.device, pools, limits, enforce_eager=config.enforce_eager)

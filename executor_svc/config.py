@@ -107,10 +107,11 @@ class ExecutorConfig(ServiceSettings):
     num_cpu_blocks: int = Field(
         0, ge=0, description="KV blocks in host memory, to swap to.", json_schema_extra=about("Memory", "blocks")
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+    kv_cache_dtype: Literal["auto", "model", "fp8"] = Field(
         "auto",
-        description="Data type of KV blocks; auto: the model's; fp8: e4m3, on a GPU, with the checkpoint's scales if "
-        "it has any.",
+        description="Data type of KV blocks; model: the model's; fp8: e4m3, on a GPU of compute capability 9.0 or "
+        "later, with the checkpoint's scales if it has any; auto: fp8 there if the checkpoint says so, else the "
+        "model's.",
         json_schema_extra=about("Memory"),
     )
     gpu_memory_utilization: float | None = Field(

@@ -77,12 +77,12 @@ class CpuDevice:
     def __init__(self, config: ExecutorConfig) -> None:
         self.torch_device = torch.device("cpu")
         self._dtype_option = config.dtype
-        self.dtype = _resolve_dtype(config.dtype, "float32")
+        self.dtype = self.kv_dtype = _resolve_dtype(config.dtype, "float32")
         for option, value, plain in (
-            ("--quantization", config.quantization, "none"),
-            ("--kv-cache-dtype", config.kv_cache_dtype, "auto"),
+            ("--quantization", config.quantization, ("none",)),
+            ("--kv-cache-dtype", config.kv_cache_dtype, ("auto", "model")),
         ):
-            if value != plain:
+            if value not in plain:
                 raise DeviceError(f"{option} {value} is not possible on the CPU: it needs --device cuda")
         self.numerics: Numerics = "fast" if config.numerics == "fast" else "exact"
         self.num_threads = config.num_threads or cores()
@@ -102,8 +102,8 @@ class CpuDevice:
     def versions(self) -> tuple[str, ...]:
         return (f"torch {torch.__version__}", f"numpy {np.__version__}", f"llvmlite {llvmlite.__version__}")
 
-    def adopt_dtype(self, checkpoint_dtype: str) -> None:
-        self.dtype = _resolve_dtype(self._dtype_option, checkpoint_dtype)
+    def adopt_dtype(self, checkpoint_dtype: str, fp8_cache: bool = False) -> None:
+        self.dtype = self.kv_dtype = _resolve_dtype(self._dtype_option, checkpoint_dtype)
 
     def prepare_linear(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
         linear = CpuLinear(weight, bias, self._kernels)

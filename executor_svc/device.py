@@ -31,6 +31,7 @@ class Device(Protocol):
     name: str
     torch_device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     numerics: Numerics
 
     @property
@@ -49,8 +50,11 @@ class Device(Protocol):
         """Libraries whose version may change the bits of a result, as `name version`."""
         ...
 
-    def adopt_dtype(self, checkpoint_dtype: str) -> None:
-        """Settle `dtype` from the option and, where that is auto, from the dtype that the checkpoint names."""
+    def adopt_dtype(self, checkpoint_dtype: str, fp8_cache: bool = False) -> None:
+        """Settle `dtype` and `kv_dtype` from the options and, where these are auto, from what the checkpoint names.
+
+        fp8_cache: it says that its keys and values are for fp8. Raises DeviceError for an option that can not be.
+        """
         ...
 
     def prepare_linear(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:

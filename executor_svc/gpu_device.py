@@ -20,6 +20,7 @@ _SHARE = 0.9
 _BYTES_FOR_GRAPHS = 512 << 20
 """Left for what libraries and CUDA graphs take."""
 _LEAST_ARCH = 80
+_LEAST_ARCH_OF_FP8_CACHE = 90
 _HOPPER = 90, 132
 """Compute capability and multiprocessors of what Triton's interpreter stands for."""
 
@@ -56,8 +57,8 @@ class GpuDevice:
             raise DeviceError(
                 f"--device cuda: this GPU has compute capability {arch // 10}.{arch % 10}, 8.0 is the least"
             )
-        self._dtype_option = config.dtype
-        self.dtype = torch.bfloat16
+        self._dtype_option, self._kv_option = config.dtype, config.kv_cache_dtype
+        self.dtype = self.kv_dtype = torch.bfloat16
         self.num_threads = config.num_threads or cores()
         self._arch = arch
         self._quantization = config.quantization
@@ -77,10 +78,22 @@ class GpuDevice:
     def versions(self) -> tuple[str, ...]:
         return (f"torch {torch.__version__}", f"triton {triton.__version__}", f"cuda {torch.version.cuda}")
 
-    def adopt_dtype(self, checkpoint_dtype: str) -> None:
+    def adopt_dtype(self, checkpoint_dtype: str, fp8_cache: bool = False) -> None:
         chosen = checkpoint_dtype if self._dtype_option == "auto" else self._dtype_option
         known = {"float16": torch.float16, "bfloat16": torch.bfloat16}
         self.dtype = known.get(chosen, torch.float32)
+        reason = self._no_fp8_cache()
+        if self._kv_option == "fp8" and reason is not None:
+            raise DeviceError(f"--kv-cache-dtype fp8: needs {reason}")
+        fp8 = self._kv_option == "fp8" or (self._kv_option == "auto" and fp8_cache and reason is None)
+        self.kv_dtype = torch.float8_e4m3fn if fp8 else self.dtype
+
+    def _no_fp8_cache(self) -> str | None:
+        """Return what is missing for a cache in fp8, if anything is."""
+        if self._arch < _LEAST_ARCH_OF_FP8_CACHE:
+            has, least = (f"{arch // 10}.{arch % 10}" for arch in (self._arch, _LEAST_ARCH_OF_FP8_CACHE))
+            return f"a GPU of compute capability {least} or later, this has {has}"
+        return "--dtype bfloat16 or float16" if self.dtype == torch.float32 else None
 
     def prepare_linear(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Raise DeviceError, naming the option, if the layer can not be quantized as it asks."""
@@ -100,10 +113,7 @@ class GpuDevice:
         Weights must be in memory already. Never more than max_num_seqs sequences of max_model_len could use.
         """
         head_size = self._kernels.padded_head_size(geometry.head_size)
-        dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
-        if dtype.itemsize == 1 and self.dtype == torch.float32:
-            raise DeviceError("--kv-cache-dtype fp8: needs --dtype bfloat16 or float16")
-        size = block_bytes(geometry.num_layers, geometry.num_kv_heads, config.block_size, head_size, dtype)
+        size = block_bytes(geometry.num_layers, geometry.num_kv_heads, config.block_size, head_size, self.kv_dtype)
         beside = step_bytes + staging_blocks(config.num_cpu_blocks, size) * size
         blocks = config.num_gpu_blocks
         if blocks is None:
@@ -126,7 +136,7 @@ class GpuDevice:
             config.block_size,
             blocks,
             config.num_cpu_blocks,
-            dtype,
+            self.kv_dtype,
             self.torch_device,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from executor_svc.model_folder import LoaderError, read_json, resolve_folder, to
 from executor_svc.models.base import CausalLM, ModelConfigError
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
 from executor_svc.models.decoder import Decoder, ignored_tensors
-from executor_svc.models.kv_scales import read_kv_scales
+from executor_svc.models.kv_scales import asks_for_fp8, read_kv_scales
 from executor_svc.models.registry import ARCHITECTURES, own_architecture, unknown_architecture
 from executor_svc.numerics import probe
 
@@ -71,17 +72,12 @@ def _load_own(
         raise LoaderError(f"model folder {folder}: {error}") from error
     eos, bos = _ends(folder, content)
     max_model_len = _max_model_len(config, spec.context_limit)
-    device.adopt_dtype(_checkpoint_dtype(content))
+    _adopt_dtypes(device, folder, content)
     _check_memory(folder, spec.least_numbers(max_model_len), "weights and rotary tables", max_model_len, device)
-    weights: DummyWeights | SafetensorsWeights
-    if config.load_format == "dummy":
-        weights = DummyWeights(config.seed, device.dtype, device.torch_device)
-    else:
-        weights = SafetensorsWeights(folder, device.dtype, device.torch_device)
-    scales = None
-    if config.kv_cache_dtype == "fp8":
-        scales = read_kv_scales(weights, folder, spec.num_layers, spec.num_kv_heads, device.torch_device)
-        _tell_of_scales(scales)
+    weights, scales = _weights(config, device, folder), None
+    if device.kv_dtype != device.dtype:
+        names = [f"model.layers.{layer}.self_attn" for layer in range(spec.num_layers)]
+        scales = _read_scales(weights, folder, names, spec.num_kv_heads, device)
     model = Decoder(spec, max_model_len, weights, device, scales)
     if isinstance(weights, SafetensorsWeights):
         ignored = ignored_tensors(spec)
@@ -119,18 +115,21 @@ def load_through_transformers(
             f"model folder {folder}: {architecture} runs through transformers' own code, where --numerics exact can "
             "not be promised; use --numerics fast, or auto"
         )
-    if config.kv_cache_dtype == "fp8":
-        _tell_of_scales(())
     device.numerics = "fast"
     chosen = choice.choose(folder, architecture)
     eos, bos = _ends(folder, content)
     max_model_len = _max_model_len(config, chosen.context_limit)
     choice.check_length(chosen, max_model_len)
-    device.adopt_dtype(_checkpoint_dtype(content))
+    _adopt_dtypes(device, folder, content)
     _check_memory(folder, build.count_numbers(chosen, folder), "weights", max_model_len, device)
     dummy_seed = config.seed if config.load_format == "dummy" else None
     built = build.build(chosen, folder, max_model_len, config.block_size, device, dummy_seed)
-    model = built.model
+    model, digest = built.model, built.weights_digest
+    if device.kv_dtype != device.dtype:
+        source = _weights(config, device, folder)
+        num_kv_heads = model.attention_shapes[0].num_kv_heads
+        model.kv_scales = _read_scales(source, folder, built.attention_names, num_kv_heads, device)
+        digest = hashlib.sha256(digest + source.digest()).digest()
     geometry = _geometry(config, architecture, model, built.hidden_size, max_model_len, device, built.num_parameters)
     return LoadedModel(
         model=model,
@@ -138,24 +137,35 @@ def load_through_transformers(
         eos_token_ids=tuple(token for token in eos if token < geometry.vocab_size),
         bos_token_id=bos,
         tokenizer=tokenizer_of(config.model, folder),
-        weights_digest=built.weights_digest,
+        weights_digest=digest,
         spec_digest=built.spec_digest,
         shares_prefixes=True,
         recordable=False,
     )
 
 
-def _tell_of_scales(scales: Sequence[KVScales | None]) -> None:
-    """Log, for a cache in fp8, what it has for scales of each layer's keys and values."""
+def _weights(config: ExecutorConfig, device: Device, folder: Path) -> DummyWeights | SafetensorsWeights:
+    if config.load_format == "dummy":
+        return DummyWeights(config.seed, device.dtype, device.torch_device)
+    return SafetensorsWeights(folder, device.dtype, device.torch_device)
+
+
+def _read_scales(
+    source: DummyWeights | SafetensorsWeights, folder: Path, names: Sequence[str], num_kv_heads: int, device: Device
+) -> Sequence[KVScales | None]:
+    """Return the scales of each layer's keys and values, for a cache in fp8, and log what there is."""
+    scales = read_kv_scales(source, folder, names, num_kv_heads, device.torch_device)
     scaled = sum(each is not None for each in scales)
     if scaled and scaled == len(scales):
-        _log.info("keys and values have the scales of the checkpoint")
-        return
-    _log.warning(
-        "--kv-cache-dtype fp8: %s of the model have scales of keys and values (k_scale, v_scale) in the checkpoint; "
-        "others are stored as they are, up to 448, which may cost accuracy",
-        f"{scaled} of {len(scales)} layers" if scaled else "no layers",
-    )
+        _log.info("keys and values are in fp8, with the scales of the checkpoint")
+    else:
+        _log.warning(
+            "keys and values are in fp8: %s of the model have scales of keys and values (k_scale, v_scale) in the "
+            "checkpoint; others are stored as they are, up to 448, which may cost accuracy (--kv-cache-dtype model "
+            "keeps them in the model's dtype)",
+            f"{scaled} of {len(scales)} layers" if scaled else "no layers",
+        )
+    return scales
 
 
 def _ends(folder: Path, content: dict[str, Any]) -> tuple[list[int], int | None]:
@@ -192,6 +202,18 @@ def _geometry(
         num_parameters=num_parameters,
         weight_bytes=num_parameters * device.dtype.itemsize,
     )
+
+
+def _adopt_dtypes(device: Device, folder: Path, content: dict[str, Any]) -> None:
+    """Settle the device's dtypes, and log where keys and values are not in fp8 though the checkpoint says so."""
+    try:
+        fp8_cache = asks_for_fp8(folder, content)
+    except ModelConfigError as error:
+        raise LoaderError(f"model folder {folder}: {error}") from error
+    device.adopt_dtype(_checkpoint_dtype(content), fp8_cache)
+    if fp8_cache and device.kv_dtype == device.dtype:
+        name = str(device.dtype).removeprefix("torch.")
+        _log.info("the checkpoint says that its keys and values are for fp8; they are kept in %s here", name)
 
 
 def _checkpoint_dtype(content: dict[str, Any]) -> str:

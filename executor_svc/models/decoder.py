@@ -11,7 +11,7 @@ from executor_svc.kernels.interface import AttentionPlan, AttentionShape, KVScal
 from executor_svc.layers.rope import make_rotary
 from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.decoder_weights import DecoderWeights
-from executor_svc.models.kv_scales import ENDINGS
+from executor_svc.models.kv_scales import SCALES
 from executor_svc.models.spec import DecoderSpec, LayerSpec
 
 
@@ -109,4 +109,4 @@ class Decoder:
 def ignored_tensors(spec: DecoderSpec) -> tuple[str, ...]:
     """Return endings of names of tensors that checkpoints may hold and the model does not need."""
     head = ("lm_head.weight",) if spec.tied else ()
-    return ("rotary_emb.inv_freq", *head, *ENDINGS)
+    return ("rotary_emb.inv_freq", *head, *(f".self_attn{ending}" for ending in SCALES))

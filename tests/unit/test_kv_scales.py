@@ -16,7 +16,7 @@ from tests.checkpoints import make_checkpoint
 from tests.kernels.driver import Model
 
 CPU = torch.device("cpu")
-LAYERS, HEADS = 2, 3
+PREFIXES, HEADS = [f"model.layers.{layer}.self_attn" for layer in range(2)], 3
 
 
 def weights_of(folder: Path, **tensors: Tensor) -> SafetensorsWeights:
@@ -28,7 +28,7 @@ def weights_of(folder: Path, **tensors: Tensor) -> SafetensorsWeights:
 
 def found(folder: Path, **tensors: Tensor) -> tuple[list[float], list[float]]:
     """What layer 1 has; layer 0 has nothing."""
-    first, second = read_kv_scales(weights_of(folder, **tensors), folder, LAYERS, HEADS, CPU)
+    first, second = read_kv_scales(weights_of(folder, **tensors), folder, PREFIXES, HEADS, CPU)
     assert first is None
     assert second is not None
     assert second.k.dtype == second.v.dtype == torch.float32
@@ -87,15 +87,15 @@ def test_half_of_a_pair_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_scales(tmp_path: Path) -> None:
-    assert read_kv_scales(weights_of(tmp_path), tmp_path, LAYERS, HEADS, CPU) == (None, None)
-    assert read_kv_scales(DummyWeights(0, torch.bfloat16, CPU), tmp_path, LAYERS, HEADS, CPU) == (None, None)
+    assert read_kv_scales(weights_of(tmp_path), tmp_path, PREFIXES, HEADS, CPU) == (None, None)
+    assert read_kv_scales(DummyWeights(0, torch.bfloat16, CPU), tmp_path, PREFIXES, HEADS, CPU) == (None, None)
 
 
 def test_digest_sees_scales_that_are_read(tmp_path: Path) -> None:
     digests = []
     for scale in (0.5, 0.5, 0.25):
         weights = weights_of(tmp_path, kv_scale=torch.tensor(scale))
-        read_kv_scales(weights, tmp_path, LAYERS, HEADS, CPU)
+        read_kv_scales(weights, tmp_path, PREFIXES, HEADS, CPU)
         digests.append(weights.digest())
     assert digests[0] == digests[1] != digests[2]
 

@@ -292,6 +292,8 @@ KV_ALONE = {
 
 def test_quantized_keys_and_values_alone_are_fine() -> None:
     assert read("llama", quantization_config=KV_ALONE) == read("llama")
+    by_modelopt = KV_ALONE | {"quant_method": "modelopt", "quant_algo": None}
+    assert read("llama", quantization_config=by_modelopt) == read("llama")
 
 
 @pytest.mark.parametrize(
@@ -300,6 +302,8 @@ def test_quantized_keys_and_values_alone_are_fine() -> None:
         {"quant_method": "fp8"},
         {"kv_cache_scheme": None},
         {"kv_cache_scheme": {"num_bits": 8, "type": "int"}},
+        {"kv_cache_scheme": {"num_bits": 8, "type": "float", "symmetric": False}},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
         {"config_groups": {"group_0": {"targets": []}, "group_1": {"targets": ["Linear"]}}},
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 from executor_svc.layers.mlp import Activation
 from executor_svc.layers.rope import RopeConfig
 from executor_svc.models.config_fields import Fields
+from executor_svc.models.kv_scales import quantizes_kv_alone
 from executor_svc.models.rope_fields import DEFAULT_THETA, context_limit, read_rope, rope_section
 from executor_svc.models.spec import DecoderSpec, LayerSpec
 
@@ -95,19 +96,11 @@ def _activation(fields: Fields, name: str, default: str, supported: dict[str, Ac
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    if not _quantizes_kv_alone(fields.section("quantization_config")):
+    if not quantizes_kv_alone(fields.section("quantization_config")):
         fields.refuse("quantization_config", "quantized checkpoints are not supported")
     for name in _EXPERTS:
         fields.refuse(name, "mixtures of experts are not supported")
     fields.refuse("use_bidirectional_attention", "attention must be causal")
-
-
-def _quantizes_kv_alone(fields: Fields) -> bool:
-    """Return whether all that compressed-tensors has made of a checkpoint are scales for keys and values in fp8."""
-    scheme, groups = fields.section("kv_cache_scheme"), fields.section("config_groups")
-    is_fp8 = (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
-    quantized = any(groups.section(name).get("targets") for name in groups.sections())
-    return fields.get("quant_method") == "compressed-tensors" and is_fp8 and not quantized
 
 
 def with_windows(spec: DecoderSpec, windows: Iterable[int | None]) -> DecoderSpec:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Kernels, Rope
+from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
 
 NAME = "cadenza_paged"
 """Of the attention as transformers knows it; no mask is made for it."""
@@ -70,10 +70,11 @@ class PagedAttention:
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
         rope: Rope,
+        scales: Sequence[KVScales | None],
     ) -> None:
         """Take the cache of each layer, the plan of each shape, and for each layer which of them it has.
 
-        The rope rotates nothing: the model has done so itself, if it does.
+        The rope rotates nothing: the model has done so itself, if it does. scales: of each layer, for a cache in fp8.
         """
         self._kernels = kernels
         self._shapes = shapes
@@ -81,6 +82,7 @@ class PagedAttention:
         self._kv_layers = kv_layers
         self._plans = plans
         self._rope = rope
+        self._scales = scales
         self._layer = 0
 
     def __call__(
@@ -94,14 +96,11 @@ class PagedAttention:
     ) -> tuple[Tensor, None]:
         """As in `Attend`. Scale, window and softcap are the layer's own, as `probe` has found them."""
         index, self._layer = self._layer, self._layer + 1
-        shape, plan, kv_layer = (
-            self._shapes[self._plan_of[index]],
-            self._plans[self._plan_of[index]],
-            self._kv_layers[index],
-        )
+        shape, plan = self._shapes[self._plan_of[index]], self._plans[self._plan_of[index]]
+        kv_layer, scales = self._kv_layers[index], self._scales[index]
         qkv = _joined(query, key, value, shape, self._rope.cos.dtype)
-        q = self._kernels.rope_write_kv(qkv, self._rope, kv_layer, shape, plan)
-        attended = self._kernels.attention(q, kv_layer, shape, plan)
+        q = self._kernels.rope_write_kv(qkv, self._rope, kv_layer, shape, plan, scales=scales)
+        attended = self._kernels.attention(q, kv_layer, shape, plan, scales)
         heads = attended.view(1, qkv.shape[0], shape.num_heads, shape.padded_head_size)
         return heads[..., : value.shape[-1]].to(value.dtype), None
 

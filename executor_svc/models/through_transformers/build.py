@@ -17,6 +17,7 @@ from torch import Tensor
 from executor_svc.model_folder import LoaderError
 from executor_svc.models.base import Builder, ModelConfigError
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
+from executor_svc.models.kv_scales import SCALES
 from executor_svc.models.through_transformers import attention, probe, self_check
 from executor_svc.models.through_transformers.choice import Choice
 from executor_svc.models.through_transformers.hosted import HostedModel
@@ -33,6 +34,8 @@ class Built:
     """A model ready to run, and what is known of it."""
 
     model: HostedModel
+    attention_names: tuple[str, ...]
+    """Of each layer's attention, as the checkpoint's tensors have it before theirs."""
     hidden_size: int
     num_parameters: int
     weights_digest: bytes
@@ -59,8 +62,8 @@ def build(
     with _refusing(choice, folder), _quiet():
         model = _load(choice, folder, implementation, builder, dummy_seed)
         num_parameters, digest = sum(parameter.numel() for parameter in model.parameters()), _digest(model)
-        hosted, hidden_size = _host(model, own_attention, max_model_len, block_size, builder)
-    return Built(hosted, hidden_size, num_parameters, digest, _spec_digest(choice))
+        hosted, found = _host(model, own_attention, max_model_len, block_size, builder)
+    return Built(hosted, found.names, found.hidden_size, num_parameters, digest, _spec_digest(choice))
 
 
 @contextmanager
@@ -80,7 +83,7 @@ def _refusing(choice: Choice, folder: Path) -> Iterator[None]:
 
 def _host(
     model: Any, own_attention: OwnAttention | None, max_model_len: int, block_size: int, builder: Builder
-) -> tuple[HostedModel, int]:
+) -> tuple[HostedModel, probe.Found]:
     model.eval().requires_grad_(requires_grad=False)
     vocab_size = model.get_input_embeddings().weight.shape[0]
     texts = self_check.sample_texts(vocab_size, max_model_len)
@@ -99,7 +102,7 @@ def _host(
     hosted = HostedModel(model, found, mask, builder.kernels)
     paged = self_check.paged_logits(hosted, texts, builder, max_model_len, block_size)
     self_check.check_logits(wanted, paged, builder.dtype)
-    return hosted, found.hidden_size
+    return hosted, found
 
 
 def _register() -> None:
@@ -147,7 +150,7 @@ def _check_report(folder: Path, report: dict[str, Any]) -> None:
     wrong = sorted(map(str, report.get("mismatched_keys", ())))
     if wrong:
         raise LoaderError(f"model folder {folder}: tensor {wrong[0]} has another shape than config.json says")
-    unused = sorted(map(str, report.get("unexpected_keys", ())))
+    unused = sorted(name for name in map(str, report.get("unexpected_keys", ())) if not name.endswith(SCALES))
     if unused:
         _log.warning("model folder %s: %d tensors that the model does not use: %s", folder, len(unused), unused[0])
 

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from executor_svc.model_folder import LoaderError
+from executor_svc.models.base import ModelConfigError
+from executor_svc.models.config_fields import Fields
+from executor_svc.models.kv_scales import quantizes_kv_alone
 
 _ALIBI = ("BloomForCausalLM", "MptForCausalLM")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -47,10 +50,21 @@ def choose(folder: Path, architecture: str) -> Choice:
     except (ValueError, TypeError, KeyError, AttributeError, OSError, ImportError, StrictDataclassError) as error:
         told = " ".join(str(error).split())
         raise LoaderError(f"model folder {folder}: transformers can not read config.json: {told}") from error
+    try:
+        _forget_kv_quantization(config)
+    except ModelConfigError as error:
+        raise LoaderError(f"model folder {folder}: {error}") from error
     reason = _config_reason(config) or _class_reason(model_class, config)
     if reason is not None:
         raise LoaderError(f"model folder {folder}: {architecture} can not run through transformers here: {reason}")
     return Choice(architecture, model_class, config)
+
+
+def _forget_kv_quantization(config: Any) -> None:
+    """Let transformers see a plain checkpoint where keys and values alone are quantized: the cache is none of its."""
+    section = getattr(config, "quantization_config", None)
+    if isinstance(section, dict) and quantizes_kv_alone(Fields(section, "quantization_config.")):
+        del config.quantization_config
 
 
 def _config_reason(config: Any) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Kernels, Rope
+from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
 from executor_svc.models.through_transformers.attention import PagedAttention, attending
 from executor_svc.models.through_transformers.probe import Found, LayerAttention
 
@@ -30,6 +30,8 @@ class HostedModel:
         shapes = [_shape_of(layer, kernels) for layer in found.layers]
         self.attention_shapes: tuple[AttentionShape, ...] = tuple(dict.fromkeys(shapes))
         self._plan_of = [self.attention_shapes.index(shape) for shape in shapes]
+        self.kv_scales: Sequence[KVScales | None] = [None] * self.num_layers
+        """Of each layer, for a cache in fp8; to be set before the model runs over one."""
         self._output: Any = None
         self._given: Tensor | None = None
         self._run_base = self._base.forward
@@ -51,7 +53,9 @@ class HostedModel:
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
         """Return hidden states [T, hidden], as the head takes them; arguments as in `models.base.CausalLM`."""
-        attend = PagedAttention(self._kernels, self.attention_shapes, self._plan_of, kv_layers, plans, ropes[0])
+        attend = PagedAttention(
+            self._kernels, self.attention_shapes, self._plan_of, kv_layers, plans, ropes[0], self.kv_scales
+        )
         with attending(attend):
             self._output = self._base(
                 input_ids=token_ids[None],

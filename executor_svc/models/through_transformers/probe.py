@@ -43,6 +43,8 @@ class Found:
     """What one forward pass of a model has shown."""
 
     layers: tuple[LayerAttention, ...]
+    names: tuple[str, ...]
+    """Of each layer's attention, as the checkpoint's tensors have it before theirs."""
     base: nn.Module
     """The part that gives hidden states to the head: its output has `last_hidden_state`."""
     hidden_size: int
@@ -72,6 +74,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.layers: list[LayerAttention] = []
+        self.modules: list[nn.Module] = []
 
     def __call__(
         self,
@@ -82,6 +85,7 @@ class _Recorder:
         attention_mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, None]:
+        self.modules.append(module)
         self.layers.append(_layer(module, query, key, value, attention_mask, options))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
@@ -147,7 +151,9 @@ def probe_model(model: Any, own_attention: OwnAttention | None) -> Found:
         raise ModelConfigError("its code in transformers does not let its attention be replaced")
     # The outermost one ends last.
     base, hidden = bases[-1]
-    return Found(_checked(recorder.layers), base, hidden.shape[-1], output.logits.shape[-1])
+    names = {module: name for name, module in model.named_modules()}
+    of_layers = tuple(names[module] for module in recorder.modules)
+    return Found(_checked(recorder.layers), of_layers, base, hidden.shape[-1], output.logits.shape[-1])
 
 
 def no_mask(model: Any) -> Tensor:

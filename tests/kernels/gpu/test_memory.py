@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,12 +17,14 @@ from executor_svc.gpu_device import GpuDevice
 from executor_svc.gpu_kv_cache import STAGING_BYTES
 from executor_svc.gpu_warm_up import run_largest_steps
 from executor_svc.model_build import make_executor, run_trial
+from executor_svc.plan import SequenceSampling, StepStatus
 from executor_svc.worker import Executor
 from tests.checkpoints import make_checkpoint
 from tests.helpers.allocations import taken_by
+from tests.helpers.plans import ints, plan, scheduled, sequence
 from tests.kernels.driver import Model
 
-SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 24, "max_model_len": 96, "num_gpu_blocks": 64}
+SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 96, "num_gpu_blocks": 64}
 VOCAB = 600
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter takes, of the CPU")
 
@@ -32,6 +35,24 @@ def hosted_or_own(family: str, folder: Path, **options: Any) -> Model:
     return Model(checkpoint, device="cuda", block_size=8, **SIZES | options)
 
 
+HUNGRY = (
+    SequenceSampling(temperature=1.0, frequency_penalty=1.0, num_logprobs=1, num_prompt_logprobs=1),
+    SequenceSampling(temperature=1.0, top_p=0.99, bias_token_ids=ints(3), biases=np.ones(1, np.float32)),
+    SequenceSampling(temperature=0.5, min_p=0.01, min_tokens=2, stop_token_ids=ints(1, 2)),
+    SequenceSampling(presence_penalty=1.0, num_candidates=4),
+)
+
+
+def run_hungry_steps(executor: Executor) -> None:
+    """Full steps whose sequences ask for much."""
+    for sampling in HUNGRY:
+        first = sequence(0, list(range(12)), [5, 2], sampling=sampling)
+        second = sequence(3, list(range(4)), [1], sampling=sampling)
+        step = plan(admitted=(first, second), scheduled=scheduled((0, 12, True), (3, 4, True)))
+        assert executor.launch(step, 0).result().status == StepStatus.OK
+        executor.clear()
+
+
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -40,15 +61,16 @@ def hosted_or_own(family: str, folder: Path, **options: Any) -> Model:
 def test_steps_take_what_the_trial_took(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = hosted_or_own(family, tmp_path, **options)
     config = ExecutorConfig(**model.options)
+    trial = taken_by(lambda: run_trial(model.loaded, model.device, config))
+    one = model.device.new_kv_cache(model.loaded.geometry, config).bytes_per_block
 
     def serve() -> Executor:
         pools = model.device.new_kv_cache(model.loaded.geometry, config)
         executor = make_executor(model.loaded, model.device, pools, limits_of(config, model.loaded.geometry, pools))
+        run_hungry_steps(executor)
         run_largest_steps(executor)
         return executor
 
-    trial = taken_by(lambda: run_trial(model.loaded, model.device, config))
-    one = model.device.new_kv_cache(model.loaded.geometry, config).bytes_per_block
     assert taken_by(serve).most - config.num_gpu_blocks * one == trial.given_back - one
 
 
@@ -105,5 +127,5 @@ def test_steps_that_do_not_fit_name_the_options(tmp_path: Path, monkeypatch: pyt
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(gpu_warm_up, "run_largest_steps", refuse)
-    with pytest.raises(DeviceError, match="--max-num-batched-tokens 24 and --max-num-seqs 2 do not fit"):
+    with pytest.raises(DeviceError, match="--max-num-batched-tokens 16 and --max-num-seqs 2 do not fit"):
         run_trial(model.loaded, model.device, ExecutorConfig(**model.options))

@@ -20,8 +20,9 @@ _FIRST = np.zeros(1, np.int64)
 _EVERYTHING = SequenceSampling(
     temperature=1.0, top_k=2, top_p=0.5, repetition_penalty=2.0, num_logprobs=1, num_prompt_logprobs=1
 )
-_DRAWN = SequenceSampling(temperature=1.0, repetition_penalty=2.0, num_logprobs=1)
-"""From the whole vocabulary: what takes the most memory where PyTorch's operations sample."""
+_DRAWN = SequenceSampling(temperature=1.0, min_p=1e-9, repetition_penalty=2.0, num_logprobs=1)
+_NUCLEUS = SequenceSampling(temperature=1e3, top_p=0.999, repetition_penalty=2.0, num_logprobs=1)
+"""From the whole vocabulary, and from nearly all of it, sorted: most memory where PyTorch's operations sample."""
 _CANDIDATES = SequenceSampling(repetition_penalty=2.0, num_candidates=2)
 """As beams ask for."""
 
@@ -55,7 +56,7 @@ def _largest(limits: Limits) -> Iterator[StepPlan]:
     num_seqs = limits.max_num_seqs
     total = min(limits.max_num_batched_tokens, num_seqs * limits.max_model_len)
     counts = np.diff(np.arange(num_seqs + 1) * total // num_seqs)
-    for sampling in (_DRAWN, _CANDIDATES):
+    for sampling in (_DRAWN, _NUCLEUS, _CANDIDATES):
         yield _prompts(counts, sampling, limits.block_size)
 
 

@@ -17,7 +17,7 @@ from executor_svc.kv_cache import KVCache, block_bytes
 
 _SHARE = 0.9
 """Of the device's memory, unless --gpu-memory-utilization says otherwise."""
-_BYTES_FOR_GRAPHS = 512 << 20
+_BYTES_FOR_GRAPHS = 1 << 30
 """Left for what libraries and CUDA graphs take."""
 _LEAST_ARCH = 80
 _LEAST_ARCH_OF_FP8_CACHE = 90

@@ -70,27 +70,28 @@ def _rotate_heads(
     """Normalize and rotate heads [rows] of source, and write those below `written` to `into`, STRIDE apart.
 
     A head's columns are two halves that are rotated against each other, R / 2 wide, and a rest that stays: written only
-    if COPIED or NORMED. What hangs on the token's position is loaded last: its address comes late.
+    if COPIED or NORMED. That many columns are normalized, the others are zeros then. What hangs on the token's position
+    is loaded last: its address comes late.
     """
     half = tl.arange(0, HALF)
     width: tl.constexpr = R // 2
-    has_rest: tl.constexpr = REST > 0 and (NORMED or COPIED)
+    has_rest: tl.constexpr = REST > 0 and (NORMED > 0 or COPIED)
     low = _load(source, heads, rows, half, D, width)
     high = _load(source + width, heads, rows, half, D, width)
     dtype: tl.constexpr = low.dtype
     if has_rest:
         last = tl.arange(0, REST)
         rest = _load(source + R, heads, rows, last, D, D - R)
-    if NORMED:
+    if NORMED > 0:
         low_weight = tl.load(weight + half, half < width, other=0.0)
         high_weight = tl.load(weight + width + half, half < width, other=0.0)
         wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
         squares = tl.sum(wide_low * wide_low + wide_high * wide_high, 1)
         if has_rest:
-            rest_weight = tl.load(weight + R + last, last < D - R, other=0.0)
+            rest_weight = tl.load(weight + R + last, last < NORMED - R, other=0.0)
             wide_rest = rest.to(tl.float32)
             squares += tl.sum(wide_rest * wide_rest, 1)
-        root = tl.sqrt_rn(tl.div_rn(squares, D * 1.0) + eps)
+        root = tl.sqrt_rn(tl.div_rn(squares, NORMED * 1.0) + eps)
         low, high = weighted(wide_low, root, low_weight, dtype), weighted(wide_high, root, high_weight, dtype)
         if has_rest:
             rest = weighted(wide_rest, root, rest_weight, dtype)
@@ -186,13 +187,14 @@ def rope_write_kv(
         sin: [positions, R] sines, the first half negated.
         positions: [T] int64 rows of cos and sin, a negative one taken for 0; None: those of token t are in row t.
         kv_layer: [N, 2, KVH, B, D] in the dtype of qkv, or in fp8 e4m3; blocks may lie apart.
+        norms: [N] each: of heads that are filled up with zeros, the first N columns are normalized.
         slot_mapping: [T] int64, block * B + offset where a token's key and value go; -1: nowhere.
         scales: given exactly if the cache is fp8. What is above 448 after the division is stored as 448.
         q_out: [T, H, D]; None: queries in qkv are overwritten.
     """
     tokens = _check_shapes(qkv, cos, sin, positions, kv_layer, slot_mapping, num_heads, q_out)
     kv_heads, head_size = kv_layer.shape[2], kv_layer.shape[4]
-    _check_options(qkv, kv_layer, norms, scales)
+    _check_options(qkv, cos.shape[1], kv_layer, norms, scales)
     if not tokens:
         return
     constants = rope_constants(
@@ -203,7 +205,7 @@ def rope_write_kv(
         block_stride=kv_layer.stride(0),
         in_place=q_out is None,
         by_position=positions is not None,
-        normed=norms is not None,
+        normed=0 if norms is None else norms.q.shape[0],
         scaled=scales is not None,
     )
     _rope_write_kv[tokens * programs_per_token(constants),](
@@ -233,10 +235,10 @@ def rope_constants(
     block_stride: int,
     in_place: bool,
     by_position: bool,
-    normed: bool,
+    normed: int,
     scaled: bool,
 ) -> dict[str, Any]:
-    """Return what the kernel is compiled with; heads: of queries, of keys."""
+    """Return what the kernel is compiled with; heads: of queries, of keys; normed: columns of a head, or 0."""
     num_heads, kv_heads = heads
     half = max(1, triton.next_power_of_2(rotated // 2))
     rest = triton.next_power_of_2(head_size - rotated) if rotated < head_size else 0
@@ -303,11 +305,16 @@ def _check_shapes(
     return tokens
 
 
-def _check_options(qkv: Tensor, kv_layer: Tensor, norms: HeadNorms | None, scales: KVScales | None) -> None:
+def _check_options(
+    qkv: Tensor, rotated: int, kv_layer: Tensor, norms: HeadNorms | None, scales: KVScales | None
+) -> None:
     kv_heads, head_size = kv_layer.shape[2], kv_layer.shape[4]
     if norms is not None:
-        check("norms.q", norms.q, (head_size,), qkv.dtype, torch.float32)
-        check("norms.k", norms.k, (head_size,), norms.q.dtype)
+        size = norms.q.shape[0]
+        if not rotated <= size <= head_size:
+            raise ValueError(f"norms.q must have {rotated} to {head_size} numbers, has {size}")
+        check("norms.q", norms.q, (size,), qkv.dtype, torch.float32)
+        check("norms.k", norms.k, (size,), norms.q.dtype)
     if scales is None:
         if kv_layer.dtype != qkv.dtype:
             raise ValueError(f"kv_layer must be {qkv.dtype}, is {kv_layer.dtype}; an fp8 cache needs scales")
@@ -358,7 +365,7 @@ def _variant(shape: tuple[int, int, int, int], dtype: str, weight: str | None, c
         block_stride=2 * kv_heads * _BLOCK_SIZE * head_size,
         in_place=in_place,
         by_position=True,
-        normed=weight is not None,
+        normed=0 if weight is None else head_size,
         scaled=scaled,
     )
     signature = dict.fromkeys(("qkv", "q_out", "cos", "sin"), f"*{dtype}")

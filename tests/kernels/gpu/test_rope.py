@@ -213,6 +213,22 @@ def needs_fp8(device: torch.device) -> None:
         pytest.skip("this GPU has no fp8")
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("rotated", [40, 24])
+def test_norms_of_heads_that_are_filled_up(rotated: int, in_place: bool, device: torch.device) -> None:
+    """Zeros behind a head's 40 columns change nothing, and stay."""
+    step = new_step(5, 4, (3, 1, 40, rotated), 8, torch.float32)
+    filled = new_step(5, 4, (3, 1, 64, rotated), 8, torch.float32)
+    filled.qkv.zero_().view(4, -1, 64)[..., :40] = step.qkv.view(4, -1, 40)
+    norms = HeadNorms(*(1 + randn(seed, 40).to(device) / 4 for seed in (2, 3)), EPS)
+    (q, cache, _), (wide_q, wide_cache, _) = (
+        each.run(device, each.new_cache(torch.float32), in_place=in_place, norms=norms) for each in (step, filled)
+    )
+    for found, expected in ((wide_q, q), (wide_cache, cache)):
+        torch.testing.assert_close(found[..., :40], expected, rtol=1e-6, atol=1e-6)
+        assert not found[..., 40:].any()
+
+
 @pytest.mark.parametrize("dtype", list(UNIT))
 def test_fp8_cache(dtype: torch.dtype, device: torch.device) -> None:
     """Over the head's scale, saturated. The numbers are multiples of it that fp8 has: casts need no rounding here."""
@@ -311,7 +327,8 @@ ONES = torch.ones(16)
         ({"scales": KVScales(torch.ones(1), torch.ones(1))}, "where scales are given"),
         ({"kv_layer": CACHE.to(FP8), "scales": KVScales(torch.ones(2), torch.ones(1))}, r"scales\.k must be"),
         ({"kv_layer": CACHE.to(FP8), "scales": KVScales(torch.ones(1), torch.ones(1).half())}, r"scales\.v must be"),
-        ({"norms": HeadNorms(ONES[:8], ONES, EPS)}, r"norms\.q must be"),
+        ({"norms": HeadNorms(ONES[:8], ONES, EPS)}, r"norms\.q must have 16 to 16"),
+        ({"norms": HeadNorms(ONES.double(), ONES, EPS)}, r"norms\.q must be"),
         ({"norms": HeadNorms(ONES, ONES.half(), EPS)}, r"norms\.k must be"),
         ({"q_out": torch.zeros(3, 32)}, "q_out must be"),
     ],

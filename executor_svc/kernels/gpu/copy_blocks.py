@@ -11,7 +11,7 @@ from executor_svc.kernels.gpu.variant import Variant
 
 _WORDS = 4096
 """Words of 4 bytes that a program moves: 16 KiB, four independent 16-byte accesses per thread."""
-_WARPS = 8
+_WARPS, _STAGES = 8, 2
 
 
 @triton.jit
@@ -94,6 +94,7 @@ def copy_blocks(
         HAS_TARGET_IDS=target_ids is not None,
         WORDS=_WORDS,
         num_warps=_WARPS,
+        num_stages=_STAGES,
         enable_fp_fusion=False,
     )
 
@@ -149,6 +150,7 @@ def _variant(name: str, has_source_ids: bool, has_target_ids: bool) -> Variant:
         constants=constants | absent,
         divisible=("source", "target", *present, *strides, "num_words"),
         num_warps=_WARPS,
+        num_stages=_STAGES,
         fp_fusion=False,
         no_spills=True,
         quick=name == "pool",

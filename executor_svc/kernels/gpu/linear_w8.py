@@ -47,7 +47,7 @@ _GROUP = 8
 
 _SUM_COLUMNS = 512
 """Columns that a program of the second launch sums."""
-_SUM_WARPS = 4
+_SUM_WARPS, _SUM_STAGES = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +229,7 @@ def linear_w8(
             chosen.splits,
             COLUMNS=_SUM_COLUMNS,
             num_warps=_SUM_WARPS,
+            num_stages=_SUM_STAGES,
             enable_fp_fusion=True,
         )
 
@@ -307,6 +308,7 @@ def _sum_variant(out: str) -> Variant:
         constants={"COLUMNS": _SUM_COLUMNS},
         divisible=("parts", "scale", "bias", "out", "out_features"),
         num_warps=_SUM_WARPS,
+        num_stages=_SUM_STAGES,
         no_spills=True,
         quick=out == "bf16",
     )

@@ -19,6 +19,7 @@ _PENALISED = tl.constexpr(field("penalised"))
 _WIDTH = 4096
 _TOKENS = 1024
 _ROWS = 128
+_LAUNCHED = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -86,11 +87,11 @@ def restart_counts(
         raise ValueError(f"max_tokens {max_tokens} is not 0 to {token_ids.shape[1]}, the tokens that are held")
     if not slots.shape[0]:
         return
-    _clear[triton.cdiv(vocab, _WIDTH), slots.shape[0]](counts, slots, records, vocab, WIDTH=_WIDTH, num_warps=4)
+    _clear[triton.cdiv(vocab, _WIDTH), slots.shape[0]](counts, slots, records, vocab, WIDTH=_WIDTH, **_LAUNCHED)
     if max_tokens:
         _count[triton.cdiv(max_tokens, _TOKENS), slots.shape[0]](
             counts, slots, records, token_ids, token_ids.stride(0), num_tokens, num_prompt_tokens, vocab,
-            TOKENS=_TOKENS, num_warps=4,
+            TOKENS=_TOKENS, **_LAUNCHED,
         )  # fmt: skip
 
 
@@ -108,7 +109,7 @@ def add_tokens(counts: Tensor, rows: Tensor, tokens: Tensor, records: Tensor) ->
     _check_counts(counts, records)
     if rows.shape[0]:
         _add[(triton.cdiv(rows.shape[0], _ROWS),)](
-            counts, rows, tokens, records, counts.shape[1], rows.shape[0], ROWS=_ROWS, num_warps=4
+            counts, rows, tokens, records, counts.shape[1], rows.shape[0], ROWS=_ROWS, **_LAUNCHED
         )
 
 
@@ -131,8 +132,9 @@ def variants() -> list[Variant]:
             {**signature, **dict.fromkeys(constants, "constexpr")},
             constants,
             divisible=tuple(n for n, kind in signature.items() if kind[0] == "*" or (divisible and n == "vocab")),
-            num_warps=4,
-            num_stages=3,
+            num_warps=_LAUNCHED["num_warps"],
+            num_stages=_LAUNCHED["num_stages"],
+            fp_fusion=False,
             no_spills=True,
             quick=divisible and name == "count",
         )

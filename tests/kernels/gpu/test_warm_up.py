@@ -18,6 +18,7 @@ from executor_svc.cuda_graphs import DirectReplayer
 from executor_svc.description import limits_of
 from executor_svc.gpu_step import GpuStepExecutor
 from executor_svc.gpu_warm_up import run_steps
+from executor_svc.kernels.gpu.registry import entries
 from executor_svc.kernels.gpu.slots import StepSizes
 from executor_svc.model_build import run_trial
 from executor_svc.plan import SequenceSampling, StepResult, StepStatus
@@ -29,6 +30,7 @@ from tests.kernels.driver import Model
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")]
 BLOCK_SIZE = 8
 Compiled = set[tuple[Any, ...]]
+Launches = set[tuple[Any, ...]]
 
 
 class CapturedReplayer(DirectReplayer):
@@ -53,6 +55,20 @@ def specialized(kernel: InterpretedFunction, arguments: dict[str, Any]) -> tuple
         elif isinstance(value, int) and name not in loose:
             known.append((name, value == 1, value % 16 == 0, value >= 2**31))
     return tuple(known)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Kernels and the options of their launches, None for those that are left to Triton."""
+    found: Launches = set()
+    run = InterpretedFunction.run
+
+    def noted(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+        found.add((self, *(kwargs.get(name) for name in ("num_warps", "num_stages", "enable_fp_fusion"))))
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", noted)
+    return found
 
 
 @pytest.fixture
@@ -129,3 +145,23 @@ def test_a_start_leaves_slots_free(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert first.slots.tolist() == [0]
     assert 0 <= first.token_ids[0] < 131
     assert compiled == known
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="launches are seen under Triton's interpreter")
+@pytest.mark.parametrize("quantization", ["int8", "fp8_w8a8"])
+def test_launches_are_as_kernels_were_compiled_ahead_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: Launches, quantization: str
+) -> None:
+    """Warps, stages and FP fusion are said each time, and as the kernel's variants say them."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 32, "head_dim": 64, "num_hidden_layers": 1}
+    folder = make_checkpoint(tmp_path, "llama", vocab_size=131, **sizes)
+    executor = started(folder, monkeypatch, quantization=quantization, dtype="bfloat16", num_cpu_blocks=2)
+    drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2)
+    run(executor, [{"admitted": (sequence(0, [5, 6], [0], sampling=drawn),), "scheduled": scheduled((0, 2, True))}])
+    # How many warps hangs on sizes too.
+    assert {kernel.fn.__name__ for kernel, num_warps, *_ in launched if num_warps is None} == set()
+    options = {(kernel, num_stages, fp_fusion) for kernel, _, num_stages, fp_fusion in launched}
+    variants = [entry.variant for entry in entries().values()]
+    known = {(each.kernel, each.num_stages, each.fp_fusion) for each in variants}
+    assert len(options) > 15
+    assert {(kernel.fn.__name__, *others) for kernel, *others in options - known} == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import torch
 import triton
 from torch import Tensor
@@ -128,6 +129,12 @@ class GpuDevice:
             raise DeviceError(
                 f"--num-gpu-blocks {blocks} needs {blocks * size} bytes, steps and swaps {beside}; "
                 f"{self.free_memory_bytes()} are free on the GPU"
+            )
+        host_bytes, host_free = config.num_cpu_blocks * size, int(psutil.virtual_memory().available)
+        if host_bytes > host_free:
+            raise DeviceError(
+                f"--num-cpu-blocks {config.num_cpu_blocks} needs {host_bytes} bytes of the host's memory, {host_free} "
+                "are free"
             )
         return GpuKVCache(
             geometry.num_layers,

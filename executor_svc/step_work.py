@@ -9,7 +9,12 @@ import torch
 
 from executor_svc.plan import StepPlan
 
-_NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
+_NO_MEMORY = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+)
 _LOST = (
     "illegal memory access",
     "illegal instruction",

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from executor_svc.errors import StartError
 from executor_svc.kernels.gpu import activation, logits, norm, rows
 from executor_svc.kernels.gpu.attention_config import HEAD_SIZES
 from executor_svc.kernels.gpu.attention_plan import GpuAttentionPlan
@@ -76,11 +77,11 @@ class GpuKernels:
             self._recording = None
 
     def padded_head_size(self, head_size: int) -> int:
-        """Round up to a size that attention is made for; raises ValueError above the largest."""
+        """Round up to a size that attention is made for; raises StartError above the largest."""
         for size in HEAD_SIZES:
             if head_size <= size:
                 return size
-        raise ValueError(f"heads of {head_size} numbers: at most {HEAD_SIZES[-1]} are possible on a GPU")
+        raise StartError(f"--device cuda: heads of {head_size} numbers, at most {HEAD_SIZES[-1]} are possible on a GPU")
 
     def new_attention_plan(
         self, shape: AttentionShape, max_model_len: int, most_tokens: int, most_seqs: int | None = None

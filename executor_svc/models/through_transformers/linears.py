@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from executor_svc.kernels.interface import Linear
 from executor_svc.models.base import Builder
 
+_CONV1D = "transformers.pytorch_utils.Conv1D"
+_KNOWN = ("torch.nn.modules.linear.Linear", _CONV1D, "transformers.models.falcon.modeling_falcon.FalconLinear")
+
 
 class PreparedLinear(nn.Module):
     """Stands where a linear was; maps [..., in_features] to [..., out_features]."""
@@ -35,15 +38,17 @@ def prepare_linears(model: Any, builder: Builder) -> None:
 
     Only the very classes that are known: what else derives from them may compute something else.
     """
-    from transformers.pytorch_utils import Conv1D
-
-    found = [(name, part) for name, part in model.named_modules() if type(part) in (nn.Linear, Conv1D)]
+    found = [(name, part) for name, part in model.named_modules() if _class_of(part) in _KNOWN]
     for name, part in found:
         if part.weight.dtype != builder.dtype:
             continue
         weight = part.weight.detach()
         # GPT-2's have [in_features, out_features].
-        weight = weight.t().contiguous() if type(part) is Conv1D else weight
+        weight = weight.t().contiguous() if _class_of(part) == _CONV1D else weight
         bias = None if part.bias is None else part.bias.detach()
         linear = builder.prepare_linear(name, weight, bias)
         model.set_submodule(name, PreparedLinear(linear, weight.dtype, weight.device, bias is not None))
+
+
+def _class_of(part: nn.Module) -> str:
+    return f"{type(part).__module__}.{type(part).__qualname__}"

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from executor_svc.gpu_linear import Quantization
+from executor_svc.models.through_transformers.linears import PreparedLinear
 from executor_svc.plan import SequenceSampling
 from tests.checkpoints import make_checkpoint
 from tests.helpers.plans import scheduled, sequence
@@ -138,6 +139,17 @@ def test_scales_of_one_layer(folder: Path, tmp_path: Path, caplog: pytest.LogCap
     expected = torch.tensor([1.0, 0.01])[:, None, None].expand(LAYERS, 2, KV_HEADS)
     check(run(own, kv_cache_dtype="fp8"), folder, F16, {"kv_scales": UNSCALED}, kv_scales=expected)
     assert warnings(caplog) == ["1 of 2 layers"]
+
+
+@pytest.mark.parametrize(("family", "layers", "quantization"), [("falcon", 1, "int8"), ("gpt_neox", 2, "fp8")])
+def test_models_of_transformers_are_quantized_too(
+    family: str, layers: int, quantization: Quantization, tmp_path: Path
+) -> None:
+    """Whatever that does to their logits: the check when they are loaded is of attention alone."""
+    folder = make_checkpoint(tmp_path, family, dtype=F16, num_hidden_layers=layers)
+    model = Model(folder, device="cuda", quantization=quantization).loaded.model
+    prepared = [part for part in model._model.modules() if isinstance(part, PreparedLinear)]
+    assert len(prepared) == 4 * layers + 1
 
 
 def test_models_of_transformers_have_an_fp8_cache_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

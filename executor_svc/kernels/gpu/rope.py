@@ -342,14 +342,17 @@ _BLOCK_SIZE = 16
 
 
 def variants() -> list[Variant]:
-    """Return the configurations compiled ahead of time: all options for the first shapes, usual ones for the others."""
+    """Return the configurations compiled ahead of time: all options for the first shapes, usual ones for the others.
+
+    Steps write queries in place.
+    """
     found = []
     for shape in _SHAPES:
         every = shape in _SHAPES[:2]
         for dtype in DTYPES.values() if every else ("bf16",):
             for weight in dict.fromkeys((None, dtype, "fp32")) if every else (None, dtype):
                 for cache in (dtype, "fp8e4nv"):
-                    for in_place in (False, True) if every else (False,):
+                    for in_place in (False, True) if every else (True,):
                         found.append(_variant(shape, dtype, weight, cache, in_place))
     return found
 
@@ -374,7 +377,7 @@ def _variant(shape: tuple[int, int, int, int], dtype: str, weight: str | None, c
     signature |= dict.fromkeys(("k_scale", "v_scale"), "*fp32" if scaled else f"*{dtype}")
     norms = "" if weight is None else " norms" if weight == dtype else " wide norms"
     chosen = f"{norms}{' fp8 cache' if scaled else ''}{' in place' if in_place else ''}"
-    quick = shape in _QUICK and (dtype, weight, in_place) == ("bf16", "bf16", False)
+    quick = shape in _QUICK and (dtype, weight, in_place) == ("bf16", "bf16", True)
     name = f"rope_write_kv q{num_heads} kv{kv_heads} head{head_size} rotated{rotated} {dtype}{chosen}"
     archs = _FP8_ARCHS if scaled else ALL_ARCHS
     return variant(name, _rope_write_kv, signature, constants, _launch_options(constants), quick and not scaled, archs)

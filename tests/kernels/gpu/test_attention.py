@@ -68,11 +68,12 @@ def test_window_over_many_key_tiles(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_fp8_cache(dtype: torch.dtype, device: torch.device) -> None:
-    for head_size in (64, 80):
-        sizes = Sizes(2, 4, head_size, dtype=dtype, kv_dtype=F8)
-        compare([(70, 1), (-1, 2), (40, 21)], sizes, device)
-        compare([(70, 1), (0, 1)], replace(sizes, softcap=20.0), device)
+@pytest.mark.parametrize(("head_size", "block_size"), list(zip(HEAD_SIZES, (16, 8, 64, 32, 16), strict=True)))
+def test_fp8_cache(head_size: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    sizes = Sizes(2, 4, head_size, block_size, dtype=dtype, kv_dtype=F8)
+    compare([(70, 1), (-1, 2), (40, 21)], sizes, device)
+    compare([(90, 1), (60, 9)], replace(sizes, window=33), device)
+    compare([(70, 1), (0, 1)], replace(sizes, softcap=20.0), device)
 
 
 def test_fp8_cache_with_queries_that_fp16_does_not_hold(device: torch.device) -> None:
@@ -109,8 +110,11 @@ def batches(draw: st.DrawFn) -> tuple[Chunks, Sizes, int]:
     sizes = Sizes(
         kv_heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 8)),
+        head_size=draw(st.sampled_from(HEAD_SIZES)),
         block_size=draw(st.sampled_from([8, 16, 32, 64])),
+        dtype=draw(st.sampled_from([BF16, F16, F32])),
         window=draw(st.one_of(st.none(), st.integers(1, 150))),
+        softcap=draw(st.sampled_from([None, 5.0])),
     )
     chunks = draw(st.lists(st.one_of(decode, chunk), min_size=1, max_size=5))
     return chunks, sizes, draw(st.integers(0, 9))

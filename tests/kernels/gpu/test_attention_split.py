@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from executor_svc.kernels.gpu.attention import attention
 from executor_svc.kernels.gpu.attention_call import AttentionCall
+from executor_svc.kernels.gpu.attention_config import HEAD_SIZES
 from executor_svc.kernels.gpu.attention_split import (
     MAX_SEGMENTS,
     max_segments,
@@ -39,12 +40,12 @@ def compare(chunks: Chunks, sizes: Sizes, device: torch.device, num_sms: int = S
     return call
 
 
-@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
 def test_head_sizes(head_size: int, device: torch.device) -> None:
     compare([(599, 1), (256, 1), (-1, 1)], Sizes(1, 2, head_size), device)
 
 
-@pytest.mark.parametrize("group", [1, 3, 8, 17])
+@pytest.mark.parametrize("group", [*range(1, 9), 17])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_groups_and_dtypes(group: int, dtype: torch.dtype, device: torch.device) -> None:
     compare([(530, 1), (3, 1)], Sizes(2, group, dtype=dtype), device)
@@ -60,8 +61,11 @@ def test_window_and_softcap(window: int | None, softcap: float | None, device: t
     compare([(700, 1), (511, 1), (20, 1)], Sizes(1, 2, 64, 8, window=window, softcap=softcap), device)
 
 
-def test_fp8_cache(device: torch.device) -> None:
-    compare([(700, 1), (20, 1)], Sizes(2, 2, kv_dtype=F8), device)
+@pytest.mark.parametrize(("head_size", "block_size"), list(zip(HEAD_SIZES, (16, 8, 64, 32, 16), strict=True)))
+def test_fp8_cache(head_size: int, block_size: int, device: torch.device) -> None:
+    sizes = Sizes(2, 2, head_size, block_size, kv_dtype=F8)
+    compare([(700, 1), (20, 1)], sizes, device)
+    compare([(600, 1)], replace(sizes, dtype=torch.float16, window=300, softcap=9.0), device)
 
 
 def test_long_decode(device: torch.device) -> None:
@@ -77,10 +81,17 @@ def test_padding_and_sequences_without_tokens(device: torch.device) -> None:
 @given(
     st.lists(st.tuples(st.integers(-1, 900), st.integers(0, 1)), min_size=1, max_size=4),
     st.integers(1, 12),
-    st.sampled_from([8, 64]),
+    st.builds(
+        Sizes,
+        kv_heads=st.just(2),
+        group=st.integers(1, 8),
+        head_size=st.sampled_from(HEAD_SIZES),
+        block_size=st.sampled_from([8, 16, 32, 64]),
+        dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    ),
 )
-def test_any_decodes(device: torch.device, chunks: Chunks, num_sms: int, block_size: int) -> None:
-    compare(chunks, Sizes(2, 2, block_size=block_size), device, num_sms)
+def test_any_decodes(device: torch.device, chunks: Chunks, num_sms: int, sizes: Sizes) -> None:
+    compare(chunks, sizes, device, num_sms)
 
 
 def test_it_agrees_with_the_unsplit_kernel(device: torch.device) -> None:

@@ -1,0 +1,50 @@
+"""A real scheduler over the GPU's kernels: plans two in flight, swaps, samples, beams; the tokens of the CPU's path."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cadenza import AsyncClient, RequestOutput, SamplingParams
+from tests.checkpoints import make_checkpoint
+from tests.helpers.services import cadenza_services
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+LIMITS: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 24,
+    "max_model_len": 64,
+    "block_size": 8,
+    "num_gpu_blocks": 9,
+    "num_cpu_blocks": 16,
+    "num_threads": 1,
+}
+"""Fewer blocks than the requests want at once."""
+REQUESTS = (
+    (list(range(3, 40)), SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=9)),
+    ([7] * 20, SamplingParams(temperature=0.9, seed=3, frequency_penalty=0.5, n=2, ignore_eos=True, max_tokens=9)),
+    ([8, 1, 1], SamplingParams(temperature=0.0, beam_width=2, n=2, max_tokens=3)),
+)
+
+
+async def outputs(folder: Path, **options: Any) -> list[RequestOutput]:
+    """What the requests give, all sent at once."""
+    async with (
+        cadenza_services(folder, scheduler={"preemption": "swap"}, **LIMITS, **options) as running,
+        AsyncClient(running.target) as client,
+    ):
+        found = await asyncio.gather(*(client.generate([prompt], params) for prompt, params in REQUESTS))
+        await running.wait_until_free()
+    return [output for (output,) in found]
+
+
+async def test_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
+    expected, found = await outputs(folder), await outputs(folder, device="cuda")
+    for one, other in zip(found, expected, strict=True):
+        assert [sample.token_ids for sample in one.outputs] == [sample.token_ids for sample in other.outputs]
+    assert sum(output.metrics.num_preemptions for output in found) > 0

@@ -27,7 +27,7 @@ from benchmarks.gpu.machine import header, out_folder
 BUDGET_S = 490.0
 GOLDEN = "benchmarks/gpu/golden.py"
 _FOLDER = "tests/kernels/gpu"
-_WORKERS = {GOLDEN: 6, "test_attention": 3, "test_compile": 4, "test_variants": 4}
+_WORKERS = {GOLDEN: 6, "test_attention": 3, "test_compile": 4, "test_families": 4, "test_variants": 4}
 """Processes of a file's own, where it takes long."""
 _AT_ONCE = 6
 _TEST_TIMEOUT_S = 240

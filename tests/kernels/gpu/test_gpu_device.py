@@ -45,6 +45,7 @@ def test_options_are_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], arch: int, message: str
 ) -> None:
     monkeypatch.setattr(gpu_device, "_HOPPER", (arch, 108))
+    monkeypatch.setattr(gpu_device, "_properties", lambda _: (arch, 108))
     with pytest.raises(StartError, match=message):
         new_pools(folder, **options)
 

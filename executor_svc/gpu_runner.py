@@ -48,6 +48,7 @@ class GpuRunner:
             self._decodes = decode_sizes(limits.max_num_seqs)
             self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, loaded.geometry.num_parameters)
         self._fixed = frozenset((*self._decodes, *self._mixed))
+        """What is replayed: decodes whole, those without logits from when their inputs are there."""
         make: type[CudaGraphs | DirectReplayer] = CudaGraphs if device.torch_device.type == "cuda" else DirectReplayer
         self._replayer: Replayer = make([*self._decodes, *self._mixed], self._run_fixed)
 
@@ -71,7 +72,7 @@ class GpuRunner:
         the likeliest token of each [L] int64, -1 where it can not be sampled.
         """
         one_each = self._slots.stage(scheduled, sizes)
-        if sizes in self._fixed:
+        if sizes.num_logits and sizes in self._fixed:
             self._replayer.replay(sizes)
         else:
             self._slots.launch_build(sizes, one_each)

@@ -13,9 +13,9 @@ import triton.language as tl
 
 from executor_svc.kernels.gpu.attention_call import AttentionCall
 from executor_svc.kernels.gpu.attention_config import AttentionConfig, Phase
+from executor_svc.kernels.gpu.attention_keys import attend
 from executor_svc.kernels.gpu.attention_tile import (
     as_multiplied,
-    attend,
     divided,
     first_seen,
     query_places,
@@ -57,7 +57,7 @@ def find_sequence(query_start_loc, tile, num_seqs, tile_tokens):
 )
 def attention_kernel(
     q,
-    kv_layer,
+    cache,
     query_start_loc,
     seq_lens,
     block_tables,
@@ -83,6 +83,7 @@ def attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    COPIES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One query tile of one KV head. Programs near each other read the same keys; those with most to do come first."""
@@ -120,7 +121,8 @@ def attention_kernel(
     clear_from = tl.cdiv(first_seen(position + count - 1, window, HAS_WINDOW), TILE)
     acc, _, total = attend(
         query,
-        kv_layer + head * (BLOCK_SIZE * HEAD_SIZE),
+        cache,
+        head,
         block_tables + sequence.to(tl.int64) * table_stride,
         position + token,
         low // TILE,
@@ -136,10 +138,10 @@ def attention_kernel(
         HEAD_SIZE,
         PADDED,
         BLOCK_SIZE,
-        ROWS,
         TILE,
         HAS_WINDOW,
         HAS_SOFTCAP,
+        COPIES,
         STAGES,
     )
     places = query_places(
@@ -165,7 +167,7 @@ def attention(call: AttentionCall, arch: int, config: AttentionConfig | None = N
     scale, softcap = call.factors()
     attention_kernel[(num_tiles * call.num_kv_heads,)](
         call.q,
-        call.kv_layer,
+        call.cache(config),
         call.query_start_loc,
         call.seq_lens,
         call.block_tables,

@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from executor_svc.kernels.gpu.attention_config import (
     BLOCK_SIZES,
     HEAD_SIZES,
     AttentionConfig,
+    AttentionKind,
     Phase,
     attention_config,
     constants,
+    padded,
 )
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -85,15 +88,31 @@ class AttentionCall:
             return self.scale * _LOG2_E, 0.0
         return 2 * _LOG2_E * self.scale / self.softcap, 2 * _LOG2_E * self.softcap
 
+    @property
+    def kind(self) -> AttentionKind:
+        window, softcap = self.window is not None, self.softcap is not None
+        return AttentionKind(
+            self.head_size, self.q.dtype, self.kv_layer.dtype, self.block_size, self.group, window, softcap
+        )
+
     def config(self, phase: Phase, arch: int) -> AttentionConfig:
         """Return the tiles that it takes on a GPU of compute capability `arch`; raises ValueError."""
-        features = self.window is not None or self.softcap is not None
-        return attention_config(phase, self.head_size, self.q.dtype, self.kv_layer.dtype, self.group, features, arch)
+        return attention_config(self.kind, phase, arch)
 
     def constants(self, config: AttentionConfig) -> dict[str, Any]:
         """Return what both kernels are compiled for with these tiles."""
-        window, softcap, scales = (each is not None for each in (self.window, self.softcap, self.k_scale))
-        return constants(config, self.head_size, self.block_size, window, softcap, scales)
+        return constants(self.kind, config)
+
+    def cache(self, config: AttentionConfig) -> Tensor | TensorDescriptor:
+        """Return kv_layer as a kernel takes it with these tiles; raises ValueError if the copy engine cannot.
+
+        The copy engine has it as rows [N * 2 * KVH * B, D], of which it fetches [TILE, PADDED], 0 beyond D.
+        """
+        if not config.copies:
+            return self.kv_layer
+        rows, size = self.kv_layer.numel() // self.head_size, self.head_size
+        _need(rows < 2**31, "kv_layer", "must have less than 2^31 keys and values for the copy engine")
+        return TensorDescriptor(self.kv_layer, [rows, size], [size, 1], [config.tile, padded(size)])
 
     def check(self) -> None:
         """Raise ValueError, naming the argument, if a kernel cannot take it."""

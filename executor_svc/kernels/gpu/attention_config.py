@@ -1,11 +1,12 @@
-"""Tile sizes of the attention kernels: chosen at start by GPU, head size, dtypes and phase, not by what a step holds.
+"""Tile sizes of the attention kernels: chosen at start by GPU, model, cache and phase, not by what a step holds.
 
-Each was compiled for its arch and does not spill. Keys are tiled from position 0 on, whatever the block size.
+Each was compiled for its arch and does not spill. Keys are tiled from position 0 on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)
+COPIED_BLOCK = 64
+"""Block size for which a Hopper GPU's copy engine fetches keys and values: every tile lies in one block."""
 DECODE_ROWS = 16
 """The least that tensor cores multiply: up to so many query heads of a KV head, decodes have a tile of their own."""
 
@@ -37,6 +40,33 @@ class AttentionConfig:
     num_warps: int
     num_stages: int
     """Tiles of keys and values on their way or in use at once."""
+    copies: bool = False
+    """Does the copy engine of a Hopper GPU fetch keys and values: a tile must lie in one block, without a window."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """What kernels are compiled for, and tiles chosen by."""
+
+    head_size: int
+    dtype: torch.dtype
+    """Of queries and results."""
+    kv_dtype: torch.dtype
+    block_size: int
+    group: int = 1
+    """Query heads that share a KV head."""
+    window: bool = False
+    softcap: bool = False
+
+    @property
+    def scales(self) -> bool:
+        """Is the cache in fp8."""
+        return self.kv_dtype != self.dtype
+
+    @property
+    def wide(self) -> bool:
+        """Are there more query heads to a KV head than a decode tile has rows."""
+        return self.group > DECODE_ROWS
 
 
 _HOPPER = {
@@ -78,6 +108,12 @@ _HOPPER_WIDE = _HOPPER | {
     ("32", 256): AttentionConfig(32, 16, 16, 3),
 }
 """For decodes of more query heads to a KV head than a decode tile has rows: the split kernel takes more registers."""
+_HOPPER_COPIED = _HOPPER | {
+    ("16", 64): AttentionConfig(128, 64, 8, 3),
+    ("16", 128): AttentionConfig(128, 64, 8, 3),
+    ("fp8", 64): AttentionConfig(128, 64, 8, 3),
+}
+"""No tile is longer than a block that the copy engine fetches from."""
 
 
 def padded(head_size: int) -> int:
@@ -85,39 +121,51 @@ def padded(head_size: int) -> int:
     return 1 << (head_size - 1).bit_length()
 
 
-def attention_config(
-    phase: Phase, head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, group: int, features: bool, arch: int
-) -> AttentionConfig:
-    """Return the tiles for `group` query heads of each KV head on a GPU of compute capability `arch`, such as 90.
+def attention_config(kind: AttentionKind, phase: Phase, arch: int) -> AttentionConfig:
+    """Return the tiles for a GPU of compute capability `arch`, such as 90.
 
-    With `features` there is a window or a softcap. Raises: ValueError if that many heads do not fit a tile, or if the
-    GPU does not know the cache's dtype.
+    Raises: ValueError if so many query heads of a KV head do not fit a tile, or if the GPU does not know the cache's
+    dtype.
     """
-    if kv_dtype == torch.float8_e4m3fn and arch < 90:
+    if kind.kv_dtype == torch.float8_e4m3fn and arch < 90:
         raise ValueError("kv_layer must not be in float8_e4m3fn below compute capability 90")
-    kind = "32" if dtype == torch.float32 else "fp8" if kv_dtype.itemsize == 1 else "16"
-    key = kind, padded(head_size)
-    if phase is Phase.DECODE and group <= DECODE_ROWS:
-        return _DECODE[key]
-    hopper = _HOPPER_WIDE if phase is Phase.DECODE else _HOPPER_FEATURES if features else _HOPPER
-    table = _AMPERE if arch < 90 else hopper
-    if group > table[key].rows:
-        raise ValueError(f"q has {group} query heads for each KV head, at most {table[key].rows} fit a tile")
-    return table[key]
+    width = "32" if kind.dtype == torch.float32 else "fp8" if kind.scales else "16"
+    copies = _may_copy(kind, phase, arch)
+    config = _table(kind, phase, arch, copies)[width, padded(kind.head_size)]
+    if kind.group > config.rows:
+        raise ValueError(f"q has {kind.group} query heads for each KV head, at most {config.rows} fit a tile")
+    return replace(config, copies=copies)
 
 
-def constants(
-    config: AttentionConfig, head_size: int, block_size: int, window: bool, softcap: bool, scales: bool
-) -> dict[str, Any]:
-    """Return what both attention kernels are compiled for; window, softcap, scales: are there such."""
+def _may_copy(kind: AttentionKind, phase: Phase, arch: int) -> bool:
+    """Can the copy engine fetch whole tiles; for wide decodes, which have few registers left, it is not asked to."""
+    fits = kind.block_size == COPIED_BLOCK and kind.dtype.itemsize == 2 and not kind.window
+    return fits and arch >= 90 and not (phase is Phase.DECODE and kind.wide)
+
+
+def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> Mapping[tuple[str, int], AttentionConfig]:
+    if phase is Phase.DECODE and not kind.wide:
+        return _DECODE
+    if arch < 90:
+        return _AMPERE
+    if phase is Phase.DECODE:
+        return _HOPPER_WIDE
+    if copies:
+        return _HOPPER_COPIED
+    return _HOPPER_FEATURES if kind.window or kind.softcap else _HOPPER
+
+
+def constants(kind: AttentionKind, config: AttentionConfig) -> dict[str, Any]:
+    """Return what both attention kernels are compiled for with these tiles."""
     return {
-        "HEAD_SIZE": head_size,
-        "PADDED": padded(head_size),
-        "BLOCK_SIZE": block_size,
+        "HEAD_SIZE": kind.head_size,
+        "PADDED": padded(kind.head_size),
+        "BLOCK_SIZE": kind.block_size,
         "ROWS": config.rows,
         "TILE": config.tile,
-        "HAS_WINDOW": window,
-        "HAS_SOFTCAP": softcap,
-        "HAS_SCALES": scales,
+        "HAS_WINDOW": kind.window,
+        "HAS_SOFTCAP": kind.softcap,
+        "HAS_SCALES": kind.scales,
+        "COPIES": config.copies,
         "STAGES": config.num_stages,
     }

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from executor_svc.kernels.gpu.attention_call import AttentionCall
 from executor_svc.kernels.gpu.attention_config import AttentionConfig, Phase, padded
+from executor_svc.kernels.gpu.attention_keys import attend
 from executor_svc.kernels.gpu.attention_tile import (
     as_multiplied,
-    attend,
     divided,
     first_seen,
     query_places,
@@ -78,7 +78,7 @@ def segments_of(length, window, segments, TILE: tl.constexpr, LEAST_TILES: tl.co
 )
 def split_kernel(
     q,
-    kv_layer,
+    cache,
     query_start_loc,
     seq_lens,
     block_tables,
@@ -105,6 +105,7 @@ def split_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    COPIES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Every parts-th segment of one sequence's KV head: weighted values to sums [S, H, segments, D], and to stats
@@ -131,7 +132,8 @@ def split_kernel(
         first = begin + segment * size
         acc, greatest, total = attend(
             query,
-            kv_layer + head * (BLOCK_SIZE * HEAD_SIZE),
+            cache,
+            head,
             block_tables + sequence.to(tl.int64) * table_stride,
             length - 1 + token,
             first,
@@ -147,10 +149,10 @@ def split_kernel(
             HEAD_SIZE,
             PADDED,
             BLOCK_SIZE,
-            ROWS,
             TILE,
             HAS_WINDOW,
             HAS_SOFTCAP,
+            COPIES,
             STAGES,
         )
         if count == 1:
@@ -243,7 +245,7 @@ def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: in
     scale, softcap = call.factors()
     split_kernel[(call.num_seqs * parts * call.num_kv_heads,)](
         call.q,
-        call.kv_layer,
+        call.cache(config),
         call.query_start_loc,
         call.seq_lens,
         call.block_tables,
@@ -301,7 +303,7 @@ def variants() -> list[Variant]:
     """Return what is compiled ahead of time: both kernels for each of `attention_variants.cases`."""
     floats = {"sums": "*fp32", "stats": "*fp32"}
     # The second kernel reads no cache: it is the same for all block sizes, capped or not.
-    few = (case for case in cases(Phase.DECODE) if case.window == case.softcap)
+    few = (case for case in cases(Phase.DECODE) if case.window == case.softcap == (case.block_size == 64))
     split = variants_of(split_kernel, "attention split", Phase.DECODE, cases(Phase.DECODE), _split_constants, floats)
     unite = variants_of(unite_kernel, "attention unite", Phase.DECODE, few, _unite_constants, floats)
     return split + [replace(each, num_warps=_UNITE_WARPS, num_stages=1) for each in unite]

@@ -1,4 +1,4 @@
-"""What the attention kernels share: one query tile over a run of key tiles, with the softmax worked out on the way.
+"""What the attention kernels share: a query tile, and a tile of keys with the softmax worked out on the way.
 
 The online softmax is that of Milakov and Gimelshein (2018), in tiles as in FlashAttention (Dao et al., 2022).
 """
@@ -61,87 +61,44 @@ def as_multiplied(q, head, k_scale, scale, softcap, HAS_SOFTCAP: tl.constexpr, H
 
 
 @triton.jit
-def keys_to_read(tile, low, high, TILE: tl.constexpr):
-    """Keys [TILE] of a tile; in place of those that no row sees, one that some row does: 0 * NaN would be NaN."""
-    return tl.maximum(tl.minimum(tile * TILE + tl.arange(0, TILE), high - 1), low)
+def nothing_yet(q):
+    """What `weigh` starts from, for q [ROWS, PADDED]."""
+    acc = tl.zeros(q.shape, tl.float32)
+    return acc, tl.full([q.shape[0]], float("-inf"), tl.float32), tl.zeros([q.shape[0]], tl.float32)
 
 
 @triton.jit
-def attend(
-    q,
-    kv_head,
-    table,
-    positions,
-    begin,
-    end,
-    low,
-    high,
-    clear_from,
-    clear_to,
-    num_kv_heads,
-    inner,
-    outer,
-    window,
-    HEAD_SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Return weighted values [ROWS, PADDED], not yet divided, and each row's greatest exponent of 2 and sum of weights.
+def weigh(rows, sums, k, v, tile, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """Return sums with one tile of keys and values more in them.
 
     Args:
-        q: [ROWS, PADDED], with its factors, as `as_multiplied` has them.
-        kv_head: where this KV head's keys are in the cache's first block.
-        table: the sequence's block table.
-        positions: [ROWS] of the tokens.
-        begin, end: tiles begin to end - 1 of the sequence's keys are gone through.
-        low, high: keys low to high - 1 are seen by some row; no others are read.
-        clear_from, clear_to: every row sees all of the tiles clear_from to clear_to - 1.
+        rows: q [ROWS, PADDED], positions [ROWS], both factors as `as_multiplied` has them, the window, and the two
+            tiles from and to which rows see every key, as `attend` has all these.
+        sums: weighted values [ROWS, PADDED], each row's greatest score and its sum of weights.
+        k, v: [TILE, PADDED].
+        tile: which of the sequence's tiles it is.
     """
-    columns = tl.arange(0, PADDED)
-    offsets = tl.arange(0, TILE)
-    head_stride: tl.constexpr = BLOCK_SIZE * HEAD_SIZE
-    value_offset = num_kv_heads * head_stride
-    acc = tl.zeros([ROWS, PADDED], tl.float32)
-    greatest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    # Loaded one tile ahead, or the copies of keys and values could start only once they are there.
-    ids = tl.load(table + keys_to_read(begin, low, high, TILE) // BLOCK_SIZE)
-    for tile in tl.range(begin, end, num_stages=STAGES):
-        read = keys_to_read(tile, low, high, TILE)
-        where = kv_head + (ids.to(tl.int64) * (2 * value_offset) + read % BLOCK_SIZE * HEAD_SIZE)[:, None] + columns
-        ids = tl.load(table + keys_to_read(tile + 1, low, high, TILE) // BLOCK_SIZE)
-        if HEAD_SIZE == PADDED:
-            k = tl.load(where)
-            v = tl.load(where + value_offset)
-        else:
-            there = (columns < HEAD_SIZE)[None, :]
-            k = tl.load(where, mask=there, other=0.0)
-            v = tl.load(where + value_offset, mask=there, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-        if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1); the softmax needs no 1, and the 2 is in the outer factor.
-            scores = -1.0 / (tl.exp2(scores * inner[:, None]) + 1.0)
-        if (tile < clear_from) | (tile >= clear_to):
-            keys = tile * TILE + offsets
-            visible = keys[None, :] <= positions[:, None]
-            if HAS_WINDOW:
-                visible &= keys[None, :] > positions[:, None] - window
-            scores = tl.where(visible, scores, float("-inf"))
-        highest = tl.maximum(greatest, tl.max(scores, 1))
-        # A row that has seen nothing yet: -inf less -inf would be NaN.
-        base = tl.where(highest == float("-inf"), 0.0, highest * outer)
-        weights = tl.exp2(scores * outer[:, None] - base[:, None])
-        shrink = tl.exp2(greatest * outer - base)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
-        greatest = highest
-    return acc, greatest * outer, total
+    q, positions, inner, outer, window, clear_from, clear_to = rows
+    acc, greatest, total = sums
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    if HAS_SOFTCAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1); the softmax needs no 1, and the 2 is in the outer factor.
+        scores = -1.0 / (tl.exp2(scores * inner[:, None]) + 1.0)
+    if (tile < clear_from) | (tile >= clear_to):
+        keys = tile * TILE + tl.arange(0, TILE)
+        visible = keys[None, :] <= positions[:, None]
+        if HAS_WINDOW:
+            visible &= keys[None, :] > positions[:, None] - window
+        scores = tl.where(visible, scores, float("-inf"))
+    highest = tl.maximum(greatest, tl.max(scores, 1))
+    # A row that has seen nothing yet: -inf less -inf would be NaN.
+    base = tl.where(highest == float("-inf"), 0.0, highest * outer)
+    weights = tl.exp2(scores * outer[:, None] - base[:, None])
+    shrink = tl.exp2(greatest * outer - base)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+    return acc, highest, total
 
 
 @triton.jit

@@ -109,6 +109,8 @@ def problems(variant: Variant, build: Build) -> list[str]:
         found.append("has no wgmma in its PTX, and must")
     if variant.wgmma and build.arch == 90 and build.wgmma_serialized:
         found.append("has wgmma, but ptxas serializes it")
+    if variant.copies and build.arch == 90 and not build.num_bulk_copies:
+        found.append("has no instruction to the copy engine in its PTX, and must")
     if build.shared > MAX_SHARED[build.arch]:
         found.append(f"needs {build.shared} bytes of shared memory; a block has {MAX_SHARED[build.arch]}")
     return found

@@ -107,7 +107,9 @@ def _told(result: Build | str) -> str:
         return "FAILED"
     spilled = f", {result.spills} bytes SPILLED" if result.spills else ""
     wgmma = ", wgmma" if result.wgmma else ""
-    return f"{result.num_registers} registers, {result.shared} bytes shared{spilled}{wgmma}, {result.seconds:.1f} s"
+    copies = ", copy engine" if result.num_bulk_copies else ""
+    facts = f"{result.num_registers} registers, {result.shared} bytes shared{spilled}{wgmma}{copies}"
+    return f"{facts}, {result.seconds:.1f} s"
 
 
 class _Builder:

@@ -87,8 +87,9 @@ def _wrong_options(variant: Variant) -> list[str]:
     found = []
     if not variant.archs or not set(variant.archs) <= set(ALL_ARCHS):
         found.append(f"archs {variant.archs} are not among {ALL_ARCHS}")
-    if variant.wgmma and 90 not in variant.archs:
-        found.append("wgmma is asked for, but it is not compiled for sm_90")
+    for what, asked in (("wgmma", variant.wgmma), ("the copy engine", variant.copies)):
+        if asked and 90 not in variant.archs:
+            found.append(f"{what} is asked for, but it is not compiled for sm_90")
     if variant.num_warps not in (1, 2, 4, 8, 16, 32):
         found.append(f"num_warps {variant.num_warps} is no power of two up to 32")
     if variant.num_stages < 1:

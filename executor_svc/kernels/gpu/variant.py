@@ -33,5 +33,7 @@ class Variant:
     """Must it compile without spilling registers, on every arch."""
     wgmma: bool = False
     """Must its sm_90 PTX multiply with wgmma."""
+    copies: bool = False
+    """Must its sm_90 PTX fetch with the copy engine."""
     quick: bool = False
     """Is it among the few that every `make test` compiles."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from executor_svc.kernels.gpu import attention as operation
 from executor_svc.kernels.gpu.attention import attention, variants
-from executor_svc.kernels.gpu.attention_config import HEAD_SIZES, Phase, attention_config
+from executor_svc.kernels.gpu.attention_config import COPIED_BLOCK, HEAD_SIZES, AttentionKind, Phase, attention_config
 from tests.kernels.gpu.attention_cases import ARCH, F8, Chunks, Sizes, check, make_call
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -28,16 +29,19 @@ def compare(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0) -
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("block_size", [16, COPIED_BLOCK])
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_head_sizes_and_dtypes(head_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    compare([(70, 1), (20, 9)], Sizes(2, 2, head_size, dtype=dtype), device)
-    compare([(70, 1), (-1, 1), (0, 1)], Sizes(2, 2, head_size, dtype=dtype), device)
+def test_head_sizes_and_dtypes(head_size: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    sizes = Sizes(2, 2, head_size, block_size, dtype)
+    compare([(70, 1), (20, 9)], sizes, device)
+    compare([(70, 1), (-1, 1), (0, 1)], sizes, device)
 
 
+@pytest.mark.parametrize(("dtype", "block_size"), [(F32, 16), (BF16, COPIED_BLOCK)])
 @pytest.mark.parametrize("group", range(1, 9))
-def test_groups(group: int, device: torch.device) -> None:
-    compare([(30, 5), (0, 70 // group)], Sizes(2, group, dtype=F32), device)
-    compare([(30, 1), (5, 1)], Sizes(2, group), device)
+def test_groups(group: int, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
+    compare([(30, 5), (0, 70 // group)], Sizes(2, group, 64, block_size, dtype), device)
+    compare([(30, 1), (65, 1)], Sizes(2, group, 64, block_size), device)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
@@ -45,13 +49,16 @@ def test_mixed_batches(block_size: int, device: torch.device) -> None:
     compare(MIXED, Sizes(2, 3, block_size=block_size), device)
 
 
+@pytest.mark.parametrize("block_size", [16, COPIED_BLOCK])
 @pytest.mark.parametrize("more", [-1, 0, 1])
-def test_edges_of_query_and_key_tiles(more: int, device: torch.device) -> None:
-    config = attention_config(Phase.PREFILL, 64, BF16, BF16, 4, False, ARCH)
+def test_edges_of_query_and_key_tiles(more: int, block_size: int, device: torch.device) -> None:
+    sizes = Sizes(block_size=block_size)
+    kind = make_call([(0, 1)], sizes, device).kind
+    config = attention_config(kind, Phase.PREFILL, ARCH)
     tokens = config.rows // 4
-    compare([(0, tokens + more), (config.tile - tokens, tokens + more)], Sizes(), device)
-    tile = attention_config(Phase.DECODE, 64, BF16, BF16, 4, False, ARCH).tile
-    compare([(tile + more - 1, 1), (2 * tile + more - 1, 1)], Sizes(), device)
+    compare([(0, tokens + more), (config.tile - tokens, tokens + more)], sizes, device)
+    tile = attention_config(kind, Phase.DECODE, ARCH).tile
+    compare([(tile + more - 1, 1), (2 * tile + more - 1, 1)], sizes, device)
 
 
 @pytest.mark.parametrize("window", [1, 17, 64, None])
@@ -67,8 +74,11 @@ def test_window_over_many_key_tiles(device: torch.device) -> None:
     compare([(600, 3)], Sizes(1, 2, window=400), device)
 
 
+FP8_CACHES = [*zip(HEAD_SIZES, (16, 8, 32, 32, 16), strict=True), (64, COPIED_BLOCK), (96, COPIED_BLOCK)]
+
+
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize(("head_size", "block_size"), list(zip(HEAD_SIZES, (16, 8, 64, 32, 16), strict=True)))
+@pytest.mark.parametrize(("head_size", "block_size"), FP8_CACHES)
 def test_fp8_cache(head_size: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
     sizes = Sizes(2, 4, head_size, block_size, dtype=dtype, kv_dtype=F8)
     compare([(70, 1), (-1, 2), (40, 21)], sizes, device)
@@ -83,6 +93,46 @@ def test_fp8_cache_with_queries_that_fp16_does_not_hold(device: torch.device) ->
     call.q[:, 2] = 0
     attention(replace(call, scale=1e-6), ARCH)
     check(replace(call, scale=1e-6))
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 129])
+@pytest.mark.parametrize(("head_size", "kv_dtype"), [(96, None), (80, F8), (256, F8)])
+def test_the_copy_engine_fetches_what_threads_load(
+    length: int, head_size: int, kv_dtype: torch.dtype | None, device: torch.device
+) -> None:
+    for tokens in {1, min(length, 7)}:
+        sizes = Sizes(2, 3, head_size, COPIED_BLOCK, kv_dtype=kv_dtype)
+        call = make_call([(length - tokens, tokens), (0, 1)], sizes, device)
+        config = call.config(Phase.DECODE if tokens == 1 else Phase.PREFILL, ARCH)
+        assert config.copies == (ARCH >= 90)
+        attention(call, ARCH, config)
+        check(call)
+        copied = call.out.clone()
+        attention(call, ARCH, replace(config, copies=False))
+        torch.testing.assert_close(copied, call.out, equal_nan=True)
+
+
+def test_when_the_copy_engine_is_asked() -> None:
+    asked = AttentionKind(128, BF16, BF16, COPIED_BLOCK, 4, softcap=True)
+    assert attention_config(asked, Phase.PREFILL, 90).copies
+    assert attention_config(replace(asked, kv_dtype=F8), Phase.DECODE, 90).copies
+    assert not attention_config(asked, Phase.PREFILL, 80).copies
+    assert not attention_config(replace(asked, window=True), Phase.PREFILL, 90).copies
+    assert not attention_config(replace(asked, block_size=32), Phase.PREFILL, 90).copies
+    assert not attention_config(replace(asked, dtype=F32, kv_dtype=F32), Phase.PREFILL, 90).copies
+    wide = replace(asked, group=17)
+    assert attention_config(wide, Phase.PREFILL, 90).copies
+    assert not attention_config(wide, Phase.DECODE, 90).copies
+
+
+def test_more_keys_than_the_copy_engine_counts_are_refused(device: torch.device) -> None:
+    call = make_call([(0, 5)], Sizes(block_size=COPIED_BLOCK), device)
+    config = replace(call.config(Phase.PREFILL, 90), copies=True)
+    most = 2**31 // (2 * COPIED_BLOCK)
+    cache = torch.empty(most, 2, 1, COPIED_BLOCK, 64, dtype=BF16, device="meta")
+    with pytest.raises(ValueError, match=r"^kv_layer must have less than 2\^31"):
+        replace(call, kv_layer=cache).cache(config)
+    assert replace(call, kv_layer=cache[1:]).cache(config).shape == [2**31 - 2 * COPIED_BLOCK, 64]
 
 
 def test_more_heads_than_a_decode_tile_has_rows(device: torch.device) -> None:
@@ -104,16 +154,18 @@ def test_few_heads_at_once(device: torch.device, monkeypatch: pytest.MonkeyPatch
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[Chunks, Sizes, int]:
+def batches(
+    draw: st.DrawFn, block_sizes: Sequence[int], windows: st.SearchStrategy[int | None]
+) -> tuple[Chunks, Sizes, int]:
     decode = st.tuples(st.integers(-1, 200), st.just(1))
     chunk = st.tuples(st.integers(0, 100), st.integers(0, 50))
     sizes = Sizes(
         kv_heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 8)),
         head_size=draw(st.sampled_from(HEAD_SIZES)),
-        block_size=draw(st.sampled_from([8, 16, 32, 64])),
+        block_size=draw(st.sampled_from(block_sizes)),
         dtype=draw(st.sampled_from([BF16, F16, F32])),
-        window=draw(st.one_of(st.none(), st.integers(1, 150))),
+        window=draw(windows),
         softcap=draw(st.sampled_from([None, 5.0])),
     )
     chunks = draw(st.lists(st.one_of(decode, chunk), min_size=1, max_size=5))
@@ -121,14 +173,21 @@ def batches(draw: st.DrawFn) -> tuple[Chunks, Sizes, int]:
 
 
 @settings(max_examples=12)
-@given(batches())
+@given(batches([8, 16, 32, 64], st.one_of(st.none(), st.integers(1, 150))))
 def test_any_mixture(device: torch.device, batch: tuple[Chunks, Sizes, int]) -> None:
     compare(batch[0], batch[1], device, batch[2])
 
 
-def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
+@settings(max_examples=8)
+@given(batches([COPIED_BLOCK], st.none()))
+def test_any_mixture_fetched_by_the_copy_engine(device: torch.device, batch: tuple[Chunks, Sizes, int]) -> None:
+    compare(batch[0], batch[1], device, batch[2])
+
+
+@pytest.mark.parametrize("block_size", [16, COPIED_BLOCK])
+def test_a_row_does_not_depend_on_its_batch(block_size: int, device: torch.device) -> None:
     """Bit for bit: tokens of a chunk, alone and behind other sequences."""
-    together = make_call([(3, 7), (60, 40), (90, 1)], Sizes(), device)
+    together = make_call([(3, 7), (60, 40), (90, 1)], Sizes(block_size=block_size), device)
     attention(together, ARCH)
     alone = replace(
         together,

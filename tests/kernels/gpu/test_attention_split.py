@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from executor_svc.kernels.gpu.attention import attention
 from executor_svc.kernels.gpu.attention_call import AttentionCall
-from executor_svc.kernels.gpu.attention_config import HEAD_SIZES
+from executor_svc.kernels.gpu.attention_config import COPIED_BLOCK, HEAD_SIZES
 from executor_svc.kernels.gpu.attention_split import (
     MAX_SEGMENTS,
     max_segments,
@@ -40,9 +40,10 @@ def compare(chunks: Chunks, sizes: Sizes, device: torch.device, num_sms: int = S
     return call
 
 
+@pytest.mark.parametrize("block_size", [16, COPIED_BLOCK])
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_head_sizes(head_size: int, device: torch.device) -> None:
-    compare([(599, 1), (256, 1), (-1, 1)], Sizes(1, 2, head_size), device)
+def test_head_sizes(head_size: int, block_size: int, device: torch.device) -> None:
+    compare([(599, 1), (256, 1), (-1, 1)], Sizes(1, 2, head_size, block_size), device)
 
 
 @pytest.mark.parametrize("group", [*range(1, 9), 17])
@@ -51,9 +52,10 @@ def test_groups_and_dtypes(group: int, dtype: torch.dtype, device: torch.device)
     compare([(530, 1), (3, 1)], Sizes(2, group, dtype=dtype), device)
 
 
+@pytest.mark.parametrize("block_size", [16, COPIED_BLOCK])
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 511, 512, 513])
-def test_edges_of_segments(length: int, device: torch.device) -> None:
-    compare([(length - 1, 1)], Sizes(), device)
+def test_edges_of_segments(length: int, block_size: int, device: torch.device) -> None:
+    compare([(length - 1, 1)], Sizes(block_size=block_size), device)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(1, None), (300, None), (511, 9.0), (None, 9.0)])
@@ -61,7 +63,10 @@ def test_window_and_softcap(window: int | None, softcap: float | None, device: t
     compare([(700, 1), (511, 1), (20, 1)], Sizes(1, 2, 64, 8, window=window, softcap=softcap), device)
 
 
-@pytest.mark.parametrize(("head_size", "block_size"), list(zip(HEAD_SIZES, (16, 8, 64, 32, 16), strict=True)))
+@pytest.mark.parametrize(
+    ("head_size", "block_size"),
+    [*zip(HEAD_SIZES, (16, 8, 32, 32, 16), strict=True), (64, COPIED_BLOCK), (96, COPIED_BLOCK)],
+)
 def test_fp8_cache(head_size: int, block_size: int, device: torch.device) -> None:
     sizes = Sizes(2, 2, head_size, block_size, kv_dtype=F8)
     compare([(700, 1), (20, 1)], sizes, device)

@@ -127,8 +127,8 @@ def kernel(target):
     """Never run."""
 
 
-INTERPRETED = Variant("interpreted", InterpretedFunction(kernel), {"target": "*i32"}, {}, wgmma=True)
-BUILD = Build("interpreted", 90, 32, 16, 1024, 0, 0, 0, True, False, 4, 4, 0, 0.1)
+INTERPRETED = Variant("interpreted", InterpretedFunction(kernel), {"target": "*i32"}, {}, wgmma=True, copies=True)
+BUILD = Build("interpreted", 90, 32, 16, 1024, 0, 0, 0, True, False, 4, 4, 1, 0.1)
 
 
 def test_the_interpreter_is_refused():
@@ -141,7 +141,8 @@ def test_the_interpreter_is_refused():
     [
         (BUILD, []),
         (replace(BUILD, wgmma=False), ["has no wgmma in its PTX, and must"]),
-        (replace(BUILD, arch=80, wgmma=False), []),
+        (replace(BUILD, num_bulk_copies=0), ["has no instruction to the copy engine in its PTX, and must"]),
+        (replace(BUILD, arch=80, wgmma=False, num_bulk_copies=0), []),
         (replace(BUILD, wgmma_serialized=True), ["has wgmma, but ptxas serializes it"]),
         (replace(BUILD, spill_stores=4, spill_loads=8), []),
         (replace(BUILD, dynamic_shared=227 * 1024 - 16), []),
@@ -178,7 +179,7 @@ def test_the_table_is_written_between_its_marks(generator, monkeypatch):
     assert page.endswith("\n<!-- end kernels -->\nB\n")
     name = short_name(REFUSED)
     assert f"| [{name}](#{name}) | 1 | 20 | 24 | 1040 | 1040 | 1 | 1 |" in page
-    assert "| `in order` | 4 | 2 | 20 | 1040 | 0 | 4 of 4 | 24 | 1040 | 8 | 4 of 4 | wgmma |" in page
+    assert "| `in order` | 4 | 2 | 20 | 1040 | 0 | 4 of 4 | 24 | 1040 | 8 | 4 of 4 | wgmma, copy engine |" in page
 
 
 def test_nothing_is_written_if_something_is_refused(generator, monkeypatch):

@@ -53,6 +53,18 @@ def test_attention_never_spills_and_prefill_multiplies_with_wgmma():
     assert [variant.name for variant in prefill if 90 in variant.archs and not variant.wgmma] == []
 
 
+def test_attention_asks_for_the_copy_engine_where_a_tile_lies_in_one_block():
+    found = {name: entry.variant for name, entry in entries().items() if name.startswith("attention ")}
+    others = {"window", "wide", "fp32", "unite"}
+    wanted = [
+        name
+        for name, v in found.items()
+        if 90 in v.archs and "block64" in name.split() and not others & {*name.split()}
+    ]
+    assert wanted
+    assert [name for name, variant in found.items() if variant.copies] == wanted
+
+
 # --- mistakes in a variant --------------------------------------------------------------------------------------------
 
 
@@ -85,7 +97,8 @@ def test_a_right_variant_has_no_mistakes():
         (replace(RIGHT, divisible=("BLOCK",)), "divisible names BLOCK"),
         (replace(RIGHT, archs=()), r"archs \(\)"),
         (replace(RIGHT, archs=(75,)), r"archs \(75,\)"),
-        (replace(RIGHT, archs=(80,), wgmma=True), "not compiled for sm_90"),
+        (replace(RIGHT, archs=(80,), wgmma=True), "wgmma is asked for, but it is not compiled for sm_90"),
+        (replace(RIGHT, archs=(80,), copies=True), "the copy engine is asked for, but it is not compiled for sm_90"),
         (replace(RIGHT, num_warps=3), "num_warps 3"),
         (replace(RIGHT, num_stages=0), "num_stages 0"),
     ],

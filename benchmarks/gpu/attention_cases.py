@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.attention_runs import Inputs, Sizes, arch_and_sms, check, launch, make_inputs
 from benchmarks.gpu.cases import Bench, Case, Goal, Group, Metrics, one_line
-from executor_svc.kernels.gpu.attention_config import DECODE_ROWS, AttentionConfig
+from executor_svc.kernels.gpu.attention_config import COPIED_BLOCK, DECODE_ROWS, AttentionConfig
 
 if TYPE_CHECKING:
     from executor_svc.kernels.gpu.attention_call import AttentionCall
@@ -19,6 +19,7 @@ _MOST_CHECKED = 8192
 _BATCHES, _CONTEXTS = (1, 4, 16, 64, 256), (1024, 4096, 8192, 32768)
 _LENGTHS = (8192, 32768, 1024, 4096, 16384)
 _TINY = Sizes(2, 40, num_kv_heads=2, group=2, head_size=64)
+_BLOCK_SIZES = (16, COPIED_BLOCK)
 DECODE_GOAL, PREFILL_GOAL = Goal("percent_of_copy", at_least=90), Goal("ratio", at_most=1.43)
 
 DECODE_TILES = tuple(
@@ -28,6 +29,10 @@ DECODE_TILES = tuple(
         (32, 2, 4), (32, 2, 6), (128, 4, 2), (128, 8, 2), (128, 8, 3),
     )
 )  # fmt: skip
+COPIED_DECODE_TILES = tuple(
+    AttentionConfig(DECODE_ROWS, tile, warps, stages, copies=True)
+    for tile, warps, stages in ((64, 4, 3), (64, 4, 4), (64, 4, 2), (64, 8, 3), (64, 8, 4), (32, 4, 4), (32, 4, 6))
+)
 PREFILL_TILES = tuple(
     AttentionConfig(*tile)
     for tile in (
@@ -35,6 +40,10 @@ PREFILL_TILES = tuple(
         (64, 64, 4, 4), (64, 128, 4, 2), (64, 32, 4, 4), (128, 32, 8, 4),
     )
 )  # fmt: skip
+COPIED_PREFILL_TILES = tuple(
+    AttentionConfig(*tile, copies=True)
+    for tile in ((128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 32, 8, 4))
+)
 """Candidates. Compiled for sm_90 with bf16 they spill nothing, or 40 bytes; with an fp8 cache some of the first do."""
 _TUNED_DECODE = (Sizes(256, 1024), Sizes(64, 8192), Sizes(16, 8192), Sizes(1, 32768))
 _TUNED_PREFILL = (Sizes(1, 8192, num_tokens=8192), Sizes(1, 32768, num_tokens=32768))
@@ -45,7 +54,11 @@ _TUNED_PREFILL = (Sizes(1, 8192, num_tokens=8192), Sizes(1, 32768, num_tokens=32
 
 def decode_cases(tiny: bool) -> Sequence[Case]:
     """bf16 before fp8, GQA 4 before 8; the middle of the table before its corners, as those are met in serving."""
-    return [decode_case(each, _time_decode, 3.0, DECODE_GOAL) for each in decode_sizes(tiny)]
+    return [_decode(each) for each in decode_sizes(tiny)]
+
+
+def _decode(sizes: Sizes) -> Case:
+    return decode_case(sizes, _time_decode, 3.0, DECODE_GOAL)
 
 
 def decode_sizes(tiny: bool) -> list[Sizes]:
@@ -68,9 +81,9 @@ def decode_case(
     kv = "fp8" if sizes.fp8 else "bf16"
     params = {
         "batch": sizes.batch, "context": sizes.context, "gqa": sizes.group, "kv": kv,
-        "kv_heads": sizes.num_kv_heads, "head_size": sizes.head_size,
+        "kv_heads": sizes.num_kv_heads, "head_size": sizes.head_size, "block_size": sizes.block_size,
     }  # fmt: skip
-    name = f"{kv} gqa{sizes.group} batch {sizes.batch} context {sizes.context}"
+    name = f"{kv} gqa{sizes.group} batch {sizes.batch} context {sizes.context} blocks of {sizes.block_size}"
     return Case(name, params, lambda bench: run(bench, sizes), estimate_s, goal)
 
 
@@ -107,9 +120,9 @@ def prefill_cases(tiny: bool) -> Sequence[Case]:
 def _prefill(sizes: Sizes) -> Case:
     params = {
         "batch": sizes.batch, "context": sizes.context, "num_tokens": sizes.num_tokens, "gqa": sizes.group,
-        "kv_heads": sizes.num_kv_heads, "head_size": sizes.head_size,
+        "kv_heads": sizes.num_kv_heads, "head_size": sizes.head_size, "block_size": sizes.block_size,
     }  # fmt: skip
-    name = f"{sizes.batch} x {sizes.num_tokens} tokens of {sizes.context}"
+    name = f"{sizes.batch} x {sizes.num_tokens} tokens of {sizes.context} blocks of {sizes.block_size}"
     return Case(name, params, lambda bench: _time_prefill(bench, sizes), 6.0, PREFILL_GOAL)
 
 
@@ -175,33 +188,52 @@ def _time_sdpa(bench: Bench, sizes: Sizes, name: str) -> float | None:
         return None
 
 
+# ---------------------------------------------------------------- block sizes
+
+
+def block_cases(tiny: bool) -> Sequence[Case]:
+    """Blocks of 64 keys, which a Hopper GPU's copy engine fetches, beside those of 16."""
+    decode = [_TINY] if tiny else [replace(each, fp8=fp8) for fp8 in (False, True) for each in _TUNED_DECODE]
+    prefill = [replace(_TINY, batch=1, num_tokens=40)] if tiny else _TUNED_PREFILL
+    cases = [_decode(replace(each, block_size=size)) for each in decode for size in _BLOCK_SIZES]
+    return cases + [_prefill(replace(each, block_size=size)) for each in prefill for size in _BLOCK_SIZES]
+
+
 # ---------------------------------------------------------------- tiles
 
 
 def tune_decode_cases(tiny: bool) -> Sequence[Case]:
     """Each candidate on a few batches, bf16 and fp8."""
     if tiny:
-        return [_tune(_TINY, AttentionConfig(DECODE_ROWS, 32, 4, 2))]
+        tiles = AttentionConfig(DECODE_ROWS, 32, 4, 2)
+        return [_tune(_TINY, tiles), _tune(_TINY, replace(tiles, copies=True))]
     sizes = [replace(each, fp8=fp8) for fp8 in (False, True) for each in _TUNED_DECODE]
-    return [_tune(each, config) for each in sizes for config in DECODE_TILES]
+    return [_tune(each, config) for each in sizes for config in (*DECODE_TILES, *COPIED_DECODE_TILES)]
 
 
 def tune_prefill_cases(tiny: bool) -> Sequence[Case]:
     """Each candidate on two prompts."""
     if tiny:
         return [_tune(replace(_TINY, batch=1, num_tokens=40), AttentionConfig(64, 32, 4, 2))]
-    return [_tune(each, config) for each in _TUNED_PREFILL for config in PREFILL_TILES]
+    return [_tune(each, config) for each in _TUNED_PREFILL for config in (*PREFILL_TILES, *COPIED_PREFILL_TILES)]
 
 
-def _tune(sizes: Sizes, config: AttentionConfig) -> Case:
+def _tune(given: Sizes, config: AttentionConfig) -> Case:
+    sizes = _as_copied(given, config)
     kv = "fp8" if sizes.fp8 else "bf16"
     params: dict[str, Any] = {
         "batch": sizes.batch, "context": sizes.context, "num_tokens": sizes.num_tokens, "kv": kv, "gqa": sizes.group,
         "rows": config.rows, "tile": config.tile, "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "block_size": sizes.block_size,
     }  # fmt: skip
     name = f"{kv} {sizes.batch} x {sizes.num_tokens} of {sizes.context}: {config.rows}x{config.tile}"
-    name += f" warps {config.num_warps} stages {config.num_stages}"
+    name += f" warps {config.num_warps} stages {config.num_stages}" + " copied" * config.copies
     return Case(name, params, lambda bench: _time_tiles(bench, sizes, config), 3.0)
+
+
+def _as_copied(sizes: Sizes, config: AttentionConfig) -> Sizes:
+    """Sizes with the blocks that these tiles need."""
+    return replace(sizes, block_size=COPIED_BLOCK) if config.copies else sizes
 
 
 def _time_tiles(bench: Bench, sizes: Sizes, config: AttentionConfig) -> Metrics:
@@ -270,12 +302,14 @@ def warm_cases(tiny: bool) -> Sequence[Case]:
     if tiny:
         return [_warm(_TINY, None)]
     short, wide, whole = Sizes(1, 512), Sizes(256, 16), Sizes(1, 256, num_tokens=256)
-    usual = [_warm(replace(each, fp8=fp8), None) for each in (wide, short) for fp8 in (False, True)]
-    decode = [_warm(replace(each, fp8=fp8), c) for each in (wide, short) for fp8 in (False, True) for c in DECODE_TILES]
-    return [_warm(whole, None), *usual, *(_warm(whole, config) for config in PREFILL_TILES), *decode]
+    decode = [replace(each, fp8=fp8) for each in (wide, short) for fp8 in (False, True)]
+    cases = [_warm(replace(each, block_size=size), None) for each in (whole, *decode) for size in _BLOCK_SIZES]
+    cases += [_warm(whole, config) for config in (*PREFILL_TILES, *COPIED_PREFILL_TILES)]
+    return cases + [_warm(each, config) for each in decode for config in (*DECODE_TILES, *COPIED_DECODE_TILES)]
 
 
-def _warm(sizes: Sizes, config: AttentionConfig | None) -> Case:
+def _warm(given: Sizes, config: AttentionConfig | None) -> Case:
+    sizes = given if config is None else _as_copied(given, config)
     return Case(f"{sizes} {config}", {}, lambda bench: _compile(bench, sizes, config), 15.0)
 
 
@@ -291,5 +325,6 @@ def _compile(bench: Bench, sizes: Sizes, config: AttentionConfig | None) -> Metr
 WARM = Group("warm", "kernels compiled", warm_cases, limit_s=60)
 DECODE = Group("decode", "decode attention", decode_cases, limit_s=130)
 PREFILL = Group("prefill", "prefill attention", prefill_cases, limit_s=60)
+BLOCKS = Group("blocks", "attention by block size", block_cases, limit_s=80)
 TUNE_DECODE = Group("tune-decode", "tiles of decode attention", tune_decode_cases, limit_s=200)
 TUNE_PREFILL = Group("tune-prefill", "tiles of prefill attention", tune_prefill_cases, limit_s=200)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from executor_svc.kernels.gpu.attention_plan import GpuAttentionPlan
     from executor_svc.kernels.gpu.kernels import GpuKernels
 
-BLOCK_SIZE = 16
 _HOPPER = 90, 132
 _RANDOM_BLOCKS = 4096
 """Blocks whose keys and values are drawn; the others repeat them."""
@@ -35,6 +34,7 @@ class Sizes:
     group: int = 4
     head_size: int = 128
     fp8: bool = False
+    block_size: int = 16
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -42,7 +42,7 @@ class Sizes:
 
     @property
     def blocks_per_seq(self) -> int:
-        return -(-self.context // BLOCK_SIZE)
+        return -(-self.context // self.block_size)
 
     @property
     def kv_bytes(self) -> int:
@@ -131,7 +131,7 @@ def check(inputs: Inputs, sizes: Sizes, out: Tensor) -> None:
 def _pool(bench: Bench, sizes: Sizes) -> Tensor:
     """A cache with blocks for all sequences, shared by cases: the largest so far, one at a time."""
     wanted = sizes.batch * sizes.blocks_per_seq
-    key = f"pool {sizes.fp8} {sizes.num_kv_heads} {sizes.head_size}"
+    key = f"pool {sizes.fp8} {sizes.num_kv_heads} {sizes.head_size} {sizes.block_size}"
     holder: dict[str, Tensor] = bench.keep("pools", dict)
     found = holder.get(key)
     if found is None or found.shape[0] < wanted:
@@ -147,7 +147,7 @@ def _pool(bench: Bench, sizes: Sizes) -> Tensor:
 
 
 def _filled(sizes: Sizes, num_blocks: int, device: torch.device) -> Tensor:
-    block = (2, sizes.num_kv_heads, BLOCK_SIZE, sizes.head_size)
+    block = (2, sizes.num_kv_heads, sizes.block_size, sizes.head_size)
     pool = torch.empty(num_blocks, *block, dtype=sizes.kv_dtype, device=device)
     drawn = torch.randn(min(num_blocks, _RANDOM_BLOCKS), *block, device=device).to(sizes.kv_dtype)
     # As bytes: PyTorch copies fp8 slowly, if at all.

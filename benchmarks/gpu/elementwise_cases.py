@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.attention_runs import BLOCK_SIZE, Sizes, kernels_of
+from benchmarks.gpu.attention_runs import Sizes, kernels_of
 from benchmarks.gpu.cases import Bench, Case, Group, Metrics
 from executor_svc.kernels.interface import HeadNorms, Rope
 
@@ -112,9 +112,9 @@ def _rotation(bench: Bench, rows: int, widths: Widths, norms: HeadNorms | None) 
         angles.sin().to(qkv.dtype),
         torch.randint(_MAX_POSITION, (rows,), device=bench.device),
     )
-    num_blocks = -(-rows // BLOCK_SIZE)
-    cache = _random(bench, num_blocks, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_size)
-    plan = kernels.new_attention_plan(shape, BLOCK_SIZE, rows, rows)
+    num_blocks = -(-rows // sizes.block_size)
+    cache = _random(bench, num_blocks, 2, shape.num_kv_heads, sizes.block_size, shape.head_size)
+    plan = kernels.new_attention_plan(shape, sizes.block_size, rows, rows)
     starts, table = torch.arange(rows + 1, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
     plan.fill(torch.randperm(rows), starts, torch.ones(rows, dtype=torch.int32), table)
     with kernels.recording() as recording:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.benchmark import progress
-from benchmarks.gpu.attention_runs import BLOCK_SIZE, Sizes
+from benchmarks.gpu.attention_runs import Sizes
 from benchmarks.gpu.cases import NotHere, one_line
 
 _WORKSPACE_BYTES = 256 << 20
@@ -36,7 +36,7 @@ class Peer:
         q is [S, H, D], kv_layer [blocks, 2, heads, tokens of a block, D], tables [S, blocks] int32 on the host.
         """
         shape, out = sizes.shape, torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        last_page = (sizes.context - 1) % BLOCK_SIZE + 1
+        last_page = (sizes.context - 1) % sizes.block_size + 1
         self._wrapper.plan(
             torch.arange(sizes.batch + 1, dtype=torch.int32) * sizes.blocks_per_seq,
             tables.flatten().to(q.device),
@@ -44,7 +44,7 @@ class Peer:
             shape.num_heads,
             shape.num_kv_heads,
             sizes.head_size,
-            BLOCK_SIZE,
+            sizes.block_size,
             q_data_type=q.dtype,
             kv_data_type=kv_layer.dtype,
             sm_scale=shape.scale,
@@ -76,7 +76,7 @@ def _try_out(peer: Peer, device: torch.device) -> None:
     """Let a token see itself alone, in the shape of the cases: raises what goes wrong."""
     sizes = Sizes(1, 1)
     q = torch.ones(1, sizes.shape.num_heads, sizes.head_size, dtype=torch.bfloat16, device=device)
-    block = torch.ones(1, 2, sizes.num_kv_heads, BLOCK_SIZE, sizes.head_size, dtype=torch.bfloat16, device=device)
+    block = torch.ones(1, 2, sizes.num_kv_heads, sizes.block_size, sizes.head_size, dtype=torch.bfloat16, device=device)
     work, out = peer.launch(sizes, q, block, torch.zeros(1, 1, dtype=torch.int32))
     work()
     if not torch.equal(out, q):

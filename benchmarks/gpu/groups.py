@@ -14,6 +14,7 @@ ORDER: tuple[Group, ...] = (
     step_cases.STEPS_06B,
     elementwise_cases.GROUP,
     linear_cases.GROUP,
+    attention_cases.BLOCKS,
     attention_cases.TUNE_PREFILL,
     attention_cases.TUNE_DECODE,
     flashinfer_cases.GROUP,

@@ -27,6 +27,8 @@ BUDGET_S = 490.0
 _MOST_WARM = 8
 _GRACE_S = 15.0
 _LOAD_WINDOW_S = 0.5
+_COMPILED = ("decode", "prefill", "blocks", "tune-decode", "tune-prefill")
+"""Groups whose kernels are compiled by several processes before."""
 _TUNED_BY = ("kv", "batch", "context", "num_tokens")
 
 
@@ -70,7 +72,7 @@ def measure(groups: Sequence[Group], tiny: bool, end_at: float) -> Iterator[tupl
     """Every case of every group and what came of it. What takes long to load is begun at once."""
     loading = {group.name: GroupProcess(group, tiny) for group in groups if group.preload is not None}
     try:
-        if any(group.name in ("decode", "prefill", "tune-decode", "tune-prefill") for group in groups):
+        if any(group.name in _COMPILED for group in groups):
             _compile(tiny, end_at)
         ceilings, found = Ceilings(), dict[str, Metrics]()
         for group in groups:

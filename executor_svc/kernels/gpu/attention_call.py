@@ -75,6 +75,11 @@ class AttentionCall:
         return self.kv_layer.shape[3]
 
     @property
+    def block_bits(self) -> int:
+        """Which power of 2 the block size is."""
+        return self.block_size.bit_length() - 1
+
+    @property
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
@@ -110,6 +115,7 @@ class AttentionCall:
         """
         if not config.copies:
             return self.kv_layer
+        _need(self.block_size % config.tile == 0, "kv_layer", "must have whole tiles in a block for the copy engine")
         rows, size = self.kv_layer.numel() // self.head_size, self.head_size
         _need(rows < 2**31, "kv_layer", "must have less than 2^31 keys and values for the copy engine")
         return TensorDescriptor(self.kv_layer, [rows, size], [size, 1], [config.tile, padded(size)])

@@ -14,6 +14,7 @@ import torch
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)
+"""Powers of 2, which kernels are told when they are launched."""
 COPIED_BLOCK = 64
 """Block size for which a Hopper GPU's copy engine fetches keys and values: every tile lies in one block."""
 DECODE_ROWS = 16
@@ -160,7 +161,6 @@ def constants(kind: AttentionKind, config: AttentionConfig) -> dict[str, Any]:
     return {
         "HEAD_SIZE": kind.head_size,
         "PADDED": padded(kind.head_size),
-        "BLOCK_SIZE": kind.block_size,
         "ROWS": config.rows,
         "TILE": config.tile,
         "HAS_WINDOW": kind.window,

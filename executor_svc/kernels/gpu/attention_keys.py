@@ -18,14 +18,12 @@ def keys_to_read(tile, low, high, TILE: tl.constexpr):
 
 
 @triton.jit
-def places_of(
-    keys, ids, kv_head, value_offset, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr
-):
+def places_of(keys, ids, kv_head, value_offset, block_size, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
     """Where keys [TILE] are, [TILE, PADDED], in the blocks `ids` [TILE]; values are `value_offset` behind.
 
     kv_head is where this KV head's keys are in the cache's first block.
     """
-    rows = ids.to(tl.int64) * (2 * value_offset) + keys % BLOCK_SIZE * HEAD_SIZE
+    rows = ids.to(tl.int64) * (2 * value_offset) + (keys & (block_size - 1)) * HEAD_SIZE
     return kv_head + rows[:, None] + tl.arange(0, PADDED)
 
 
@@ -40,10 +38,10 @@ def loaded(places, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def copied(cache, block, tile, head, num_kv_heads, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+def copied(cache, block, tile, head, num_kv_heads, block_size, TILE: tl.constexpr):
     """Keys and values [TILE, PADDED] of a tile, which lies in this block, fetched by the copy engine."""
-    row = (block * (2 * num_kv_heads) + head) * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
-    return cache.load([row, 0]), cache.load([row + num_kv_heads * BLOCK_SIZE, 0])
+    row = (block * (2 * num_kv_heads) + head) * block_size + (tile * TILE & (block_size - 1))
+    return cache.load([row, 0]), cache.load([row + num_kv_heads * block_size, 0])
 
 
 @triton.jit
@@ -60,12 +58,13 @@ def attend(
     clear_from,
     clear_to,
     num_kv_heads,
+    block_size,
+    block_bits,
     inner,
     outer,
     window,
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -78,6 +77,7 @@ def attend(
         q: [ROWS, PADDED], with its factors, as `as_multiplied` has them.
         cache: keys and values of all blocks, as `AttentionCall.cache` gives them.
         head: the KV head.
+        block_size, block_bits: tokens of a KV block, a power of 2, and of which.
         table: the sequence's block table.
         positions: [ROWS] of the tokens.
         begin, end: tiles begin to end - 1 of the sequence's keys are gone through.
@@ -88,13 +88,13 @@ def attend(
     sums = nothing_yet(q)
     if COPIES:
         sums = attend_copied(
-            rows, sums, cache, head, table, begin, end, high, num_kv_heads,
-            BLOCK_SIZE, TILE, HAS_WINDOW, HAS_SOFTCAP, STAGES,
+            rows, sums, cache, head, table, begin, end, high, num_kv_heads, block_size, block_bits,
+            TILE, HAS_WINDOW, HAS_SOFTCAP, STAGES,
         )  # fmt: skip
     else:
         sums = attend_loaded(
-            rows, sums, cache, head, table, begin, end, low, high, num_kv_heads,
-            HEAD_SIZE, PADDED, BLOCK_SIZE, TILE, HAS_WINDOW, HAS_SOFTCAP, STAGES,
+            rows, sums, cache, head, table, begin, end, low, high, num_kv_heads, block_size, block_bits,
+            HEAD_SIZE, PADDED, TILE, HAS_WINDOW, HAS_SOFTCAP, STAGES,
         )  # fmt: skip
     acc, greatest, total = sums
     return acc, greatest * outer, total
@@ -112,23 +112,24 @@ def attend_loaded(
     low,
     high,
     num_kv_heads,
+    block_size,
+    block_bits,
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Return `sums` with the tiles begin to end - 1 in them; nothing before `low` and from `high` on is read."""
-    head_stride: tl.constexpr = BLOCK_SIZE * HEAD_SIZE
+    head_stride = block_size * HEAD_SIZE
     kv_head, value_offset = cache + head * head_stride, num_kv_heads * head_stride
     # Loaded one tile ahead, or loads of keys and values could start only once they are there.
-    ids = tl.load(table + keys_to_read(begin, low, high, TILE) // BLOCK_SIZE)
+    ids = tl.load(table + (keys_to_read(begin, low, high, TILE) >> block_bits))
     for tile in tl.range(begin, end, num_stages=STAGES):
         keys = keys_to_read(tile, low, high, TILE)
-        places = places_of(keys, ids, kv_head, value_offset, HEAD_SIZE, PADDED, BLOCK_SIZE)
-        ids = tl.load(table + keys_to_read(tile + 1, low, high, TILE) // BLOCK_SIZE)
+        places = places_of(keys, ids, kv_head, value_offset, block_size, HEAD_SIZE, PADDED)
+        ids = tl.load(table + (keys_to_read(tile + 1, low, high, TILE) >> block_bits))
         k = loaded(places, HEAD_SIZE, PADDED)
         v = loaded(places + value_offset, HEAD_SIZE, PADDED)
         sums = weigh(rows, sums, k, v, tile, TILE, HAS_WINDOW, HAS_SOFTCAP)
@@ -146,22 +147,23 @@ def attend_copied(
     end,
     high,
     num_kv_heads,
-    BLOCK_SIZE: tl.constexpr,
+    block_size,
+    block_bits,
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Return `sums` with the tiles begin to end - 1 in them; of the last, keys from `high` on count for nothing."""
-    tl.static_assert(BLOCK_SIZE % TILE == 0 and not HAS_WINDOW)
+    tl.static_assert(not HAS_WINDOW)
     whole = tl.minimum(high // TILE, end)
-    block = tl.load(table + begin * TILE // BLOCK_SIZE)  # one tile ahead, as ids are in `attend_loaded`
+    block = tl.load(table + (begin * TILE >> block_bits))  # one tile ahead, as ids are in `attend_loaded`
     for tile in tl.range(begin, whole, num_stages=STAGES):
-        k, v = copied(cache, block, tile, head, num_kv_heads, BLOCK_SIZE, TILE)
-        block = tl.load(table + tl.minimum(tile + 1, end - 1) * TILE // BLOCK_SIZE)
+        k, v = copied(cache, block, tile, head, num_kv_heads, block_size, TILE)
+        block = tl.load(table + (tl.minimum(tile + 1, end - 1) * TILE >> block_bits))
         sums = weigh(rows, sums, k, v, tile, TILE, HAS_WINDOW, HAS_SOFTCAP)
     if whole < end:
-        k, v = copied(cache, block, whole, head, num_kv_heads, BLOCK_SIZE, TILE)
+        k, v = copied(cache, block, whole, head, num_kv_heads, block_size, TILE)
         # Values that no row sees have weight 0, and may be NaN.
         seen = whole * TILE + tl.arange(0, TILE) < high
         v = tl.where(seen[:, None], v.to(rows[0].dtype), 0.0)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from executor_svc.kernels.gpu.attention_call import AttentionCall
-from executor_svc.kernels.gpu.attention_config import AttentionConfig, Phase, padded
+from executor_svc.kernels.gpu.attention_config import COPIED_BLOCK, AttentionConfig, Phase, padded
 from executor_svc.kernels.gpu.attention_keys import attend
 from executor_svc.kernels.gpu.attention_tile import (
     as_multiplied,
@@ -73,7 +73,16 @@ def segments_of(length, window, segments, TILE: tl.constexpr, LEAST_TILES: tl.co
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_kv_heads", "group", "parts", "segments", "window"],
+    do_not_specialize=[
+        "table_stride",
+        "num_kv_heads",
+        "group",
+        "block_size",
+        "block_bits",
+        "parts",
+        "segments",
+        "window",
+    ],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_tables", "k_scale", "v_scale"],
 )
 def split_kernel(
@@ -91,6 +100,8 @@ def split_kernel(
     table_stride,
     num_kv_heads,
     group,
+    block_size,
+    block_bits,
     parts,
     segments,
     scale,
@@ -98,7 +109,6 @@ def split_kernel(
     window,
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     LEAST_TILES: tl.constexpr,
@@ -143,12 +153,13 @@ def split_kernel(
             tl.cdiv(low, TILE),
             length // TILE,
             num_kv_heads,
+            block_size,
+            block_bits,
             inner,
             outer,
             window,
             HEAD_SIZE,
             PADDED,
-            BLOCK_SIZE,
             TILE,
             HAS_WINDOW,
             HAS_SOFTCAP,
@@ -258,6 +269,8 @@ def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: in
         call.block_tables.stride(0),
         call.num_kv_heads,
         call.group,
+        call.block_size,
+        call.block_bits,
         parts,
         segments,
         scale,
@@ -302,8 +315,8 @@ def _unite_constants(config: AttentionConfig) -> dict[str, Any]:
 def variants() -> list[Variant]:
     """Return what is compiled ahead of time: both kernels for each of `attention_variants.cases`."""
     floats = {"sums": "*fp32", "stats": "*fp32"}
-    # The second kernel reads no cache: it is the same for all block sizes, capped or not.
-    few = (case for case in cases(Phase.DECODE) if case.window == case.softcap == (case.block_size == 64))
+    # The second kernel reads no cache: it is the same however that is read, and whether scores are capped or not.
+    few = (case for case in cases(Phase.DECODE) if case.block_size != COPIED_BLOCK and not case.softcap)
     split = variants_of(split_kernel, "attention split", Phase.DECODE, cases(Phase.DECODE), _split_constants, floats)
     unite = variants_of(unite_kernel, "attention unite", Phase.DECODE, few, _unite_constants, floats)
     return split + [replace(each, num_warps=_UNITE_WARPS, num_stages=1) for each in unite]

@@ -1,4 +1,4 @@
-"""Which configurations of the attention kernels are compiled ahead of time, for the two files that have kernels."""
+"""What the attention kernels can be compiled for, all of it, for the two files that have kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from executor_svc.kernels.gpu.attention_config import (
-    BLOCK_SIZES,
+    COPIED_BLOCK,
     HEAD_SIZES,
     AttentionConfig,
     AttentionKind,
@@ -27,7 +27,9 @@ _TYPES = {
     torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-_QUICK = ("128 bf16 block16", "128 bf16 block64")
+_QUICK = ("128 bf16", "128 bf16 copied")
+_ANY_BLOCK = 16
+"""Stands for all block sizes where the copy engine is not asked."""
 _WIDE_GROUP = 17
 """Query heads of a KV head that do not fit a decode tile."""
 
@@ -35,36 +37,20 @@ _WIDE_GROUP = 17
 def name_of(kind: AttentionKind) -> str:
     """Return how variants' names tell it from others."""
     kv = f" kv-{_TYPES[kind.kv_dtype]}" if kind.scales else ""
-    marks = (" window" * kind.window, " softcap" * kind.softcap, " wide" * kind.wide)
-    return f"{kind.head_size} {_TYPES[kind.dtype]}{kv} block{kind.block_size}" + "".join(marks)
-
-
-def all_cases() -> Iterator[AttentionKind]:
-    """Yield everything that can be launched, but for wide groups."""
-    for head_size in HEAD_SIZES:
-        for dtype, kv_dtype in _dtypes():
-            for block_size in BLOCK_SIZES:
-                for window, softcap in product((False, True), repeat=2):
-                    yield AttentionKind(head_size, dtype, kv_dtype, block_size, 1, window, softcap)
+    copied = kind.block_size == COPIED_BLOCK
+    marks = (" window" * kind.window, " softcap" * kind.softcap, " wide" * kind.wide, " copied" * copied)
+    return f"{kind.head_size} {_TYPES[kind.dtype]}{kv}" + "".join(marks)
 
 
 def cases(phase: Phase) -> Iterator[AttentionKind]:
-    """Yield a choice of `all_cases`, in which each of its values is met with each head size and dtype.
-
-    Everything for which the copy engine is asked is among them.
-    """
-    for case in all_cases():
-        plain = not case.window and not case.softcap and case.block_size == 16
-        full = case.window and case.softcap and case.block_size == 64
-        copied = attention_config(case, phase, 90).copies
-        common = case.head_size == 128 and case.dtype == case.kv_dtype == torch.bfloat16
-        if plain or full or copied or common:
-            yield case
-    if phase is Phase.PREFILL:  # has the same tiles for wide groups
-        return
-    for head_size in HEAD_SIZES:
-        for dtype, kv_dtype in _dtypes():
-            yield AttentionKind(head_size, dtype, kv_dtype, 16, _WIDE_GROUP)
+    """Yield all that kernels can be compiled for: any block size, and the one for which the copy engine is asked."""
+    # Prefill has the same tiles for wide groups.
+    groups = (1, _WIDE_GROUP) if phase is Phase.DECODE else (1,)
+    for head_size, (dtype, kv_dtype), group in product(HEAD_SIZES, _dtypes(), groups):
+        for window, softcap, block_size in product((False, True), (False, True), (_ANY_BLOCK, COPIED_BLOCK)):
+            kind = AttentionKind(head_size, dtype, kv_dtype, block_size, group, window, softcap)
+            if block_size == _ANY_BLOCK or attention_config(kind, phase, 90).copies:
+                yield kind
 
 
 def _dtypes() -> Iterator[tuple[torch.dtype, torch.dtype]]:
@@ -95,7 +81,7 @@ def variants_of(
     found = []
     for case in some:
         by_config: dict[AttentionConfig, list[int]] = {}
-        for arch in (90,) if case.scales else ALL_ARCHS:
+        for arch in (90,) if case.scales or case.block_size == COPIED_BLOCK else ALL_ARCHS:
             by_config.setdefault(attention_config(case, phase, arch), []).append(arch)
         for config, archs in by_config.items():
             mark = "" if len(by_config) == 1 else f" sm{archs[0]}"

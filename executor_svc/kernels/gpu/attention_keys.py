@@ -132,7 +132,7 @@ def attend_loaded(
         ids = tl.load(table + (keys_to_read(tile + 1, low, high, TILE) >> block_bits))
         k = loaded(places, HEAD_SIZE, PADDED)
         v = loaded(places + value_offset, HEAD_SIZE, PADDED)
-        sums = weigh(rows, sums, k, v, tile, TILE, HAS_WINDOW, HAS_SOFTCAP)
+        sums = weigh(rows, sums, k, v, tile, False, TILE, HAS_WINDOW, HAS_SOFTCAP)
     return sums
 
 
@@ -161,11 +161,11 @@ def attend_copied(
     for tile in tl.range(begin, whole, num_stages=STAGES):
         k, v = copied(cache, block, tile, head, num_kv_heads, block_size, TILE)
         block = tl.load(table + (tl.minimum(tile + 1, end - 1) * TILE >> block_bits))
-        sums = weigh(rows, sums, k, v, tile, TILE, HAS_WINDOW, HAS_SOFTCAP)
+        sums = weigh(rows, sums, k, v, tile, False, TILE, HAS_WINDOW, HAS_SOFTCAP)
     if whole < end:
         k, v = copied(cache, block, whole, head, num_kv_heads, block_size, TILE)
         # Values that no row sees have weight 0, and may be NaN.
         seen = whole * TILE + tl.arange(0, TILE) < high
         v = tl.where(seen[:, None], v.to(rows[0].dtype), 0.0)
-        sums = weigh(rows, sums, k, v, whole, TILE, HAS_WINDOW, HAS_SOFTCAP)
+        sums = weigh(rows, sums, k, v, whole, True, TILE, HAS_WINDOW, HAS_SOFTCAP)
     return sums

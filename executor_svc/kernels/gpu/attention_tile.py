@@ -68,7 +68,17 @@ def nothing_yet(q):
 
 
 @triton.jit
-def weigh(rows, sums, k, v, tile, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def weigh(
+    rows,
+    sums,
+    k,
+    v,
+    tile,
+    LAST: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
     """Return sums with one tile of keys and values more in them.
 
     Args:
@@ -77,6 +87,7 @@ def weigh(rows, sums, k, v, tile, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, 
         sums: weighted values [ROWS, PADDED], each row's greatest score and its sum of weights.
         k, v: [TILE, PADDED].
         tile: which of the sequence's tiles it is.
+        LAST: is it known to have keys that no row sees.
     """
     q, positions, inner, outer, window, clear_from, clear_to = rows
     acc, greatest, total = sums
@@ -84,7 +95,7 @@ def weigh(rows, sums, k, v, tile, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, 
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1); the softmax needs no 1, and the 2 is in the outer factor.
         scores = -1.0 / (tl.exp2(scores * inner[:, None]) + 1.0)
-    if (tile < clear_from) | (tile >= clear_to):
+    if LAST or (tile < clear_from) | (tile >= clear_to):
         keys = tile * TILE + tl.arange(0, TILE)
         visible = keys[None, :] <= positions[:, None]
         if HAS_WINDOW:

@@ -14,16 +14,19 @@ _WORDS = 4096
 _WARPS, _STAGES = 8, 2
 
 
-@triton.jit
+_STRIDES = ("source_layer_stride", "source_block_stride", "target_layer_stride", "target_block_stride")
+
+
+@triton.jit(do_not_specialize=[*_STRIDES, "num_layers", "num_words"])
 def _copy_blocks(
     source,
     target,
     source_ids,
     target_ids,
-    source_layer_stride,
-    source_block_stride,
-    target_layer_stride,
-    target_block_stride,
+    source_layer_stride: tl.int64,
+    source_block_stride: tl.int64,
+    target_layer_stride: tl.int64,
+    target_block_stride: tl.int64,
     num_layers,
     num_words,
     HAS_SOURCE_IDS: tl.constexpr,
@@ -125,13 +128,12 @@ def variants() -> list[Variant]:
 
 
 def _variant(name: str, has_source_ids: bool, has_target_ids: bool) -> Variant:
-    strides = ("source_layer_stride", "source_block_stride", "target_layer_stride", "target_block_stride")
     signature = {
         "source": "*i32",
         "target": "*i32",
         "source_ids": "*i64" if has_source_ids else "constexpr",
         "target_ids": "*i64" if has_target_ids else "constexpr",
-        **dict.fromkeys(strides, "i64"),
+        **dict.fromkeys(_STRIDES, "i64"),
         "num_layers": "i32",
         "num_words": "i32",
         "HAS_SOURCE_IDS": "constexpr",
@@ -148,7 +150,7 @@ def _variant(name: str, has_source_ids: bool, has_target_ids: bool) -> Variant:
         kernel=_copy_blocks,
         signature=signature,
         constants=constants | absent,
-        divisible=("source", "target", *present, *strides, "num_words"),
+        divisible=("source", "target", *present),
         num_warps=_WARPS,
         num_stages=_STAGES,
         fp_fusion=False,

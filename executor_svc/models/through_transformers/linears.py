@@ -34,10 +34,11 @@ class PreparedLinear(nn.Module):
 
 
 def prepare_linears(model: Any, builder: Builder) -> None:
-    """Replace every linear of a model, the head included, in place.
+    """Replace every linear of a model, in place; the one that makes logits is called lm_head, whatever its name.
 
     Only the very classes that are known: what else derives from them may compute something else.
     """
+    head = model.get_output_embeddings()
     found = [(name, part) for name, part in model.named_modules() if _class_of(part) in _KNOWN]
     for name, part in found:
         if part.weight.dtype != builder.dtype:
@@ -46,7 +47,7 @@ def prepare_linears(model: Any, builder: Builder) -> None:
         # GPT-2's have [in_features, out_features].
         weight = weight.t().contiguous() if _class_of(part) == _CONV1D else weight
         bias = None if part.bias is None else part.bias.detach()
-        linear = builder.prepare_linear(name, weight, bias)
+        linear = builder.prepare_linear("lm_head" if part is head else name, weight, bias)
         model.set_submodule(name, PreparedLinear(linear, weight.dtype, weight.device, bias is not None))
 
 

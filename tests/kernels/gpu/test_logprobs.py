@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from executor_svc import logprobs
 from executor_svc.kernels.gpu.logprobs import DeviceLogprobs, row_logprobs
@@ -50,6 +52,32 @@ def test_they_are_the_cpus(device: torch.device, vocab: int) -> None:
         assert found.top_ids[row, :n].tolist() == wanted.top_ids[row, :n].tolist()
         np.testing.assert_allclose(found.top[row, :n].cpu(), wanted.top[row, :n], rtol=1e-6, atol=2e-6)
         assert not found.top[row, n:].any()
+
+
+@settings(max_examples=15)
+@given(
+    vocab=st.integers(1, 400), num_rows=st.integers(1, 5), num_logits=st.integers(1, 3), num_top=st.integers(1, 20),
+    scale=st.sampled_from([0.5, 3.0]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_they_are_what_float64_gives(
+    device: torch.device, vocab: int, num_rows: int, num_logits: int, num_top: int, scale: float, seed: int
+) -> None:
+    """Rows that share logits, of which many are equal and some are ruled out."""
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy((rng.standard_normal((num_logits, vocab)) * scale).round(1).astype(np.float32))
+    logits[torch.from_numpy(rng.random((num_logits, vocab)) < 0.2)] = -INF
+    logits[:, int(rng.integers(vocab))] = 1.0
+    tokens, asked = rng.integers(0, vocab, num_rows), rng.integers(0, num_top + 1, num_rows)
+    sources = rng.integers(0, num_logits, num_rows)
+    found = tell(logits, tokens.tolist(), asked.tolist(), device, num_top, sources=sources.tolist())
+    exact = torch.log_softmax(logits.double(), 1)
+    order = torch.sort(logits, dim=1, descending=True, stable=True).indices
+    for row, (token, source) in enumerate(zip(tokens.tolist(), sources.tolist(), strict=True)):
+        assert found.chosen[row].item() == pytest.approx(float(exact[source, token]), rel=1e-6, abs=2e-6)
+        assert found.ranks[row].item() == order[source].tolist().index(token) + 1
+        n = min(int(asked[row]), vocab)
+        assert found.top_ids[row, :n].tolist() == order[source, :n].tolist()
+        np.testing.assert_allclose(found.top[row, :n].cpu(), exact[source, order[source, :n]], rtol=1e-6, atol=2e-6)
 
 
 def test_ties_and_tokens_that_are_ruled_out(device: torch.device) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from executor_svc.kernels.gpu.penalties import add_tokens, restart_counts
 from executor_svc.kernels.gpu.sampling_state import RECORD_WORDS, SamplingState
@@ -26,6 +28,24 @@ def test_counts_are_those_of_the_token_ids(device: torch.device, vocab: int) -> 
     w = world(vocab, [sequence(0, prompt, output, **PENALTIES), sequence(1, prompt, output)], device)
     assert w.state.counts[0].tolist() == counted(vocab, prompt, output)
     assert not w.state.counts[1:].any()
+
+
+@settings(max_examples=12)
+@given(data=st.data(), vocab=st.integers(1, 300), num_slots=st.integers(1, 4))
+def test_any_tokens_of_any_slots(device: torch.device, data: st.DataObject, vocab: int, num_slots: int) -> None:
+    """Counted when they are admitted, some more of some slots added then, in any order of rows."""
+    ids = st.integers(0, vocab - 1)
+    texts = [
+        (data.draw(st.lists(ids, min_size=1, max_size=20)), data.draw(st.lists(ids, max_size=20)))
+        for _ in range(num_slots)
+    ]
+    w = world(vocab, [sequence(slot, *text, **PENALTIES) for slot, text in enumerate(texts)], device)
+    rows = data.draw(st.permutations(range(num_slots)))
+    taken = [data.draw(st.integers(-1, vocab - 1)) for _ in rows]
+    add_tokens(w.state.counts, w.ints(rows), torch.tensor(taken, device=device), w.state.records)
+    for slot, token in zip(rows, taken, strict=True):
+        prompt, output = texts[slot]
+        assert w.state.counts[slot].tolist() == counted(vocab, prompt, [*output, *([token] if token >= 0 else [])])
 
 
 def test_a_slots_next_owner_starts_anew(device: torch.device) -> None:

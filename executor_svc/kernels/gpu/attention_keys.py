@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from executor_svc.kernels.gpu.attention_config import COPIED_BLOCK
 from executor_svc.kernels.gpu.attention_tile import nothing_yet, weigh
 
 
@@ -38,10 +39,9 @@ def loaded(places, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def copied(cache, block, tile, head, num_kv_heads, block_size, TILE: tl.constexpr):
-    """Keys and values [TILE, PADDED] of a tile, which lies in this block, fetched by the copy engine."""
-    row = (block * (2 * num_kv_heads) + head) * block_size + (tile * TILE & (block_size - 1))
-    return cache.load([row, 0]), cache.load([row + num_kv_heads * block_size, 0])
+def row_of(tile, block, head, num_kv_heads, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The row at which the copy engine finds a tile's keys, which lie in this block."""
+    return (block * (2 * num_kv_heads) + head) * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
 
 
 @triton.jit
@@ -88,8 +88,7 @@ def attend(
     sums = nothing_yet(q)
     if COPIES:
         sums = attend_copied(
-            rows, sums, cache, head, table, begin, end, high, num_kv_heads, block_size, block_bits,
-            TILE, HAS_WINDOW, HAS_SOFTCAP, STAGES,
+            rows, sums, cache, head, table, begin, end, high, num_kv_heads, TILE, HAS_WINDOW, HAS_SOFTCAP, STAGES,
         )  # fmt: skip
     else:
         sums = attend_loaded(
@@ -147,23 +146,27 @@ def attend_copied(
     end,
     high,
     num_kv_heads,
-    block_size,
-    block_bits,
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr = COPIED_BLOCK,
 ):
     """Return `sums` with the tiles begin to end - 1 in them; of the last, keys from `high` on count for nothing."""
-    tl.static_assert(not HAS_WINDOW)
+    tl.static_assert(BLOCK_SIZE % TILE == 0 and not HAS_WINDOW)
+    value_offset = num_kv_heads * BLOCK_SIZE
     whole = tl.minimum(high // TILE, end)
-    block = tl.load(table + (begin * TILE >> block_bits))  # one tile ahead, as ids are in `attend_loaded`
+    block = tl.load(table + begin * TILE // BLOCK_SIZE)  # one tile ahead, as ids are in `attend_loaded`
     for tile in tl.range(begin, whole, num_stages=STAGES):
-        k, v = copied(cache, block, tile, head, num_kv_heads, block_size, TILE)
-        block = tl.load(table + (tl.minimum(tile + 1, end - 1) * TILE >> block_bits))
+        row = row_of(tile, block, head, num_kv_heads, BLOCK_SIZE, TILE)
+        block = tl.load(table + tl.minimum(tile + 1, end - 1) * TILE // BLOCK_SIZE)
+        k = cache.load([row, 0])
+        v = cache.load([row + value_offset, 0])
         sums = weigh(rows, sums, k, v, tile, False, TILE, HAS_WINDOW, HAS_SOFTCAP)
     if whole < end:
-        k, v = copied(cache, block, whole, head, num_kv_heads, block_size, TILE)
+        row = row_of(whole, block, head, num_kv_heads, BLOCK_SIZE, TILE)
+        k = cache.load([row, 0])
+        v = cache.load([row + value_offset, 0])
         # Values that no row sees have weight 0, and may be NaN.
         seen = whole * TILE + tl.arange(0, TILE) < high
         v = tl.where(seen[:, None], v.to(rows[0].dtype), 0.0)

@@ -87,6 +87,7 @@ _AMPERE = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(128, 32, 8, 3),
     ("16", 256): AttentionConfig(64, 32, 8, 3),
+    ("32", 256): AttentionConfig(32, 32, 8, 2),
 }
 _DECODE = {
     ("16", 64): AttentionConfig(DECODE_ROWS, 64, 4, 3),
@@ -97,18 +98,21 @@ _DECODE = {
     ("fp8", 256): AttentionConfig(DECODE_ROWS, 32, 4, 4),
     ("32", 64): AttentionConfig(DECODE_ROWS, 32, 8, 2),
     ("32", 128): AttentionConfig(DECODE_ROWS, 32, 8, 2),
-    ("32", 256): AttentionConfig(DECODE_ROWS, 16, 4, 2),
+    ("32", 256): AttentionConfig(DECODE_ROWS, 32, 8, 2),
 }
-_DECODE_COPIED_SOFTCAP = _DECODE | {("16", 64): AttentionConfig(DECODE_ROWS, 64, 8, 3)}
-"""With 4 warps the split kernel spills, by 4 bytes."""
+_DECODE_SOFTCAP = _DECODE | {
+    ("16", 64): AttentionConfig(DECODE_ROWS, 64, 8, 3),
+    ("16", 128): AttentionConfig(DECODE_ROWS, 64, 8, 3),
+}
+"""With 4 warps some kernels spill, by 4 bytes."""
 _HOPPER_WIDE = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
-    ("16", 128): AttentionConfig(128, 64, 8, 3),
+    ("16", 128): AttentionConfig(128, 64, 8, 2),
     ("16", 256): AttentionConfig(64, 64, 8, 2),
     ("fp8", 64): AttentionConfig(128, 64, 8, 3),
     ("fp8", 128): AttentionConfig(64, 64, 8, 3),
     ("fp8", 256): AttentionConfig(32, 32, 8, 3),
-    ("32", 256): AttentionConfig(32, 16, 16, 3),
+    ("32", 256): AttentionConfig(32, 16, 32, 2),
 }
 """For decodes of more query heads to a KV head than a decode tile has rows: the split kernel takes more registers."""
 _HOPPER_COPIED = _HOPPER | {
@@ -148,7 +152,7 @@ def _may_copy(kind: AttentionKind, phase: Phase, arch: int) -> bool:
 
 def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> Mapping[tuple[str, int], AttentionConfig]:
     if phase is Phase.DECODE and not kind.wide:
-        return _DECODE_COPIED_SOFTCAP if copies and kind.softcap else _DECODE
+        return _DECODE_SOFTCAP if kind.softcap else _DECODE
     if arch < 90:
         return _AMPERE
     if phase is Phase.DECODE:

@@ -49,7 +49,8 @@ class GpuRunner:
             self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, loaded.geometry.num_parameters)
         self._fixed = frozenset((*self._decodes, *self._mixed))
         """What is replayed: decodes whole, those without logits from when their inputs are there."""
-        make: type[CudaGraphs | DirectReplayer] = CudaGraphs if device.torch_device.type == "cuda" else DirectReplayer
+        graphs = captures and device.torch_device.type == "cuda"
+        make: type[CudaGraphs | DirectReplayer] = CudaGraphs if graphs else DirectReplayer
         self._replayer: Replayer = make([*self._decodes, *self._mixed], self._run_fixed)
 
     def sizes_of(self, scheduled: Scheduled) -> StepSizes:
@@ -77,7 +78,8 @@ class GpuRunner:
         else:
             self._slots.launch_build(sizes, one_each)
             hidden = replace(sizes, num_logits=0, num_rows=0)
-            if hidden in self._fixed:
+            # Its attention has the tiles of prompts; decodes have their own.
+            if hidden in self._fixed and not one_each:
                 self._replayer.replay(hidden)
             else:
                 self._run_hidden(hidden, int(scheduled.num_tokens.max()), max_seq_len)

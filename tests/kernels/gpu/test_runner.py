@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from executor_svc import gpu_runner
+from executor_svc.cuda_graphs import DirectReplayer
 from executor_svc.device import NumericsError
+from executor_svc.kernels.gpu.slots import StepSizes
 from executor_svc.plan import SequenceSampling, StepResult
 from executor_svc.worker import Launched
 from tests.checkpoints import make_checkpoint
@@ -113,6 +116,26 @@ def test_steps_are_begun_before_the_last_is_known(llama: Path) -> None:
     # The mirror is where the slots of the CPU would be.
     assert stepper.executor.slots.num_tokens[:2].tolist() == [3 + 6, 20 + 1]
     assert stepper.executor.slots.num_computed_tokens[:2].tolist() == [3 + 5, 20]
+
+
+def test_decodes_without_a_graph_take_none_of_steps_with_prompts(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed: list[StepSizes] = []
+
+    class Noting(DirectReplayer):
+        def replay(self, sizes: StepSizes) -> None:
+            replayed.append(sizes)
+            super().replay(sizes)
+
+    both = StepSizes(2, 2, 0, 0)
+    monkeypatch.setattr(gpu_runner, "mixed_sizes", lambda *_: [both])
+    monkeypatch.setattr(gpu_runner, "DirectReplayer", Noting)
+    monkeypatch.setattr(gpu_runner, "CudaGraphs", Noting)
+    stepper = Stepper(on_gpu(llama))
+    first, second = sequence(0, PROMPTS[0], stepper.blocks(0)), sequence(1, [7], stepper.blocks(1))
+    stepper.step(admitted=(first,), scheduled=scheduled((0, 2, False)))
+    assert replayed.pop() == both
+    stepper.step(admitted=(second,), scheduled=scheduled((0, 1, False), (1, 1, True)))
+    assert not replayed
 
 
 def test_exact_numerics_are_refused(llama: Path) -> None:

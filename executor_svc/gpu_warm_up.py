@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from executor_svc.kernels.gpu.attention_split import LEAST_KEYS
 from executor_svc.kernels.gpu.linear_w8 import TILE_ROWS
 from executor_svc.plan import AdmittedSequence, IntArray, Limits, ScheduledTokens, SequenceSampling, StepPlan
 from executor_svc.worker import Executor
@@ -78,7 +79,18 @@ def _each_kind(limits: Limits) -> Iterator[StepPlan]:
     # A prompt whose tokens are told, drawn, counted; then a decode, by a graph.
     yield _prompts(np.array([_LENGTH]), _EVERYTHING, limits.block_size)
     yield StepPlan(2, 1, decode_ready=True)
-    # One token of a short sequence, in a step without logits: by no graph.
-    short = _prompts(np.array([_LENGTH]), SequenceSampling(), limits.block_size)
-    beginning = ScheduledTokens(_FIRST, np.ones(1, np.int64), np.zeros(1, np.bool_))
-    yield replace(short, released_slots=_FIRST, scheduled=beginning)
+    # One token of a short sequence, and of one whose keys are cut, in steps without logits: by no graph.
+    for length in (_LENGTH, min(LEAST_KEYS + 2, limits.max_model_len)):
+        yield _one_token(length, limits.block_size)
+
+
+def _one_token(length: int, block_size: int) -> StepPlan:
+    """The last but one of a prompt of so many tokens, in the first slot, which has been in use."""
+    whole = _prompts(np.array([length]), SequenceSampling(), block_size)
+    (prompt,) = whole.admitted
+    return replace(
+        whole,
+        released_slots=_FIRST,
+        admitted=(replace(prompt, num_computed_tokens=length - 2),),
+        scheduled=ScheduledTokens(_FIRST, np.ones(1, np.int64), np.zeros(1, np.bool_)),
+    )

@@ -31,7 +31,7 @@ MAX_SEGMENTS = 128
 _PROGRAMS_PER_SM = 4
 """Wanted: enough loads on their way on every SM, and short last programs."""
 _UNITE_WARPS = 4
-_LEAST_KEYS = 256
+LEAST_KEYS = 256
 """Of a segment: what is written and read again is small beside as many keys."""
 
 
@@ -42,7 +42,7 @@ def max_segments(num_kv_heads: int, num_sms: int) -> int:
 
 def wants_split(num_seqs: int, num_kv_heads: int, max_query_len: int, max_seq_len: int, num_sms: int) -> bool:
     """Is this a batch of decodes that is better split: too few to fill a GPU, and long enough to be cut."""
-    fits = max_query_len == 1 and max_seq_len > _LEAST_KEYS
+    fits = max_query_len == 1 and max_seq_len > LEAST_KEYS
     return fits and num_seqs > 0 and _parts(num_seqs, num_kv_heads, num_sms) > 1
 
 
@@ -305,7 +305,7 @@ def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: in
 
 
 def _split_constants(config: AttentionConfig) -> dict[str, Any]:
-    return {"LEAST_TILES": _LEAST_KEYS // config.tile}
+    return {"LEAST_TILES": LEAST_KEYS // config.tile}
 
 
 def _unite_constants(config: AttentionConfig) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
 def started(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> GpuStepExecutor:
     """What `model_build` makes on a GPU."""
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 64, "num_gpu_blocks": 16}
-    model = Model(folder, device="cuda", block_size=BLOCK_SIZE, **sizes, **options)
+    model = Model(folder, device="cuda", block_size=BLOCK_SIZE, **sizes | options)
     config = ExecutorConfig(**model.options)
     run_trial(model.loaded, model.device, config)
     monkeypatch.setattr(gpu_runner, "DirectReplayer", CapturedReplayer)
@@ -131,6 +131,15 @@ def test_no_step_waits_for_a_compiler(
         ],
     )
     assert compiled == known
+
+
+def test_kernels_of_long_decodes_are_compiled_without_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
+) -> None:
+    folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
+    started(folder, monkeypatch, enforce_eager=True, max_model_len=300)
+    names = {str(name).rpartition(".")[2] for known in compiled for name in known[:2]}
+    assert {"attention_kernel", "split_kernel", "unite_kernel"} <= names
 
 
 def test_a_start_leaves_slots_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled) -> None:

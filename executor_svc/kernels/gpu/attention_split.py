@@ -282,6 +282,11 @@ def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: in
         num_stages=config.num_stages,
         enable_fp_fusion=True,
     )
+    _unite(call, config, sums, stats, segments)
+
+
+def _unite(call: AttentionCall, config: AttentionConfig, sums: Tensor, stats: Tensor, segments: int) -> None:
+    """Enqueue the second kernel, over what the first has written."""
     unite_kernel[(call.num_seqs * call.num_heads,)](
         call.query_start_loc,
         call.seq_lens,

@@ -86,6 +86,8 @@ class CudaGraphs:
         """Run each step twice, once to compile and warm up and once to be captured, those of most tokens first."""
         self._graphs: dict[StepSizes, torch.cuda.CUDAGraph] = {}
         pool = None
+        # Captures give it back too: what is taken is then what graphs take.
+        torch.cuda.empty_cache()
         began, free = time.monotonic(), torch.cuda.mem_get_info()[0]
         with _nothing_collected():
             for each in sorted(sizes, key=lambda size: size.num_tokens, reverse=True):

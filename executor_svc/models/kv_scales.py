@@ -55,11 +55,17 @@ def quantizes_kv_alone(quantization: Fields) -> bool:
 def asks_for_fp8(folder: Path, content: dict[str, Any]) -> bool:
     """Return whether a checkpoint says that its keys and values are for fp8, in config.json or in ModelOpt's own file.
 
-    content: of config.json. Raises ModelConfigError or LoaderError for files that can not be read.
+    content: of config.json. Raises ModelConfigError or LoaderError for files that can not be read, and for a checkpoint
+    that is quantized otherwise by ModelOpt's file.
     """
-    theirs = read_json(folder, "hf_quant_config.json", required=False).get("quantization")
-    algorithm = theirs.get("kv_cache_quant_algo") if isinstance(theirs, dict) else None
-    return algorithm == "FP8" or _is_for_fp8(Fields(content).section("quantization_config"))
+    found = read_json(folder, "hf_quant_config.json", required=False).get("quantization")
+    theirs = found if isinstance(found, dict) else {}
+    if theirs.get("quant_algo"):
+        raise LoaderError(
+            f"model folder {folder}: hf_quant_config.json: quant_algo {theirs['quant_algo']!r}: quantized checkpoints "
+            "are not supported"
+        )
+    return theirs.get("kv_cache_quant_algo") == "FP8" or _is_for_fp8(Fields(content).section("quantization_config"))
 
 
 def read_kv_scales(

@@ -89,6 +89,12 @@ _AMPERE = _HOPPER | {
     ("16", 256): AttentionConfig(64, 32, 8, 3),
     ("32", 256): AttentionConfig(32, 32, 8, 2),
 }
+_SMALL = _AMPERE | {
+    ("16", 256): AttentionConfig(64, 32, 8, 2),
+    ("32", 256): AttentionConfig(32, 16, 16, 2),
+}
+_SMALL_ARCHS = (86, 89, 120, 121)
+"""GPUs whose blocks have 99 KiB of shared memory, not 163 or more."""
 _DECODE = {
     ("16", 64): AttentionConfig(DECODE_ROWS, 64, 4, 3),
     ("16", 128): AttentionConfig(DECODE_ROWS, 64, 4, 3),
@@ -147,12 +153,14 @@ def attention_config(kind: AttentionKind, phase: Phase, arch: int) -> AttentionC
 def _may_copy(kind: AttentionKind, phase: Phase, arch: int) -> bool:
     """Can the copy engine fetch whole tiles; for wide decodes, which have few registers left, it is not asked to."""
     fits = kind.block_size == COPIED_BLOCK and kind.dtype.itemsize == 2 and not kind.window
-    return fits and arch >= 90 and not (phase is Phase.DECODE and kind.wide)
+    return fits and arch // 10 == 9 and not (phase is Phase.DECODE and kind.wide)
 
 
 def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> Mapping[tuple[str, int], AttentionConfig]:
     if phase is Phase.DECODE and not kind.wide:
         return _DECODE_SOFTCAP if kind.softcap else _DECODE
+    if arch in _SMALL_ARCHS:
+        return _SMALL
     if arch < 90:
         return _AMPERE
     if phase is Phase.DECODE:

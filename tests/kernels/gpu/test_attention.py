@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -123,6 +124,18 @@ def test_when_the_copy_engine_is_asked() -> None:
     wide = replace(asked, group=17)
     assert attention_config(wide, Phase.PREFILL, 90).copies
     assert not attention_config(wide, Phase.DECODE, 90).copies
+
+
+@pytest.mark.parametrize("arch", [86, 89, 120])
+def test_gpus_with_little_shared_memory(arch: int) -> None:
+    """Keys and values on their way, and the queries, fit into 99 KiB."""
+    for head_size, dtype, group in product(HEAD_SIZES, (BF16, F32), (1, 17)):
+        kind = AttentionKind(head_size, dtype, dtype, COPIED_BLOCK, group)
+        for phase in Phase:
+            config = attention_config(kind, phase, arch)
+            row = (1 << (head_size - 1).bit_length()) * dtype.itemsize
+            assert row * (config.rows + 2 * config.tile * (config.num_stages - 1)) <= 98 << 10
+            assert not config.copies
 
 
 def test_more_keys_than_the_copy_engine_counts_are_refused(device: torch.device) -> None:

@@ -87,6 +87,13 @@ def test_what_checkpoints_say(config: dict[str, Any], modelopt: Any, asks: bool,
     assert asks_for_fp8(tmp_path, config) == asks
 
 
+def test_weights_quantized_by_modelopt_are_refused(tmp_path: Path) -> None:
+    told = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(told))
+    with pytest.raises(LoaderError, match="quant_algo 'FP8': quantized checkpoints are not supported"):
+        asks_for_fp8(tmp_path, {})
+
+
 def calibrated(folder: Path, **section: Any) -> Path:
     """A checkpoint that says of its keys and values alone that they are for fp8."""
     make_checkpoint(folder, "llama", dtype=BF16, num_hidden_layers=1)

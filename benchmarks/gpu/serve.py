@@ -60,7 +60,7 @@ def make_load(options: argparse.Namespace, vocab_size: int) -> Load:
     """The requests of a run; the same for the same seed and vocabulary."""
     lengths = {"least": 4, "most": 12} if options.trial else {}
     all_of = make_requests(options.requests, SEED, vocab_size, **lengths)
-    watched = alike(4, 8, 60, SEED, vocab_size) if options.trial else alike(256, 64, 600, SEED, vocab_size)
+    watched = alike(4, 8, 400, SEED, vocab_size) if options.trial else alike(256, 64, 600, SEED, vocab_size)
     warm_up = [replace(each, output_len=min(each.output_len, 16)) for each in all_of[:64]]
     return Load(all_of, some_of(all_of, options.peer_requests, SEED), watched, warm_up)
 

@@ -47,8 +47,8 @@ class GpuRunner:
         if captures:
             self._decodes = decode_sizes(limits.max_num_seqs)
             self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, loaded.geometry.num_parameters)
-        self._fixed = frozenset((*self._decodes, *self._mixed))
-        """What is replayed: decodes whole, those without logits from when their inputs are there."""
+        self._whole, self._hidden = frozenset(self._decodes), frozenset(self._mixed)
+        """What is replayed: steps whole, or, once their inputs are there, their hidden states."""
         graphs = captures and device.torch_device.type == "cuda"
         make: type[CudaGraphs | DirectReplayer] = CudaGraphs if graphs else DirectReplayer
         self._replayer: Replayer = make([*self._decodes, *self._mixed], self._run_fixed)
@@ -73,13 +73,13 @@ class GpuRunner:
         the likeliest token of each [L] int64, -1 where it can not be sampled.
         """
         one_each = self._slots.stage(scheduled, sizes)
-        if sizes.num_logits and sizes in self._fixed:
+        if sizes in self._whole:
             self._replayer.replay(sizes)
         else:
             self._slots.launch_build(sizes, one_each)
             hidden = replace(sizes, num_logits=0, num_rows=0)
             # Its attention has the tiles of prompts; decodes have their own.
-            if hidden in self._fixed and not one_each:
+            if hidden in self._hidden and not one_each:
                 self._replayer.replay(hidden)
             else:
                 self._run_hidden(hidden, int(scheduled.num_tokens.max()), max_seq_len)

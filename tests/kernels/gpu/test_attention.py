@@ -128,13 +128,13 @@ def test_when_the_copy_engine_is_asked() -> None:
 
 @pytest.mark.parametrize("arch", [86, 89, 120])
 def test_gpus_with_little_shared_memory(arch: int) -> None:
-    """Keys and values on their way, and the queries, fit into 99 KiB."""
+    """Keys and values on their way, and the queries, leave 4 of 99 KiB to what else compiled kernels have there."""
     for head_size, dtype, group in product(HEAD_SIZES, (BF16, F32), (1, 17)):
         kind = AttentionKind(head_size, dtype, dtype, COPIED_BLOCK, group)
         for phase in Phase:
             config = attention_config(kind, phase, arch)
             row = (1 << (head_size - 1).bit_length()) * dtype.itemsize
-            assert row * (config.rows + 2 * config.tile * (config.num_stages - 1)) <= 98 << 10
+            assert row * (config.rows + 2 * config.tile * (config.num_stages - 1)) <= 95 << 10
             assert not config.copies
 
 

@@ -19,6 +19,7 @@ import torch
 from cadenza import AsyncClient, RequestOutput, SamplingParams
 from cadenza.step_watch import StepWatch, watch_steps
 from tests.checkpoints import make_checkpoint
+from tests.helpers.gate import Gate
 from tests.helpers.golden import transformers_model
 from tests.helpers.services import cadenza_services
 from tests.kernels.driver import NUM_THREADS
@@ -151,10 +152,11 @@ def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @asynccontextmanager
-async def serving(golden: Golden, preemption: str, **pools: int) -> AsyncIterator[AsyncClient]:
+async def serving(golden: Golden, preemption: str, gate: Gate, **pools: int) -> AsyncIterator[AsyncClient]:
     async with (
         cadenza_services(
             golden.folder,
+            gate=gate,
             dtype="float32",
             block_size=8,
             max_num_seqs=64,
@@ -169,12 +171,12 @@ async def serving(golden: Golden, preemption: str, **pools: int) -> AsyncIterato
         await running.wait_until_free()
 
 
-async def generate(client: AsyncClient, golden: Golden) -> tuple[list[RequestOutput], list[RequestOutput]]:
+async def generate(client: AsyncClient, gate: Gate, golden: Golden) -> tuple[list[RequestOutput], list[RequestOutput]]:
     """All at once: the searches' outputs, and the others'."""
     requests = [(search.prompt, search.params) for search in golden.searches]
     requests[4:4] = golden.others
     prompts, params = zip(*requests, strict=True)
-    outputs = await client.generate(list(prompts), list(params))
+    outputs = await gate.generate(client, prompts, params)
     return outputs[:4] + outputs[7:], outputs[4:7]
 
 
@@ -212,9 +214,10 @@ def num_searches_swapped(watch: StepWatch, outputs: list[RequestOutput]) -> int:
 
 
 async def test_with_room_for_all(golden: Golden) -> None:
-    async with serving(golden, "recompute", **ROOMY) as client:
-        outputs, _ = await generate(client, golden)
-        again, _ = await generate(client, golden)
+    gate = Gate()
+    async with serving(golden, "recompute", gate, **ROOMY) as client:
+        outputs, _ = await generate(client, gate, golden)
+        again, _ = await generate(client, gate, golden)
     check(golden, outputs)
     check(golden, again)
     ends = {sample.finish_detail for output in outputs for sample in output.outputs}
@@ -227,8 +230,9 @@ async def test_with_room_for_all(golden: Golden) -> None:
 
 @pytest.mark.parametrize("preemption", TIGHT)
 async def test_preempted(golden: Golden, preemption: str) -> None:
-    async with serving(golden, preemption, **TIGHT[preemption]) as client, watch_steps(client) as watch:
-        outputs, others = await generate(client, golden)
+    gate = Gate()
+    async with serving(golden, preemption, gate, **TIGHT[preemption]) as client, watch_steps(client) as watch:
+        outputs, others = await generate(client, gate, golden)
         alone = [(await client.generate([prompt], [params]))[0] for prompt, params in golden.others]
         # They came after all the others had left.
         await watch.wait_left(sum(search.params.beam_width or 0 for search in golden.searches), 10.0)

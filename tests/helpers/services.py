@@ -21,14 +21,18 @@ from executor_svc.servicer import add_services
 from executor_svc.worker import Worker
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
+from tests.helpers.gate import Gate
 
 
 @asynccontextmanager
-async def executor_service(model: Path | str, listen: str = "127.0.0.1:0", **options: Any) -> AsyncIterator[str]:
-    """An executor; yields its address."""
+async def executor_service(
+    model: Path | str, listen: str = "127.0.0.1:0", gate: Gate | None = None, **options: Any
+) -> AsyncIterator[str]:
+    """An executor, behind the gate if there is one; yields its address."""
+    gate = gate or Gate()
     config = ExecutorConfig(model=str(model), listen=listen, **options)
     described: Future[Description] = Future()
-    worker = Worker(lambda: build_executor(config, described))
+    worker = Worker(lambda: gate.before(build_executor(config, described)))
     worker.start()
     await asyncio.wrap_future(worker.ready)
     server = grpc.aio.server(options=server_options())

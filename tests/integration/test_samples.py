@@ -13,6 +13,7 @@ from transformers import MinNewTokensLengthLogitsProcessor, SequenceBiasLogitsPr
 
 from cadenza import AsyncClient, CompletionOutput, InvalidRequestError, RequestOutput, SamplingParams
 from cadenza.step_watch import watch_steps
+from tests.helpers.gate import Gate
 from tests.helpers.sampling_reference import EOS, NUM_TOKENS, PROMPT, ROOMY, Reference, params, serving
 from tests.helpers.services import cadenza_services
 
@@ -118,8 +119,9 @@ async def test_samples_and_beams_notice_no_preemption(reference: Reference, pree
     asked = [drawn(n=3, seed=1), drawn(n=2, seed=2, logprobs=0), params(beam_width=3, n=3), drawn(seed=3), params()]
     async with serving(reference) as client:
         roomy = await client.generate([PROMPT] * 5, asked)
-    async with tightly(reference, preemption, num_cpu_blocks=64) as client:
-        tight = await client.generate([PROMPT] * 5, asked)
+    gate = Gate()
+    async with tightly(reference, preemption, num_cpu_blocks=64, gate=gate) as client:
+        tight = await gate.generate(client, [PROMPT] * 5, asked)
     assert [ids(output) for output in tight] == [ids(output) for output in roomy]
     assert [[sample.cumulative_logprob for sample in output.outputs] for output in tight] == [
         [sample.cumulative_logprob for sample in output.outputs] for output in roomy
@@ -129,8 +131,9 @@ async def test_samples_and_beams_notice_no_preemption(reference: Reference, pree
 
 
 async def test_swaps_are_in_the_step_records(reference: Reference) -> None:
-    async with tightly(reference, "swap", num_cpu_blocks=64) as client, watch_steps(client) as watch:
-        outputs = await client.generate([PROMPT] * 4, [drawn(n=2, seed=seed) for seed in range(4)])
+    gate = Gate()
+    async with tightly(reference, "swap", num_cpu_blocks=64, gate=gate) as client, watch_steps(client) as watch:
+        outputs = await gate.generate(client, [PROMPT] * 4, [drawn(n=2, seed=seed) for seed in range(4)])
         await watch.wait_left(8, 10.0)
     went = [sequence_id for record in watch.records for sequence_id in record.swapped_out_ids]
     returned = [sequence_id for record in watch.records for sequence_id in record.swapped_in_ids]

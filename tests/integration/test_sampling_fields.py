@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from cadenza import SamplingParams
+from tests.helpers.gate import Gate
 from tests.helpers.sampling_reference import (
     EOS,
     LETTERS,
@@ -184,11 +185,11 @@ async def test_no_field_notices_a_preemption(reference: Reference) -> None:
     given = batch(reference)
     async with serving(reference) as client:
         undisturbed = await client.generate([PROMPT] * len(given), list(given.values()))
-    old = params(max_tokens=40, ignore_eos=True)
+    old, gate = params(max_tokens=40, ignore_eos=True), Gate()
     tight = {"num_gpu_blocks": 6, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    async with serving(reference, **tight) as client:
+    async with serving(reference, gate=gate, **tight) as client:
         for (name, one), expected in zip(given.items(), undisturbed, strict=True):
-            _, output = await client.generate([PROMPT[:8], PROMPT], [old, one])
+            _, output = await gate.generate(client, [PROMPT[:8], PROMPT], [old, one])
             assert expected.metrics.num_preemptions == 0
             assert output.metrics.num_preemptions > 0, name
             assert facts(output) == facts(expected), name
@@ -197,21 +198,21 @@ async def test_no_field_notices_a_preemption(reference: Reference) -> None:
 @pytest.mark.parametrize("num_top", [0, 4])
 async def test_prompt_logprobs_under_chunks_and_preemption(reference: Reference, num_top: int) -> None:
     """The prompt is preempted in its middle, some rows known: each comes once, with transformers' values."""
-    # So long that it is there before the other has taken the blocks that it needs.
-    prompt = (PROMPT * 20)[:200]
+    prompt = (PROMPT * 2)[:40]
     logprobs = torch.log_softmax(reference.logits(prompt), dim=-1)
     given = params(max_tokens=1, prompt_logprobs=num_top, logprobs=num_top)
-    tight = {"num_gpu_blocks": 28, "max_num_seqs": 4, "max_num_batched_tokens": 8}
-    async with serving(reference, **tight) as client:
+    old, gate = params(max_tokens=30, ignore_eos=True), Gate()
+    tight = {"num_gpu_blocks": 6, "max_num_seqs": 4, "max_num_batched_tokens": 8}
+    async with serving(reference, gate=gate, **tight) as client:
         alone = (await client.generate([prompt], given))[0]
-        _, output = await client.generate([PROMPT[:7], prompt], [params(max_tokens=100, ignore_eos=True), given])
+        _, output = await gate.generate(client, [PROMPT[:7], prompt], [old, given])
         deltas = [delta async for delta in client.stream(prompt, given)]
     assert output.metrics.num_preemptions > 0
     assert facts(output) == facts(alone)
     assert [row for delta in deltas for row in delta.prompt_logprobs or []] == output.prompt_logprobs
     assert len(deltas) > 3, "they stream as the chunks are computed"
     rows = output.prompt_logprobs
-    assert len(rows) == 200
+    assert len(rows) == 40
     assert rows[0] is None
     for index, row in enumerate(rows[1:], start=1):
         before = logprobs[index - 1]

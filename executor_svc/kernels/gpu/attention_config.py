@@ -91,6 +91,7 @@ _AMPERE = _HOPPER | {
 }
 _SMALL = _AMPERE | {
     ("16", 256): AttentionConfig(64, 32, 8, 2),
+    ("fp8", 256): AttentionConfig(32, 32, 8, 3),
     ("32", 256): AttentionConfig(32, 16, 16, 2),
 }
 _SMALL_ARCHS = (86, 89, 120, 121)

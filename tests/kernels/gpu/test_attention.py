@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from executor_svc.kernels.gpu import attention as operation
 from executor_svc.kernels.gpu.attention import attention, variants
-from executor_svc.kernels.gpu.attention_config import COPIED_BLOCK, HEAD_SIZES, AttentionKind, Phase, attention_config
+from executor_svc.kernels.gpu.attention_config import (
+    COPIED_BLOCK,
+    HEAD_SIZES,
+    AttentionKind,
+    Phase,
+    attention_config,
+    padded,
+)
 from tests.kernels.gpu.attention_cases import ARCH, F8, Chunks, Sizes, check, make_call
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -129,12 +136,14 @@ def test_when_the_copy_engine_is_asked() -> None:
 @pytest.mark.parametrize("arch", [86, 89, 120])
 def test_gpus_with_little_shared_memory(arch: int) -> None:
     """Keys and values on their way, and the queries, leave 4 of 99 KiB to what else compiled kernels have there."""
-    for head_size, dtype, group in product(HEAD_SIZES, (BF16, F32), (1, 17)):
-        kind = AttentionKind(head_size, dtype, dtype, COPIED_BLOCK, group)
+    caches = [(BF16, BF16), (F32, F32)] + [(BF16, F8)] * (arch >= 90)
+    for head_size, (dtype, kv_dtype), group in product(HEAD_SIZES, caches, (1, 17)):
+        kind = AttentionKind(head_size, dtype, kv_dtype, COPIED_BLOCK, group)
         for phase in Phase:
             config = attention_config(kind, phase, arch)
-            row = (1 << (head_size - 1).bit_length()) * dtype.itemsize
-            assert row * (config.rows + 2 * config.tile * (config.num_stages - 1)) <= 95 << 10
+            num_bytes = dtype.itemsize * config.rows + 2 * kv_dtype.itemsize * config.tile * (config.num_stages - 1)
+            converted = dtype.itemsize * config.tile if kind.scales else 0
+            assert padded(head_size) * (num_bytes + converted) <= 95 << 10
             assert not config.copies
 
 

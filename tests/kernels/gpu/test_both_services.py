@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from cadenza import AsyncClient, RequestOutput, SamplingParams
 from tests.checkpoints import make_checkpoint
+from tests.helpers.gate import Gate
 from tests.helpers.services import cadenza_services
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -32,14 +32,16 @@ REQUESTS = (
 
 
 async def outputs(folder: Path, **options: Any) -> list[RequestOutput]:
-    """What the requests give, all sent at once."""
+    """What the requests give, all there before the first step."""
+    gate = Gate()
     async with (
-        cadenza_services(folder, scheduler={"preemption": "swap"}, **LIMITS, **options) as running,
+        cadenza_services(folder, gate=gate, scheduler={"preemption": "swap"}, **LIMITS, **options) as running,
         AsyncClient(running.target) as client,
     ):
-        found = await asyncio.gather(*(client.generate([prompt], params) for prompt, params in REQUESTS))
+        prompts, params = zip(*REQUESTS, strict=True)
+        found = await gate.generate(client, prompts, params)
         await running.wait_until_free()
-    return [output for (output,) in found]
+    return found
 
 
 async def test_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:

@@ -137,8 +137,8 @@ class ExecutorConfig(ServiceSettings):
     max_num_batched_tokens: int = Field(
         512,
         ge=1,
-        validate_default=True,
-        description="Most tokens computed in one step, at least max_num_seqs; on a GPU, without it, 2,048.",
+        description="Most tokens computed in one step, at least max_num_seqs; without it, on a GPU 2,048, and never "
+        "less than max_num_seqs.",
         json_schema_extra=about("Batching", "tokens"),
     )
     enforce_eager: bool = Field(
@@ -180,11 +180,12 @@ class ExecutorConfig(ServiceSettings):
 
     def sized_for(self, device: str) -> ExecutorConfig:
         """Return the options with the sizes of steps that suit a kind of device, as far as nobody has told any."""
-        if device == "cpu":
-            return self
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
-        if "max_num_batched_tokens" not in self.model_fields_set:
+        tokens_told = "max_num_batched_tokens" in self.model_fields_set
+        if device == "cuda" and not tokens_told:
             tokens = _GPU_BATCHED_TOKENS
-        if "max_num_seqs" not in self.model_fields_set:
+        if device == "cuda" and "max_num_seqs" not in self.model_fields_set:
             seqs = min(_GPU_SEQS, tokens)
+        if not tokens_told:
+            tokens = max(tokens, seqs)
         return self.model_copy(update={"max_num_seqs": seqs, "max_num_batched_tokens": tokens})

@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 
 def build_simulated(config: ExecutorConfig) -> tuple[SimulatedStepExecutor, Description]:
     """Make the executor, on the thread that is to run it; raises StartError, whose message is for the user."""
+    config = config.sized_for("simulated")
     costs = read_costs(config.simulate or "instant")
     model = simulated_model(config)
     geometry = model.geometry

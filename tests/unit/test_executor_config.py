@@ -58,7 +58,7 @@ def test_unknown_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_token_budget_covers_every_sequence() -> None:
     with pytest.raises(ValidationError, match="less than max_num_seqs 600") as caught:
-        ExecutorConfig(model="m", max_num_seqs=600)
+        ExecutorConfig(model="m", max_num_seqs=600, max_num_batched_tokens=599)
     assert caught.value.errors()[0]["loc"] == ("max_num_batched_tokens",)
     assert ExecutorConfig(model="m", max_num_seqs=600, max_num_batched_tokens=600).max_num_seqs == 600
 
@@ -71,9 +71,13 @@ def test_the_token_budget_covers_every_sequence() -> None:
         (["--max-num-seqs", "64"], "cuda", (64, 2048)),
         (["--max-num-batched-tokens", "512"], "cuda", (256, 512)),
         (["--max-num-batched-tokens", "128"], "cuda", (128, 128)),
+        (["--max-num-seqs", "600"], "cpu", (600, 600)),
+        (["--max-num-seqs", "600"], "simulated", (600, 600)),
+        (["--max-num-seqs", "1024"], "cuda", (1024, 2048)),
+        (["--max-num-seqs", "4096"], "cuda", (4096, 4096)),
     ],
 )
-def test_steps_on_a_gpu_are_larger_unless_told(arguments: list[str], device: str, sizes: tuple[int, int]) -> None:
+def test_steps_suit_the_device_unless_told(arguments: list[str], device: str, sizes: tuple[int, int]) -> None:
     config = read_config(["--model", "m", *arguments])
     assert config is not None
     sized = config.sized_for(device)

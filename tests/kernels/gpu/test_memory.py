@@ -27,12 +27,15 @@ from tests.kernels.driver import Model
 SIZES: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 16, "max_model_len": 96, "num_gpu_blocks": 64}
 VOCAB = {"llama": 600, "gpt2": 40000}
 """Of gpt2 so many that what is drawn for all sequences at once takes more than what is told of prompts in pieces."""
+SHAPES: dict[str, dict[str, int]] = {
+    "llama": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 64},
+    "gpt2": {"n_layer": 1, "n_head": 1},
+}
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter takes, of the CPU")
 
 
 def hosted_or_own(family: str, folder: Path, **options: Any) -> Model:
-    own = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 64}
-    checkpoint = make_checkpoint(folder, family, vocab_size=VOCAB[family], **own if family == "llama" else {})
+    checkpoint = make_checkpoint(folder, family, vocab_size=VOCAB[family], **SHAPES[family])
     return Model(checkpoint, device="cuda", block_size=8, **SIZES | options)
 
 

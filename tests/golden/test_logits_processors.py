@@ -87,7 +87,11 @@ def by_transformers(name: str, logits: Tensor) -> Tensor:
             case "repetition_reward":
                 made, ids = theirs.RepetitionPenaltyLogitsProcessor(0.6), whole
             case "bad_words":
-                made, ids = theirs.NoBadWordsLogitsProcessor(WORDS), only_output
+                # Behind what is in no word: transformers 5.17 overlooks words that would be all of its input.
+                made, ids = (
+                    theirs.NoBadWordsLogitsProcessor(WORDS),
+                    torch.nn.functional.pad(only_output, (9, 0), value=-1),
+                )
             case "logit_bias":
                 made, ids = theirs.SequenceBiasLogitsProcessor({(t,): b for t, b in BIAS.items()}), whole
             case "allowed_token_ids":

@@ -1,4 +1,7 @@
-"""Mends what Triton 3.6's interpreter gets wrong or does too often; where kernels run on a GPU nothing is changed."""
+"""Mends what Triton 3.6's interpreter gets wrong or does too often, and PyTorch 2.11 on the CPU can not do.
+
+Where kernels run on a GPU nothing is changed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,30 @@ def mended_interpreter() -> Iterator[None]:
         patch.setattr(interpreter, "_convert_float", _with_rounding(interpreter._convert_float))
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", _with_floats(interpreter))
         patch.setattr(interpreter.InterpretedFunction, "__call__", _ready_once(interpreter))
+        if not _scales_rows():
+            patch.setattr(torch, "_scaled_mm", _scaled_mm)
         yield
+
+
+def _scales_rows() -> bool:
+    """Does PyTorch's scaled product take a scale for each row on the CPU; on GPUs all that we support do."""
+    narrow, scale = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(narrow, narrow.t(), scale, scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+    *, bias: torch.Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool, out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """`torch._scaled_mm`, as far as it is used here."""
+    assert use_fast_accum
+    assert out.dtype == out_dtype
+    product = a.float() @ b.float() * scale_a * scale_b
+    return out.copy_(product if bias is None else product + bias)
 
 
 def _with_index(patch_tensor: Any) -> Any:

@@ -17,7 +17,8 @@ class _TorchTrace:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities)
+        # There is but one cycle of events to keep; not asked to keep them, PyTorch 2.11 warns that it will not.
+        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
 
     def start(self) -> None:
         self._profiler.start()

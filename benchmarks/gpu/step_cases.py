@@ -144,7 +144,7 @@ def _on_device(more: Callable[[], object], steps: int, floor_s: float) -> Metric
         activities = [torch.profiler.ProfilerActivity.CUDA]
         if not torch.cuda.is_available():
             activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
             more()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import numpy as np
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -71,7 +71,9 @@ StepLists = Annotated[StepColumns, AsLists(check_steps)]
 def _column(hint: Any) -> CoreSchema:
     if hint is int:
         return core_schema.int_schema(ge=0)
-    kind = np.dtype(hint.__args__[1].__args__[0])
+    # NDArray[T] is ndarray[..., dtype[T]] before numpy 2.5, and an alias with the argument T since.
+    inner = get_args(hint)[-1]
+    kind = np.dtype(*(get_args(inner) or (inner,)))
     items: CoreSchema
     if kind.kind == "f":
         items = core_schema.nullable_schema(core_schema.float_schema(allow_inf_nan=False))

@@ -69,12 +69,17 @@ class LoadMeter:
 
 
 def measure(groups: Sequence[Group], tiny: bool, end_at: float) -> Iterator[tuple[Group, Case, Outcome]]:
-    """Every case of every group and what came of it. What takes long to load is begun at once."""
-    loading = {group.name: GroupProcess(group, tiny) for group in groups if group.preload is not None}
+    """Every case of every group and what came of it.
+
+    What takes long to load is begun beside the compiling, or when the ceilings are known: they suffer nothing beside.
+    """
+    loading: dict[str, GroupProcess] = {}
+    ceilings, found = Ceilings(), dict[str, Metrics]()
+    compiles = any(group.name in _COMPILED for group in groups)
     try:
-        if any(group.name in _COMPILED for group in groups):
+        if compiles:
+            loading = _begin(groups, tiny)
             _compile(tiny, end_at)
-        ceilings, found = Ceilings(), dict[str, Metrics]()
         for group in groups:
             group_end = min(end_at, time.monotonic() + group.limit_s)
             for case, outcome in outcomes(group, tiny, ceilings, group_end, loading.pop(group.name, None)):
@@ -84,9 +89,15 @@ def measure(groups: Sequence[Group], tiny: bool, end_at: float) -> Iterator[tupl
             if group is CEILINGS:
                 ceilings = ceilings_of(found)
                 progress(f"ceilings: {ceilings}")
+                if not compiles:
+                    loading = _begin(groups, tiny)
     finally:
         for process in loading.values():
             process.stop()
+
+
+def _begin(groups: Sequence[Group], tiny: bool) -> dict[str, GroupProcess]:
+    return {group.name: GroupProcess(group, tiny) for group in groups if group.preload is not None}
 
 
 def _compile(tiny: bool, end_at: float) -> None:

@@ -14,7 +14,8 @@ from benchmarks.common.rows import Row, machine, versions
 
 _QUERY = "name,memory.total,driver_version,power.limit,clocks.max.sm,clocks.max.mem,clocks.sm,temperature.gpu"
 _PACKAGES = (
-    "torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "pydantic", "pytest", "flashinfer-python",
+    "torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "pydantic", "pytest", "llvmlite",
+    "flashinfer-python",
 )  # fmt: skip
 
 

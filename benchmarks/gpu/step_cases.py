@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common.benchmark import progress
-from benchmarks.gpu.cases import Bench, Case, Goal, Group, Metrics, one_line
+from benchmarks.gpu.cases import Bench, Case, Goal, Group, Metrics
 from benchmarks.gpu.plan_driver import PlanDriver
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B, TINY, ModelShape, write_config
 from benchmarks.gpu.trace import device_time, read_trace
@@ -81,6 +80,9 @@ def _group(
             *(_decode_case(model, driver, count, context, decode_goal) for count in counts),
             *(_prefill_case(model, driver, *each) for each in whole),
             _mixed_case(model, driver, beside, context, length),
+            # Last, as what was traced once may be slower ever after.
+            *(_traced_decode_case(model, driver, count, context) for count in counts),
+            _traced_mixed_case(model, driver, beside, context, length),
         ]
 
     def preload(bench: Bench) -> None:
@@ -95,7 +97,7 @@ def _decode_case(
     shape: ModelShape, driver: Callable[[Bench], PlanDriver], batch: int, context: int, goal: float
 ) -> Case:
     def run(bench: Bench) -> Metrics:
-        warm, steps, traced = (1, 3, 2) if bench.tiny else (_WARM_STEPS, _STEPS, _TRACED_STEPS)
+        warm, steps = (1, 3) if bench.tiny else (_WARM_STEPS, _STEPS)
         plans = driver(bench)
         plans.start(batch, context, _grown(bench.tiny))
         plans.decode(warm)
@@ -106,7 +108,6 @@ def _decode_case(
             "floor_ms": 1e3 * floor_s,
             "percent_of_limit": 100 * floor_s / step_s,
             "tokens_per_s": batch / step_s,
-            **_on_device(lambda: plans.decode(traced), traced, floor_s),
         }
 
     params = {"model": shape.name, "phase": "decode", "batch": batch, "context": context}
@@ -117,42 +118,67 @@ def _mixed_case(
     shape: ModelShape, driver: Callable[[Bench], PlanDriver], batch: int, context: int, length: int
 ) -> Case:
     def run(bench: Bench) -> Metrics:
-        warm, steps, traced = (1, 1, 1) if bench.tiny else (_WARM_STEPS, _STEPS, _TRACED_STEPS)
+        warm, steps = (1, 1) if bench.tiny else (_WARM_STEPS, _STEPS)
         plans = driver(bench)
         plans.start(batch, context, _grown(bench.tiny))
         plans.mixed(length, warm)
         step_s = statistics.median(plans.mixed(length, steps))
-        flops = shape.prefill_flops(1, length) + batch * shape.prefill_flops(1, 1)
-        weights = shape.decode_bytes(0, 0)
-        keys = shape.decode_bytes(batch, context + warm + steps // 2) - weights
-        # Matrices are read or multiplied, whichever takes longer.
-        floor_s = max(weights / bench.ceilings.copy, flops / bench.ceilings.matmul) + keys / bench.ceilings.copy
-        return {
-            "ms": 1e3 * step_s,
-            "floor_ms": 1e3 * floor_s,
-            "percent_of_limit": 100 * floor_s / step_s,
-            **_on_device(lambda: plans.mixed(length, traced), traced, floor_s),
-        }
+        floor_s = _mixed_floor_s(shape, bench, batch, context + warm + steps // 2, length)
+        return {"ms": 1e3 * step_s, "floor_ms": 1e3 * floor_s, "percent_of_limit": 100 * floor_s / step_s}
 
     params = {"model": shape.name, "phase": "mixed", "batch": batch, "context": context, "length": length}
     return Case(f"mixed, batch {batch}, context {context}, a prompt of {length}", params, run, 15.0)
 
 
-def _on_device(more: Callable[[], object], steps: int, floor_s: float) -> Metrics:
-    """What torch.profiler says of some more steps; nothing where it sees no device. It slows the host, if anything."""
-    try:
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        if not torch.cuda.is_available():
-            activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-            more()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "trace.json")
-            profiler.export_chrome_trace(str(path))
-            found = device_time(read_trace(path.read_bytes()), left_out=0.0)
-    except Exception as error:
-        progress(f"  no trace: {one_line(error)}")
-        return {}
+def _mixed_floor_s(shape: ModelShape, bench: Bench, batch: int, context: int, length: int) -> float:
+    """Matrices are read or multiplied, whichever takes longer; then keys and values are read."""
+    flops = shape.prefill_flops(1, length) + batch * shape.prefill_flops(1, 1)
+    weights = shape.decode_bytes(0, 0)
+    keys = shape.decode_bytes(batch, context) - weights
+    return max(weights / bench.ceilings.copy, flops / bench.ceilings.matmul) + keys / bench.ceilings.copy
+
+
+def _traced_decode_case(shape: ModelShape, driver: Callable[[Bench], PlanDriver], batch: int, context: int) -> Case:
+    def run(bench: Bench) -> Metrics:
+        warm, steps = (1, 2) if bench.tiny else (_WARM_STEPS, _TRACED_STEPS)
+        plans = driver(bench)
+        plans.start(batch, context, _grown(bench.tiny))
+        plans.decode(warm)
+        floor_s = shape.decode_bytes(batch, context + warm + steps // 2) / bench.ceilings.copy
+        return _on_device(lambda: plans.decode(steps), steps, floor_s)
+
+    params = {"model": shape.name, "phase": "decode", "batch": batch, "context": context, "traced": True}
+    return Case(f"decode, batch {batch}, context {context}: on the device", params, run, 10.0)
+
+
+def _traced_mixed_case(
+    shape: ModelShape, driver: Callable[[Bench], PlanDriver], batch: int, context: int, length: int
+) -> Case:
+    def run(bench: Bench) -> Metrics:
+        steps = 1 if bench.tiny else _TRACED_STEPS
+        plans = driver(bench)
+        plans.start(batch, context, _grown(bench.tiny))
+        plans.mixed(length, 1)
+        floor_s = _mixed_floor_s(shape, bench, batch, context + 1 + steps // 2, length)
+        return _on_device(lambda: plans.mixed(length, steps), steps, floor_s)
+
+    params = {
+        "model": shape.name, "phase": "mixed", "batch": batch, "context": context, "length": length, "traced": True,
+    }  # fmt: skip
+    return Case(f"mixed, batch {batch}, context {context}, a prompt of {length}: on the device", params, run, 10.0)
+
+
+def _on_device(work: Callable[[], object], steps: int, floor_s: float) -> Metrics:
+    """What torch.profiler says of some steps; nothing where it sees no device. It slows the host, if anything."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    if not torch.cuda.is_available():
+        activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        work()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        found = device_time(read_trace(path.read_bytes()), left_out=0.0)
     if found is None:
         return {}
     return {

@@ -167,8 +167,8 @@ class Model:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.options = {
-            "model": str(folder), "num_gpu_blocks": 128, "num_threads": NUM_THREADS, "max_num_batched_tokens": 2048,
-            **options,
+            "model": str(folder), "device": "cpu", "num_gpu_blocks": 128, "num_threads": NUM_THREADS,
+            "max_num_batched_tokens": 2048, **options,
         }  # fmt: skip
         self.device = make_device(ExecutorConfig(**self.options))
         self.loaded = load_model(ExecutorConfig(**self.options), self.device)

@@ -31,11 +31,11 @@ REQUESTS = (
 )
 
 
-async def outputs(folder: Path, **options: Any) -> list[RequestOutput]:
+async def outputs(folder: Path, device: str) -> list[RequestOutput]:
     """What the requests give, all there before the first step."""
     gate = Gate()
     async with (
-        cadenza_services(folder, gate=gate, scheduler={"preemption": "swap"}, **LIMITS, **options) as running,
+        cadenza_services(folder, gate=gate, device=device, scheduler={"preemption": "swap"}, **LIMITS) as running,
         AsyncClient(running.target) as client,
     ):
         prompts, params = zip(*REQUESTS, strict=True)
@@ -46,7 +46,7 @@ async def outputs(folder: Path, **options: Any) -> list[RequestOutput]:
 
 async def test_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
-    expected, found = await outputs(folder), await outputs(folder, device="cuda")
+    expected, found = await outputs(folder, "cpu"), await outputs(folder, "cuda")
     for one, other in zip(found, expected, strict=True):
         assert [sample.token_ids for sample in one.outputs] == [sample.token_ids for sample in other.outputs]
     assert sum(output.metrics.num_preemptions for output in found) > 0

@@ -92,8 +92,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
 
 def started(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> GpuStepExecutor:
     """What `model_build` makes on a GPU."""
-    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 64, "num_gpu_blocks": 16}
-    model = Model(folder, device="cuda", block_size=BLOCK_SIZE, **sizes | options)
+    sizes = {
+        "block_size": BLOCK_SIZE, "max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 64,
+        "num_gpu_blocks": 16,
+    }  # fmt: skip
+    model = Model(folder, device="cuda", **sizes | options)
     config = ExecutorConfig(**model.options)
     run_trial(model.loaded, model.device, config)
     monkeypatch.setattr(gpu_runner, "DirectReplayer", CapturedReplayer)

@@ -30,6 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
+if _HAS_TORCH:
+    import torch
+
+    # Before Triton is imported, which transformers does beside a CUDA build of PyTorch: its decorators decide then.
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
 _NEEDS_TORCH = re.compile(
     r"^\s*(?:from|import) (?:torch|tests\.checkpoints|executor_svc(?!\.config)"
     r"|tests\.helpers\.(?:services|executor_harness|sampling|stepping))\b",

@@ -1,4 +1,4 @@
-"""Runs Triton's kernels on a GPU where there is one, else under Triton's interpreter, on the CPU."""
+"""Kernels run on a GPU where there is one, else under Triton's interpreter, on the CPU (tests/conftest.py)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
-# Before any kernel is imported: the decorator decides then.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.kernels.gpu.interpreter import mended_interpreter
 

@@ -137,7 +137,7 @@ class ExecutorConfig(ServiceSettings):
     max_num_batched_tokens: int = Field(
         512,
         ge=1,
-        validate_default=False,
+        validate_default=False,  # settled by `sized_for`
         description="Most tokens computed in one step, at least max_num_seqs; without it, on a GPU 2,048, and never "
         "less than max_num_seqs.",
         json_schema_extra=about("Batching", "tokens"),

@@ -17,8 +17,7 @@ class _TorchTrace:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        # There is but one cycle of events to keep; not asked to keep them, PyTorch 2.11 warns that it will not.
-        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        self._profiler = torch.profiler.profile(activities=activities)
 
     def start(self) -> None:
         self._profiler.start()

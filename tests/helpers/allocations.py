@@ -26,7 +26,7 @@ class Taken:
 def taken_by(work: Callable[[], object]) -> Taken:
     """Do the work and collect its garbage; the result is kept until all is counted."""
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = work()
         gc.collect()
     events = recorded.profiler.kineto_results.events()

@@ -32,19 +32,23 @@ class Gate:
     async def generate(
         self, client: AsyncClient, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[RequestOutput]:
-        """The outputs of prompts that all wait or run before any of them has a token. Nothing else may run."""
-        self._open.clear()
-        outputs = asyncio.ensure_future(client.generate(list(prompts), list(params)))
-        try:
-            await self._known(client, len(prompts))
-        finally:
-            self._open.set()
-        return await outputs
+        """The outputs of prompts that all wait or run before any of them has a token. Nothing else may run.
 
-    async def _known(self, client: AsyncClient, num_requests: int) -> None:
+        As many plans as may be in flight can have been made when only the first prompts were there.
+        """
+        self._open.clear()
+        async with asyncio.TaskGroup() as tasks:
+            outputs = tasks.create_task(client.generate(list(prompts), list(params)))
+            try:
+                await self._known(client, len(prompts), outputs)
+            finally:
+                self._open.set()
+        return outputs.result()
+
+    async def _known(self, client: AsyncClient, num_requests: int, outputs: asyncio.Task[list[RequestOutput]]) -> None:
         """Each look costs a call, so this does not spin; 20 s at most."""
         async with asyncio.timeout(20):
-            while True:
+            while not outputs.done():
                 load = (await client.server_info()).load
-                if load.num_waiting + load.num_running + load.num_swapped == num_requests:
+                if load.num_waiting + load.num_running + load.num_swapped >= num_requests:
                     return

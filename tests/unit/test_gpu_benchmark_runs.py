@@ -228,11 +228,17 @@ def test_kernels_run_in_a_process_of_their_own(group: str, metric: str) -> None:
 
 @pytest.mark.slow
 def test_whole_steps_run_in_a_process_of_their_own() -> None:
-    # The first and the last of the cases alone: a decode of one sequence, and one with a prompt beside it.
+    # Of the timed cases the first and the last alone: a decode of one sequence, and one with a prompt beside it.
     lines = child("steps-0.6b", "--every", "4")
     assert [line for line in lines if "done" not in line] == [{"loaded": True}, {"begun": 0}, {"begun": 4}]
     found = [line for line in lines if "done" in line]
     assert all(line["metrics"]["percent_of_limit"] > 0 and "error" not in line for line in found)
+
+
+@pytest.mark.slow
+def test_traces_of_whole_steps_want_a_device() -> None:
+    found = [line for line in child("steps-0.6b", "--start", "5", "--every", "8") if "done" in line]
+    assert [line["skipped"] for line in found] == ["the trace has nothing of a device"]
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def test_the_executor_reads_the_configs(shape: Any, tmp_path: Path) -> None:
     options = driver_options(256, 1024, tiny=False)
     assert ExecutorConfig(model=str(tmp_path), **options).max_num_batched_tokens == 8192
     # Room for 256 sequences as long as they become, and for one of 8k tokens.
-    assert options["num_gpu_blocks"] * 16 > 256 * (1024 + 112)
+    assert options["num_gpu_blocks"] * 16 > 256 * (1024 + 80)
     assert options["max_model_len"] > 8192
 
 

@@ -50,7 +50,7 @@ class Noise(BaseModel):
 
 
 class KindLimits(BaseModel):
-    """What an executor can hold; defaults as the executor service has them."""
+    """What an executor can hold; defaults as the executor service has them, on the CPU and for up to 512 sequences."""
 
     model_config = _STRICT
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,16 @@ import triton
 from tests.checkpoints import make_checkpoint
 from tests.kernels.gpu.stubbed_start import LIBRARY, OPTIONS
 
+COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+"""As Triton looks for it."""
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are launched for good here"),
-    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, as Triton's launcher does"),
+    pytest.mark.skipif(
+        COMPILER is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+        reason="needs a C compiler and Python's headers, as Triton's launcher does",
+    ),
 ]
 ROOT = Path(__file__).parents[3]
 
@@ -32,7 +38,8 @@ def stub(tmp_path: Path) -> Path:
     headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     source = Path(__file__).with_name("stub_cuda.c")
     built = ["-shared", "-fPIC", "-o", str(tmp_path / LIBRARY), f"-Wl,-soname,{LIBRARY}"]
-    subprocess.run(["cc", "-I", str(headers), *built, str(source)], check=True)
+    assert COMPILER is not None
+    subprocess.run([COMPILER, "-I", str(headers), *built, str(source)], check=True)
     return tmp_path
 
 

@@ -27,6 +27,8 @@ PYTEST_ARGS ?=
 # So many tests at a time, a file's one after the other; 0: in this process, for a debugger.
 TEST_WORKERS ?= 2
 PYTEST := -m pytest -n $(TEST_WORKERS) --dist loadfile
+# What `make check` runs, without those marked slow: one folder for each part of the product.
+FAST_TESTS := tests/cadenza tests/scheduler_svc tests/executor_svc tests/benchmarks tests/docs
 BENCH_ARGS ?=
 EXPERIMENTS_ARGS ?=
 
@@ -68,7 +70,7 @@ check-protos: $(VENV)/.installed-dev
 	@$(PY) protos/generate_docs.py --check
 
 check-tests: $(VENV)/.installed-dev
-	@echo "== fast tests"; $(PY) $(PYTEST) tests/unit -m 'not slow' -q
+	@echo "== fast tests"; $(PY) $(PYTEST) $(FAST_TESTS) -m 'not slow' -q
 
 check-py312: $(VENV)312/.installed ## the tests that need no torch, on Python 3.12
 	@$(VENV)312/bin/python -m pytest tests -m 'not slow' -q

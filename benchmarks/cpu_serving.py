@@ -19,6 +19,7 @@ if __name__ == "__main__":  # `python benchmarks/cpu_serving.py`, from anywhere,
 
 from benchmarks.common.benchmark import Benchmark, positive, positive_number, progress
 from benchmarks.common.checkpoints import SHAPES, random_checkpoint, vocab_size
+from benchmarks.common.command import run_command
 from benchmarks.common.rows import BenchmarkError, Row
 from benchmarks.common.serving_options import (
     about_model,
@@ -185,6 +186,4 @@ BENCHMARK: Benchmark = Benchmark(
 )
 
 if __name__ == "__main__":
-    from benchmarks.__main__ import main
-
-    sys.exit(main([NAME, *sys.argv[1:]]))
+    sys.exit(run_command(BENCHMARK, sys.argv[1:]))

@@ -21,8 +21,8 @@ from benchmarks.common.rows import Row, make_row
 from benchmarks.common.stats import percentile
 
 if TYPE_CHECKING:  # torch comes with these: only once the benchmark runs
-    from executor_svc.input_batch import ForwardBatch
-    from executor_svc.model_runner import ModelRunner
+    from executor_svc.batch.forward_batch import ForwardBatch
+    from executor_svc.cpu.runner import ModelRunner
 
 NAME = "exactness_cost"
 _BLOCK_SIZE = 16
@@ -44,7 +44,7 @@ _CASES = (_Case("decode1", 1, 0), _Case("decode16", 16, 0), _Case("prefill256", 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
     import torch
 
-    from executor_svc.kernels.cpu import matmul
+    from executor_svc.cpu.kernels import matmul
 
     folder = random_checkpoint(options.shape)
     torch.manual_seed(options.seed)
@@ -115,11 +115,11 @@ def _runner(folder: str, num_threads: int | None) -> tuple[ModelRunner, int]:
     """What runs the model, and its number of threads."""
     import torch
 
+    from executor_svc.build.device import make_device
     from executor_svc.config import ExecutorConfig
-    from executor_svc.description import limits_of
-    from executor_svc.device import make_device
-    from executor_svc.loader import load_model
-    from executor_svc.model_runner import ModelRunner
+    from executor_svc.cpu.runner import ModelRunner
+    from executor_svc.models.loading import load_model
+    from executor_svc.plan.description import limits_of
 
     # fast: at the start of exact mode the reordered kernels are found out and refused.
     blocks = 20 * -(-(_CONTEXT + 256) // _BLOCK_SIZE)
@@ -138,7 +138,7 @@ def _batch(case: _Case) -> ForwardBatch:
     """A step of its kind, each sequence in blocks of its own."""
     import torch
 
-    from executor_svc.input_batch import ForwardBatch
+    from executor_svc.batch.forward_batch import ForwardBatch
 
     chunks = [(_CONTEXT, 1)] * case.decodes + [(0, case.prompt)] * bool(case.prompt)
     width = -(-(_CONTEXT + 256) // _BLOCK_SIZE)

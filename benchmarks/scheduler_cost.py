@@ -21,6 +21,7 @@ if __name__ == "__main__":  # `python benchmarks/scheduler_cost.py`, from anywhe
     sys.path[:1] = [str(_ROOT), str(_ROOT / "client")]
 
 from benchmarks.common.benchmark import Benchmark, positive, progress
+from benchmarks.common.command import run_command
 from benchmarks.common.core_load import empty_core, measure, memory_per_sequence, start
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import BenchmarkError, Row, make_row
@@ -162,6 +163,4 @@ BENCHMARK: Benchmark = Benchmark(
 )
 
 if __name__ == "__main__":
-    from benchmarks.__main__ import main
-
-    sys.exit(main([NAME, *sys.argv[1:]]))
+    sys.exit(run_command(BENCHMARK, sys.argv[1:]))

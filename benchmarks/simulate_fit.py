@@ -26,8 +26,8 @@ from cadenza.loadtest.driver import Progress
 from cadenza.loadtest.results import Run
 from cadenza.loadtest.settings import LoadSettings, make_settings
 from cadenza.simulate.campaign import Simulated, run_simulation
+from cadenza.simulate.executor_profiles import ExecutorKind
 from cadenza.simulate.fit import Fit, fit_costs, fitted_kind, with_clients
-from cadenza.simulate.kinds import ExecutorKind
 from cadenza.simulate.options import scheduler_config
 from cadenza.simulate.recordings import read_recording
 

@@ -22,7 +22,7 @@ from benchmarks.common.rows import BenchmarkError, Row, make_row
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.settings import LoadSettings, make_settings
 from cadenza.simulate.campaign import simulate
-from cadenza.simulate.kinds import ExecutorKind, KindLimits, Overheads
+from cadenza.simulate.executor_profiles import ExecutorKind, KindLimits, Overheads
 from cadenza.simulate.options import scheduler_config
 from executor_svc.simulated.costs import StepCosts
 

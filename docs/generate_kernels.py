@@ -15,10 +15,10 @@ from pathlib import Path
 import triton
 from triton import knobs
 
-from executor_svc.kernels.gpu.build import Build
-from executor_svc.kernels.gpu.build_all import build_all, tasks_of
-from executor_svc.kernels.gpu.registry import Entry, RegistryError, entries, short_name
-from executor_svc.kernels.gpu.variant import ALL_ARCHS
+from executor_svc.gpu.kernels.compile.build import Build
+from executor_svc.gpu.kernels.compile.build_all import build_all, tasks_of
+from executor_svc.gpu.kernels.compile.registry import Entry, RegistryError, entries, short_name
+from executor_svc.gpu.kernels.variant import ALL_ARCHS
 
 TARGET = Path(__file__).with_name("kernels.md")
 

@@ -16,11 +16,12 @@ from random import Random
 
 from scheduler_runs import VOCAB_SIZE, Run, fenced, grid, lane_spec, name_of, pairs_text, table
 
-from scheduler_svc.core.batching import BatchingPolicy, ContinuousBatching, StaticBatching
-from scheduler_svc.core.block_pool import BlockPool
-from scheduler_svc.core.lane import Lane, PlannedStep
-from scheduler_svc.core.rules import Preemption, Rules
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.memory.block_pool import BlockPool
+from scheduler_svc.core.policies.batching import BatchingPolicy, ContinuousBatching, StaticBatching
+from scheduler_svc.core.policies.policies import Policies, Preemption
+from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import BeamSpec, Sampling, SequenceState
 from tests.helpers.core_executor import COSTS
 
@@ -52,7 +53,9 @@ _LETTERS = {
 
 def queues(preemption: Preemption) -> str:
     """Steps by requests: who waits, computes a chunk, decodes, is swapped, has ended."""
-    run = Run(Rules(preemption=preemption), lane_spec(10, max_num_seqs=3, max_num_batched_tokens=8, num_host_blocks=8))
+    run = Run(
+        Policies(preemption=preemption), lane_spec(10, max_num_seqs=3, max_num_batched_tokens=8, num_host_blocks=8)
+    )
     history = _History({name: [] for arrivals in _ARRIVALS.values() for name, _, _ in arrivals})
     groups = {}
     number = 0
@@ -89,7 +92,7 @@ def _did(step: PlannedStep, sequence: Sequence) -> str:
 
 def tables() -> str:
     """Block tables, ref counts and slot mapping of one step."""
-    run = Run(Rules(), lane_spec(12, max_num_batched_tokens=12))
+    run = Run(Policies(), lane_spec(12, max_num_batched_tokens=12))
     steps: list[PlannedStep] = []
     for arrivals in ([("A", 7, 3), ("B", 5, 9)], [], [("C", 4, 6)], [("D", 11, 5)]):
         for name, num_prompt, num_output in arrivals:
@@ -151,7 +154,7 @@ def _pool(lane: Lane) -> list[list[object]]:
 
 def forks() -> str:
     """The tables of three samples before their fork, in the plan that forks them, and in the one after."""
-    run = Run(Rules(), lane_spec(10, max_num_batched_tokens=8))
+    run = Run(Policies(), lane_spec(10, max_num_batched_tokens=8))
     run.add("A", range(1, 15), 6, num_samples=3)
     rows: list[list[object]] = [["plan", "sequence", "computes", "block table", "ref counts", "the plan says"]]
     for number in range(1, 4):
@@ -180,7 +183,7 @@ def _says(step: PlannedStep, sequence: Sequence) -> str:
 
 def beams() -> str:
     """Beams, best first, after each of some results, and what the next plan says of them."""
-    run = Run(Rules(), lane_spec(14, max_num_batched_tokens=8), vocab_size=19)
+    run = Run(Policies(), lane_spec(14, max_num_batched_tokens=8), vocab_size=19)
     run.add("A", range(4, 10), 8, num_samples=2, beams=BeamSpec(width=3))
     group, pool = run.core.groups["", "A"], run.lane.blocks
     rows: list[list[object]] = [
@@ -213,7 +216,7 @@ _SYSTEM = range(1, 10)
 
 def prefix_cache() -> str:
     """What each request found when it joined, and what became of the blocks."""
-    run = Run(Rules(prefix_caching=True), lane_spec(8, num_host_blocks=4))
+    run = Run(Policies(prefix_caching=True), lane_spec(8, num_host_blocks=4))
     requests = [
         ("A", [*_SYSTEM, 20, 21], 4),
         ("B", [*_SYSTEM, 30], 4),
@@ -259,7 +262,7 @@ def auto() -> str:
     for moved_block_us in (20.0, 80.0, 320.0):
         costs = COSTS.model_copy(update={"moved_block_us": moved_block_us})
         spec = lane_spec(10, size, num_host_blocks=10, max_num_batched_tokens=64, max_model_len=128)
-        run = Run(Rules(preemption="auto"), spec, costs)
+        run = Run(Policies(preemption="auto"), spec, costs)
         for name in "ABCD":
             run.add(name, range(1, 33), 48)
         num_preempted = num_swapped = 0
@@ -303,7 +306,7 @@ def fragmentation() -> str:
 def _account(policy: BatchingPolicy, max_tokens: int | None) -> tuple[int, int, int, int, int]:
     """Token slots held, stored and reserved, and sequences that ran, summed over steps; and the number of steps."""
     spec = lane_spec(512, 16, num_slots=40, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=2048)
-    run, random = Run(Rules(batching=policy), spec), Random(4)
+    run, random = Run(Policies(batching=policy), spec), Random(4)
     sampling = Sampling(temperature=0.0, stop_token_ids=(0, 1))
     arrivals: deque[tuple[float, list[int]]] = deque()
     moment = 0.0

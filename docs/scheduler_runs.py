@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 from executor_svc.simulated.costs import StepCosts
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.lane import Lane, PlannedStep
-from scheduler_svc.core.rules import Rules
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import BlockPairs, ExecutorSpec, RequestSpec, Sampling
 from tests.helpers.core_executor import COSTS, CoreExecutor
 
@@ -21,9 +22,9 @@ class Run:
     """A core with one lane and its executor, one plan in flight, moved on step by step."""
 
     def __init__(
-        self, rules: Rules, spec: ExecutorSpec, costs: StepCosts = COSTS, vocab_size: int = VOCAB_SIZE
+        self, policies: Policies, spec: ExecutorSpec, costs: StepCosts = COSTS, vocab_size: int = VOCAB_SIZE
     ) -> None:
-        self.core = Scheduler(rules)
+        self.core = Scheduler(policies)
         self.core.add_executor(0, spec)
         self._executor = CoreExecutor(spec, vocab_size, costs)
         self.now = 0.0
@@ -57,7 +58,7 @@ class Run:
         result = self._executor.run(step.plan)
         self.now += seconds
         self.core.apply_result(0, result, self.now)
-        self.core.take_news()
+        self.core.take_outputs()
 
 
 def lane_spec(num_blocks: int, block_size: int = 4, **more: int) -> ExecutorSpec:

@@ -14,10 +14,10 @@ import grpc
 
 from cadenza.transport import EXECUTOR_PORT, bind, server_options
 from executor_svc.config import ExecutorConfig
-from executor_svc.description import Description
 from executor_svc.errors import StartError
-from executor_svc.servicer import add_services
-from executor_svc.worker import Executor, Worker
+from executor_svc.plan.description import Description
+from executor_svc.service.servicer import add_services
+from executor_svc.worker.worker import Executor, Worker
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def _build_for_good(config: ExecutorConfig, described: Future[Description]) -> E
     gc.disable()
     try:
         if config.simulate is None:
-            import executor_svc.model_build  # noqa: F401
+            import executor_svc.build.model  # noqa: F401
     finally:
         gc.freeze()
         gc.enable()
@@ -58,7 +58,7 @@ def _build(config: ExecutorConfig) -> tuple[Executor, Description]:
         from executor_svc.simulated.build import build_simulated
 
         return build_simulated(config)
-    from executor_svc.model_build import build_model
+    from executor_svc.build.model import build_model
 
     return build_model(config)
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from benchmarks.common.rows import Row
 
+SEED = 20261121
+"""Of everything that is random, unless --seed says otherwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:

@@ -20,8 +20,8 @@ from benchmarks.common.scheduler_load import (
     leavers,
 )
 from scheduler_svc.convert import execution
-from scheduler_svc.core.news import News
-from scheduler_svc.core.rules import Rules
+from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling, StepPlan, StepResult
 
@@ -33,8 +33,8 @@ _MAX_TOKENS = 1_000_000
 
 def empty_core(case: Case, num_steps: int) -> Scheduler:
     """A core without requests, with room for this case and so many timed steps."""
-    rules: dict[str, Any] = {"prefix_caching": True} if case.prefix_cache else {}
-    core = Scheduler(Rules(**rules))
+    policies: dict[str, Any] = {"prefix_caching": True} if case.prefix_cache else {}
+    core = Scheduler(Policies(**policies))
     spec = ExecutorSpec(
         block_size=BLOCK_SIZE,
         num_blocks=case.num_blocks(num_steps),
@@ -76,9 +76,9 @@ def measure(core: Scheduler, case: Case, num_steps: int, seed: int) -> StepTimes
         converted = clock()
         result = changing.result(core)
         begin_apply = clock()
-        news = _apply(core, result)
+        outputs = _apply(core, result)
         applied = clock()
-        _check(case, plan, news, num_running=len(core.lanes[_EXECUTOR].running))
+        _check(case, plan, outputs, num_running=len(core.lanes[_EXECUTOR].running))
         times.add(added, planned - begin, converted - planned, applied - begin_apply, len(wire))
     if core.num_preemptions:
         raise BenchmarkError(f"{core.num_preemptions} sequences were preempted: the pool is too small")
@@ -162,16 +162,16 @@ def _plan(core: Scheduler) -> StepPlan:
     return plan
 
 
-def _apply(core: Scheduler, result: StepResult) -> News:
+def _apply(core: Scheduler, result: StepResult) -> StepOutputs:
     return core.apply_result(_EXECUTOR, result, 0.0)[1]
 
 
-def _check(case: Case, plan: StepPlan, news: News, num_running: int) -> None:
+def _check(case: Case, plan: StepPlan, outputs: StepOutputs, num_running: int) -> None:
     """Every running sequence got its token, and exactly as many joined and ended as the case says."""
     where = f"step {plan.step_id} of {case}"
-    if not plan.decode_ready or len(plan.admitted) != case.num_changing or len(news.finishes) != case.num_changing:
-        raise BenchmarkError(f"{where}: {len(plan.admitted)} joined, {len(news.finishes)} ended")
-    if num_running != case.running - case.num_changing or len(news.sequences) != len(news.token_ids):
+    if not plan.decode_ready or len(plan.admitted) != case.num_changing or len(outputs.finishes) != case.num_changing:
+        raise BenchmarkError(f"{where}: {len(plan.admitted)} joined, {len(outputs.finishes)} ended")
+    if num_running != case.running - case.num_changing or len(outputs.sequences) != len(outputs.token_ids):
         raise BenchmarkError(f"{where}: {num_running} run")
-    if not case.churn and news.token_ids != [TOKEN] * case.running:
-        raise BenchmarkError(f"{where}: {len(news.token_ids)} tokens instead of {case.running}")
+    if not case.churn and outputs.token_ids != [TOKEN] * case.running:
+        raise BenchmarkError(f"{where}: {len(outputs.token_ids)} tokens instead of {case.running}")

@@ -13,7 +13,7 @@ from benchmarks.experiments.repeats import Repeated
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import Case, about, drawn, fixed, h200_8b, poisson, run
 from cadenza.loadtest.metrics import Group, Metrics, Spread, measure
-from cadenza.simulate.kinds import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorKind
 
 BUDGET = "tokens of a step"
 PER_PROMPT = "tokens of one prompt in a step"

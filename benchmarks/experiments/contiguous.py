@@ -11,9 +11,9 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from scheduler_svc.core.lane import Lane
-from scheduler_svc.core.queues import WaitingQueue
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.queues.queues import WaitingQueue
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 
 NumSlots = Callable[[int, int], int]
 """Slots to reserve, of prompt and output tokens."""

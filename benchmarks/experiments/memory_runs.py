@@ -11,12 +11,12 @@ from benchmarks.experiments.contiguous import Allocator, ContiguousReservation, 
 from benchmarks.experiments.stepping import step_through
 from cadenza.loadtest.published import lognormal_text
 from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.kinds import ExecutorKind
-from scheduler_svc.core.batching import BatchingPolicy
-from scheduler_svc.core.lane import Lane
-from scheduler_svc.core.rules import Rules
+from cadenza.simulate.executor_profiles import ExecutorKind
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.policies.batching import BatchingPolicy
+from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequences.sequence import Sequence
 
 SHARES = ("stored", "reserved", "internal", "external")
 MAX, POW2, ORACLE, BLOCKS = "to the maximum", "to a power of two", "by an oracle", "blocks of 16"
@@ -100,15 +100,15 @@ def reserved(
     """Contiguous ranges, given at admission."""
     slots = kind.changed({"block_size": 1})
     policy = ContiguousReservation(allocator(slots.limits.pool_size), num_slots)
-    return _seen(slots, shapes, Rules(batching=policy), watermark=0.0)
+    return _seen(slots, shapes, Policies(batching=policy), watermark=0.0)
 
 
 def paged(kind: ExecutorKind, shapes: Many[RequestShape], block_size: int) -> Held:
     """Blocks, given as they are needed: Cadenza as it is."""
-    return _seen(kind.changed({"block_size": block_size}), shapes, Rules(), watermark=0.01)
+    return _seen(kind.changed({"block_size": block_size}), shapes, Policies(), watermark=0.01)
 
 
-def _seen(kind: ExecutorKind, shapes: Many[RequestShape], rules: Rules, watermark: float) -> Held:
-    picture = Picture(len(shapes), rules.batching)
-    stepped = step_through(kind, shapes, picture.look, rules=rules, watermark=watermark)
+def _seen(kind: ExecutorKind, shapes: Many[RequestShape], policies: Policies, watermark: float) -> Held:
+    picture = Picture(len(shapes), policies.batching)
+    stepped = step_through(kind, shapes, picture.look, policies=policies, watermark=watermark)
     return picture.held(sum(shape.num_output_tokens for shape in shapes) / stepped.duration_s)

@@ -62,10 +62,10 @@ def measured(asked: Asked) -> Outcome:
         per_s = float(at_once.num_output_tokens.sum()) / end_of(at_once)
         return Preempted(*(Repeated((x,)) for x in (per_s, *paced_values(paced, int(paced.num_preemptions.sum())))))
 
-    rules = (RECOMPUTE, SWAP, AUTO)
+    policies = (RECOMPUTE, SWAP, AUTO)
     settings = [(size, _POOL) for size in sizes] + [(_SIZE, pool) for pool in pools if pool != _POOL]
     # Rules follow each other: what else runs on this machine shall not favour one of them.
-    found = {(rule, size, pool): under(rule, size, pool) for size, pool in settings for rule in rules}
+    found = {(rule, size, pool): under(rule, size, pool) for size, pool in settings for rule in policies}
     own_ms, beside_ms = _computed_ms()
     return Outcome(
         setup={
@@ -76,8 +76,8 @@ def measured(asked: Asked) -> Outcome:
             f"and at {rate:.2g}/s (Poisson), what recompute served of them at once in {_POOL:.0%} of the pool",
         },
         layout=TOGETHER,
-        by_size={rule: {size: found[rule, size, _POOL] for size in sizes} for rule in rules},
-        by_pool={rule: {pool: found[rule, _SIZE, pool] for pool in pools} for rule in rules},
+        by_size={rule: {size: found[rule, size, _POOL] for size in sizes} for rule in policies},
+        by_pool={rule: {pool: found[rule, _SIZE, pool] for pool in pools} for rule in policies},
         micro_ms={
             swap_name(TOGETHER): {size: 2 * -(-MICRO_TOKENS // size) * moves.block_ms(size) for size in sizes},
             OWN_STEP: dict.fromkeys(sizes, own_ms),

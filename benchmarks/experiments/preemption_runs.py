@@ -11,9 +11,9 @@ from benchmarks.experiments.experiment import Asked
 from benchmarks.experiments.repeats import Repeated
 from benchmarks.experiments.simulated import Case, a100_13b, about, drawn, poisson, run
 from cadenza.loadtest.columns import RequestColumns
-from cadenza.simulate.kinds import ExecutorKind
-from cadenza.simulate.prices import price_of
+from cadenza.simulate.executor_profiles import ExecutorKind
 from cadenza.simulate.published import OPT_13B
+from cadenza.simulate.step_costs import price_of
 
 RECOMPUTE, SWAP, AUTO = "recompute", "swap", "auto"
 PIECEWISE, WHOLE = "a copy per layer", "a copy per block"

@@ -13,7 +13,7 @@ from benchmarks.experiments.simulated import Case, a100_13b, about, drawn, poiss
 from benchmarks.experiments.simulated import run as run_case
 from benchmarks.experiments.stepping import apart, step_through
 from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.kinds import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorKind
 from scheduler_svc.core.scheduler import Scheduler
 
 SAMPLES, BEAMS = "samples", "beams"

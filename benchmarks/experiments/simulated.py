@@ -24,7 +24,7 @@ from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.slo import Slo
 from cadenza.loadtest.workloads import WorkloadSpec, make_workload
-from cadenza.simulate.kinds import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorKind
 from cadenza.simulate.published import PUBLISHED
 from cadenza.simulate.run import Outcome, Simulation
 from cadenza.simulate.traffic import Traffic

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.experiments.simulated import scheduler_config
 from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.kinds import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorKind
 from cadenza.simulate.lanes import TOKEN, SimulatedLane
-from scheduler_svc.core.rules import Rules
+from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
 
@@ -33,14 +33,14 @@ def step_through(
     shapes: Sequence[RequestShape],
     look: Look,
     *,
-    rules: Rules | None = None,
+    policies: Policies | None = None,
     watermark: float = 0.01,
 ) -> Stepped:
     """Serve requests that all come at once, one plan in flight, so that a plan holds what it says while it runs.
 
     Raises BenchmarkError if the core finds nothing to do while requests wait.
     """
-    core = Scheduler(rules or Rules())
+    core = Scheduler(policies or Policies())
     core.add_executor(0, kind.spec(scheduler_config({"watermark": watermark})))
     lane, now = SimulatedLane(0, kind, core.lanes[0], 1), 0.0
     for shape in shapes:

@@ -10,10 +10,10 @@ import torch
 
 from benchmarks.gpu.attention_runs import Inputs, Sizes, arch_and_sms, check, launch, make_inputs
 from benchmarks.gpu.cases import Bench, Case, Goal, Group, Metrics, one_line
-from executor_svc.kernels.gpu.attention_config import COPIED_BLOCK, DECODE_ROWS, AttentionConfig
+from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, DECODE_ROWS, AttentionConfig
 
 if TYPE_CHECKING:
-    from executor_svc.kernels.gpu.attention_call import AttentionCall
+    from executor_svc.gpu.kernels.attention.call import AttentionCall
 
 _MOST_CHECKED = 8192
 _BATCHES, _CONTEXTS = (1, 4, 16, 64, 256), (1024, 4096, 8192, 32768)
@@ -252,8 +252,8 @@ def tuned_launch(
     bench: Bench, sizes: Sizes, inputs: Inputs, config: AttentionConfig
 ) -> tuple[Callable[[], None], torch.Tensor]:
     """What enqueues attention with these tiles in place of the usual ones, split or not as the plan would have it."""
-    from executor_svc.kernels.gpu.attention import attention
-    from executor_svc.kernels.gpu.attention_split import scratch_floats, split_attention, wants_split
+    from executor_svc.gpu.kernels.attention.attention import attention
+    from executor_svc.gpu.kernels.attention.split import scratch_floats, split_attention, wants_split
 
     arch, num_sms = arch_and_sms(bench.device)
     shape = sizes.shape
@@ -266,8 +266,8 @@ def tuned_launch(
 
 
 def _tuned_call(sizes: Sizes, inputs: Inputs, config: AttentionConfig) -> AttentionCall:
-    from executor_svc.kernels.gpu.attention_call import AttentionCall
-    from executor_svc.kernels.gpu.attention_config import Phase
+    from executor_svc.gpu.kernels.attention.call import AttentionCall
+    from executor_svc.gpu.kernels.attention.config import Phase
 
     @dataclass(frozen=True)
     class TunedCall(AttentionCall):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.cases import Bench
-from executor_svc.kernels.interface import AttentionShape
+from executor_svc.device.kernels import AttentionShape
 
 if TYPE_CHECKING:
-    from executor_svc.kernels.gpu.attention_plan import GpuAttentionPlan
-    from executor_svc.kernels.gpu.kernels import GpuKernels
+    from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
+    from executor_svc.gpu.kernels.kernels import GpuKernels
 
 _HOPPER = 90, 132
 _RANDOM_BLOCKS = 4096
@@ -71,7 +71,7 @@ def kernels_of(bench: Bench) -> GpuKernels:
     """The kernels of the device, made once."""
 
     def make() -> GpuKernels:
-        from executor_svc.kernels.gpu.kernels import GpuKernels
+        from executor_svc.gpu.kernels.kernels import GpuKernels
 
         return GpuKernels(bench.device, *arch_and_sms(bench.device))
 
@@ -88,7 +88,7 @@ def arch_and_sms(device: torch.device) -> tuple[int, int]:
 
 def make_inputs(bench: Bench, sizes: Sizes) -> Inputs:
     """Random queries, and a cache whose blocks lie in random order; raises RuntimeError if it does not fit."""
-    from executor_svc.kernels.gpu.attention_plan import GpuAttentionPlan
+    from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 
     cache = _pool(bench, sizes)
     shape, tokens = sizes.shape, sizes.batch * sizes.num_tokens

@@ -40,7 +40,7 @@ def playing_gpu() -> Iterator[None]:
     if not is_interpreted():
         yield
         return
-    from tests.kernels.gpu.interpreter import mended_interpreter
+    from tests.executor_svc.gpu.interpreter import mended_interpreter
 
     with mended_interpreter():
         yield

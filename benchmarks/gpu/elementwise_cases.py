@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.attention_runs import Sizes, kernels_of
 from benchmarks.gpu.cases import Bench, Case, Group, Metrics
-from executor_svc.kernels.interface import HeadNorms, Rope
+from executor_svc.device.kernels import HeadNorms, Rope
 
 _EPS = 1e-5
 _MAX_POSITION = 4096
@@ -157,9 +157,9 @@ def _sampling(
     bench: Bench, rows: int, widths: Widths, options: dict[str, float], drawn: bool, filtered: bool, edited: bool
 ) -> Work:
     """All launches of a step's choice; counted are the logits read once, though some of these read them again."""
-    from executor_svc.kernels.gpu.sampling import sample
-    from executor_svc.kernels.gpu.sampling_state import SamplingState, SamplingWorkspace, pack_record
-    from executor_svc.plan import SequenceSampling
+    from executor_svc.gpu.kernels.sampling.sampling import sample
+    from executor_svc.gpu.kernels.sampling.state import SamplingState, SamplingWorkspace, pack_record
+    from executor_svc.plan.plan import SequenceSampling
 
     device, vocab = bench.device, widths.vocab
     logits = _logits(bench, rows, vocab)

@@ -12,8 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from benchmarks.__main__ import SEED
-from benchmarks.common.benchmark import progress
+from benchmarks.common.benchmark import SEED, progress
 from benchmarks.common.other_load import OtherLoad
 from benchmarks.gpu import results
 from benchmarks.gpu.cases import Case, Ceilings, Goal, Group, Metrics, Outcome

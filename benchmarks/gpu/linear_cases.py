@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu.cases import Bench, Case, Group, Metrics
 
 if TYPE_CHECKING:
-    from executor_svc.gpu_linear import Quantization
+    from executor_svc.gpu.linear import Quantization
 
 _LAYERS = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
 _TINY_LAYERS = {"qkv": (64, 96)}
@@ -34,7 +34,7 @@ def _case(kind: Quantization, layer: str, in_features: int, out_features: int, r
 
 
 def _time(bench: Bench, kind: Quantization, in_features: int, out_features: int, rows: int) -> Metrics:
-    from executor_svc.gpu_linear import Workspace, make_linear
+    from executor_svc.gpu.linear import Workspace, make_linear
 
     weight = (torch.randn(out_features, in_features, device=bench.device) * 0.02).to(torch.bfloat16)
     x = torch.randn(rows, in_features, device=bench.device).to(torch.bfloat16)

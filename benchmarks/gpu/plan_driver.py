@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.common.rows import BenchmarkError
 from executor_svc.config import ExecutorConfig
-from executor_svc.plan import (
+from executor_svc.plan.plan import (
     AdmittedSequence,
     Limits,
     ScheduledTokens,
@@ -25,7 +25,7 @@ from executor_svc.plan import (
     StepResult,
     StepStatus,
 )
-from executor_svc.worker import Executor, Session, Worker
+from executor_svc.worker.worker import Executor, Session, Worker
 
 _IN_FLIGHT = 2
 _EPOCH = 1
@@ -68,7 +68,7 @@ class PlanDriver:
         self._worker.stop(_STOP_S)
 
     def _build(self) -> Executor:
-        from executor_svc import model_build
+        from executor_svc.build import model as model_build
 
         names = vars(model_build)
         load = names["load_model"]

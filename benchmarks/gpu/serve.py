@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.__main__ import SEED
-from benchmarks.common.benchmark import positive
+from benchmarks.common.benchmark import SEED, positive
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.gpu import results
 from benchmarks.gpu.cases import Ceilings, Goal, Metrics, Outcome, one_line

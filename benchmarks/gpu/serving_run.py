@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.__main__ import SEED
+from benchmarks.common.benchmark import SEED
 from benchmarks.common.other_load import OtherLoad
 from benchmarks.common.serving_options import about_workload
 from benchmarks.common.workload import Request

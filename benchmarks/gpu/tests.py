@@ -26,7 +26,7 @@ from benchmarks.gpu.machine import header, out_folder
 
 BUDGET_S = 490.0
 GOLDEN = "benchmarks/gpu/golden.py"
-_FOLDER = "tests/kernels/gpu"
+_FOLDER = "tests/executor_svc/gpu"
 _WORKERS = {GOLDEN: 6, "test_attention": 3, "test_compile": 4, "test_families": 4, "test_variants": 4}
 """Processes of a file's own, where it takes long."""
 _AT_ONCE = 6
@@ -58,7 +58,7 @@ class Test:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(prog="benchmarks/gpu/run.sh tests", description=__doc__.partition("\n")[0])
-    parser.add_argument("files", nargs="*", help=f"default: {_FOLDER}/test_*.py and {GOLDEN}")
+    parser.add_argument("files", nargs="*", help=f"default: {_FOLDER}/**/test_*.py and {GOLDEN}")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all (default %(default)s)")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="as pytest has it")
     options = parser.parse_args(arguments)
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def test_files() -> list[str]:
     """What is run, what takes longest first."""
-    found = [str(path.relative_to(ROOT)) for path in sorted((ROOT / _FOLDER).glob("test_*.py"))]
+    found = [str(path.relative_to(ROOT)) for path in sorted((ROOT / _FOLDER).rglob("test_*.py"))]
     return sorted([GOLDEN, *found], key=lambda file: -_workers(file))
 
 

@@ -15,7 +15,8 @@ from cadenza import convert
 from cadenza.errors import UnavailableError, from_rpc_error
 from cadenza.forks import claim_grpc
 from cadenza.info import ModelInfo, ServerInfo
-from cadenza.outputs import OutputCollector, RequestOutput
+from cadenza.output_collector import OutputCollector
+from cadenza.outputs import RequestOutput
 from cadenza.prompts import (
     ChatKeywords,
     Messages,

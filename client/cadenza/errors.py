@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import grpc
 
-if TYPE_CHECKING:
-    from cadenza.outputs import RequestOutput
+from cadenza.outputs import RequestOutput
 
 _DETAILS_KEY = "grpc-status-details-bin"
 

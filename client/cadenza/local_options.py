@@ -228,7 +228,7 @@ def _checked(service: str, model: str, settings: Mapping[str, Setting]) -> list[
 
 def _own_tokenizer(model: str) -> list[str]:
     """Arguments that name the tokenizer of a model's folder: the scheduler then loads it while the executor loads."""
-    from executor_svc.model_folder import tokenizer_of
+    from executor_svc.models.folder import tokenizer_of
 
     folder = Path(model)
     source = tokenizer_of(model, folder) if folder.is_dir() else ""

@@ -20,7 +20,8 @@ from cadenza.errors import (
     from_rpc_error,
     from_status,
 )
-from cadenza.outputs import OutputCollector, RequestOutput
+from cadenza.output_collector import OutputCollector
+from cadenza.outputs import RequestOutput
 from cadenza.transport import MAX_MESSAGE_BYTES
 from cadenza.v1 import generation_pb2
 

@@ -1,1 +1,0 @@
-"""Model architectures, built from layers; `registry` says which ones there are."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Kernels, Linear, Rope
+from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, Linear, Rope
 
 
 class ModelConfigError(ValueError):

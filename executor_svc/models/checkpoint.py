@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from executor_svc.model_folder import LoaderError, read_json
+from executor_svc.models.folder import LoaderError, read_json
 
 _OTHER_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
 _DUMMY_STD = 0.02

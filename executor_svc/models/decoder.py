@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape, KVScales, Rope
-from executor_svc.layers.rope import make_rotary
+from executor_svc.device.kernels import AttentionPlan, AttentionShape, KVScales, Rope
 from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.kv_scales import SCALES
+from executor_svc.models.layers.rope import make_rotary
 from executor_svc.models.spec import DecoderSpec, LayerSpec
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor_svc.kernels.interface import AttentionShape, HeadNorms, KVScales, Linear
-from executor_svc.layers.attention import Attention, fuse_qkv, pad_output
-from executor_svc.layers.mlp import GatedMlp
+from executor_svc.device.kernels import AttentionShape, HeadNorms, KVScales, Linear
 from executor_svc.models.base import Builder, WeightSource
+from executor_svc.models.layers.attention import Attention, fuse_qkv, pad_output
+from executor_svc.models.layers.mlp import GatedMlp
 from executor_svc.models.spec import DecoderSpec
 
 

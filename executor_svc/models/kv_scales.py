@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from executor_svc.kernels.interface import KVScales
-from executor_svc.model_folder import LoaderError, read_json
+from executor_svc.device.kernels import KVScales
 from executor_svc.models.config_fields import Fields
+from executor_svc.models.folder import LoaderError, read_json
 
 _OF_KEYS = ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale")
 _OF_VALUES = ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale")

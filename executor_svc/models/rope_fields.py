@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from executor_svc.layers.rope import RopeConfig
-from executor_svc.layers.rope_scaling import (
+from executor_svc.models.config_fields import Fields
+from executor_svc.models.layers.rope import RopeConfig
+from executor_svc.models.layers.rope_scaling import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -15,7 +16,6 @@ from executor_svc.layers.rope_scaling import (
     Scaling,
     YarnScaling,
 )
-from executor_svc.models.config_fields import Fields
 
 _YARN_FAST, _YARN_SLOW = 32.0, 1.0
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from executor_svc.layers.mlp import Activation
-from executor_svc.layers.rope import RopeConfig
-from executor_svc.layers.rope_scaling import DynamicScaling, LongScaling
+from executor_svc.models.layers.mlp import Activation
+from executor_svc.models.layers.rope import RopeConfig
+from executor_svc.models.layers.rope_scaling import DynamicScaling, LongScaling
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.description import Description, describe, limits_of
 from executor_svc.errors import StartError
+from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.simulated.clock import sharpen_sleep
 from executor_svc.simulated.costs import read_costs
 from executor_svc.simulated.executor import SimulatedStepExecutor

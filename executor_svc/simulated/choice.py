@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from executor_svc.edits import LogitsEdits, RowTokens
-from executor_svc.plan import FloatArray, IntArray, SlotError
-from executor_svc.prompt_rows import PromptColumns, PromptRows
-from executor_svc.ragged import spans
+from executor_svc.batch.prompt_rows import PromptColumns, PromptRows
+from executor_svc.batch.ragged import spans
+from executor_svc.batch.step_result import RowCandidates, RowLogprobs
+from executor_svc.plan.plan import FloatArray, IntArray, SlotError
+from executor_svc.sampling.edits import LogitsEdits, RowTokens
 from executor_svc.simulated.ranking import Ranking
-from executor_svc.step_result import RowCandidates, RowLogprobs
 
 
 def choose(ranking: Ranking, edits: LogitsEdits | None) -> tuple[IntArray, IntArray]:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from executor_svc.logits_edits import logits_edits
-from executor_svc.plan import Limits, SlotLogprobs, StepPlan, StepResult, StepTimings
-from executor_svc.prompt_rows import by_slot, prompt_rows
+from executor_svc.batch.prompt_rows import by_slot, prompt_rows
+from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
+from executor_svc.plan.plan import Limits, SlotLogprobs, StepPlan, StepResult, StepTimings
+from executor_svc.sampling.logits_edits import logits_edits
 from executor_svc.simulated.attention import Attention
 from executor_svc.simulated.choice import best_candidates, choose, prompt_columns, row_logprobs
 from executor_svc.simulated.clock import sleep_until
@@ -17,8 +19,6 @@ from executor_svc.simulated.costs import StepCosts, StepWork
 from executor_svc.simulated.hashing import U64, draw_hashes, logits_hashes
 from executor_svc.simulated.memory import DigestPools
 from executor_svc.simulated.ranking import Ranking
-from executor_svc.slots import Scheduled, Slots
-from executor_svc.step_result import Computed, Finished, SampledTokens, make_result
 
 
 class SimulatedStepExecutor:

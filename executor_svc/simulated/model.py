@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.description import Fingerprint, ModelGeometry
-from executor_svc.model_folder import LoaderError, looks_like_path, read_json, token_ids_of, tokenizer_of
+from executor_svc.models.folder import LoaderError, looks_like_path, read_json, token_ids_of, tokenizer_of
+from executor_svc.plan.description import Fingerprint, ModelGeometry
 from executor_svc.simulated import hashing
 
 _DTYPE = "uint64"

@@ -18,7 +18,7 @@ from scheduler_svc.core.types import (
     StepStatus,
     TokenLogprobs,
 )
-from scheduler_svc.ports import ModelDescription
+from scheduler_svc.engine.ports import ModelDescription
 
 
 class ProtocolError(Exception):

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
-from scheduler_svc.live_request import LiveRequest
-from scheduler_svc.ports import ExecutorState, Load, ModelDescription
-from scheduler_svc.reader import Chunk, SampleChunk
-from scheduler_svc.request_fields import ChatFields, OutputMode, PromptFields, RequestFields
-from scheduler_svc.sampling_fields import EarlyStopping, SamplingFields
+from scheduler_svc.engine.live_request import LiveRequest
+from scheduler_svc.engine.ports import ExecutorState, Load, ModelDescription
+from scheduler_svc.engine.reader import Chunk, SampleChunk
+from scheduler_svc.requests.fields import ChatFields, OutputMode, PromptFields, RequestFields
+from scheduler_svc.requests.sampling_fields import EarlyStopping, SamplingFields
 
 _OUTPUT_MODES = {
     pb.OUTPUT_MODE_UNSPECIFIED: OutputMode.DELTA,

@@ -1,6 +1,6 @@
 """How much a request's fields may hold, checked on the message itself: what is far too long is never unpacked.
 
-One table for every call. The comments in the protos state the same numbers (tests/unit/test_limits.py compares them).
+One table for every call. The comments in the protos state the same numbers, which a test compares.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from cadenza.v1 import planlog_pb2 as pb
 from scheduler_svc.convert.execution import step_plan
 from scheduler_svc.convert.recorded import executor_message, request_message, result_message
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, StepPlan, StepResult
-from scheduler_svc.ports import ModelDescription
+from scheduler_svc.engine.ports import ModelDescription
 
 MakeRecord = Callable[[], pb.PlanLogRecord]
 """Makes a record when it is to be written."""

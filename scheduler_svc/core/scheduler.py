@@ -6,22 +6,23 @@ wait, new or put out before, as token budget, slots and blocks allow, (4) releas
 whether its tokens are a prompt's, a decode's or computed again after a preemption: it has tokens without KV, and a step
 computes some of them.
 
-Here are the calls; `planning` plans a step, `results` takes its result in, `book` knows where each request is.
+Here are the calls; `planning` plans a step, `results` takes its result in, `requests` knows where each request is.
 """
 
 from __future__ import annotations
 
-from scheduler_svc.core.book import RequestBook
-from scheduler_svc.core.budget import MAX_ADMITTED_VALUES
 from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExistsError, RequestRejectedError
-from scheduler_svc.core.lane import Lane, PlannedStep
-from scheduler_svc.core.news import News
-from scheduler_svc.core.planning import plan_step
-from scheduler_svc.core.queues import WaitingQueue
-from scheduler_svc.core.results import check_result, context_lens, strike, take_result
-from scheduler_svc.core.rules import Rules
-from scheduler_svc.core.searching import cut_short, start_search
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.queues.queues import WaitingQueue
+from scheduler_svc.core.request_table import RequestTable
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.steps.beam_scheduling import cut_short, start_search
+from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES
+from scheduler_svc.core.steps.planning import plan_step
+from scheduler_svc.core.steps.results import check_result, context_lens, record_failed_step, take_result
 from scheduler_svc.core.types import (
     ExecutorSpec,
     Finish,
@@ -40,8 +41,8 @@ MAX_STRIKES = 5
 class Scheduler:
     """Every decision, and every request's state."""
 
-    def __init__(self, rules: Rules | None = None) -> None:
-        self._book = RequestBook(rules or Rules())
+    def __init__(self, policies: Policies | None = None) -> None:
+        self._requests = RequestTable(policies or Policies())
         self.last_step_id = 0
         self.num_output_tokens = 0
         self._num_arrivals = 0
@@ -50,17 +51,17 @@ class Scheduler:
     @property
     def waiting(self) -> WaitingQueue:
         """Groups that wait."""
-        return self._book.waiting
+        return self._requests.waiting
 
     @property
     def groups(self) -> dict[RequestKey, SequenceGroup]:
         """All groups that have not ended."""
-        return self._book.groups
+        return self._requests.groups
 
     @property
     def lanes(self) -> dict[int, Lane]:
         """The books of each executor."""
-        return self._book.lanes
+        return self._requests.lanes
 
     @property
     def num_swapped(self) -> int:
@@ -70,7 +71,7 @@ class Scheduler:
     @property
     def num_preemptions(self) -> int:
         """Since the beginning."""
-        return self._book.num_preemptions
+        return self._requests.num_preemptions
 
     # --- executors ---------------------------------------------------------------------------------------------------
 
@@ -83,14 +84,14 @@ class Scheduler:
             )
         if spec.num_slots < spec.max_num_seqs:
             raise LimitsError(f"num_slots ({spec.num_slots}) must be at least max_num_seqs ({spec.max_num_seqs})")
-        rules = self._book.rules
-        self.lanes[executor_id] = Lane(spec, rules.order, prefix_caching=rules.prefix_caching)
+        policies = self._requests.policies
+        self.lanes[executor_id] = Lane(spec, policies.order, prefix_caching=policies.prefix_caching)
 
     def session_opened(self, last_completed_step_id: int) -> None:
         """An executor may have run steps for a scheduler before this one: step ids go on rising from there."""
         self.last_step_id = max(self.last_step_id, last_completed_step_id)
 
-    def executor_lost(self, executor_id: int, now: float) -> News:
+    def executor_lost(self, executor_id: int, now: float) -> StepOutputs:
         """The session with an executor ended with plans in flight: all that ran there waits again, in its old place.
 
         Confirmed tokens stay, pending ones are forgotten and will be computed again. Groups of the oldest plan in
@@ -107,10 +108,10 @@ class Scheduler:
         for sequence in stranded:
             sequence.lose_memory()
             sequence.group.forget_candidates()
-            self._book.wait_again(sequence)
-        for group in strike(self._book, suspects, MAX_STRIKES):
-            self._book.end_group(group, Finish(FinishDetail.EXECUTOR_ERROR))
-        return self.take_news()
+            self._requests.wait_again(sequence)
+        for group in record_failed_step(self._requests, suspects, MAX_STRIKES):
+            self._requests.end_group(group, Finish(FinishDetail.EXECUTOR_ERROR))
+        return self.take_outputs()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -126,39 +127,39 @@ class Scheduler:
             self._num_sequences += 1
             group.sequences.append(Sequence(self._num_sequences, group, index, max_model_len))
         start_search(group)
-        self._book.add(group)
+        self._requests.add(group)
 
-    def abort(self, key: RequestKey, detail: FinishDetail) -> News:
+    def abort(self, key: RequestKey, detail: FinishDetail) -> StepOutputs:
         """End a request at once, a beam search with its beams as they are; nothing happens if it is not known."""
         group = self.groups.get(key)
         if group is not None:
-            cut_short(self._book, group, detail)
-        return self.take_news()
+            cut_short(self._requests, group, detail)
+        return self.take_outputs()
 
     def stop_sample(self, key: RequestKey, sample_index: int) -> None:
         """The engine has found a stop string: end a sample quietly, what it holds is freed."""
         group = self.groups.get(key)
         if group is not None and group.sequences[sample_index].state is not SequenceState.FINISHED:
-            self._book.end(group.sequences[sample_index], Finish(FinishDetail.STOP_STRING), tell=False)
+            self._requests.end(group.sequences[sample_index], Finish(FinishDetail.STOP_STRING), tell=False)
 
-    def take_news(self) -> News:
+    def take_outputs(self) -> StepOutputs:
         """What happened to samples since the last call."""
-        return self._book.take_news()
+        return self._requests.take_outputs()
 
     def take_ended(self) -> list[Sequence]:
         """The sequences that ended since the last call."""
-        return self._book.take_ended()
+        return self._requests.take_ended()
 
     def drain(self, draining: bool) -> None:
         """Say that no request will come for now, or that they may come again: who waits for company need not."""
-        self._book.draining = draining
+        self._requests.draining = draining
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def plan_step(self, executor_id: int, now: float) -> StepPlan | None:
-        """Plan the next step; None if there is nothing to do or to tell. Ends of requests come by `take_news`."""
+        """Plan the next step; None if there is nothing to do or to tell. Ends of requests come by `take_outputs`."""
         lane = self.lanes[executor_id]
-        step = plan_step(self._book, lane, StepPlan(self.last_step_id + 1, executor_id), now)
+        step = plan_step(self._requests, lane, StepPlan(self.last_step_id + 1, executor_id), now)
         if step is None:
             return None
         self.last_step_id = step.plan.step_id
@@ -167,9 +168,9 @@ class Scheduler:
 
     def wakes_at(self, executor_id: int, now: float) -> float | None:
         """When `plan_step` may find something to do that it does not find now; None: only after other calls."""
-        return self._book.rules.batching.wakes_at(self.lanes[executor_id], self.waiting, now)
+        return self._requests.policies.batching.wakes_at(self.lanes[executor_id], self.waiting, now)
 
-    def apply_result(self, executor_id: int, result: StepResult, now: float) -> tuple[PlannedStep, News]:
+    def apply_result(self, executor_id: int, result: StepResult, now: float) -> tuple[PlannedStep, StepOutputs]:
         """Take in the result of the oldest plan in flight, which must have gone well; returns that plan and the news.
 
         Raises InvariantError for a result of another step or status: the session is then to be given up.
@@ -179,12 +180,12 @@ class Scheduler:
             raise InvariantError(f"result of step {result.step_id} was not expected")
         check_result(lane, lane.inflight[0], result)
         step = lane.inflight.popleft()
-        self.num_output_tokens += take_result(self._book, lane, step, result)
+        self.num_output_tokens += take_result(self._requests, lane, step, result)
         lane.slots.result_seen(result.step_id)
         lane.observe(step, result)
-        news = self.take_news()
-        self.num_output_tokens += sum(len(output.token_ids) for output in news.hypotheses)
-        return step, news
+        outputs = self.take_outputs()
+        self.num_output_tokens += sum(len(output.token_ids) for output in outputs.hypotheses)
+        return step, outputs
 
     def check_integrity(self) -> None:
         """Prove that every block, slot and group is accounted for; raises InvariantError."""

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from executor_svc.simulated.tokens import expected_candidates, expected_logprobs, expected_tokens
-from scheduler_svc.core.beams import BeamSearch, Hypothesis
-from scheduler_svc.core.news import BeamOutput
+from scheduler_svc.core.outputs import BeamOutput
+from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
 from scheduler_svc.core.types import Candidates, Finish, FinishDetail, PromptLogprobs, RequestSpec, TokenLogprobs
 
 _CUT = (

@@ -7,9 +7,9 @@ from dataclasses import replace
 from random import Random
 
 from scheduler_svc.core.errors import RequestRejectedError
-from scheduler_svc.core.news import News
+from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import MAX_STRIKES, Scheduler
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, SlotError, StepPlan, StepResult
 from tests.fuzz.draw_requests import draw_request, draw_stems
 from tests.fuzz.outcome import Limits, Outcome, check
@@ -149,7 +149,7 @@ class Run:
 
     def _plan(self) -> bool:
         plan = self._core.plan_step(_EXECUTOR, self._now)
-        self._take(self._core.take_news())
+        self._take(self._core.take_outputs())
         if plan is None:
             return False
         plan.debug_digest = True
@@ -164,11 +164,11 @@ class Run:
         result = self._executor.run(self._plans.popleft())
         if self._rng.random() < self.settings.errors:
             result = self._with_error(result)
-        _, news = self._core.apply_result(_EXECUTOR, result, self._now)
+        _, outputs = self._core.apply_result(_EXECUTOR, result, self._now)
         if not self._plans and all(outcome.spec.num_sequences == 1 for outcome in self._live.values()):
             check_mirror(self._core.lanes[_EXECUTOR], self._executor.inner.slots, result.debug_digest)
             self.counts["mirrors checked"] += 1
-        self._take(news)
+        self._take(outputs)
 
     def _with_error(self, result: StepResult) -> StepResult:
         """One of the slots that sampled has found no finite logits."""
@@ -191,23 +191,23 @@ class Run:
 
     # --- news --------------------------------------------------------------------------------------------------------
 
-    def _take(self, news: News) -> None:
+    def _take(self, outputs: StepOutputs) -> None:
         """Bring news to the outcomes, as the engine does, and check the requests that have ended."""
         self._core.check_integrity()
         touched: set[RequestKey] = set()
-        for sequence, prompt_logprobs in news.prompt_logprobs:
+        for sequence, prompt_logprobs in outputs.prompt_logprobs:
             self._outcome(sequence).prompt_logprobs.append(prompt_logprobs)
-        for sequence, token_id in zip(news.sequences, news.token_ids, strict=True):
+        for sequence, token_id in zip(outputs.sequences, outputs.token_ids, strict=True):
             outcome = self._outcome(sequence)
-            outcome.token(sequence.sample_index, token_id, news.logprobs.get(sequence))
+            outcome.token(sequence.sample_index, token_id, outputs.logprobs.get(sequence))
             touched.add(sequence.group.key)
-        for sequence, finish in news.finishes.items():
+        for sequence, finish in outputs.finishes.items():
             self._outcome(sequence).finish(sequence.sample_index, finish)
             touched.add(sequence.group.key)
-        for output in news.hypotheses:
+        for output in outputs.hypotheses:
             self._live[output.group.key].hypothesis(output)
             touched.add(output.group.key)
-        for sequence in news.sequences:
+        for sequence in outputs.sequences:
             self._stop_by_string(sequence)
         for key in sorted(touched):
             self._check_ended(key)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from scheduler_svc.core.batching import BatchingPolicy, ContinuousBatching, StaticBatching
-from scheduler_svc.core.policy import FairOrder, FcfsOrder, OrderPolicy, PriorityOrder, ShortestFirstOrder
-from scheduler_svc.core.rules import Preemption, Rules
+from scheduler_svc.core.policies.batching import BatchingPolicy, ContinuousBatching, StaticBatching
+from scheduler_svc.core.policies.policies import Policies, Preemption
+from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, OrderPolicy, PriorityOrder, ShortestFirstOrder
 from scheduler_svc.core.types import ExecutorSpec
 
 AXES = ("samples", "beams", "swap", "cache", "loss", "errors", "logprobs", "static")
@@ -49,9 +49,9 @@ class Settings:
     """Of a sample that has got a token."""
     axes: tuple[str, ...]
 
-    def rules(self) -> Rules:
+    def rules(self) -> Policies:
         """The core's rules; orders and batchings have state, so they are made anew."""
-        return Rules(
+        return Policies(
             order=self._order(),
             batching=self._batching(),
             max_wait_s=self.max_wait_s,

@@ -8,14 +8,15 @@ from __future__ import annotations
 import importlib
 import random
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-MODELS = Path(__file__).resolve().parents[2] / "models"
+from tests.helpers.paths import ROOT
+
+MODELS = ROOT / "models"
 CHECKPOINT = MODELS / "cadenza-demo"
 MAX_FOLDER_BYTES = 12_000_000
 MIN_EXACT = 0.95

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor_svc.plan import BlockMoves, SequenceSampling, SlotError, StepResult
+from executor_svc.plan.plan import BlockMoves, SequenceSampling, SlotError, StepResult
 from tests.checkpoints import make_llama
+from tests.executor_svc.driver import Model
 from tests.helpers.plans import columns, ints, scheduled, sequence
 from tests.helpers.stepping import BLOCK_SIZE, Stepper
-from tests.kernels.driver import Model
 
 NUM_OUTPUT = 12
 WORDS = tuple(ints(*word) for word in ([5], [17, 18], *([i, i] for i in range(20, 130))))

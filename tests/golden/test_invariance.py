@@ -21,10 +21,10 @@ import torch
 from cadenza import AsyncClient, RequestOutput, SamplingParams
 from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampling
 from tests.checkpoints import make_llama
+from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.helpers.core_model import Chat, Outcome, Rig, Setting
 from tests.helpers.random_loads import draw_setting
 from tests.helpers.services import cadenza_services
-from tests.kernels.driver import NUM_THREADS, Model
 
 VOCAB_SIZE, MAX_TOKENS = 131, 20
 STOPS = tuple(range(1, 131, 11))

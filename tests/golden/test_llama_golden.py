@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoints import edit_config, make_llama
+from tests.executor_svc.driver import Model
 from tests.helpers.golden import (
     check_bfloat16,
     compare,
@@ -17,7 +18,6 @@ from tests.helpers.golden import (
     transformers_greedy,
     transformers_model,
 )
-from tests.kernels.driver import Model
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

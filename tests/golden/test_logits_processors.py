@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as theirs
 
-from executor_svc.choosing import choose
-from executor_svc.input_batch import sampling_columns
-from executor_svc.logits_edits import logits_edits
-from executor_svc.logits_processors import process
-from executor_svc.plan import SequenceSampling
-from executor_svc.row_math import argmax
-from executor_svc.sampler import sample
-from executor_svc.slots import Slots
+from executor_svc.batch.slots import Slots
+from executor_svc.plan.plan import SequenceSampling
+from executor_svc.sampling.logits_edits import logits_edits
+from executor_svc.sampling.logits_processors import process
+from executor_svc.sampling.row_columns import sampling_columns
+from executor_svc.sampling.row_math import argmax
+from executor_svc.sampling.sample_step import choose
+from executor_svc.sampling.sampler import sample
 from tests.helpers.fake_executor import LIMITS
 from tests.helpers.plans import ints, plan, scheduled, sequence
 

@@ -16,6 +16,7 @@ import torch
 
 from cadenza import AsyncClient, SamplingParams
 from tests.checkpoints import FAMILIES, edit_config, make_checkpoint
+from tests.executor_svc.driver import Model, Tokens
 from tests.helpers.golden import (
     check_bfloat16,
     compare,
@@ -25,7 +26,6 @@ from tests.helpers.golden import (
     transformers_model,
 )
 from tests.helpers.services import cadenza_services
-from tests.kernels.driver import Model, Tokens
 
 NEW_TOKENS = 24
 CLOSE = 2e-5

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from executor_svc import prompt_logprobs
-from executor_svc.plan import SequenceSampling, SlotError, SlotLogprobs
+from executor_svc.plan.plan import SequenceSampling, SlotError, SlotLogprobs
+from executor_svc.sampling import prompt_logprobs
 from tests.checkpoints import make_llama
+from tests.executor_svc.driver import Model
 from tests.helpers.plans import ints, scheduled, sequence
 from tests.helpers.stepping import Stepper
-from tests.kernels.driver import Model
 
 VOCAB = 131
 LENGTH = 50

@@ -19,10 +19,10 @@ import torch
 from cadenza import AsyncClient, RequestOutput, SamplingParams
 from cadenza.step_watch import StepWatch, watch_steps
 from tests.checkpoints import make_checkpoint
+from tests.executor_svc.driver import NUM_THREADS
 from tests.helpers.gate import Gate
 from tests.helpers.golden import transformers_model
 from tests.helpers.services import cadenza_services
-from tests.kernels.driver import NUM_THREADS
 
 EOS, MAX_TOKENS, MAX_MODEL_LEN = 1, 24, 56
 WIDTHS = (2, 3, 5, 8)

@@ -11,9 +11,10 @@ import torch
 
 from cadenza import AsyncClient, SamplingParams
 from tests.checkpoints import make_llama
+from tests.helpers.paths import ROOT
 from tests.helpers.services import cadenza_services
 
-DEMO_MODEL = Path(__file__).parents[2] / "models" / "cadenza-demo"
+DEMO_MODEL = ROOT / "models" / "cadenza-demo"
 MAX_TOKENS = 32
 TIE = 1e-4
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from executor_svc.input_batch import ForwardBatch
-from executor_svc.model_runner import ModelRunner
-from executor_svc.plan import AdmittedSequence, BlockMoves, IntArray, StepResult
-from executor_svc.step import StepExecutor
+from executor_svc.batch.forward_batch import ForwardBatch
+from executor_svc.cpu.runner import ModelRunner
+from executor_svc.plan.plan import AdmittedSequence, BlockMoves, IntArray, StepResult
+from executor_svc.worker.step import StepExecutor
 from tests.checkpoints import make_llama
+from tests.executor_svc.driver import Model
 from tests.helpers.plans import ints, scheduled, sequence
 from tests.helpers.stepping import BLOCK_SIZE, Stepper
-from tests.kernels.driver import Model
 
 NUM_OUTPUT = 10
 

@@ -14,19 +14,20 @@ import torch
 from torch import nn
 
 from cadenza import AsyncClient, SamplingParams
+from executor_svc.build.device import make_device
+from executor_svc.build.model import build_model, make_executor
 from executor_svc.config import ExecutorConfig
-from executor_svc.description import limits_of
-from executor_svc.device import make_device
-from executor_svc.eager_runner import EagerRunner
-from executor_svc.loader import LoadedModel, LoaderError, load_model, load_through_transformers
-from executor_svc.model_build import build_model, make_executor
+from executor_svc.models.loading import LoadedModel, LoaderError, load_model, load_through_transformers
 from executor_svc.models.through_transformers import probe
 from executor_svc.models.through_transformers.hosted import HostedModel
 from executor_svc.models.through_transformers.self_check import paged_logits
-from executor_svc.plan import SequenceSampling, StepResult, StepStatus
-from executor_svc.step import StepExecutor
+from executor_svc.plan.description import limits_of
+from executor_svc.plan.plan import SequenceSampling, StepResult, StepStatus
+from executor_svc.worker.eager_runner import EagerRunner
+from executor_svc.worker.step import StepExecutor
 from tests.checkpoints import HOSTED, edit_config, make_checkpoint
 from tests.helpers.golden import random_prompts, teacher_forced, transformers_greedy, transformers_model
+from tests.helpers.paths import ROOT
 from tests.helpers.plans import ints, plan, scheduled, sequence
 from tests.helpers.services import cadenza_services
 
@@ -205,7 +206,7 @@ def test_description_and_fingerprint(folders: dict[str, Path], tmp_path: Path) -
 FRESH = """
 import sys
 from executor_svc.config import ExecutorConfig
-from executor_svc.model_build import build_model
+from executor_svc.build.model import build_model
 build_model(ExecutorConfig(model=sys.argv[1], num_gpu_blocks=8, num_threads=1))
 print([name for name in sys.modules if name.startswith("transformers")])
 """
@@ -213,7 +214,7 @@ print([name for name in sys.modules if name.startswith("transformers")])
 
 def test_own_models_need_no_transformers(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FRESH, str(make_checkpoint(tmp_path, "llama", num_hidden_layers=1))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "[]\n"
 
 

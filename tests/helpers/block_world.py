@@ -11,9 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import cycle
 
-from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.prefix_cache import NOTHING
-from scheduler_svc.core.rates import MeasuredRates
+from scheduler_svc.core.memory.block_manager import BlockManager
+from scheduler_svc.core.memory.prefix_cache import NOTHING
+from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.types import RequestSpec, Sampling
 
 STOP = 9

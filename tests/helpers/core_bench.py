@@ -6,12 +6,12 @@ from collections import defaultdict, deque
 from collections.abc import Sequence as Ids
 
 from executor_svc.simulated.costs import StepCosts
-from scheduler_svc.core.beams import Hypothesis
-from scheduler_svc.core.lane import Lane
-from scheduler_svc.core.news import BeamOutput, News
-from scheduler_svc.core.rules import Rules
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.outputs import BeamOutput, StepOutputs
+from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequences.beams import Hypothesis
+from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import (
     BeamSpec,
     ExecutorSpec,
@@ -29,7 +29,7 @@ from tests.helpers.known import VOCAB_SIZE, known_beams, known_sample
 class Bench:
     """Request ids are all of one tenant's making: no two tenants use the same here."""
 
-    def __init__(self, rules: Rules | None = None, *, costs: StepCosts = COSTS, **changes: int | float) -> None:
+    def __init__(self, policies: Policies | None = None, *, costs: StepCosts = COSTS, **changes: int | float) -> None:
         limits = {
             "block_size": 4,
             "num_blocks": 64,
@@ -41,7 +41,7 @@ class Bench:
         }
         self.spec = ExecutorSpec(**{**limits, **changes})  # type: ignore[arg-type]
         self.costs = costs
-        self.core = Scheduler(rules)
+        self.core = Scheduler(policies)
         self.core.add_executor(0, self.spec)
         self.executor = CoreExecutor(self.spec, VOCAB_SIZE, costs)
         self.plans: deque[StepPlan] = deque()
@@ -127,7 +127,7 @@ class Bench:
 
     def plan(self) -> StepPlan | None:
         plan = self.core.plan_step(0, self.now)
-        self.take(self.core.take_news())
+        self.take(self.core.take_outputs())
         self.core.check_integrity()
         if plan is not None:
             self.plans.append(plan)
@@ -150,9 +150,9 @@ class Bench:
         self.core.check_integrity()
         self.executor = CoreExecutor(self.lane.spec, VOCAB_SIZE, self.costs)
 
-    def take(self, news: News) -> None:
-        self.hypotheses += news.hypotheses
-        for delta in news:
+    def take(self, outputs: StepOutputs) -> None:
+        self.hypotheses += outputs.hypotheses
+        for delta in outputs:
             request_id, place = delta.key[1], (delta.key[1], delta.sample_index)
             assert place not in self.ends, "news of a sample that has ended"
             self.samples[place] += delta.token_ids

@@ -3,8 +3,8 @@ own conversions, so that what a plan says is said as in service."""
 
 from __future__ import annotations
 
-from executor_svc.convert import plan_from_wire, result_to_wire
-from executor_svc.plan import Limits
+from executor_svc.plan.plan import Limits
+from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from scheduler_svc.convert.execution import step_plan, step_result

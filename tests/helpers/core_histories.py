@@ -7,9 +7,9 @@ from typing import Any
 
 import hypothesis.strategies as st
 
-from scheduler_svc.core.batching import BatchingPolicy, ContinuousBatching, StaticBatching
-from scheduler_svc.core.policy import FairOrder, FcfsOrder, PriorityOrder, ShortestFirstOrder
-from scheduler_svc.core.rules import Rules
+from scheduler_svc.core.policies.batching import BatchingPolicy, ContinuousBatching, StaticBatching
+from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, PriorityOrder, ShortestFirstOrder
 from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec, Sampling
 from tests.helpers.known import VOCAB_SIZE
 
@@ -44,10 +44,10 @@ def executors(draw: st.DrawFn) -> ExecutorSpec:
     )
 
 
-def rules() -> st.SearchStrategy[Rules]:
+def policies() -> st.SearchStrategy[Policies]:
     """Every order, batching and preemption, caching on and off."""
     return st.builds(
-        Rules,
+        Policies,
         order=st.one_of(*map(st.builds, (FcfsOrder, PriorityOrder, ShortestFirstOrder, FairOrder))),
         batching=_BATCHINGS,
         max_wait_s=st.none() | st.floats(0, 60),

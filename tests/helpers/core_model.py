@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.convert import plan_from_wire, result_to_wire
-from executor_svc.description import limits_of
-from executor_svc.model_runner import ModelRunner
-from executor_svc.plan import Limits
-from executor_svc.step import StepExecutor
+from executor_svc.cpu.runner import ModelRunner
+from executor_svc.plan.description import limits_of
+from executor_svc.plan.plan import Limits
+from executor_svc.service.convert import plan_from_wire, result_to_wire
+from executor_svc.worker.step import StepExecutor
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.convert.execution import step_plan, step_result
-from scheduler_svc.core.news import News
+from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import (
     ExecutorSpec,
     Finish,
@@ -34,8 +34,8 @@ from scheduler_svc.core.types import (
     StepPlan,
     StepResult,
 )
-from scheduler_svc.make_rules import make_rules
-from tests.kernels.driver import Model
+from scheduler_svc.engine.policies_from_options import policies_from_options
+from tests.executor_svc.driver import Model
 
 _STEP_S = 0.01
 _EPOCH = 1
@@ -131,7 +131,7 @@ class Rig:
         self.pools = model.device.new_kv_cache(geometry, config)
         limits = limits_of(config, geometry, self.pools)
         self.executor = StepExecutor(ModelRunner(model.loaded, model.device, self.pools, limits), self.pools, limits)
-        self.core = Scheduler(make_rules(SchedulerConfig(**setting.options)))
+        self.core = Scheduler(policies_from_options(SchedulerConfig(**setting.options)))
         self.core.add_executor(0, _spec(limits))
         self._plans: deque[StepPlan] = deque()
         self._chats: dict[str, Chat] = {}
@@ -203,7 +203,7 @@ class Rig:
 
     def _plan(self) -> bool:
         plan = self.core.plan_step(0, self._now)
-        self._take(self.core.take_news())
+        self._take(self.core.take_outputs())
         self.core.check_integrity()
         if plan is None:
             return False
@@ -233,8 +233,8 @@ class Rig:
         for layer in (*self.pools.layers, *self.pools._host_layers):
             layer.fill_(float("nan"))
 
-    def _take(self, news: News) -> None:
-        for delta in news:
+    def _take(self, outputs: StepOutputs) -> None:
+        for delta in outputs:
             self.outcome[delta.key[1], delta.sample_index].add(delta)
             if delta.finish is not None:
                 self._talk_on(delta.key[1])

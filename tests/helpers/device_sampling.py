@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor_svc import sampler
-from executor_svc.kernels.gpu.penalties import restart_counts
-from executor_svc.kernels.gpu.sampling import sample
-from executor_svc.kernels.gpu.sampling_state import SamplingState, SamplingWorkspace, following, pack_bits, pack_record
-from executor_svc.logits_edits import logits_edits
-from executor_svc.plan import AdmittedSequence, Limits, SequenceSampling, StepPlan
-from executor_svc.slots import Slots
-from executor_svc.step_result import SampledTokens
+from executor_svc.batch.slots import Slots
+from executor_svc.batch.step_result import SampledTokens
+from executor_svc.gpu.kernels.sampling.penalties import restart_counts
+from executor_svc.gpu.kernels.sampling.sampling import sample
+from executor_svc.gpu.kernels.sampling.state import SamplingState, SamplingWorkspace, following, pack_bits, pack_record
+from executor_svc.plan.plan import AdmittedSequence, Limits, SequenceSampling, StepPlan
+from executor_svc.sampling import sampler
+from executor_svc.sampling.logits_edits import logits_edits
 
 MAX_MODEL_LEN = 48
 UNTOUCHED = -77

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
-from executor_svc.slots import Slots
-from scheduler_svc.core.lane import Lane
-from scheduler_svc.core.sequence import Sequence, held_slot
+from executor_svc.batch.slots import Slots
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.sequences.sequence import Sequence, held_slot
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
 
 from cadenza.v1 import admin_pb2
 from cadenza.v1 import generation_pb2 as pb
+from tests.helpers.paths import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
+PAGE = ROOT / "docs" / "errors.md"
 _COLUMNS = ["call", "input", "status", "field", "message"]
 _GENERATE = {
     "prompt": [{"tokens": {"ids": [5, 6, 7]}}],

@@ -18,10 +18,10 @@ from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc
 from executor_svc.app import build_executor
 from executor_svc.config import ExecutorConfig
-from executor_svc.description import Description
-from executor_svc.servicer import add_services
-from executor_svc.step import StepExecutor
-from executor_svc.worker import Worker
+from executor_svc.plan.description import Description
+from executor_svc.service.servicer import add_services
+from executor_svc.worker.step import StepExecutor
+from executor_svc.worker.worker import Worker
 from tests.helpers.fake_executor import LIMITS, CountingRunner, RecordingPools
 
 INCARNATION = 2**63 + 7

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from executor_svc.input_batch import ForwardBatch
-from executor_svc.plan import IntArray, Limits
-from executor_svc.row_math import argmax
+from executor_svc.batch.forward_batch import ForwardBatch
+from executor_svc.plan.plan import IntArray, Limits
+from executor_svc.sampling.row_math import argmax
 
 LIMITS = Limits(
     num_slots=16,

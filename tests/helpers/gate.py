@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 
 from cadenza import AsyncClient, RequestOutput, SamplingParams
-from executor_svc.plan import StepPlan
-from executor_svc.worker import Executor, Launched
+from executor_svc.plan.plan import StepPlan
+from executor_svc.worker.worker import Executor, Launched
 
 
 class Gate:

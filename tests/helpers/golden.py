@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels.driver import Model, Tokens
+from tests.executor_svc.driver import Model, Tokens
 
 CHUNK = 20
 """Prompt tokens of a sequence in a step at most: less than most prompts, and than their windows."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from executor_svc.simulated.tokens import expected_candidates, expected_logprobs, expected_tokens
-from scheduler_svc.core.beams import BeamSearch, Hypothesis
+from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
 from scheduler_svc.core.types import Candidates, FinishDetail, PromptLogprobs, RequestSpec
 
 VOCAB_SIZE = 50

@@ -13,7 +13,7 @@ class SilentView:
     def __init__(self) -> None:
         self.said: list[str] = []
         self._num_ended = 0
-        self._news = asyncio.Event()
+        self._outputs = asyncio.Event()
 
     @contextlib.contextmanager
     def running(self, what: str, total: int | None) -> Iterator[None]:
@@ -22,7 +22,7 @@ class SilentView:
 
     def on_progress(self, now: Progress) -> None:
         self._num_ended = now.num_ended
-        self._news.set()
+        self._outputs.set()
 
     def say(self, text: str) -> None:
         self.said.append(text)
@@ -30,5 +30,5 @@ class SilentView:
     async def has_ended(self, count: int) -> None:
         """So many requests of the present run have ended."""
         while self._num_ended < count:
-            self._news.clear()
-            await self._news.wait()
+            self._outputs.clear()
+            await self._outputs.wait()

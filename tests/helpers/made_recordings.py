@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cadenza.simulate.kinds import KindLimits
+from cadenza.simulate.executor_profiles import KindLimits
 from cadenza.simulate.recordings import RecordedSteps, Recording
 from executor_svc.simulated.costs import StepCosts, StepWork
 

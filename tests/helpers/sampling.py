@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from executor_svc.edits import LogitsEdits, RowTokens
-from executor_svc.sampler import SamplingColumns
+from executor_svc.sampling.edits import LogitsEdits, RowTokens
+from executor_svc.sampling.sampler import SamplingColumns
 
 
 def columns(n: int, edits: LogitsEdits | None = None, **given: Any) -> SamplingColumns:

@@ -16,9 +16,9 @@ from cadenza.transport import bind, channel_options, server_options
 from cadenza.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from executor_svc.app import build_executor
 from executor_svc.config import ExecutorConfig
-from executor_svc.description import Description
-from executor_svc.servicer import add_services
-from executor_svc.worker import Worker
+from executor_svc.plan.description import Description
+from executor_svc.service.servicer import add_services
+from executor_svc.worker.worker import Worker
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
 from tests.helpers.gate import Gate

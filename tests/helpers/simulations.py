@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.kinds import ExecutorKind, KindLimits, Overheads
+from cadenza.simulate.executor_profiles import ExecutorKind, KindLimits, Overheads
 from cadenza.simulate.run import Outcome, Simulation
 from cadenza.simulate.traffic import Traffic
 from executor_svc.simulated.costs import StepCosts

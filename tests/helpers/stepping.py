@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from executor_svc.build.model import make_executor
 from executor_svc.config import ExecutorConfig
-from executor_svc.model_build import make_executor
-from executor_svc.plan import Limits, StepResult, StepStatus
+from executor_svc.plan.plan import Limits, StepResult, StepStatus
+from tests.executor_svc.driver import Model, spoil
 from tests.helpers.plans import plan
-from tests.kernels.driver import Model, spoil
 
 BLOCK_SIZE = 8
 BLOCKS_PER_SLOT = 16

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.requests.tokenizer import Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Hello, world! Hello there.",

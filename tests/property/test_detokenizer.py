@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scheduler_svc.detokenizer import TextStream
+from scheduler_svc.requests.detokenizer import TextStream
 from tests.helpers.toy_tokenizers import byte_fallback, byte_level, unigram
 
 ALPHABET = "aHhel lo.\n你好世界🏳️‍🌈👨‍👩‍👧😀e\u0301é€\ufffd"

@@ -13,12 +13,12 @@ from collections import Counter
 
 import pytest
 
-from executor_svc.plan import StepPlan, StepResult
+from executor_svc.plan.plan import StepPlan, StepResult
 from tests.checkpoints import make_llama
+from tests.executor_svc.driver import Model
 from tests.helpers.core_model import Outcome, Rig, Setting
 from tests.helpers.fresh import fresh_seed
 from tests.helpers.random_loads import draw_load, draw_setting
-from tests.kernels.driver import Model
 
 NUM_CHATS = 12
 ALONE = Setting(

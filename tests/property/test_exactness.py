@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import make_llama
+from tests.executor_svc.cpu.kernels.bits import equal_bits
+from tests.executor_svc.driver import Driver, Model, Tokens
 from tests.helpers.fresh import fresh_seed
-from tests.kernels.bits import equal_bits
-from tests.kernels.driver import Driver, Model, Tokens
 
 # Those of real models are `wide` and `deep sums` only; the others are cheap and have awkward sizes.
 SHAPES: dict[str, dict[str, Any]] = {

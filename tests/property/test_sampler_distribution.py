@@ -10,9 +10,9 @@ import pytest
 import torch
 from scipy import stats
 
-from executor_svc.edits import LogitsEdits
-from executor_svc.sampler import sample
-from executor_svc.step_result import RowLogprobs, SampledTokens
+from executor_svc.batch.step_result import RowLogprobs, SampledTokens
+from executor_svc.sampling.edits import LogitsEdits
+from executor_svc.sampling.sampler import sample
 from tests.helpers.sampling import columns, edited_exactly, edits, exact_probabilities
 
 DRAWS = 20_000

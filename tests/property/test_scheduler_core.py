@@ -13,11 +13,11 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_svc.core.beams import Hypothesis
 from scheduler_svc.core.errors import RequestRejectedError
-from scheduler_svc.core.news import News
-from scheduler_svc.core.rules import Rules
+from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequences.beams import Hypothesis
 from scheduler_svc.core.types import (
     ExecutorSpec,
     FinishDetail,
@@ -28,7 +28,7 @@ from scheduler_svc.core.types import (
     StepPlan,
 )
 from tests.helpers.core_executor import CoreExecutor
-from tests.helpers.core_histories import MAX_MODEL_LEN, executors, prompts, requests, rules
+from tests.helpers.core_histories import MAX_MODEL_LEN, executors, policies, prompts, requests
 from tests.helpers.digest import check_mirror
 from tests.helpers.known import VOCAB_SIZE, as_lists, known_beams, known_cuts, known_prompt_logprobs, known_sample
 
@@ -41,10 +41,10 @@ Sample = tuple[RequestKey, int]
 
 
 class CoreMachine(RuleBasedStateMachine):
-    @initialize(spec=executors(), rules=rules(), depth=st.sampled_from([1, 2, 3, 4, 1]))
-    def start(self, spec: ExecutorSpec, rules: Rules, depth: int) -> None:
+    @initialize(spec=executors(), policies=policies(), depth=st.sampled_from([1, 2, 3, 4, 1]))
+    def start(self, spec: ExecutorSpec, policies: Policies, depth: int) -> None:
         self.spec = spec
-        self.core = Scheduler(rules)
+        self.core = Scheduler(policies)
         self.core.add_executor(0, spec)
         self.executor = CoreExecutor(spec, VOCAB_SIZE)
         self.depth = depth
@@ -100,7 +100,7 @@ class CoreMachine(RuleBasedStateMachine):
     def plan_one(self) -> bool:
         self.now, self.intact = self.now + 1, False
         plan = self.core.plan_step(0, self.now)
-        self.take(self.core.take_news())
+        self.take(self.core.take_outputs())
         self.core.check_integrity()
         self.intact = True
         if plan is None:
@@ -114,8 +114,8 @@ class CoreMachine(RuleBasedStateMachine):
     def apply(self) -> None:
         self.intact = False
         result = self.executor.run(self.plans.popleft())
-        _, news = self.core.apply_result(0, result, self.now)
-        self.take(news)
+        _, outputs = self.core.apply_result(0, result, self.now)
+        self.take(outputs)
         self.core.check_integrity()
         if result.debug_digest:
             check_mirror(self.core.lanes[0], self.executor.inner.slots, result.debug_digest)
@@ -174,11 +174,11 @@ class CoreMachine(RuleBasedStateMachine):
         if hasattr(self, "core"):
             self.core.check_integrity()
 
-    def take(self, news: News) -> None:
-        for output in news.hypotheses:
+    def take(self, outputs: StepOutputs) -> None:
+        for output in outputs.hypotheses:
             found = Hypothesis(output.token_ids, output.score, output.cumulative_logprob, output.finish)
             self.hypotheses.setdefault(output.group.key, []).append(found)
-        for delta in news:
+        for delta in outputs:
             sample = delta.key, delta.sample_index
             assert sample not in self.finishes, "news of a sample that has ended"
             self.outputs[sample] += delta.token_ids
@@ -186,7 +186,7 @@ class CoreMachine(RuleBasedStateMachine):
                 self.prompt_logprobs[delta.key].append(delta.prompt_logprobs)
             if delta.finish is not None:
                 self.finishes[sample] = delta.finish.detail
-        for sample in dict.fromkeys((delta.key, delta.sample_index) for delta in news if delta.finish is not None):
+        for sample in dict.fromkeys((delta.key, delta.sample_index) for delta in outputs if delta.finish is not None):
             self.check_sample(*sample)
 
     def check_sample(self, key: RequestKey, index: int) -> None:

@@ -114,7 +114,7 @@ def demo(
 
     Starts both services on the embedded model, sends ten prompts at once, and draws the schedule that ran.
     """
-    from cadenza.demo import run_demo
+    from cadenza.cli.demo import run_demo
 
     run_demo(model=model, device=device, max_num_seqs=max_num_seqs)
 

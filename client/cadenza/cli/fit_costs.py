@@ -57,10 +57,10 @@ def fit_costs(
     """Run the command; raises CadenzaError."""
     try:
         from cadenza.cli.load_results import check_outputs
-        from cadenza.simulate.belonging import check_belongs
+        from cadenza.simulate.compatibility_check import check_belongs
+        from cadenza.simulate.executor_profiles import write_kind
         from cadenza.simulate.fit import fit_costs as fit
         from cadenza.simulate.fit import fitted_kind, with_clients
-        from cadenza.simulate.kinds import write_kind
         from cadenza.simulate.recordings import read_recording
     except ImportError as error:
         raise OptionError(

@@ -91,7 +91,7 @@ def up(
 def _print_settings(services: Any, places: Any) -> None:
     import grpc
 
-    from cadenza.cli.in_force import settings_in_force
+    from cadenza.cli.effective_options import settings_in_force
 
     try:
         lines = settings_in_force(services, places)

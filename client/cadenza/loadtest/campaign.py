@@ -15,7 +15,6 @@ from typing import Protocol
 from cadenza.errors import CadenzaError
 from cadenza.loadtest.caveats import full_batch, of_load, of_server
 from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.cuts import Cuts
 from cadenza.loadtest.driver import Progress, drive, take_back_cancel
 from cadenza.loadtest.failures import Failures, told
 from cadenza.loadtest.prompts import Prompts
@@ -34,6 +33,7 @@ from cadenza.loadtest.schedule import (
 from cadenza.loadtest.settings import LoadSettings
 from cadenza.loadtest.target import ServerFacts, Target
 from cadenza.loadtest.targets import make_target
+from cadenza.loadtest.truncation import Cuts
 from cadenza.loadtest.watch import StepSeries, watch_series
 
 _RUN_SEEDS = 2**32

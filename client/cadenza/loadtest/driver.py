@@ -15,12 +15,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cadenza.loadtest.alarm import Alarm
 from cadenza.loadtest.columns import RequestColumns
 from cadenza.loadtest.live import CANCELLED, SKIPPED, TIMEOUT, LiveRequest, Recorder
 from cadenza.loadtest.pacing import Ahead, Unit, units
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.target import Clock, Target
+from cadenza.loadtest.timer import Alarm
 
 _PROGRESS_S = 0.2
 _STARTS_AT_ONCE = 16

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from cadenza.loadtest.columns import RequestColumns, StepColumns
-from cadenza.loadtest.cuts import Cuts
 from cadenza.loadtest.latencies import (
     PER_REQUEST,
     Rows,
@@ -29,6 +28,7 @@ from cadenza.loadtest.requests import Floats, LoadTestError
 from cadenza.loadtest.slo import Slo as Slo
 from cadenza.loadtest.slo import kept
 from cadenza.loadtest.slo import parse_slo as parse_slo
+from cadenza.loadtest.truncation import Cuts
 from cadenza.loadtest.windows import kept_up
 from cadenza.loadtest.windows import steady_window as steady_window
 

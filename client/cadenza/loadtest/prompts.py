@@ -8,7 +8,7 @@ import numpy as np
 
 from cadenza.loadtest.requests import Ints, LoadTestError, RequestShape
 from cadenza.loadtest.seeds import stream
-from cadenza.loadtest.words import WORDS
+from cadenza.loadtest.vocabulary import WORDS
 
 _FIRST_ID, _END_ID = 300, 8000
 """Past special tokens and single bytes; within the smallest usual vocabularies. benchmarks/common takes the same."""

@@ -17,13 +17,13 @@ from pydantic_core import from_json
 import cadenza
 from cadenza.loadtest.column_json import RequestLists, StepLists
 from cadenza.loadtest.columns import RequestColumns, StepColumns
-from cadenza.loadtest.cuts import Cuts
 from cadenza.loadtest.facts import ClientFacts
 from cadenza.loadtest.facts import client_facts as client_facts
 from cadenza.loadtest.latencies import Window, end_of
 from cadenza.loadtest.metric_names import values_of
 from cadenza.loadtest.metrics import Metrics, Slo, measure
 from cadenza.loadtest.requests import LoadTestError
+from cadenza.loadtest.truncation import Cuts
 from cadenza.loadtest.uncertainty import Estimate, summarise
 
 KIND = "cadenza.loadtest"

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from cadenza.loadtest.lengths import Lengths
-from cadenza.loadtest.made import check_count, fit
 from cadenza.loadtest.mixes import Label, Labels
 from cadenza.loadtest.requests import LoadTestError, RequestShape
 from cadenza.loadtest.seeds import ChunkStreams, check_seed
+from cadenza.loadtest.synthetic_workloads import check_count, fit
 from cadenza.loadtest.workload_readers import read_records
 from cadenza.loadtest.workload_records import Record
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import cast
 
 from cadenza.loadtest.lengths import Lengths, parse_lengths
-from cadenza.loadtest.made import Drawing, Independent, LongShort, Plain, Sessions, SharedPrefix
 from cadenza.loadtest.mixes import Labels, parse_mix, parse_tenants
 from cadenza.loadtest.requests import Workload
 from cadenza.loadtest.spec import KINDS, WorkloadSpec, find_file, make_spec
+from cadenza.loadtest.synthetic_workloads import Drawing, Independent, LongShort, Plain, Sessions, SharedPrefix
 from cadenza.loadtest.workload_files import FileWorkload
 from cadenza.settings.names import flag
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cadenza.loadtest.caveats import of_load
-from cadenza.loadtest.cuts import Cuts
 from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.results import CTRL_C, LoadTestFile, MaxRate, Point, Run, point_of, run_of
 from cadenza.loadtest.schedule import cut_to, make_schedule, planned_points, window_of
 from cadenza.loadtest.settings import LoadSettings
+from cadenza.loadtest.truncation import Cuts
 from cadenza.simulate.capacity import TOLERANCE, Capacity, find_capacity
-from cadenza.simulate.kinds import ExecutorKind
-from cadenza.simulate.ledger import Watch
+from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.request_log import Watch
 from cadenza.simulate.run import Outcome, Simulation
 from cadenza.simulate.traffic import Traffic
 from scheduler_svc.config import SchedulerConfig

@@ -16,7 +16,7 @@ from cadenza.loadtest.requests import LoadTestError, RequestShape
 from cadenza.loadtest.schedule import make_schedule
 from cadenza.loadtest.settings import LoadSettings
 from cadenza.loadtest.slo import Slo
-from cadenza.simulate.ledger import Watch
+from cadenza.simulate.request_log import Watch
 from cadenza.simulate.run import Outcome
 
 TOLERANCE = 0.02

@@ -10,8 +10,8 @@ from scipy.optimize import nnls
 
 from cadenza.loadtest.columns import RequestColumns
 from cadenza.loadtest.requests import Floats, LoadTestError
-from cadenza.simulate.between import between_steps
-from cadenza.simulate.kinds import ExecutorKind, Noise, Overheads
+from cadenza.simulate.executor_profiles import ExecutorKind, Noise, Overheads
+from cadenza.simulate.host_gaps import between_steps
 from cadenza.simulate.recordings import RecordedSteps, Recording
 from executor_svc.simulated.costs import StepCosts, StepWork
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.simulate.kinds import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorKind
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.lane import Lane
-from scheduler_svc.core.sequence import Sequence as CoreSequence
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.sequences.sequence import Sequence as CoreSequence
 from scheduler_svc.core.types import RequestSpec
 
 

@@ -7,14 +7,15 @@ from array import array
 from collections import deque
 
 from cadenza.simulate.chance import factors, varied
-from cadenza.simulate.kinds import ExecutorKind
-from cadenza.simulate.prices import price_of
+from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.step_costs import price_of
 from executor_svc.simulated.tokens import rank_logprob
-from scheduler_svc.core.cohort import DecodeCohort
-from scheduler_svc.core.lane import Lane, PlannedStep
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.sequences.decode_batch import DecodeBatch
+from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import Candidates, StepResult
-from scheduler_svc.pacing import StepPacer
+from scheduler_svc.engine.pacing import StepPacer
 
 TOKEN = 1
 """What every sequence samples: what tokens there are makes no difference to a cost model."""
@@ -23,7 +24,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class CountingCohort(DecodeCohort):
+class CountingCohort(DecodeBatch):
     """A cohort that knows how many tokens its members have computed together, without asking each of them."""
 
     def __init__(self, block_size: int) -> None:
@@ -78,8 +79,8 @@ class SimulatedLane:
         self.index = index
         self.kind = kind
         self.core = core
-        self.cohort = CountingCohort(core.spec.block_size)
-        core.cohort = self.cohort
+        self.decode_batch = CountingCohort(core.spec.block_size)
+        core.decode_batch = self.decode_batch
         self.limit = min(max_inflight_plans, kind.limits.max_inflight_plans)
         self.plan_s = kind.overheads.plan_us / 1e6
         self.pacer = StepPacer()
@@ -98,7 +99,7 @@ class SimulatedLane:
         self._overhead_factors = factors(noise.overheads, seed, f"overheads {index}") if noise.overheads else None
         self._transit_s = kind.overheads.transit_us / 1e6
         self._tokens = [TOKEN] * kind.limits.max_num_seqs
-        self._joined_cohort: list[Sequence] = []
+        self._joined_decode_batch: list[Sequence] = []
         """Those that decode from the next step on without having sampled before: of their chunk one token was left."""
 
     @property
@@ -111,13 +112,13 @@ class SimulatedLane:
 
     def launch(self, step: PlannedStep, planned_at: float, *, beams: bool) -> Flight:
         """Run a step; `beams`: may there be some in it."""
-        cohort, slots, plan = self.cohort, step.cohort_slots, step.plan
+        decode_batch, slots, plan = self.decode_batch, step.decode_slots, step.plan
         num_tokens = len(slots)
-        num_read = num_kv = cohort.num_read if num_tokens else 0
+        num_read = num_kv = decode_batch.num_read if num_tokens else 0
         starting: list[Sequence] = []
-        if self._joined_cohort:
-            starting = [sequence for sequence in self._joined_cohort if sequence not in step.preempted]
-            self._joined_cohort = []
+        if self._joined_decode_batch:
+            starting = [sequence for sequence in self._joined_decode_batch if sequence not in step.preempted]
+            self._joined_decode_batch = []
         if step.chunks:
             slots = step.sampling_slots
             for chunk in step.chunks:
@@ -128,7 +129,7 @@ class SimulatedLane:
                 if chunk.samples:
                     starting.append(chunk.sequence)
                 elif chunk.sequence.decodes:
-                    self._joined_cohort.append(chunk.sequence)
+                    self._joined_decode_batch.append(chunk.sequence)
         num_moved = len(plan.swapped_out) + len(plan.copied) + len(plan.swapped_in)
         forward_ns, sample_ns, moves_ns = self._price(num_tokens, num_read, num_kv, len(slots), num_moved)
         candidates = _candidates(step) if beams else {}
@@ -185,7 +186,7 @@ class SimulatedLane:
         core = self.core
         if not alone or core.blocks.num_shared_refs:
             return core.num_stored_tokens
-        return self.cohort.num_computed + sum(sequence.num_computed_tokens for sequence in core.prefilling)
+        return self.decode_batch.num_computed + sum(sequence.num_computed_tokens for sequence in core.prefilling)
 
 
 def _candidates(step: PlannedStep) -> dict[int, Candidates]:

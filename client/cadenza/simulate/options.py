@@ -14,7 +14,7 @@ from cadenza.local_options import route_options
 from cadenza.settings.names import suggestion
 from cadenza.settings.service import reason
 from cadenza.simulate.campaign import Simulated
-from cadenza.simulate.kinds import ExecutorKind, read_kind
+from cadenza.simulate.executor_profiles import ExecutorKind, read_kind
 from cadenza.simulate.published import PUBLISHED
 from scheduler_svc.config import SchedulerConfig
 

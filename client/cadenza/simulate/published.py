@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cadenza.simulate.kinds import ExecutorKind, KindLimits, Overheads
+from cadenza.simulate.executor_profiles import ExecutorKind, KindLimits, Overheads
 from executor_svc.simulated.costs import StepCosts
 
 _BLOCK_SIZE = 16

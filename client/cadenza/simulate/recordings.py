@@ -10,11 +10,11 @@ import numpy as np
 
 from cadenza.loadtest.requests import Floats, LoadTestError
 from cadenza.plan_log import PlanLogError, PlanLogReader
-from cadenza.simulate.kinds import KindLimits
+from cadenza.simulate.executor_profiles import KindLimits
 from cadenza.v1.planlog_pb2 import ApplyResultCall, PlanLogHeader, PlanLogRecord, PlanStepCall
-from scheduler_svc.core.results import context_lens
-from scheduler_svc.pacing import StepPacer
-from scheduler_svc.replay import CoreReplay
+from scheduler_svc.core.steps.results import context_lens
+from scheduler_svc.engine.pacing import StepPacer
+from scheduler_svc.replay.core_replay import CoreReplay
 
 
 @dataclass(frozen=True, slots=True)

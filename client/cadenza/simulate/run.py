@@ -1,6 +1,6 @@
 """The event loop in virtual time: requests come, steps are planned, results are taken in; nothing sleeps.
 
-The core is the services' own, and each lane is driven as `scheduler_svc.plan_loop` does it: plan k+1 is made before
+The core is the services' own, and each lane is driven as `engine.plan_loop` does it: plan k+1 is made before
 result k is in, as late as the pacer says. What the service does around the core is done here too: a full queue refuses
 with RESOURCE_EXHAUSTED, a prompt that is too long with INVALID_ARGUMENT, beams tell nothing before they are done.
 """
@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cadenza.loadtest.columns import RequestColumns, StepColumns
-from cadenza.loadtest.cuts import Cuts
 from cadenza.loadtest.requests import LoadTestError, RequestShape
+from cadenza.loadtest.truncation import Cuts
+from cadenza.simulate.executor_profiles import ExecutorKind
 from cadenza.simulate.fleet import check_fleet, check_grows, check_preempted
-from cadenza.simulate.kinds import ExecutorKind
 from cadenza.simulate.lanes import TOKEN, SimulatedLane
-from cadenza.simulate.ledger import Ledger, Watch
+from cadenza.simulate.request_log import Ledger, Watch
 from cadenza.simulate.rows import StepRows
 from cadenza.simulate.traffic import Asked, Traffic
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import LimitsError, RequestRejectedError
-from scheduler_svc.core.lane import PlannedStep
+from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
-from scheduler_svc.make_rules import make_rules
+from scheduler_svc.engine.policies_from_options import policies_from_options
 
 _GREEDY = Sampling(temperature=0.0)
 MAX_STEP_ROWS = 65_536
@@ -80,8 +80,8 @@ class Simulation:
         executors, or each other.
         """
         check_fleet(fleet, config)
-        rules = make_rules(config)
-        self._core = _Core(rules if prompts is not None else replace(rules, prefix_caching=False))
+        policies = policies_from_options(config)
+        self._core = _Core(policies if prompts is not None else replace(policies, prefix_caching=False))
         for index, kind in enumerate(fleet):
             try:
                 self._core.add_executor(index, kind.spec(config))
@@ -205,8 +205,8 @@ class Simulation:
         core = self._core
         self._free_at = now + lane.plan_s
         plan = core.plan_step(lane.index, now)
-        if core.has_news:
-            self._ledger.tell(core.take_news(), now)
+        if core.has_outputs:
+            self._ledger.tell(core.take_outputs(), now)
         lane.idle = plan is None
         if plan is None:
             wakes = core.wakes_at(lane.index, now)
@@ -225,14 +225,14 @@ class Simulation:
     def _apply(self, lane: SimulatedLane, now: float) -> None:
         """A result has come."""
         core, flight = self._core, lane.land(now)
-        _, news = core.apply_result(lane.index, flight.result, now)
+        _, outputs = core.apply_result(lane.index, flight.result, now)
         core.take_ended()
         if flight.starting:
             self._ledger.started(lane, flight, now)
         if self._keeps_gaps:
             lane.applied.append(now)
-        if news.finishes or news.hypotheses:
-            self._ledger.tell(news, now)
+        if outputs.finishes or outputs.hypotheses:
+            self._ledger.tell(outputs, now)
         if flight.row is not None and self._steps is not None:
             self._steps.put((*flight.row[:2], now, *flight.row[2:]))
         lane.pace(now)
@@ -246,7 +246,7 @@ class Simulation:
         num_blocks, num_swapped = books.spec.num_blocks, core.num_swapped
         return (
             lane.index, step.planned_at, result.device_ns / 1e9,
-            len(step.cohort_slots) + len(step.chunks), step.total_tokens, len(result.slots),
+            len(step.decode_slots) + len(step.chunks), step.total_tokens, len(result.slots),
             len(core.waiting) - num_swapped, num_running, num_swapped,
             num_blocks - books.blocks.num_free, num_blocks, lane.num_stored_tokens(alone=self._all_alone),
         )  # fmt: skip
@@ -256,14 +256,14 @@ class _Core(Scheduler):
     """The core, with two looks inside that cost nothing."""
 
     @property
-    def has_news(self) -> bool:
+    def has_outputs(self) -> bool:
         """Has planning ended a request."""
-        return bool(self._book.news.finishes)
+        return bool(self._requests.outputs.finishes)
 
     @property
     def draining(self) -> bool:
         """Was it told that no request will come."""
-        return self._book.draining
+        return self._requests.draining
 
 
 def _next_at(lane: SimulatedLane) -> float:

@@ -1,1 +1,0 @@
-"""Readers of config.json, a file for each family of checkpoints: each returns the `DecoderSpec` that it describes."""

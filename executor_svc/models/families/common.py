@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.layers.mlp import Activation
-from executor_svc.layers.rope import RopeConfig
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.kv_scales import quantizes_kv_alone
+from executor_svc.models.layers.mlp import Activation
+from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.rope_fields import DEFAULT_THETA, context_limit, read_rope, rope_section
 from executor_svc.models.spec import DecoderSpec, LayerSpec
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.layers.mlp import Activation
-from executor_svc.layers.rope import RopeConfig
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import RopeReader, layer_windows, optional_window, read_common, with_windows
+from executor_svc.models.layers.mlp import Activation
+from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.rope_fields import read_rope
 from executor_svc.models.spec import DecoderSpec
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.layers.rope import RopeConfig
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import optional_window, read_common, with_windows
+from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.rope_fields import DEFAULT_THETA, read_rope, rope_section
 from executor_svc.models.spec import DecoderSpec
 

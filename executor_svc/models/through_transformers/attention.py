@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
+from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
 
 NAME = "cadenza_paged"
 """Of the attention as transformers knows it; no mask is made for it."""

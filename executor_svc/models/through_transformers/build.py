@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor_svc.model_folder import LoaderError
 from executor_svc.models.base import Builder, ModelConfigError
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
+from executor_svc.models.folder import LoaderError
 from executor_svc.models.kv_scales import SCALES
 from executor_svc.models.through_transformers import attention, probe, self_check
 from executor_svc.models.through_transformers.choice import Choice

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from executor_svc.model_folder import LoaderError
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.config_fields import Fields
+from executor_svc.models.folder import LoaderError
 from executor_svc.models.kv_scales import quantizes_kv_alone
 
 _ALIBI = ("BloomForCausalLM", "MptForCausalLM")

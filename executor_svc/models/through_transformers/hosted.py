@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor_svc.kernels.interface import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
+from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
 from executor_svc.models.through_transformers.attention import PagedAttention, attending
 from executor_svc.models.through_transformers.probe import Found, LayerAttention
 

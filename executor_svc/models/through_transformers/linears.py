@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor_svc.kernels.interface import Linear
+from executor_svc.device.kernels import Linear
 from executor_svc.models.base import Builder
 
 _CONV1D = "transformers.pytorch_utils.Conv1D"

@@ -1,0 +1,150 @@
+"""`cadenza demo`: concurrent prompts on the embedded model, and the schedule that really ran."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from cadenza.async_client import AsyncClient
+from cadenza.cli.demo_view import Answer, answers_table, live_table, plain_line, summary_lines
+from cadenza.cli.text import printable
+from cadenza.errors import FailedPreconditionError, LocalServiceError, OptionError, UnavailableError
+from cadenza.local import LocalServices
+from cadenza.sampling_params import SamplingParams
+from cadenza.schedule import build_schedule, summarize
+from cadenza.schedule_picture import draw_schedule
+from cadenza.step_watch import StepWatch, watch_steps
+
+PROMPTS = (
+    "你好，今天的天气怎么样？",
+    "请问现在几点了？",
+    "能推荐一本好书吗？",
+    "Tell me a story about a fox.",
+    "What is 27 + 48?",
+    "Count from 3 to 21.",
+    "Hello! Who are you?",
+    "给我讲一个故事，主角是小猫",
+    "83减37等于多少？",
+    "What is continuous batching?",
+)
+_MAX_TOKENS = 200
+_RECORDS_TIMEOUT_S = 3.0
+_REFRESH_PER_S = 15
+
+
+def run_demo(*, model: str | None, device: str, max_num_seqs: int) -> None:
+    """Run the whole demo and print it; raises CadenzaError if anything fails."""
+    console = Console(highlight=False)
+    folder = model or str(_embedded_model())
+    started = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        with console.status("starting an executor and a scheduler, two processes, on this machine"):
+            services = stack.enter_context(
+                LocalServices(folder, device=device, max_num_seqs=max_num_seqs, on_event=console.print)
+            )
+        pids = services.pids()
+        console.print(
+            f"executor (process {pids['executor']}) and scheduler (process {pids['scheduler']}) "
+            f"serve at {services.target} after {time.monotonic() - started:.1f} s",
+            soft_wrap=True,
+        )
+        try:
+            asyncio.run(_run(console, services.target, max_num_seqs))
+        except UnavailableError as error:
+            if services.wait_failure(0.5) and services.failure is not None:
+                raise LocalServiceError(services.failure.message) from error
+            raise
+    console.print(f"both services are stopped; {time.monotonic() - started:.1f} s in all")
+
+
+def _embedded_model() -> Path:
+    """models/cadenza-demo of the source tree, or below the current folder; raises OptionError."""
+    places = [Path(__file__).resolve().parents[3], Path.cwd()]
+    for place in places:
+        if (folder := place / "models" / "cadenza-demo").is_dir():
+            return folder
+    raise OptionError(f"option model: there is no embedded model at {places[0] / 'models' / 'cadenza-demo'}")
+
+
+async def _run(console: Console, target: str, max_num_seqs: int) -> None:
+    async with AsyncClient(target) as client:
+        info = await client.model_info()
+        if not info.has_chat_template:
+            raise FailedPreconditionError(f"{info.model} has no chat template: the demo asks in chat form")
+        executor = (await client.server_info()).executors[0]
+        console.print(
+            f"{info.architecture}, {info.num_parameters / 1e6:.1f} M parameters, {info.dtype}, on {executor.device}; "
+            f"{len(PROMPTS)} prompts at once for {max_num_seqs} batch slots\n",
+            soft_wrap=True,
+        )
+        answers = [Answer(index, prompt) for index, prompt in enumerate(PROMPTS, start=1)]
+        async with watch_steps(client) as watch:
+            await _answer_all(console, client, answers)
+            await watch.wait_left(len(answers), _RECORDS_TIMEOUT_S)
+        _report(console, answers, watch, executor.block_size, max_num_seqs)
+
+
+async def _answer_all(console: Console, client: AsyncClient, answers: list[Answer]) -> None:
+    """Ask everything at once, and show the answers as they come."""
+    if not console.is_terminal:
+        await _ask_all(client, answers, lambda answer: console.print(plain_line(answer), markup=False, soft_wrap=True))
+        console.print()
+        return
+    with Live(
+        console=console,
+        refresh_per_second=_REFRESH_PER_S,
+        transient=True,
+        get_renderable=lambda: live_table(answers, console.width),
+    ):
+        await _ask_all(client, answers, lambda answer: None)
+    console.print(answers_table(answers, console.width), "")
+
+
+async def _ask_all(client: AsyncClient, answers: list[Answer], on_end: Callable[[Answer], None]) -> None:
+    async def ask(answer: Answer) -> None:
+        await _ask(client, answer)
+        on_end(answer)
+
+    outcomes = await asyncio.gather(*map(ask, answers), return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+async def _ask(client: AsyncClient, answer: Answer) -> None:
+    params = SamplingParams(temperature=0, max_tokens=_MAX_TOKENS)
+    answer.sent_s = time.monotonic()
+    deltas = client.stream_chat([{"role": "user", "content": answer.prompt}], params, _request_id(answer))
+    async with contextlib.aclosing(deltas):
+        async for delta in deltas:
+            for sample in delta.outputs:
+                answer.text += printable(sample.text)
+                answer.num_tokens += len(sample.token_ids)
+                if sample.token_ids:
+                    answer.last_s = time.monotonic()
+                    answer.first_s = answer.first_s or answer.last_s
+                answer.finish = sample.finish_detail or answer.finish
+
+
+def _request_id(answer: Answer) -> str:
+    return f"demo-{answer.index}"
+
+
+def _report(console: Console, answers: list[Answer], watch: StepWatch, block_size: int, max_num_seqs: int) -> None:
+    labels = {_request_id(answer): f"{answer.index:2} {answer.prompt}" for answer in answers}
+    picture = draw_schedule(
+        build_schedule(watch.records, labels), width=console.width, ascii_only="utf" not in console.encoding.lower()
+    )
+    console.print("The schedule that ran, from the scheduler's step records", style="bold underline")
+    console.print(picture)
+    if watch.num_dropped:
+        console.print(f"{watch.num_dropped} records were lost to a slow watch: the figures are incomplete")
+    stats = summarize(watch.records, block_size=block_size, batch_size=max_num_seqs)
+    for name, value in summary_lines(answers, stats, max_num_seqs):
+        console.print(f"  {name:15} {value}", markup=False, soft_wrap=True)

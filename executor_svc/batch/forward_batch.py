@@ -1,0 +1,69 @@
+"""The flat tensors of one forward pass, and how batch slots are turned into them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor_svc.batch.slots import Scheduled, Slots
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """What a forward pass computes: T tokens of S sequences, prefill chunks and decodes mixed, in slot order."""
+
+    token_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64, absolute."""
+    slot_mapping: Tensor
+    """[T] int64: block_id * block_size + offset, where each token's K and V are written."""
+    query_start_loc: Tensor
+    """[S + 1] int32: sequence s owns tokens query_start_loc[s] to query_start_loc[s + 1]."""
+    seq_lens: Tensor
+    """[S] int32: context length + query length."""
+    block_tables: Tensor
+    """[S, max_blocks_per_seq] int32, rows padded with any valid block id."""
+    logits_rows: Tensor
+    """[L] int64: the tokens whose logits are wanted, as indices into T."""
+    rope_lens: Tensor
+    """[T] int64: max(prompt length, position + 1), the length that length-dependent rotary embeddings go by."""
+    max_query_len: int
+    max_seq_len: int
+
+
+def build_batch(slots: Slots, scheduled: Scheduled) -> ForwardBatch | None:
+    """The flat tensors of what is scheduled, on the CPU; None if nothing is to be computed."""
+    rows, counts = scheduled.slots, scheduled.num_tokens
+    if not len(rows):
+        return None
+    block_size = slots.limits.block_size
+    context = slots.num_computed_tokens[rows]
+    seq_lens = context + counts
+    starts = np.zeros(len(rows) + 1, np.int64)
+    counts.cumsum(out=starts[1:])
+    owner, positions = rows, context
+    if starts[-1] != len(rows):
+        # Token t of sequence s stands at context[s] + t - starts[s].
+        owner = np.repeat(rows, counts)
+        positions = np.arange(starts[-1]) + np.repeat(context - starts[:-1], counts)
+    rope_lens = np.maximum(slots.num_prompt_tokens[owner], positions + 1)
+    blocks = slots.block_tables[owner, positions // block_size].astype(np.int64)
+    max_seq_len = int(seq_lens.max())
+    width = -(-max_seq_len // block_size)
+    # What lies behind a block table is 0 or a block of an earlier sequence: valid, if without meaning.
+    return ForwardBatch(
+        token_ids=torch.from_numpy(slots.token_ids[owner, positions].astype(np.int64)),
+        positions=torch.from_numpy(positions),
+        slot_mapping=torch.from_numpy(blocks * block_size + positions % block_size),
+        query_start_loc=torch.from_numpy(starts.astype(np.int32)),
+        seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
+        block_tables=torch.from_numpy(slots.block_tables[rows, :width]),
+        logits_rows=torch.from_numpy(starts[1:][scheduled.samples] - 1),
+        rope_lens=torch.from_numpy(rope_lens),
+        max_query_len=int(counts.max()),
+        max_seq_len=max_seq_len,
+    )

@@ -1,0 +1,328 @@
+"""Batch slots: the mirror of what plans have told, as arrays with a row per slot.
+
+Work per plan follows what the plan changes, plus a few array operations over the batch. `Slots.apply` takes the parts
+of a plan in the order that execution.proto states; block operations touch no slot, so they run after the whole plan has
+been found valid. Every contradiction raises InvalidPlan; the slots are then undefined until `clear`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from executor_svc.batch.sampling_columns import SlotSampling
+from executor_svc.plan.column_checks import check_range, check_unique
+from executor_svc.plan.plan import (
+    AdmittedSequence,
+    BoolArray,
+    IntArray,
+    InvalidPlan,
+    Limits,
+    ScheduledTokens,
+    SlotColumns,
+    StepPlan,
+)
+from executor_svc.plan.plan_checks import check_admission, check_block_moves, check_supported
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """What one step computes, slots ascending."""
+
+    slots: IntArray
+    """[S] slots with one token or more to compute."""
+    num_tokens: IntArray
+    """[S]."""
+    samples: BoolArray
+    """[S]: is its last token a logits row. There are L of these, in the order of slots."""
+    idle_slots: IntArray
+    """Slots that the plan lets sample but that have stopped, and forks of such: they report no token."""
+    sampling_slots: IntArray
+    """[R] slots that read a logits row, forks included."""
+    sources: IntArray | None
+    """[R] the logits row that each reads; None: its own, as there are no forks and R is L."""
+    candidates: IntArray
+    """[C] indices into sampling_slots, ascending: those that have candidates told and sample no token."""
+
+    def takes_token(self, valid: BoolArray) -> BoolArray:
+        """[R]: which of sampling_slots have sampled a token, given which have not failed."""
+        if not len(self.candidates):
+            return valid
+        taken = valid.copy()
+        taken[self.candidates] = False
+        return taken
+
+
+class Slots:
+    """State of all slots. Array shapes name n = num_slots; token and block ids are int32."""
+
+    def __init__(self, limits: Limits) -> None:
+        n = limits.num_slots
+        self.limits = limits
+        # Pages of these two are touched only as sequences grow. One column more than a sequence may compute: for the
+        # token that is sampled last.
+        self.token_ids = np.zeros((n, limits.max_model_len + 1), np.int32)
+        self.block_tables = np.zeros((n, limits.max_blocks_per_seq), np.int32)
+        self.num_tokens = np.zeros(n, np.int64)
+        self.num_prompt_tokens = np.zeros(n, np.int64)
+        self.num_computed_tokens = np.zeros(n, np.int64)
+        self.num_blocks = np.zeros(n, np.int64)
+        self.admitted = np.zeros(n, np.bool_)
+        self.held = np.zeros(n, np.bool_)
+        # Has sampled a stop token, or failed alone: computes nothing more.
+        self.stopped = np.zeros(n, np.bool_)
+        # Prompt logits that were not finite: the slot fails when it samples.
+        self.prompt_failed = np.zeros(n, np.bool_)
+        self.sampling = SlotSampling(limits)
+
+    def clear(self) -> None:
+        """Free every slot."""
+        self.admitted[:] = False
+        self.sampling.release(np.arange(self.limits.num_slots))
+
+    def ready(self) -> BoolArray:
+        """[n]: admitted, not held, not stopped, and lacking the KV of exactly one known token."""
+        one_left = self.num_tokens - self.num_computed_tokens == 1
+        result: BoolArray = self.admitted & ~self.held & ~self.stopped & one_left
+        return result
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take all parts of the plan up to given tokens; block operations are only checked."""
+        check_supported(plan)
+        self._release(plan.released_slots)
+        check_block_moves(plan, self.limits)
+        for sequence in plan.admitted:
+            self._admit(sequence)
+        self._append_blocks(plan.appends)
+        self._hold(plan.held_slots, True, "held_slots")
+        self._hold(plan.resumed_slots, False, "resumed_slots")
+        self._give(plan.given)
+
+    def _check_admitted(self, slots: IntArray, part: str) -> None:
+        check_range(slots, self.limits.num_slots, f"{part}: slot")
+        if not self.admitted[slots].all():
+            raise InvalidPlan(f"{part}: slot {slots[~self.admitted[slots]][0]} is not admitted")
+
+    def _hold(self, slots: IntArray, hold: bool, part: str) -> None:
+        if len(slots):
+            self._check_admitted(slots, part)
+            self.held[slots] = hold
+
+    def _release(self, slots: IntArray) -> None:
+        if not len(slots):
+            return
+        self._check_admitted(slots, "released_slots")
+        check_unique(slots, "released_slots: slot")
+        self.admitted[slots] = False
+        self.sampling.release(slots)
+
+    def _admit(self, sequence: AdmittedSequence) -> None:
+        check_admission(sequence, self.limits)
+        slot = sequence.slot
+        if self.admitted[slot]:
+            raise InvalidPlan(f"admitted: slot {slot} is not free")
+        num_tokens, num_blocks = len(sequence.token_ids), len(sequence.block_ids)
+        self.token_ids[slot, :num_tokens] = sequence.token_ids
+        self.block_tables[slot, :num_blocks] = sequence.block_ids
+        self.num_tokens[slot] = num_tokens
+        self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
+        self.num_computed_tokens[slot] = sequence.num_computed_tokens
+        self.num_blocks[slot] = num_blocks
+        self.admitted[slot] = True
+        self.held[slot] = sequence.held
+        self.stopped[slot] = False
+        self.prompt_failed[slot] = False
+        self.sampling.admit(sequence)
+
+    def _append_blocks(self, appends: SlotColumns) -> None:
+        if not len(appends.slots):
+            return
+        self._check_admitted(appends.slots, "appends")
+        check_range(appends.values, self.limits.num_device_blocks, "appends: block")
+        order = np.argsort(appends.slots, kind="stable")
+        slots, blocks = appends.slots[order], appends.values[order]
+        _, first, counts = np.unique(slots, return_index=True, return_counts=True)
+        places = self.num_blocks[slots] + np.arange(len(slots)) - np.repeat(first, counts)
+        if places.max() >= self.limits.max_blocks_per_seq:
+            slot = slots[places.argmax()]
+            raise InvalidPlan(
+                f"appends: the block table of slot {slot} would exceed {self.limits.max_blocks_per_seq} blocks"
+            )
+        self.block_tables[slots, places] = blocks
+        self.num_blocks[slots[first]] += counts
+
+    def _give(self, given: SlotColumns) -> None:
+        slots = given.slots
+        if not len(slots):
+            return
+        self._check_admitted(slots, "given")
+        check_unique(slots, "given: slot")
+        check_range(given.values, self.limits.vocab_size, "given: token id")
+        known = self.num_tokens[slots]
+        unfinished = known != self.num_computed_tokens[slots]
+        if unfinished.any():
+            raise InvalidPlan(f"given: slot {slots[unfinished][0]} has known tokens that are not computed")
+        if known.max() > self.limits.max_model_len:
+            raise InvalidPlan(f"given: slot {slots[known.argmax()]} has max_model_len tokens already")
+        self.token_ids[slots, known] = given.values
+        self.num_tokens[slots] += 1
+        self.sampling.add_tokens(slots, given.values)
+
+    def schedule(self, plan: StepPlan) -> Scheduled:
+        """What the plan computes, after `apply`: the explicit slots and, if asked for, every other ready slot."""
+        part, n = plan.scheduled, self.limits.num_slots
+        self._check_scheduled(part)
+        self._check_forks(plan.forks, part)
+        counts = np.zeros(n, np.int64)
+        samples = np.zeros(n, np.bool_)
+        if plan.decode_ready:
+            ready = self.ready()
+            ready[plan.forks.slots] = False
+            counts[ready] = 1
+            samples[ready] = True
+        idle, sources = part.slots, None
+        if len(part.slots):
+            stopped = self.stopped[part.slots]
+            counts[part.slots] = np.where(stopped, 0, part.num_tokens)
+            samples[part.slots] = part.samples
+            idle = np.sort(part.slots[stopped & part.samples])
+        slots = np.flatnonzero(counts)
+        readers = slots[samples[slots]]
+        if len(plan.forks.slots):
+            readers, sources, idle = self._fork(plan, readers, idle)
+        candidates = np.flatnonzero(self.sampling.num_candidates[readers])
+        scheduled = Scheduled(slots, counts[slots], samples[slots], idle, readers, sources, candidates)
+        self._check_room(scheduled)
+        return scheduled
+
+    def _fork(self, plan: StepPlan, readers: IntArray, idle: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Add forks to the slots that read their own logits row [L] and to the idle ones, ascending each.
+
+        Returns (reading slots [R], the row that each reads [R], idle slots).
+        """
+        forks, sources = plan.forks.slots, plan.forks.values
+        reads, is_idle = np.isin(sources, readers), np.isin(sources, idle)
+        if plan.decode_ready:
+            # Such a source would be ready had it not stopped, which the scheduler may not know yet.
+            unnamed = ~np.isin(sources, plan.scheduled.slots)
+            is_idle |= self.stopped[sources] & ~self.held[sources] & unnamed
+        silent = ~(reads | is_idle)
+        if silent.any():
+            i = silent.argmax()
+            raise InvalidPlan(f"forks: the source {sources[i]} of slot {forks[i]} does not sample in this step")
+        uneven = reads & (self.num_tokens[forks] != self.num_tokens[sources])
+        if uneven.any():
+            i = uneven.argmax()
+            raise InvalidPlan(
+                f"forks: slot {forks[i]} has {self.num_tokens[forks[i]]} known tokens, its source {sources[i]} "
+                f"{self.num_tokens[sources[i]]}"
+            )
+        slots = np.concatenate((readers, forks[reads]))
+        rows = np.concatenate((np.arange(len(readers)), np.searchsorted(readers, sources[reads])))
+        order = np.argsort(slots)
+        return slots[order], rows[order], np.sort(np.concatenate((idle, forks[is_idle])))
+
+    def _check_forks(self, forks: SlotColumns, part: ScheduledTokens) -> None:
+        """What can be said of forks before it is known who samples."""
+        if not len(forks.slots):
+            return
+        self._check_admitted(forks.slots, "forks")
+        self._check_admitted(forks.values, "forks: source")
+        check_unique(forks.slots, "forks: slot")
+        for wrong, reason in (
+            (np.isin(forks.values, forks.slots), "reads from a slot that is a fork itself"),
+            (self.stopped[forks.slots], "has stopped"),
+            (np.isin(forks.slots, part.slots), "is named in scheduled too"),
+        ):
+            if wrong.any():
+                raise InvalidPlan(f"forks: slot {forks.slots[wrong][0]} {reason}")
+
+    def _check_scheduled(self, part: ScheduledTokens) -> None:
+        """Explicit counts must fit what is known; a stopped slot computes nothing, so any count is an upper bound."""
+        if not len(part.slots):
+            return
+        self._check_admitted(part.slots, "scheduled")
+        check_unique(part.slots, "scheduled: slot")
+        left = self.num_tokens[part.slots] - self.num_computed_tokens[part.slots]
+        running = ~self.stopped[part.slots]
+        over = running & (part.num_tokens > left)
+        if over.any():
+            i = over.argmax()
+            raise InvalidPlan(
+                f"scheduled: slot {part.slots[i]} is to compute {part.num_tokens[i]} tokens, but only {left[i]} of its "
+                "known tokens are not computed"
+            )
+        early = running & part.samples & ((part.num_tokens < left) | (part.num_tokens == 0))
+        if early.any():
+            i = early.argmax()
+            raise InvalidPlan(
+                f"scheduled: slot {part.slots[i]} is to sample after {part.num_tokens[i]} of {left[i]} tokens that are "
+                "not computed: it must compute all its known tokens, and one at least"
+            )
+
+    def _check_room(self, scheduled: Scheduled) -> None:
+        """The step must fit the limits, and each sequence its block table and max_model_len."""
+        limits = self.limits
+        slots, counts = scheduled.slots, scheduled.num_tokens
+        if len(slots) > limits.max_num_seqs:
+            raise InvalidPlan(f"{len(slots)} sequences are scheduled: over max_num_seqs {limits.max_num_seqs}")
+        if counts.sum() > limits.max_num_batched_tokens:
+            raise InvalidPlan(
+                f"{counts.sum()} tokens are scheduled: over max_num_batched_tokens {limits.max_num_batched_tokens}"
+            )
+        num_rows = len(scheduled.sampling_slots)
+        if num_rows > limits.max_num_seqs:
+            raise InvalidPlan(f"forks: {num_rows} slots would sample: over max_num_seqs {limits.max_num_seqs}")
+        ends = self.num_computed_tokens[slots] + counts
+        too_long = ends > limits.max_model_len
+        if too_long.any():
+            raise InvalidPlan(f"slot {slots[too_long][0]} would exceed max_model_len {limits.max_model_len}")
+        short = ends > self.num_blocks[slots] * limits.block_size
+        if short.any():
+            i = short.argmax()
+            raise InvalidPlan(
+                f"the block table of slot {slots[i]} is too short: {ends[i]} tokens need more than its "
+                f"{self.num_blocks[slots[i]]} blocks"
+            )
+
+    def commit(self, scheduled: Scheduled, token_ids: IntArray, valid: BoolArray) -> None:
+        """After the step: context lengths grow by what was computed, sampled tokens become known.
+
+        token_ids and valid: [R], for scheduled.sampling_slots; one that is not valid has failed and stops. A slot that
+        has candidates told takes no token, and waits until its next one is given. A fork of a stopped slot stops too.
+        """
+        self.num_computed_tokens[scheduled.slots] += scheduled.num_tokens
+        self.stopped[scheduled.idle_slots] = True
+        slots = scheduled.sampling_slots
+        if scheduled.sources is not None:
+            # A fork shares all that its source has computed.
+            self.num_computed_tokens[slots] = self.num_tokens[slots]
+        taken = scheduled.takes_token(valid)
+        if not taken.all():
+            self.stopped[slots[~valid]] = True
+            slots, token_ids = slots[taken], token_ids[taken]
+        places = self.num_tokens[slots]
+        self.token_ids[slots, places] = token_ids
+        self.num_tokens[slots] = places + 1
+        self.sampling.add_tokens(slots, token_ids)
+        stop = self.sampling.are_stop_ids(slots, token_ids)
+        if stop.any():
+            enough = places + 1 - self.num_prompt_tokens[slots] >= self.sampling.min_tokens[slots]
+            self.stopped[slots[enough & stop]] = True
+
+    def digest(self) -> bytes:
+        """SHA-256 over the admitted slots in order.
+
+        For each, little-endian int32: slot, num_tokens, num_prompt_tokens, num_computed_tokens, num_blocks; then its
+        token ids; then its block table.
+        """
+        sha = hashlib.sha256()
+        for slot in np.flatnonzero(self.admitted):
+            num_tokens, num_blocks = self.num_tokens[slot], self.num_blocks[slot]
+            counts = (slot, num_tokens, self.num_prompt_tokens[slot], self.num_computed_tokens[slot], num_blocks)
+            sha.update(np.array(counts, "<i4").tobytes())
+            sha.update(self.token_ids[slot, :num_tokens].astype("<i4").tobytes())
+            sha.update(self.block_tables[slot, :num_blocks].astype("<i4").tobytes())
+        return sha.digest()

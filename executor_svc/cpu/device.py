@@ -1,0 +1,167 @@
+"""The CPU as a device: kernels made for it at start, memory sized from what is free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import llvmlite
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.cpu.kernels.codegen.compiled import processor
+from executor_svc.cpu.kernels.kernels import CpuKernels
+from executor_svc.cpu.kernels.linear import CpuLinear
+from executor_svc.cpu.kernels.probe import probe_linear
+from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores
+from executor_svc.device.kernels import Kernels, Linear
+from executor_svc.device.kv_cache import KVCache, block_bytes
+from executor_svc.plan.description import ModelGeometry
+
+
+def _resolve_dtype(option: str, checkpoint: str) -> torch.dtype:
+    """Return the dtype to run in on the CPU: float16 checkpoints run in float32, which holds their values exactly."""
+    if option == "float16":
+        raise DeviceError("--dtype float16 is not supported on the CPU: take float32 or bfloat16")
+    chosen = checkpoint if option == "auto" else option
+    return torch.bfloat16 if chosen == "bfloat16" else torch.float32
+
+
+_SHARE = 0.5
+"""Of the free memory, unless --gpu-memory-utilization says otherwise."""
+_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_FILES = (
+    ("memory.max", "memory.current"),  # cgroup v2
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # v1, whose "no limit" is a huge number
+)
+
+
+def _cgroup_free_bytes(root: Path = _CGROUP) -> int | None:
+    """Return what a memory limit of the container leaves, or None without one."""
+    for limit_file, used_file in _CGROUP_FILES:
+        try:
+            limit, used = (int((root / name).read_text()) for name in (limit_file, used_file))
+        except (OSError, ValueError):  # "max" is no number
+            continue
+        return max(0, limit - used)
+    return None
+
+
+def _processor() -> str:
+    """Return the processor's model: libraries choose kernels by it."""
+    wanted = ("vendor_id", "cpu family", "model", "model name", "CPU implementer", "CPU part")
+    try:
+        text = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+    except OSError:
+        return "unknown"
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    named = {key.strip(): value.strip() for key, value in fields.items()}
+    return " ".join(f"{key} {named[key]}" for key in wanted if key in named)
+
+
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    """KV blocks that fit into memory, and those that the limits on sequences could use."""
+
+    fitting: int
+    useful: int
+
+
+class CpuDevice:
+    """Runs a model on the CPU with kernels of our own, and samples with PyTorch and numpy."""
+
+    name = "cpu"
+
+    def __init__(self, config: ExecutorConfig) -> None:
+        self.torch_device = torch.device("cpu")
+        self._dtype_option = config.dtype
+        self.dtype = self.kv_dtype = _resolve_dtype(config.dtype, "float32")
+        for option, value, plain in (
+            ("--quantization", config.quantization, ("none",)),
+            ("--kv-cache-dtype", config.kv_cache_dtype, ("auto", "model")),
+        ):
+            if value not in plain:
+                raise DeviceError(f"{option} {value} is not possible on the CPU: it needs --device cuda")
+        self.numerics: Numerics = "fast" if config.numerics == "fast" else "exact"
+        self.num_threads = config.num_threads or cores()
+        torch.set_num_threads(self.num_threads)
+        self._kernels = CpuKernels(self.num_threads)
+        self._linears: dict[tuple[int, int, bool], tuple[str, CpuLinear]] = {}
+
+    @property
+    def kernels(self) -> Kernels:
+        return self._kernels
+
+    @property
+    def isa(self) -> str:
+        return f"{torch.backends.cpu.get_cpu_capability()} {_processor()} {processor()}"
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        return (f"torch {torch.__version__}", f"numpy {np.__version__}", f"llvmlite {llvmlite.__version__}")
+
+    def adopt_dtype(self, checkpoint_dtype: str, fp8_cache: bool = False) -> None:
+        self.dtype = self.kv_dtype = _resolve_dtype(self._dtype_option, checkpoint_dtype)
+
+    def prepare_linear(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        linear = CpuLinear(weight, bias, self._kernels)
+        self._linears.setdefault((linear.in_features, linear.out_features, bias is not None), (name, linear))
+        return linear
+
+    def free_memory_bytes(self) -> int:
+        available = int(psutil.virtual_memory().available)
+        limited = _cgroup_free_bytes()
+        return available if limited is None else min(available, limited)
+
+    def new_kv_cache(self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0) -> KVCache:
+        """Size the pools: `num_gpu_blocks`, or what fits into the share of free memory that the options give.
+
+        Never more than max_num_seqs sequences of max_model_len could use.
+        """
+        head_size = self._kernels.padded_head_size(geometry.head_size)
+        size = block_bytes(geometry.num_layers, geometry.num_kv_heads, config.block_size, head_size, self.dtype)
+        device_blocks = config.num_gpu_blocks
+        host_bytes = config.num_cpu_blocks * size
+        free = self.free_memory_bytes()
+        if device_blocks is None:
+            budget = self._budget(geometry, config, size, free - host_bytes - step_bytes)
+            if budget.fitting < 1:
+                raise DeviceError(
+                    f"not one KV block of {size} bytes fits: {free} bytes of memory are free, and "
+                    f"--gpu-memory-utilization {config.gpu_memory_utilization or _SHARE} and --num-cpu-blocks "
+                    f"{config.num_cpu_blocks} leave {budget.fitting * size}"
+                )
+            device_blocks = min(budget.fitting, budget.useful)
+        elif device_blocks * size + host_bytes + step_bytes > free:
+            raise DeviceError(
+                f"--num-gpu-blocks {device_blocks} and --num-cpu-blocks {config.num_cpu_blocks} need "
+                f"{device_blocks * size + host_bytes} bytes, {free} are free"
+            )
+        return KVCache(
+            geometry.num_layers,
+            geometry.num_kv_heads,
+            head_size,
+            config.block_size,
+            device_blocks,
+            config.num_cpu_blocks,
+            self.dtype,
+            self.torch_device,
+        )
+
+    def _budget(self, geometry: ModelGeometry, config: ExecutorConfig, size: int, free: int) -> _Budget:
+        """Weights are in memory already: the share is of what was free before them."""
+        for_kv = (config.gpu_memory_utilization or _SHARE) * (free + geometry.weight_bytes) - geometry.weight_bytes
+        useful = config.max_num_seqs * -(-geometry.max_model_len // config.block_size)
+        return _Budget(max(0, int(for_kv // size)), useful)
+
+    def probe_numerics(self, max_rows: int) -> None:
+        for name, linear in self._linears.values():
+            found = probe_linear(linear, self.dtype, max_rows)
+            if found is not None:
+                raise NumericsError(
+                    f"linear {name} (in {linear.in_features}, out {linear.out_features}, {self.dtype}): {found}; "
+                    "exact numerics can not be held on this CPU, use --numerics fast"
+                )

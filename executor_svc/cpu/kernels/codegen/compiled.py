@@ -1,0 +1,111 @@
+"""From kernels as `emit` writes them to addresses of machine code for this very processor."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from llvmlite import binding as llvm
+from llvmlite import ir
+
+from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
+
+_I64 = ir.IntType(64)
+
+
+@cache
+def _target() -> Any:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple()
+
+
+@cache
+def processor() -> str:
+    """The processor's name as LLVM knows it, and the features that it compiles for."""
+    _target()
+    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+
+
+@cache
+def has_feature(name: str) -> bool:
+    """Does this processor have a feature of LLVM's name, such as avx512bf16."""
+    _target()
+    return bool(llvm.get_host_cpu_features().get(name, False))
+
+
+class Code:
+    """Kernels by name. What was added is compiled when the address of a kernel is first asked for."""
+
+    def __init__(self) -> None:
+        self._module = ir.Module("kernels")
+        self._pending: set[str] = set()
+        self._addresses: dict[str, int] = {}
+        self._engines: list[Any] = []
+
+    def kernel(self, name: str, num_arguments: int, body: Callable[..., None]) -> str:
+        """Add void name(arguments*, item, thread): body(emitter, item, thread, *arguments), all 64-bit integers.
+
+        Returns the name, for `address`; a kernel that is there already is not made again.
+        """
+
+        def whole(emit: Emitter, arguments: Int, item: Int, thread: Int) -> None:
+            body(emit, item, thread, *[emit.load_int(arguments + 8 * i) for i in range(num_arguments)])
+
+        return self.function(name, 3, whole)
+
+    def function(self, name: str, num_arguments: int, body: Callable[..., None]) -> str:
+        """Add void name(integers…): body(emitter, *integers)."""
+        if name not in self._pending and name not in self._addresses:
+            self._define(name, num_arguments, body)
+            self._pending.add(name)
+        return name
+
+    def helper(self, name: str, num_arguments: int, body: Callable[..., None]) -> Callable[..., None]:
+        """Add void name(integers…), for kernels to call; returns what emits a call: call(emitter, *integers)."""
+        function = self._module.globals.get(name)
+        if function is None:
+            function = self._define(name, num_arguments, body)
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+
+        def call(emit: Emitter, *arguments: Int) -> None:
+            emit.builder.call(function, [each.value for each in arguments])
+
+        return call
+
+    def address(self, name: str) -> int:
+        """The address of a kernel's machine code, which stays while this lives."""
+        if name not in self._addresses:
+            self._compile()
+        return self._addresses[name]
+
+    def _define(self, name: str, num_arguments: int, body: Callable[..., None]) -> Any:
+        function = ir.Function(self._module, ir.FunctionType(ir.VoidType(), [_I64] * num_arguments), name)
+        emit = Emitter(self._module, function)
+        body(emit, *[Int(emit, each) for each in function.args])
+        emit.builder.ret_void()
+        return function
+
+    def _compile(self) -> None:
+        module = llvm.parse_assembly(str(self._module))
+        module.verify()
+        machine = _target().create_target_machine(
+            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=2
+        )
+        engine = llvm.create_mcjit_compiler(module, machine)
+        engine.finalize_object()
+        self._engines.append(engine)
+        self._addresses |= {name: int(engine.get_function_address(name)) for name in self._pending}
+        self._pending.clear()
+        self._module = ir.Module("kernels")
+
+
+def symbol(library: str | None, name: str) -> int | None:
+    """The address of a C function, or None."""
+    try:
+        return ctypes.cast(getattr(ctypes.CDLL(library), name), ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None

@@ -1,0 +1,66 @@
+"""exp and tanh of vectors, from arithmetic that IEEE 754 rounds: the same bits in every lane and on every processor.
+
+Ranges, splits and coefficients are those of expf and tanhf in Moshier's Cephes library (single/expf.c, single/tanhf.c).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Vec
+
+_VI32 = ir.VectorType(ir.IntType(32), LANES)
+_VF32 = ir.VectorType(ir.FloatType(), LANES)
+
+_LOG2_E = 1.44269504088896341
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_EXP_LOWEST, _EXP_HIGHEST = -87.0, 88.0
+_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+_TANH_SERIES_BELOW = 0.625
+
+# Added to a float below 2^22, its sum ends in the rounded integer; read as an integer it differs by that integer.
+_ROUNDER = 12582912.0
+_ROUNDER_BITS = 0x4B400000
+
+
+def exp(x: Vec) -> Vec:
+    """e to the x, within 2 units of the last place; 0 below -87, infinity above 88, NaN for NaN."""
+    emit, builder = x.emit, x.emit.builder
+    shifted = x.times_plus(_LOG2_E, _ROUNDER)
+    whole = shifted - _ROUNDER
+    rest = whole.times_plus(-_LN2_LOW, whole.times_plus(-_LN2_HIGH, x))
+    series = emit.vec(_EXP[0])
+    for coefficient in _EXP[1:]:
+        series = series.times_plus(rest, coefficient)
+    value = series.times_plus(rest * rest, rest) + 1.0
+    exponent = builder.sub(builder.bitcast(shifted.value, _VI32), _every(_ROUNDER_BITS - 127))
+    power = Vec(emit, builder.bitcast(builder.shl(exponent, _every(23)), _VF32))
+    tiny = builder.fcmp_ordered("<", x.value, emit.vec(_EXP_LOWEST).value)
+    huge = builder.fcmp_unordered(">", x.value, emit.vec(_EXP_HIGHEST).value)
+    return where(emit, tiny, emit.vec(0.0), where(emit, huge, x * float("inf"), value * power))
+
+
+def tanh(x: Vec) -> Vec:
+    """The hyperbolic tangent, within a few units of the last place; NaN for NaN."""
+    emit, builder = x.emit, x.emit.builder
+    size = emit.call("llvm.fabs.v16f32", x)
+    falling = exp(size * -2.0)
+    far = emit.call("llvm.copysign.v16f32", (emit.vec(1.0) - falling) / (falling + 1.0), x)
+    square = x * x
+    series = emit.vec(_TANH[0])
+    for coefficient in _TANH[1:]:
+        series = series.times_plus(square, coefficient)
+    near = (series * square).times_plus(x, x)
+    return where(emit, builder.fcmp_ordered("<", size.value, emit.vec(_TANH_SERIES_BELOW).value), near, far)
+
+
+def where(emit: Emitter, condition: Any, chosen: Vec, other: Vec) -> Vec:
+    """Of each lane, `chosen` where the condition holds, else `other`."""
+    return Vec(emit, emit.builder.select(condition, chosen.value, other.value))
+
+
+def _every(number: int) -> Any:
+    return ir.Constant(_VI32, [number] * LANES)

@@ -1,0 +1,164 @@
+"""Threads that run kernels: one launch at once, or a recorded list of launches with one call.
+
+A launch has items, which threads take one by one as they become free, so a thread that lost its core to another
+process holds up no more than the item it has. The next launch begins when all items of the last are done. Who
+computes an item never changes its bits. The threads are OpenMP's, the same that PyTorch computes with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from llvmlite import binding as llvm
+from llvmlite import ir
+
+from executor_svc.cpu.kernels.codegen.compiled import Code, symbol
+
+_I64, _VOID = ir.IntType(64), ir.VoidType()
+_FIELDS = 5
+_KERNEL, _ARGUMENTS, _ITEMS, _TAKEN, _DONE = range(_FIELDS)
+_SPINS_BEFORE_YIELD = 2000
+_OPENMP = "libgomp.so.1"
+_MAX_ARGUMENTS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel and what it works on. Its items: groups for each `share` of what it counts."""
+
+    kernel: str
+    count: str
+    """What is counted, whose number is the kernel's first argument: rows, or the tiles of a step's attention."""
+    share: int
+    groups: int
+    arguments: tuple[int, ...]
+    """Addresses and sizes, after the count."""
+
+
+class Program:
+    """Launches in a row, whose counts are given each time that they run."""
+
+    def __init__(self, team: Team, launches: Sequence[Launch]) -> None:
+        self._team = team
+        self._counts = tuple(dict.fromkeys(launch.count for launch in launches))
+        self._which = np.array([self._counts.index(launch.count) for launch in launches], np.int64)
+        self._share = np.array([launch.share for launch in launches], np.int64)
+        self._groups = np.array([launch.groups for launch in launches], np.int64)
+        self._arguments = np.zeros((len(launches), _MAX_ARGUMENTS), np.int64)
+        self._table = np.zeros((len(launches), _FIELDS), np.int64)
+        for row, launch in enumerate(launches):
+            self._arguments[row, 1 : 1 + len(launch.arguments)] = launch.arguments
+            self._table[row, _KERNEL] = team.address(launch.kernel)
+        self._table[:, _ARGUMENTS] = self._arguments.ctypes.data + _MAX_ARGUMENTS * 8 * np.arange(len(launches))
+        self._state = np.array([self._table.ctypes.data, len(launches)], np.int64)
+
+    def run(self, **counts: int) -> None:
+        """Run all launches, in order; returns when they are done."""
+        count = np.array([counts[name] for name in self._counts], np.int64)[self._which]
+        self._arguments[:, 0] = count
+        self._table[:, _ITEMS] = -(-count // self._share) * self._groups
+        self._table[:, _TAKEN:] = 0
+        self._team.drive(self._state.ctypes.data)
+
+
+class Team:
+    """Runs the kernels of one `Code`; for use by one thread."""
+
+    def __init__(self, code: Code, num_threads: int) -> None:
+        """Take num_threads, this thread among them; without OpenMP's library it is the only one."""
+        self._code = code
+        start, number = symbol(_OPENMP, "GOMP_parallel"), symbol(_OPENMP, "omp_get_thread_num")
+        alone = code.function("drive_alone", 1, lambda emit, state: _drive(emit.builder, state.value, _I64(0)))
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_int64)(code.address(alone))
+        self.num_threads = 1
+        if num_threads > 1 and start is not None and number is not None:
+            self.num_threads = num_threads
+            member = code.function(
+                "drive_in_team", 1, lambda emit, state: _drive_in_team(emit.builder, state.value, number)
+            )
+            self._member = code.address(member)
+            self._start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint, ctypes.c_uint)(start)
+
+    def address(self, kernel: str) -> int:
+        return self._code.address(kernel)
+
+    def drive(self, state: int) -> None:
+        """Run the launches of a program's state."""
+        if self.num_threads == 1:
+            self._alone(state)
+        else:
+            self._start(self._member, state, self.num_threads, 0)
+
+
+def _drive_in_team(builder: ir.IRBuilder, state: ir.Value, number: int) -> None:
+    kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
+    thread = builder.call(builder.inttoptr(_I64(number), kind), [])
+    _drive(builder, state, builder.zext(thread, _I64))
+
+
+def _drive(builder: ir.IRBuilder, state: ir.Value, thread: ir.Value) -> None:
+    """Take items of each launch until none is left, then wait until all are done."""
+    function = builder.function
+    names = ("launch", "begin", "take", "work", "wait", "spin", "next", "end")
+    launch, begin, take, work, wait, spin, following, end = (function.append_basic_block(name) for name in names)
+
+    def field(record: ir.Value, index: int) -> ir.Value:
+        return builder.inttoptr(builder.add(record, _I64(8 * index)), _I64.as_pointer())
+
+    table, count = builder.load(field(state, 0)), builder.load(field(state, 1))
+    before = builder.block
+    builder.branch(launch)
+
+    builder.position_at_end(launch)
+    index = builder.phi(_I64)
+    index.add_incoming(_I64(0), before)
+    builder.cbranch(builder.icmp_signed("<", index, count), begin, end)
+
+    builder.position_at_end(begin)
+    record = builder.add(table, builder.mul(index, _I64(8 * _FIELDS)))
+    kernel, arguments, items = (builder.load(field(record, which)) for which in (_KERNEL, _ARGUMENTS, _ITEMS))
+    run = builder.inttoptr(kernel, ir.FunctionType(_VOID, [_I64] * 3).as_pointer())
+    builder.branch(take)
+
+    builder.position_at_end(take)
+    item = builder.atomic_rmw("add", field(record, _TAKEN), _I64(1), "acq_rel")
+    builder.cbranch(builder.icmp_signed("<", item, items), work, wait)
+
+    builder.position_at_end(work)
+    builder.call(run, [arguments, item, thread])
+    builder.atomic_rmw("add", field(record, _DONE), _I64(1), "acq_rel")
+    builder.branch(take)
+
+    builder.position_at_end(wait)
+    spins = builder.phi(_I64)
+    spins.add_incoming(_I64(0), take)
+    done = builder.load_atomic(field(record, _DONE), "acquire", 8)
+    builder.cbranch(builder.icmp_signed("<", done, items), spin, following)
+
+    builder.position_at_end(spin)
+    more = builder.add(spins, _I64(1))
+    _pause(builder, more)
+    spins.add_incoming(more, builder.block)
+    builder.branch(wait)
+
+    builder.position_at_end(following)
+    index.add_incoming(builder.add(index, _I64(1)), following)
+    builder.branch(launch)
+    builder.position_at_end(end)
+
+
+def _pause(builder: ir.IRBuilder, spins: ir.Value) -> None:
+    """Let the core's other thread go first, and now and then any process: it may have what is waited for."""
+    give_way = symbol(None, "sched_yield")
+    if "x86_64" in llvm.get_default_triple():
+        module = builder.module
+        name = "llvm.x86.sse2.pause"
+        builder.call(module.globals.get(name) or ir.Function(module, ir.FunctionType(_VOID, []), name), [])
+    if give_way is not None:
+        seldom = builder.icmp_signed("==", builder.urem(spins, _I64(_SPINS_BEFORE_YIELD)), _I64(0))
+        with builder.if_then(seldom):
+            kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
+            builder.call(builder.inttoptr(_I64(give_way), kind), [])

@@ -1,0 +1,142 @@
+"""RMS norms of rows, with the sum before them, and of heads. Rounded where transformers rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from executor_svc.cpu.kernels.codegen.compiled import Code
+from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec, pieces
+
+ROWS_AT_ONCE = 4
+_SUMS = 4
+
+
+def rms_norm(code: Code, dtype: Dtype, weight_dtype: Dtype, hidden: int, eps: float) -> str:
+    """Add the kernel y = norm(x) * weight; returns its name.
+
+    Items: one for each ROWS_AT_ONCE rows. Arguments: rows, x [rows, hidden], y [rows, hidden], weight [hidden].
+    """
+
+    def row(emit: Emitter, index: Int, x: Int, y: Int, weight: Int) -> None:
+        stride = hidden * ITEM_BYTES[dtype]
+        normalize(emit, x + index * stride, y + index * stride, weight, dtype, weight_dtype, hidden, eps)
+
+    name = f"rms_norm_{dtype}_{weight_dtype}_{hidden}_{eps}"
+    return code.kernel(name, 4, lambda emit, item, _, rows, *rest: _rows(emit, item, rows, row, rest))
+
+
+def add_rms_norm(code: Code, dtype: Dtype, weight_dtype: Dtype, hidden: int, eps: float, scale: float) -> str:
+    """Add the kernel residual = x * scale + residual; y = norm(residual) * weight; returns its name.
+
+    Items: one for each ROWS_AT_ONCE rows. Arguments: rows, x, residual and y [rows, hidden], weight [hidden].
+    """
+
+    def row(emit: Emitter, index: Int, x: Int, residual: Int, y: Int, weight: Int) -> None:
+        at = index * (hidden * ITEM_BYTES[dtype])
+        _add(emit, x + at, residual + at, dtype, hidden, scale)
+        normalize(emit, residual + at, y + at, weight, dtype, weight_dtype, hidden, eps)
+
+    name = f"add_rms_norm_{dtype}_{weight_dtype}_{hidden}_{eps}_{scale}"
+    return code.kernel(name, 5, lambda emit, item, _, rows, *rest: _rows(emit, item, rows, row, rest))
+
+
+def add(code: Code, dtype: Dtype, hidden: int, scale: float) -> str:
+    """Add the kernel residual = x * scale + residual; returns its name.
+
+    Items: one for each ROWS_AT_ONCE rows. Arguments: rows, x and residual [rows, hidden].
+    """
+
+    def row(emit: Emitter, index: Int, x: Int, residual: Int) -> None:
+        at = index * (hidden * ITEM_BYTES[dtype])
+        _add(emit, x + at, residual + at, dtype, hidden, scale)
+
+    name = f"add_{dtype}_{hidden}_{scale}"
+    return code.kernel(name, 3, lambda emit, item, _, rows, *rest: _rows(emit, item, rows, row, rest))
+
+
+def _add(emit: Emitter, x: Int, residual: Int, dtype: Dtype, hidden: int, scale: float) -> None:
+    size = ITEM_BYTES[dtype]
+
+    def piece(offset: Int, count: int) -> None:
+        added = emit.load(x + offset * size, dtype, count)
+        if scale != 1.0:
+            added = (added * scale).rounded(dtype)
+        emit.store(added + emit.load(residual + offset * size, dtype, count), residual + offset * size, dtype, count)
+
+    each_piece(emit, hidden, piece)
+
+
+def norm_heads(
+    code: Code, dtype: Dtype, weight_dtype: Dtype, heads: tuple[int, int, int], head_size: int, padded: int, eps: float
+) -> str:
+    """Add the kernel that normalizes query and key heads (heads: query, key, value) in place; returns its name.
+
+    Items: one for each ROWS_AT_ONCE rows. Arguments: rows, qkv [rows, heads * padded], q_weight and k_weight
+    [head_size].
+    """
+    size = ITEM_BYTES[dtype]
+    num_q, num_k, num_v = heads
+
+    def row(emit: Emitter, index: Int, qkv: Int, q_weight: Int, k_weight: Int) -> None:
+        start = qkv + index * ((num_q + num_k + num_v) * padded * size)
+        for first, count, weight in ((0, num_q, q_weight), (num_q, num_k, k_weight)):
+
+            def head(which: Int, _: list[Vec], first: int = first, weight: Int = weight) -> None:
+                at = start + (which + first) * (padded * size)
+                normalize(emit, at, at, weight, dtype, weight_dtype, head_size, eps)
+
+            emit.loop(0, count, 1, head)
+
+    name = f"norm_heads_{dtype}_{weight_dtype}_{num_q}_{num_k}_{num_v}_{head_size}_{padded}_{eps}"
+    return code.kernel(name, 4, lambda emit, item, _, rows, *rest: _rows(emit, item, rows, row, rest))
+
+
+def normalize(
+    emit: Emitter, x: Int, y: Int, weight: Int, dtype: Dtype, weight_dtype: Dtype, hidden: int, eps: float
+) -> None:
+    """Write x [hidden] over its root mean square, times weight, to y, which may be x; the sums are of squares in fp32.
+
+    A weight of dtype multiplies what is rounded to it (Llama), one in fp32 while dtype is narrower multiplies before
+    the rounding (Gemma).
+    """
+    size = ITEM_BYTES[dtype]
+    inverse = emit.vec(1.0) / ((sum_of_squares(emit, x, dtype, hidden) / float(hidden)) + eps).sqrt()
+
+    def scale(offset: Int, count: int) -> None:
+        normed = emit.load(x + offset * size, dtype, count) * inverse
+        if weight_dtype == dtype:
+            normed = normed.rounded(dtype)
+        factor = emit.load(weight + offset * ITEM_BYTES[weight_dtype], weight_dtype, count)
+        emit.store(normed * factor, y + offset * size, dtype, count)
+
+    each_piece(emit, hidden, scale)
+
+
+def sum_of_squares(emit: Emitter, x: Int, dtype: Dtype, length: int) -> Vec:
+    """In every lane: four interleaved sums, whose order depends on the length alone."""
+    size = ITEM_BYTES[dtype]
+    step = _SUMS * LANES
+    even = length // step * step
+
+    def add(index: Int, sums: list[Vec]) -> list[Vec]:
+        parts = [emit.load(x + (index + LANES * which) * size, dtype) for which in range(_SUMS)]
+        return [part.times_plus(part, total) for part, total in zip(parts, sums, strict=True)]
+
+    sums = emit.loop(0, even, step, add, [emit.vec(0.0)] * _SUMS)
+    for which, (offset, count) in enumerate(pieces(length - even)):
+        part = emit.load(x + (even + offset) * size, dtype, count)
+        sums[which] = part.times_plus(part, sums[which])
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])).total()
+
+
+def each_piece(emit: Emitter, length: int, body: Callable[[Int, int], None]) -> None:
+    """body(offset, count) for the vectors that cover `length` numbers; count is LANES but perhaps for the last."""
+    whole = length // LANES * LANES
+    emit.loop(0, whole, LANES, lambda offset, _: body(offset, LANES))
+    if length % LANES:
+        body(emit.integer(whole), length % LANES)
+
+
+def _rows(emit: Emitter, item: Int, rows: Int, body: Callable[..., None], arguments: Sequence[Int]) -> None:
+    first = item * ROWS_AT_ONCE
+    emit.loop(first, (first + ROWS_AT_ONCE).least(rows), 1, lambda index, _: body(emit, index, *arguments))

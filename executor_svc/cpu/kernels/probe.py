@@ -1,0 +1,26 @@
+"""A check, on this very machine, of what same-row-same-bits rests on: it returns what went wrong, or None.
+
+The kernels keep a row's bits by the way that they are written; this looks whether their machine code does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from executor_svc.cpu.kernels.linear import CpuLinear
+
+_ROW_COUNTS = (1, 2, 3, 7, 12, 16, 25)
+_MOST_ROWS = 97
+
+
+def probe_linear(linear: CpuLinear, dtype: torch.dtype, max_rows: int) -> str | None:
+    """Compare rows computed among few others, at other places, with the same rows among many."""
+    generator = torch.Generator().manual_seed(0)
+    most = min(max_rows, _MOST_ROWS)
+    x = torch.randn(most, linear.in_features, generator=generator).to(dtype)
+    expected = linear(x)
+    for count in (count for count in _ROW_COUNTS if count < most):
+        for start in (0, most - count):
+            if not torch.equal(linear(x[start : start + count]), expected[start : start + count]):
+                return f"a row has other bits among {count} rows than among {most}"
+    return None

@@ -1,0 +1,26 @@
+"""Rows picked by number: token embeddings, and the hidden states whose logits are wanted."""
+
+from __future__ import annotations
+
+from executor_svc.cpu.kernels.codegen.compiled import Code
+from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int
+from executor_svc.cpu.kernels.norm import each_piece
+
+
+def take_rows(code: Code, dtype: Dtype, width: int, scale: float = 1.0) -> str:
+    """Add the kernel y[i] = table[ids[i]] * scale; returns its name.
+
+    Items: one for each row of y. Arguments: rows, table [any, width], ids [rows] int64, y [rows, width].
+    """
+    size = ITEM_BYTES[dtype]
+
+    def body(emit: Emitter, item: Int, _: Int, rows: Int, table: Int, ids: Int, y: Int) -> None:
+        source, into = table + emit.load_int(ids + item * 8) * (width * size), y + item * (width * size)
+
+        def piece(offset: Int, count: int) -> None:
+            value = emit.load(source + offset * size, dtype, count)
+            emit.store(value if scale == 1.0 else value * scale, into + offset * size, dtype, count)
+
+        each_piece(emit, width, piece)
+
+    return code.kernel(f"take_rows_{dtype}_{width}_{scale}", 4, body)

@@ -1,0 +1,123 @@
+"""What each operation means, in float64 and without any concern for speed. Tests hold every device's kernels to it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from executor_svc.device.kernels import AttentionShape
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019), in float64."""
+    wide = x.double()
+    return wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x @ weight.T + bias in float64."""
+    product = x.double() @ weight.double().t()
+    return product if bias is None else product + bias.double()
+
+
+def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, shape: AttentionShape) -> Tensor:
+    """Return qkv [T, (H + 2 KVH) * DP] in float64 with `rms_norm` on the first D columns of each query and key head."""
+    heads = qkv.double().view(qkv.shape[0], -1, shape.padded_head_size)
+    parts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    q, k, v = heads[..., : shape.head_size].split(parts, 1)
+    normed = torch.cat([rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), v], 1)
+    return torch.cat([normed, heads[..., shape.head_size :]], -1).flatten(1)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Return gate * sigmoid(gate) * up, where gate and up are the halves of the last dimension, in float64."""
+    gate, up = gate_up.double().chunk(2, -1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up in float64, gate and up the halves of the last dimension.
+
+    gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) (Hendrycks and Gimpel, 2016), where
+    (1 + tanh(u)) / 2 is written sigmoid(2u), which does not cancel.
+    """
+    gate, up = gate_up.double().chunk(2, -1)
+    return gate * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)) * up
+
+
+def finish_logits(logits: Tensor, divisor: float, cap: float | None) -> Tensor:
+    """Return cap * tanh(logits / divisor / cap) in float64 (Gemma 2, Granite); cap None: logits / divisor."""
+    divided = logits.double() / divisor
+    return divided if cap is None else torch.tanh(divided / cap) * cap
+
+
+def rope(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate pairs (x[i], x[i + R/2]) of x [T, heads, D] by angles [T, R/2] radians (Su et al., 2021), in float64.
+
+    Columns from R on stay (partial rotary embedding).
+    """
+    size = angles.shape[1]
+    first, second, rest = x.double().split([size, size, x.shape[-1] - 2 * size], -1)
+    cos, sin = angles.double().cos()[:, None], angles.double().sin()[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    """Write k and v [T, KVH, D] to kv_layer [N, 2, KVH, B, D] at slot block * B + offset, in place.
+
+    This is the order of the cache's shape; a device may have another of its own within a head's block.
+    """
+    block_size = kv_layer.shape[3]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        block, offset = divmod(slot, block_size)
+        kv_layer[block, 0, :, offset] = k[token].to(kv_layer.dtype)
+        kv_layer[block, 1, :, offset] = v[token].to(kv_layer.dtype)
+
+
+def read_kv(kv_layer: Tensor, block_table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return k and v [length, KVH, D] in float64 of the sequence whose blocks are block_table."""
+    num_blocks = -(-length // kv_layer.shape[3])
+    blocks = kv_layer[block_table[:num_blocks].long()].double()  # [n, 2, KVH, B, D]
+    both = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+    return both[0], both[1]
+
+
+def attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return softmax(q k^T * scale) v [T, H, D] in float64, each token over the positions up to its own.
+
+    Args:
+        q: [T, H, D]; head h reads KV head h // (H / KVH).
+        kv_layer: [N, 2, KVH, B, D]; what no token sees may be anything.
+        query_start_loc, seq_lens, block_tables: as in `input_batch.ForwardBatch`.
+        window: a token at position p sees positions above p - window only; None: from 0 on.
+        softcap: scores s become softcap * tanh(s / softcap) before the mask; None: they stay.
+    """
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    group = q.shape[1] // kv_layer.shape[2]
+    for s, length in enumerate(seq_lens.tolist()):
+        start, end = int(query_start_loc[s]), int(query_start_loc[s + 1])
+        if end == start:
+            continue
+        k, v = (t.repeat_interleave(group, 1) for t in read_kv(kv_layer, block_tables[s], length))
+        position, key = torch.arange(length - (end - start), length)[:, None], torch.arange(length)
+        seen = key <= position
+        if window is not None:
+            seen &= key > position - window
+        v = v.masked_fill(~seen.any(0)[:, None, None], 0.0)  # their weight is 0, but 0 * NaN is NaN
+        scores = torch.einsum("qhd,khd->hqk", q[start:end].double(), k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        out[start:end] = torch.einsum("hqk,khd->qhd", weights, v)
+    return out

@@ -1,0 +1,164 @@
+"""A CUDA GPU as a device: Triton's kernels, cuBLAS for matrix products, memory sized from what is free."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+import triton
+from torch import Tensor
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores, is_interpreted
+from executor_svc.device.kernels import Linear
+from executor_svc.device.kv_cache import KVCache, block_bytes
+from executor_svc.gpu.kernels.kernels import GpuKernels
+from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
+from executor_svc.gpu.linear import GpuLinear, Workspace, make_linear
+from executor_svc.plan.description import ModelGeometry
+
+_SHARE = 0.9
+"""Of the device's memory, unless --gpu-memory-utilization says otherwise."""
+_BYTES_FOR_GRAPHS = 1 << 30
+"""Left for what libraries and CUDA graphs take."""
+_LEAST_ARCH = 80
+_LEAST_ARCH_OF_FP8_CACHE = 90
+_HOPPER = 90, 132
+"""Compute capability and multiprocessors of what Triton's interpreter stands for."""
+
+
+class RecordedLinear:
+    """A linear layer whose calls can be recorded; implements `kernels.interface.Linear`."""
+
+    def __init__(self, linear: GpuLinear, kernels: GpuKernels) -> None:
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._linear = linear
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        return self._kernels.linear(x, self._linear, out_dtype or x.dtype)
+
+
+class GpuDevice:
+    """Runs a model on one GPU. Where Triton's interpreter is on (TRITON_INTERPRET=1) that is the CPU: for tests."""
+
+    name = "cuda"
+    numerics: Numerics = "fast"
+
+    def __init__(self, config: ExecutorConfig) -> None:
+        """Raise DeviceError, naming the option, for what this machine or this version can not do."""
+        if config.numerics == "exact":
+            raise NumericsError(
+                "--numerics exact is not possible with --device cuda yet: matrix products there choose their kernels "
+                "by the number of rows; use --numerics fast, or auto"
+            )
+        self._interpreted = is_interpreted()
+        self.torch_device = torch.device("cpu" if self._interpreted else "cuda")
+        arch, num_sms = _HOPPER if self._interpreted else _properties(self.torch_device)
+        if arch < _LEAST_ARCH:
+            raise DeviceError(
+                f"--device cuda: this GPU has compute capability {arch // 10}.{arch % 10}, 8.0 is the least"
+            )
+        self._dtype_option, self._kv_option = config.dtype, config.kv_cache_dtype
+        self.dtype = self.kv_dtype = torch.bfloat16
+        self.num_threads = config.num_threads or cores()
+        self._arch = arch
+        self._quantization = config.quantization
+        self._kernels = GpuKernels(self.torch_device, arch, num_sms)
+        self._workspace = Workspace(self.torch_device)
+
+    @property
+    def kernels(self) -> GpuKernels:
+        return self._kernels
+
+    @property
+    def isa(self) -> str:
+        where = "interpreted" if self._interpreted else torch.cuda.get_device_name(self.torch_device)
+        return f"sm_{self._arch} {where} linears {self._quantization}"
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        return (f"torch {torch.__version__}", f"triton {triton.__version__}", f"cuda {torch.version.cuda}")
+
+    def adopt_dtype(self, checkpoint_dtype: str, fp8_cache: bool = False) -> None:
+        chosen = checkpoint_dtype if self._dtype_option == "auto" else self._dtype_option
+        known = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+        self.dtype = known.get(chosen, torch.float32)
+        reason = self._no_fp8_cache()
+        if self._kv_option == "fp8" and reason is not None:
+            raise DeviceError(f"--kv-cache-dtype fp8: needs {reason}")
+        fp8 = self._kv_option == "fp8" or (self._kv_option == "auto" and fp8_cache and reason is None)
+        self.kv_dtype = torch.float8_e4m3fn if fp8 else self.dtype
+
+    def _no_fp8_cache(self) -> str | None:
+        """Return what is missing for a cache in fp8, if anything is."""
+        if self._arch < _LEAST_ARCH_OF_FP8_CACHE:
+            has, least = (f"{arch // 10}.{arch % 10}" for arch in (self._arch, _LEAST_ARCH_OF_FP8_CACHE))
+            return f"a GPU of compute capability {least} or later, this has {has}"
+        return "--dtype bfloat16 or float16" if self.dtype == torch.float32 else None
+
+    def prepare_linear(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Raise DeviceError, naming the option, if the layer can not be quantized as it asks."""
+        linear = make_linear(weight, bias, "none" if name == "lm_head" else self._quantization, self._workspace)
+        return RecordedLinear(linear, self._kernels)
+
+    def free_memory_bytes(self) -> int:
+        if self._interpreted:
+            return 1 << 30
+        # What PyTorch keeps for itself can be taken too.
+        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return int(torch.cuda.mem_get_info(self.torch_device)[0]) + kept
+
+    def new_kv_cache(self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0) -> KVCache:
+        """Size the pools: `num_gpu_blocks`, or what --gpu-memory-utilization leaves of the device's memory.
+
+        Weights must be in memory already. Never more than max_num_seqs sequences of max_model_len could use.
+        """
+        head_size = self._kernels.padded_head_size(geometry.head_size)
+        size = block_bytes(geometry.num_layers, geometry.num_kv_heads, config.block_size, head_size, self.kv_dtype)
+        beside = step_bytes + staging_blocks(config.num_cpu_blocks, size) * size
+        blocks = config.num_gpu_blocks
+        if blocks is None:
+            useful = config.max_num_seqs * -(-geometry.max_model_len // config.block_size)
+            blocks = min(max(0, self._bytes_for_kv(config, beside)) // size, useful)
+            if blocks < 1:
+                raise DeviceError(
+                    f"not one KV block of {size} bytes fits into what --gpu-memory-utilization "
+                    f"{config.gpu_memory_utilization or _SHARE} leaves of the GPU's memory beside weights and steps"
+                )
+        elif blocks * size + beside > self.free_memory_bytes():
+            raise DeviceError(
+                f"--num-gpu-blocks {blocks} needs {blocks * size} bytes, steps and swaps {beside}; "
+                f"{self.free_memory_bytes()} are free on the GPU"
+            )
+        host_bytes, host_free = config.num_cpu_blocks * size, int(psutil.virtual_memory().available)
+        if host_bytes > host_free:
+            raise DeviceError(
+                f"--num-cpu-blocks {config.num_cpu_blocks} needs {host_bytes} bytes of the host's memory, {host_free} "
+                "are free"
+            )
+        return GpuKVCache(
+            geometry.num_layers,
+            geometry.num_kv_heads,
+            head_size,
+            config.block_size,
+            blocks,
+            config.num_cpu_blocks,
+            self.kv_dtype,
+            self.torch_device,
+        )
+
+    def _bytes_for_kv(self, config: ExecutorConfig, beside: int) -> int:
+        """Return what is left for the pool beside so many bytes and what is in memory."""
+        free = self.free_memory_bytes()
+        total = free if self._interpreted else torch.cuda.mem_get_info(self.torch_device)[1]
+        left = 0 if self._interpreted else _BYTES_FOR_GRAPHS
+        return int((config.gpu_memory_utilization or _SHARE) * total) - (total - free) - left - beside
+
+    def probe_numerics(self, max_rows: int) -> None:
+        """Nothing is promised in fast mode."""
+
+
+def _properties(device: torch.device) -> tuple[int, int]:
+    """Return compute capability, as 90, and number of multiprocessors."""
+    found = torch.cuda.get_device_properties(device)
+    return found.major * 10 + found.minor, int(found.multi_processor_count)

@@ -1,0 +1,170 @@
+"""Gated activations, and what is done to logits. Rounded where transformers rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from executor_svc.gpu.kernels.rows import DTYPES, check, check_rows, chunk_size, chunks, options, variant
+from executor_svc.gpu.kernels.variant import Variant
+
+INTERMEDIATE_SIZES = (1536, 3072, 4864, 8192, 14336)
+VOCAB_SIZES = (49155, 256000)
+"""Widths of the variants that are compiled ahead of time; the launchers take any."""
+
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_GELU_SCALE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
+_GELU_CUBE = tl.constexpr(0.044715)
+_TANH_SERIES_BELOW = tl.constexpr(0.625)
+
+
+@triton.jit
+def _exp(x):
+    """e to the x, infinity above 88."""
+    return tl.where(x > 88.0, float("inf"), tl.exp(tl.minimum(x, 88.0)))
+
+
+@triton.jit
+def _silu(gate):
+    return gate / (_exp(-gate) + 1.0)
+
+
+@triton.jit
+def _gelu_tanh(gate):
+    """The tanh form of gelu (Hendrycks and Gimpel, 2016), x / 2 * (1 + tanh(u)), as x / (1 + exp(-2u))."""
+    return gate / (_exp((gate * gate * (-_GELU_SCALE * _GELU_CUBE) - _GELU_SCALE) * gate) + 1.0)
+
+
+@triton.jit
+def _tanh(x):
+    """The hyperbolic tangent, within a few units of the last place.
+
+    Ranges and coefficients are those of tanhf in Moshier's Cephes library (single/tanhf.c).
+    """
+    size = tl.abs(x)
+    falling = tl.exp(size * -2.0)
+    far = (1.0 - falling) / (falling + 1.0)
+    square = x * x
+    series = tl.fma(square, -5.70498872745e-3, 2.06390887954e-2)
+    series = tl.fma(series, square, -5.37397155531e-2)
+    series = tl.fma(series, square, 1.33314422036e-1)
+    series = tl.fma(series, square, -3.33332819422e-1)
+    near = tl.fma(series * square, x, x)
+    return tl.where(size < _TANH_SERIES_BELOW, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _gated(gate_up, out, WIDTH: tl.constexpr, GELU: tl.constexpr, CHUNK: tl.constexpr):
+    parts: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK
+    program = tl.program_id(0)
+    row = (program // parts).to(tl.int64)
+    columns = program % parts * CHUNK + tl.arange(0, CHUNK)
+    mask = columns < WIDTH
+    gate = tl.load(gate_up + row * (2 * WIDTH) + columns, mask, other=0.0)
+    up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + columns, mask, other=0.0)
+    wide = gate.to(tl.float32)
+    activated = _gelu_tanh(wide) if GELU else _silu(wide)
+    product = activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    tl.store(out + row * WIDTH + columns, product.to(gate.dtype), mask)
+
+
+@triton.jit
+def _finish_logits(
+    logits,
+    divisor,
+    cap,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    parts: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK
+    program = tl.program_id(0)
+    columns = program % parts * CHUNK + tl.arange(0, CHUNK)
+    places = logits + (program // parts).to(tl.int64) * STRIDE + columns
+    value = tl.load(places, columns < WIDTH, other=0.0)
+    if DIVIDED:
+        value = tl.div_rn(value, divisor).to(DTYPE).to(tl.float32)
+    if CAPPED:
+        value = _tanh(tl.div_rn(value, cap).to(DTYPE).to(tl.float32)).to(DTYPE).to(tl.float32)
+        value = (value * cap).to(DTYPE).to(tl.float32)
+    tl.store(places, value, columns < WIDTH)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+    """Write silu(gate) * up of gate_up [T, 2 * intermediate] to out [T, intermediate]."""
+    _launch_gated(gate_up, out, gelu=False)
+
+
+def gelu_tanh_mul(gate_up: Tensor, out: Tensor) -> None:
+    """Write gelu(gate) * up, with the tanh form of gelu, of gate_up [T, 2 * intermediate] to out [T, intermediate]."""
+    _launch_gated(gate_up, out, gelu=True)
+
+
+def _launch_gated(gate_up: Tensor, out: Tensor, gelu: bool) -> None:
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"gate_up must be [rows, 2 * intermediate], is {list(gate_up.shape)}")
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    check("gate_up", gate_up, (rows, 2 * width), *DTYPES)
+    check("out", out, (rows, width), gate_up.dtype)
+    if rows and width:
+        constants = gated_constants(width, gelu)
+        grid = (rows * chunks(width, constants["CHUNK"]),)
+        _gated[grid](gate_up, out, **constants, **options(constants["CHUNK"]))
+
+
+def finish_logits(logits: Tensor, dtype: torch.dtype, divisor: float, cap: float | None) -> None:
+    """Update logits [R, vocabulary] float32 to cap * tanh(logits / divisor / cap), rounded to dtype after each step.
+
+    Divisor 1 and cap None: these steps are not there. Rows may lie apart.
+    """
+    check_rows("logits", logits, torch.float32)
+    if dtype not in _TYPES:
+        raise ValueError(f"dtype must be one of {list(_TYPES)}, is {dtype}")
+    rows, vocab = logits.shape
+    if rows and vocab and (divisor != 1.0 or cap is not None):
+        constants = logits_constants(vocab, logits.stride(0), dtype, divisor != 1.0, cap is not None)
+        grid = (rows * chunks(vocab, constants["CHUNK"]),)
+        _finish_logits[grid](
+            logits, float(divisor), 1.0 if cap is None else float(cap), **constants, **options(constants["CHUNK"])
+        )
+
+
+def gated_constants(width: int, gelu: bool) -> dict[str, Any]:
+    """Return what the gated activations are compiled with for so many columns of output."""
+    return {"WIDTH": width, "GELU": gelu, "CHUNK": chunk_size(width)}
+
+
+def logits_constants(vocab: int, stride: int, dtype: torch.dtype, divided: bool, capped: bool) -> dict[str, Any]:
+    """Return what `finish_logits` is compiled with for rows of vocab logits, `stride` apart."""
+    flags = {"DIVIDED": divided, "CAPPED": capped, "DTYPE": _TYPES[dtype]}
+    return {"WIDTH": vocab, "STRIDE": stride, **flags, "CHUNK": chunk_size(vocab)}
+
+
+def variants() -> list[Variant]:
+    """Return the configurations compiled ahead of time."""
+    found = []
+    for dtype, name in DTYPES.items():
+        for width in INTERMEDIATE_SIZES:
+            for gelu in (False, True):
+                title = f"{'gelu_tanh_mul' if gelu else 'silu_mul'} intermediate{width} {name}"
+                arguments = {"gate_up": f"*{name}", "out": f"*{name}"}
+                quick = (width, name, gelu) == (14336, "bf16", False)
+                constants = gated_constants(width, gelu)
+                found.append(variant(title, _gated, arguments, constants, options(constants["CHUNK"]), quick))
+        for vocab in VOCAB_SIZES:
+            for divided, capped in ((True, False), (False, True), (True, True)):
+                steps = f"{' divided' if divided else ''}{' capped' if capped else ''}"
+                arguments = {"logits": "*fp32", "divisor": "fp32", "cap": "fp32"}
+                constants = logits_constants(vocab, vocab, dtype, divided, capped)
+                quick = (vocab, name, divided) == (256000, "bf16", False)
+                title = f"finish_logits vocab{vocab} {name}{steps}"
+                launched = options(constants["CHUNK"])
+                found.append(variant(title, _finish_logits, arguments, constants, launched, quick))
+    return found

@@ -1,0 +1,220 @@
+"""Paged attention for prefill, chunked prefill with context, decode and any mixture of them, in one launch.
+
+The query heads of a KV head are packed into one query tile, and a program finds its sequence by a search over
+query_start_loc, as in vLLM's unified Triton kernel. A row's numbers depend on its own sequence alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from executor_svc.gpu.kernels.attention.call import AttentionCall
+from executor_svc.gpu.kernels.attention.config import AttentionConfig, Phase
+from executor_svc.gpu.kernels.attention.keys import attend
+from executor_svc.gpu.kernels.attention.tile import (
+    as_multiplied,
+    divided,
+    first_seen,
+    query_places,
+    rows_and_columns,
+)
+from executor_svc.gpu.kernels.attention.variants import cases, variants_of
+from executor_svc.gpu.kernels.variant import Variant
+
+_L2_BYTES = 24 << 20
+"""Of the keys and values that programs at work together may read: about half of the L2 of a data-center GPU."""
+
+
+@triton.jit
+def find_sequence(query_start_loc, tile, num_seqs, tile_tokens):
+    """The last sequence s whose first tile, query_start_loc[s] // tile_tokens + s, is not after `tile`."""
+    low = 0
+    high = num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        first = tl.load(query_start_loc + middle) // tile_tokens + middle
+        if first <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "num_seqs",
+        "num_tiles",
+        "num_kv_heads",
+        "heads_at_once",
+        "group",
+        "block_size",
+        "block_bits",
+        "window",
+    ],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_tables", "k_scale", "v_scale"],
+)
+def attention_kernel(
+    q,
+    cache,
+    query_start_loc,
+    seq_lens,
+    block_tables,
+    out,
+    k_scale,
+    v_scale,
+    q_stride,
+    table_stride,
+    num_seqs,
+    num_tiles,
+    num_kv_heads,
+    heads_at_once,
+    group,
+    block_size,
+    block_bits,
+    scale,
+    softcap,
+    window,
+    HEAD_SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    DECODE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    COPIES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One query tile of one KV head. Programs near each other read the same keys; those with most to do come first."""
+    program = tl.program_id(0)
+    if DECODE:
+        head = program % num_kv_heads
+        sequence = program // num_kv_heads
+        start = tl.load(query_start_loc + sequence)
+        tile_tokens = 1
+        first = 0
+    else:
+        tile_tokens = ROWS // group
+        rest = program % (num_tiles * heads_at_once)
+        head = program // (num_tiles * heads_at_once) * heads_at_once + rest % heads_at_once
+        tile = num_tiles - 1 - rest // heads_at_once
+        sequence = find_sequence(query_start_loc, tile, num_seqs, tile_tokens)
+        start = tl.load(query_start_loc + sequence)
+        first = (tile - start // tile_tokens - sequence) * tile_tokens
+    num_tokens = tl.load(query_start_loc + sequence + 1) - start
+    if first >= num_tokens:
+        return
+    length = tl.load(seq_lens + sequence)
+    count = tl.minimum(num_tokens - first, tile_tokens)
+    position = length - num_tokens + first
+    rows = tl.arange(0, ROWS)
+    token = rows // group
+    # Rows past the last head of the last token are none of this tile's.
+    there = rows_and_columns(token < count, HEAD_SIZE, PADDED)
+    first_token = start + first
+    q_places = query_places(q, rows, token, head, first_token, q_stride, group, HEAD_SIZE, PADDED)
+    query = tl.load(q_places, mask=there, other=0.0)
+    query, inner, outer = as_multiplied(query, head, k_scale, scale, softcap, HAS_SOFTCAP, HAS_SCALES)
+    low = first_seen(position, window, HAS_WINDOW)
+    high = tl.where(length > 0, position + count, 0)
+    clear_from = tl.cdiv(first_seen(position + count - 1, window, HAS_WINDOW), TILE)
+    acc, _, total = attend(
+        query,
+        cache,
+        head,
+        block_tables + sequence.to(tl.int64) * table_stride,
+        position + token,
+        low // TILE,
+        tl.cdiv(high, TILE),
+        low,
+        high,
+        clear_from,
+        (position + 1) // TILE,
+        num_kv_heads,
+        block_size,
+        block_bits,
+        inner,
+        outer,
+        window,
+        HEAD_SIZE,
+        PADDED,
+        TILE,
+        HAS_WINDOW,
+        HAS_SOFTCAP,
+        COPIES,
+        STAGES,
+    )
+    places = query_places(
+        out, rows, token, head, first_token, num_kv_heads * group * HEAD_SIZE, group, HEAD_SIZE, PADDED
+    )
+    result = divided(acc, total, head, v_scale, HAS_SCALES)
+    tl.store(places, result.to(out.dtype.element_ty), mask=there)
+
+
+def attention(call: AttentionCall, arch: int, config: AttentionConfig | None = None) -> None:
+    """Write `call.out`, on a GPU of compute capability `arch`, such as 90; raises ValueError.
+
+    Batches of one token per sequence take decode tiles. `config`, for measurements, is taken in place of the usual one.
+    """
+    call.check()
+    phase = Phase.DECODE if call.max_query_len == 1 else Phase.PREFILL
+    config = config or call.config(phase, arch)
+    if not call.num_seqs:
+        return
+    num_tiles = call.num_seqs
+    if phase is Phase.PREFILL:  # a tile is of one sequence: each may leave one that is not full
+        num_tiles += call.q.shape[0] // (config.rows // call.group)
+    scale, softcap = call.factors()
+    attention_kernel[(num_tiles * call.num_kv_heads,)](
+        call.q,
+        call.cache(config),
+        call.query_start_loc,
+        call.seq_lens,
+        call.block_tables,
+        call.out,
+        call.k_scale,
+        call.v_scale,
+        call.q.stride(0),
+        call.block_tables.stride(0),
+        call.num_seqs,
+        num_tiles,
+        call.num_kv_heads,
+        _heads_at_once(call),
+        call.group,
+        call.block_size,
+        call.block_bits,
+        scale,
+        softcap,
+        call.window or 0,
+        DECODE=phase is Phase.DECODE,
+        **call.constants(config),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=True,
+    )
+
+
+def _heads_at_once(call: AttentionCall) -> int:
+    """Return how many KV heads are worked on side by side: a divisor of all, few if their keys would not stay in L2."""
+    head_bytes = 2 * call.max_seq_len * call.head_size * call.kv_layer.element_size()
+    most = max(1, _L2_BYTES // max(1, head_bytes))
+    return max(n for n in range(1, call.num_kv_heads + 1) if call.num_kv_heads % n == 0 and n <= most)
+
+
+def variants() -> list[Variant]:
+    """Return what is compiled ahead of time: prefill and decode for each of `attention_variants.cases`."""
+    prefill, decode = Phase.PREFILL, Phase.DECODE
+    found = variants_of(attention_kernel, "attention prefill", prefill, cases(prefill), _prefill_constants, {})
+    return found + variants_of(attention_kernel, "attention decode", decode, cases(decode), _decode_constants, {})
+
+
+def _prefill_constants(_: AttentionConfig) -> dict[str, Any]:
+    return {"DECODE": False}
+
+
+def _decode_constants(_: AttentionConfig) -> dict[str, Any]:
+    return {"DECODE": True}

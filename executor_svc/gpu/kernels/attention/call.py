@@ -1,0 +1,173 @@
+"""What a launch of attention is given, checked: the same for both of its kernels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from executor_svc.gpu.kernels.attention.config import (
+    BLOCK_SIZES,
+    HEAD_SIZES,
+    AttentionConfig,
+    AttentionKind,
+    Phase,
+    attention_config,
+    constants,
+    padded,
+)
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Causal attention of T tokens of S sequences over the paged cache: what `reference.attention` means."""
+
+    q: Tensor
+    """[T, H, D], a row a view of any stride that is a multiple of 16."""
+    kv_layer: Tensor
+    """[N, 2, KVH, B, D] in the dtype of q, or float8_e4m3fn with scales; q is 16 bits wide then."""
+    query_start_loc: Tensor
+    """[S + 1] int32."""
+    seq_lens: Tensor
+    """[S] int32; 0: padding, its tokens get zeros."""
+    block_tables: Tensor
+    """[S, max_blocks] int32, rows of any stride."""
+    out: Tensor
+    """[T, H * D] in the dtype of q, written for all tokens that belong to a sequence."""
+    scale: float
+    """Above 0."""
+    max_query_len: int
+    """At least each sequence's number of tokens; 1: no sequence has more than one."""
+    max_seq_len: int
+    """At least each of seq_lens."""
+    window: int | None = None
+    softcap: float | None = None
+    k_scale: Tensor | None = None
+    """[KVH] float32: what a key in fp8 is multiplied with."""
+    v_scale: Tensor | None = None
+    """[KVH] float32: what a value in fp8 is multiplied with."""
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_layer.shape[2]
+
+    @property
+    def head_size(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def block_size(self) -> int:
+        return self.kv_layer.shape[3]
+
+    @property
+    def block_bits(self) -> int:
+        """Which power of 2 the block size is."""
+        return self.block_size.bit_length() - 1
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def factors(self) -> tuple[float, float]:
+        """Return the factor of q k and that of the capped score, both for exponents of 2; without a cap, one of them.
+
+        softcap * tanh(x) is, but for a term that all have, -2 * softcap / (exp(2x) + 1).
+        """
+        if self.softcap is None:
+            return self.scale * _LOG2_E, 0.0
+        return 2 * _LOG2_E * self.scale / self.softcap, 2 * _LOG2_E * self.softcap
+
+    @property
+    def kind(self) -> AttentionKind:
+        window, softcap = self.window is not None, self.softcap is not None
+        return AttentionKind(
+            self.head_size, self.q.dtype, self.kv_layer.dtype, self.block_size, self.group, window, softcap
+        )
+
+    def config(self, phase: Phase, arch: int) -> AttentionConfig:
+        """Return the tiles that it takes on a GPU of compute capability `arch`; raises ValueError."""
+        return attention_config(self.kind, phase, arch)
+
+    def constants(self, config: AttentionConfig) -> dict[str, Any]:
+        """Return what both kernels are compiled for with these tiles."""
+        return constants(self.kind, config)
+
+    def cache(self, config: AttentionConfig) -> Tensor | TensorDescriptor:
+        """Return kv_layer as a kernel takes it with these tiles; raises ValueError if the copy engine cannot.
+
+        The copy engine has it as rows [N * 2 * KVH * B, D], of which it fetches [TILE, PADDED], 0 beyond D.
+        """
+        if not config.copies:
+            return self.kv_layer
+        _need(self.block_size % config.tile == 0, "kv_layer", "must have whole tiles in a block for the copy engine")
+        rows, size = self.kv_layer.numel() // self.head_size, self.head_size
+        _need(rows < 2**31, "kv_layer", "must have less than 2^31 keys and values for the copy engine")
+        return TensorDescriptor(self.kv_layer, [rows, size], [size, 1], [config.tile, padded(size)])
+
+    def check(self) -> None:
+        """Raise ValueError, naming the argument, if a kernel cannot take it."""
+        self._check_q()
+        self._check_cache()
+        self._check_batch()
+        _need(self.scale > 0, "scale", "must be above 0")
+        _need(self.softcap is None or self.softcap > 0, "softcap", "must be above 0")
+        _need(self.window is None or self.window >= 1, "window", "must be at least 1")
+
+    def _check_q(self) -> None:
+        q, out = self.q, self.out
+        _need(q.dtype in _DTYPES, "q", "must be bfloat16, float16 or float32")
+        _need(q.dim() == 3 and q.shape[2] in HEAD_SIZES, "q", f"must be [T, H, D] with D one of {HEAD_SIZES}")
+        _need(q.stride(2) == 1 and q.stride(1) == q.shape[2], "q", "must be contiguous within a token")
+        _need(q.stride(0) % 16 == 0 and q.data_ptr() % 16 == 0, "q", "must have tokens at multiples of 16")
+        _need(out.dtype == q.dtype and out.is_contiguous(), "out", "must be contiguous and of the dtype of q")
+        _need(out.shape == (q.shape[0], q.shape[1] * q.shape[2]), "out", "must be [T, H * D]")
+        _need(out.data_ptr() % 16 == 0, "out", "must start at a multiple of 16 bytes")
+
+    def _check_cache(self) -> None:
+        cache, scales = self.kv_layer, (self.k_scale, self.v_scale)
+        _need(cache.dim() == 5 and cache.shape[1] == 2, "kv_layer", "must be [N, 2, KVH, B, D]")
+        _need(cache.shape[4] == self.head_size, "kv_layer", "must have the head size of q")
+        _need(self.block_size in BLOCK_SIZES, "kv_layer", f"must have a block size of {BLOCK_SIZES}")
+        _need(
+            cache.is_contiguous() and cache.data_ptr() % 16 == 0, "kv_layer", "must be contiguous, at a multiple of 16"
+        )
+        _need(self.num_heads % self.num_kv_heads == 0, "kv_layer", "must have KV heads that divide the heads of q")
+        if cache.dtype != torch.float8_e4m3fn:
+            _need(cache.dtype == self.q.dtype, "kv_layer", "must have the dtype of q or be float8_e4m3fn")
+            _need(scales == (None, None), "k_scale", "is for a cache in float8_e4m3fn only")
+            return
+        _need(self.q.dtype != torch.float32, "q", "must be bfloat16 or float16 with a cache in float8_e4m3fn")
+        for name, each in zip(("k_scale", "v_scale"), scales, strict=True):
+            fits = each is not None and each.dtype == torch.float32 and each.shape == (self.num_kv_heads,)
+            _need(fits and each is not None and each.is_contiguous(), name, "must be [KVH] float32")
+
+    def _check_batch(self) -> None:
+        starts, lens, tables = self.query_start_loc, self.seq_lens, self.block_tables
+        for name, each in (("query_start_loc", starts), ("seq_lens", lens), ("block_tables", tables)):
+            _need(each.dtype == torch.int32 and each.stride(-1) == 1, name, "must be int32, contiguous in a row")
+        _need(lens.dim() == 1, "seq_lens", "must be [S]")
+        _need(starts.shape == (self.num_seqs + 1,), "query_start_loc", "must be [S + 1]")
+        _need(tables.dim() == 2 and tables.shape[0] == self.num_seqs, "block_tables", "must be [S, max_blocks]")
+        _need(tables.shape[1] * self.block_size >= self.max_seq_len, "block_tables", "must have room for max_seq_len")
+        _need(self.max_query_len >= 1, "max_query_len", "must be at least 1")
+
+
+def _need(holds: bool, name: str, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} {what}")

@@ -1,0 +1,102 @@
+"""What a step's attention is told on the GPU: filled once per step, shared by all layers of one attention shape."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from executor_svc.device.kernels import AttentionShape, KVScales
+from executor_svc.gpu.kernels.attention.attention import attention
+from executor_svc.gpu.kernels.attention.call import AttentionCall
+from executor_svc.gpu.kernels.attention.split import scratch_floats, split_attention, wants_split
+from executor_svc.gpu.kernels.slots.slots import StepBuffers
+
+_SMALLEST_BLOCK = 8
+_names = itertools.count()
+
+
+class GpuAttentionPlan:
+    """A step's sequences at addresses that recorded launches and captured graphs know."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        max_model_len: int,
+        most_tokens: int,
+        most_seqs: int,
+        device: torch.device,
+        arch: int,
+        num_sms: int,
+    ) -> None:
+        """Have room for steps of so many tokens and sequences."""
+        self.name = f"tokens{next(_names)}"
+        self.num_tiles = 0
+        self.slot_mapping = torch.full((most_tokens,), -1, dtype=torch.int64, device=device)
+        self._shape = shape
+        self._arch = arch
+        self._num_sms = num_sms
+        self._max_model_len = max_model_len
+        width = -(-max_model_len // _SMALLEST_BLOCK)
+        self._starts = torch.zeros(most_seqs + 1, dtype=torch.int32, device=device)
+        self._lens = torch.zeros(most_seqs, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(most_seqs, width, dtype=torch.int32, device=device)
+        size = scratch_floats(shape.num_heads, shape.num_kv_heads, shape.padded_head_size, num_sms)
+        self._scratch = torch.empty(size, dtype=torch.float32, device=device)
+        ones = torch.ones(shape.num_kv_heads, dtype=torch.float32, device=device)
+        self._unscaled = KVScales(ones, ones)
+        self._num_seqs = self._max_query_len = self._max_seq_len = 0
+
+    def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
+        """Take a step, of tensors on the host: arguments as in `input_batch.ForwardBatch`."""
+        num_tokens, self._num_seqs = slot_mapping.shape[0], seq_lens.shape[0]
+        self._max_query_len = int(query_start_loc.diff().max())
+        self._max_seq_len = int(seq_lens.max())
+        self.num_tiles = num_tokens
+        for into, given in (
+            (self.slot_mapping, slot_mapping),
+            (self._starts, query_start_loc),
+            (self._lens, seq_lens),
+            (self._tables[:, : block_tables.shape[1]], block_tables),
+        ):
+            into[: given.shape[0]].copy_(given, non_blocking=True)
+
+    def read_from(self, buffers: StepBuffers) -> None:
+        """Take steps from tensors that are made on the device, in place of `fill`; before anything is recorded."""
+        inputs = buffers.inputs(buffers.most)
+        self.slot_mapping = inputs.slot_mapping
+        self._starts, self._lens, self._tables = inputs.query_start_loc, inputs.seq_lens, inputs.block_tables
+
+    def become(self, num_seqs: int, num_tokens: int, max_query_len: int, max_seq_len: int) -> None:
+        """Let launches be those of a step of these sizes: a CUDA graph's are those of the longest that it may run."""
+        self._num_seqs, self.num_tiles = num_seqs, num_tokens
+        self._max_query_len, self._max_seq_len = max_query_len, max_seq_len
+
+    def scales(self, kv_layer: Tensor, given: KVScales | None = None) -> KVScales | None:
+        """Return what keys and values are multiplied with: as given, and in fp8 1 where nothing is."""
+        unscaled = kv_layer.dtype == torch.float8_e4m3fn and given is None
+        return self._unscaled if unscaled else given
+
+    def attend(self, q: Tensor, kv_layer: Tensor, out: Tensor, given: KVScales | None = None) -> None:
+        """Enqueue attention of q [T, H, D] over the sequences of the step; out: [T, H * D]."""
+        shape, seqs, scales = self._shape, self._num_seqs, self.scales(kv_layer, given)
+        call = AttentionCall(
+            q,
+            kv_layer,
+            self._starts[: seqs + 1],
+            self._lens[:seqs],
+            self._tables[:seqs],
+            out,
+            shape.scale,
+            self._max_query_len,
+            self._max_seq_len,
+            shape.window,
+            shape.softcap,
+            None if scales is None else scales.k,
+            None if scales is None else scales.v,
+        )
+        if wants_split(seqs, shape.num_kv_heads, self._max_query_len, self._max_seq_len, self._num_sms):
+            split_attention(call, self._arch, self._scratch, self._num_sms)
+        else:
+            attention(call, self._arch)

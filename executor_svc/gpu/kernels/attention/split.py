@@ -1,0 +1,327 @@
+"""Decode attention for few sequences: each one's keys are cut into segments, whose results a second kernel unites.
+
+As Flash-Decoding (Dao et al., 2023). Where segments begin depends on the sequence's length, the model and the GPU, not
+on the batch; how many programs go through them does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from executor_svc.gpu.kernels.attention.call import AttentionCall
+from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, AttentionConfig, Phase, padded
+from executor_svc.gpu.kernels.attention.keys import attend
+from executor_svc.gpu.kernels.attention.tile import (
+    as_multiplied,
+    divided,
+    first_seen,
+    query_places,
+    rows_and_columns,
+)
+from executor_svc.gpu.kernels.attention.variants import cases, variants_of
+from executor_svc.gpu.kernels.variant import Variant
+
+MAX_SEGMENTS = 128
+"""Of a sequence: what the uniting kernel holds at once."""
+_PROGRAMS_PER_SM = 4
+"""Wanted: enough loads on their way on every SM, and short last programs."""
+_UNITE_WARPS = 4
+LEAST_KEYS = 256
+"""Of a segment: what is written and read again is small beside as many keys."""
+
+
+def max_segments(num_kv_heads: int, num_sms: int) -> int:
+    """Return the most segments of a sequence, a power of 2: one sequence of this many KV heads fills the GPU."""
+    return min(MAX_SEGMENTS, _power_of_2(_PROGRAMS_PER_SM * num_sms // num_kv_heads))
+
+
+def wants_split(num_seqs: int, num_kv_heads: int, max_query_len: int, max_seq_len: int, num_sms: int) -> bool:
+    """Is this a batch of decodes that is better split: too few to fill a GPU, and long enough to be cut."""
+    fits = max_query_len == 1 and max_seq_len > LEAST_KEYS
+    return fits and num_seqs > 0 and _parts(num_seqs, num_kv_heads, num_sms) > 1
+
+
+def scratch_floats(num_heads: int, num_kv_heads: int, head_size: int, num_sms: int) -> int:
+    """Return how many floats of scratch memory are enough for every batch for which `wants_split` holds."""
+    most_seqs = _PROGRAMS_PER_SM * num_sms // (2 * num_kv_heads)
+    return most_seqs * num_heads * max_segments(num_kv_heads, num_sms) * (head_size + 2)
+
+
+def _parts(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
+    """Programs that share the segments of a sequence's KV head."""
+    wanted = _PROGRAMS_PER_SM * num_sms // (num_seqs * num_kv_heads)
+    return min(_power_of_2(wanted), max_segments(num_kv_heads, num_sms))
+
+
+def _power_of_2(number: int) -> int:
+    """Return the greatest power of 2 that is not above the number, at least 1."""
+    return 1 << max(0, number.bit_length() - 1)
+
+
+@triton.jit
+def segments_of(length, window, segments, TILE: tl.constexpr, LEAST_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """First key tile, tiles of a segment and segments of a sequence; one segment without tiles if it is empty."""
+    begin = first_seen(length - 1, window, HAS_WINDOW) // TILE
+    tiles = tl.cdiv(length, TILE) - begin
+    size = tl.maximum(tl.cdiv(tiles, segments), LEAST_TILES)
+    return begin, size, tl.maximum(tl.cdiv(tiles, size), 1)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "num_kv_heads",
+        "group",
+        "block_size",
+        "block_bits",
+        "parts",
+        "segments",
+        "window",
+    ],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_tables", "k_scale", "v_scale"],
+)
+def split_kernel(
+    q,
+    cache,
+    query_start_loc,
+    seq_lens,
+    block_tables,
+    out,
+    k_scale,
+    v_scale,
+    sums,
+    stats,
+    q_stride,
+    table_stride,
+    num_kv_heads,
+    group,
+    block_size,
+    block_bits,
+    parts,
+    segments,
+    scale,
+    softcap,
+    window,
+    HEAD_SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    COPIES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Every parts-th segment of one sequence's KV head: weighted values to sums [S, H, segments, D], and to stats
+    [S, H, segments, 2] what they were weighted by; a sequence of one segment is finished here."""
+    program = tl.program_id(0)
+    head = program % num_kv_heads
+    part = program // num_kv_heads % parts
+    sequence = program // (num_kv_heads * parts)
+    length = tl.load(seq_lens + sequence)
+    start = tl.load(query_start_loc + sequence)
+    num_tokens = tl.load(query_start_loc + sequence + 1) - start
+    begin, size, count = segments_of(length, window, segments, TILE, LEAST_TILES, HAS_WINDOW)
+    if (part >= count) | (num_tokens == 0):
+        return
+    rows = tl.arange(0, ROWS)
+    token = tl.zeros([ROWS], tl.int32)
+    there = rows_and_columns(rows < group, HEAD_SIZE, PADDED)
+    low = first_seen(length - 1, window, HAS_WINDOW)
+    for segment in range(part, count, parts):
+        # Loaded again for each: held from one to the next they would take registers.
+        q_places = query_places(q, rows, token, head, start, q_stride, group, HEAD_SIZE, PADDED)
+        query = tl.load(q_places, mask=there, other=0.0)
+        query, inner, outer = as_multiplied(query, head, k_scale, scale, softcap, HAS_SOFTCAP, HAS_SCALES)
+        first = begin + segment * size
+        acc, greatest, total = attend(
+            query,
+            cache,
+            head,
+            block_tables + sequence.to(tl.int64) * table_stride,
+            length - 1 + token,
+            first,
+            tl.minimum(first + size, tl.cdiv(length, TILE)),
+            low,
+            length,
+            tl.cdiv(low, TILE),
+            length // TILE,
+            num_kv_heads,
+            block_size,
+            block_bits,
+            inner,
+            outer,
+            window,
+            HEAD_SIZE,
+            PADDED,
+            TILE,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
+            COPIES,
+            STAGES,
+        )
+        if count == 1:
+            places = query_places(
+                out, rows, token, head, start, num_kv_heads * group * HEAD_SIZE, group, HEAD_SIZE, PADDED
+            )
+            result = divided(acc, total, head, v_scale, HAS_SCALES)
+            tl.store(places, result.to(out.dtype.element_ty), mask=there)
+        else:
+            record = (sequence * num_kv_heads + head).to(tl.int64) * group * segments + segment
+            within = rows * segments
+            columns = tl.arange(0, PADDED)
+            tl.store(sums + record * HEAD_SIZE + ((within * HEAD_SIZE)[:, None] + columns[None, :]), acc, mask=there)
+            tl.store(stats + record * 2 + within * 2, greatest, mask=rows < group)
+            tl.store(stats + record * 2 + within * 2 + 1, total, mask=rows < group)
+
+
+@triton.jit(
+    do_not_specialize=["num_heads", "group", "segments", "window"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "v_scale"],
+)
+def unite_kernel(
+    query_start_loc,
+    seq_lens,
+    out,
+    v_scale,
+    sums,
+    stats,
+    num_heads,
+    group,
+    segments,
+    window,
+    HEAD_SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+    MOST: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):
+    """One sequence's query head: unite its segments, always in the same order, if there are several."""
+    program = tl.program_id(0)
+    sequence = program // num_heads
+    head = program % num_heads
+    length = tl.load(seq_lens + sequence)
+    start = tl.load(query_start_loc + sequence)
+    num_tokens = tl.load(query_start_loc + sequence + 1) - start
+    _, _, count = segments_of(length, window, segments, TILE, LEAST_TILES, HAS_WINDOW)
+    if (count == 1) | (num_tokens == 0):
+        return
+    record = program.to(tl.int64) * segments
+    every = tl.arange(0, MOST)
+    greatest = tl.load(stats + (record + every) * 2, mask=every < count, other=float("-inf"))
+    highest = tl.max(greatest, 0)
+    totals = tl.load(stats + (record + every) * 2 + 1, mask=every < count, other=0.0)
+    total = tl.sum(totals * tl.exp2(greatest - highest), 0)
+    columns = tl.arange(0, PADDED)
+    acc = tl.zeros([PADDED], tl.float32)
+    CHUNK: tl.constexpr = 4096 // PADDED
+    for first in range(0, count, CHUNK):
+        some = first + tl.arange(0, CHUNK)
+        there = rows_and_columns(some < count, HEAD_SIZE, PADDED)
+        values = tl.load(sums + ((record + some) * HEAD_SIZE)[:, None] + columns[None, :], mask=there, other=0.0)
+        most = tl.load(stats + (record + some) * 2, mask=some < count, other=float("-inf"))
+        acc += tl.sum(values * tl.exp2(most - highest)[:, None], 0)
+    result = acc / total
+    if HAS_SCALES:
+        result *= tl.load(v_scale + head // group)
+    places = out + (start.to(tl.int64) * num_heads + head) * HEAD_SIZE + columns
+    tl.store(places, result.to(out.dtype.element_ty), mask=columns < HEAD_SIZE)
+
+
+def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: int) -> None:
+    """Write `call.out` for a batch of at most one token per sequence, on a GPU of this capability and number of SMs.
+
+    Scratch is float32 as `scratch_floats` has it, and free again when the next kernel runs. Raises: ValueError.
+    """
+    call.check()
+    if call.max_query_len != 1:
+        raise ValueError("max_query_len must be 1 for attention to be split")
+    segments = max_segments(call.num_kv_heads, num_sms)
+    records = call.num_seqs * call.num_heads * segments
+    if scratch.numel() < records * (call.head_size + 2) or scratch.dtype.itemsize != 4 or not scratch.is_contiguous():
+        raise ValueError(f"scratch must be contiguous, of at least {records * (call.head_size + 2)} float32")
+    if not call.num_seqs:
+        return
+    config = call.config(Phase.DECODE, arch)
+    sums, stats = scratch, scratch[records * call.head_size :]
+    parts = _parts(call.num_seqs, call.num_kv_heads, num_sms)
+    scale, softcap = call.factors()
+    split_kernel[(call.num_seqs * parts * call.num_kv_heads,)](
+        call.q,
+        call.cache(config),
+        call.query_start_loc,
+        call.seq_lens,
+        call.block_tables,
+        call.out,
+        call.k_scale,
+        call.v_scale,
+        sums,
+        stats,
+        call.q.stride(0),
+        call.block_tables.stride(0),
+        call.num_kv_heads,
+        call.group,
+        call.block_size,
+        call.block_bits,
+        parts,
+        segments,
+        scale,
+        softcap,
+        call.window or 0,
+        **_split_constants(config),
+        **call.constants(config),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=True,
+    )
+    _unite(call, config, sums, stats, segments)
+
+
+def _unite(call: AttentionCall, config: AttentionConfig, sums: Tensor, stats: Tensor, segments: int) -> None:
+    """Enqueue the second kernel, over what the first has written."""
+    unite_kernel[(call.num_seqs * call.num_heads,)](
+        call.query_start_loc,
+        call.seq_lens,
+        call.out,
+        call.v_scale,
+        sums,
+        stats,
+        call.num_heads,
+        call.group,
+        segments,
+        call.window or 0,
+        HEAD_SIZE=call.head_size,
+        PADDED=padded(call.head_size),
+        HAS_WINDOW=call.window is not None,
+        HAS_SCALES=call.k_scale is not None,
+        **_unite_constants(config),
+        num_warps=_UNITE_WARPS,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
+
+
+def _split_constants(config: AttentionConfig) -> dict[str, Any]:
+    return {"LEAST_TILES": LEAST_KEYS // config.tile}
+
+
+def _unite_constants(config: AttentionConfig) -> dict[str, Any]:
+    return _split_constants(config) | {"TILE": config.tile, "MOST": MAX_SEGMENTS}
+
+
+def variants() -> list[Variant]:
+    """Return what is compiled ahead of time: both kernels for each of `attention_variants.cases`."""
+    floats = {"sums": "*fp32", "stats": "*fp32"}
+    # The second kernel reads no cache: it is the same however that is read, and whether scores are capped or not.
+    few = (case for case in cases(Phase.DECODE) if case.block_size != COPIED_BLOCK and not case.softcap)
+    split = variants_of(split_kernel, "attention split", Phase.DECODE, cases(Phase.DECODE), _split_constants, floats)
+    unite = variants_of(unite_kernel, "attention unite", Phase.DECODE, few, _unite_constants, floats)
+    return split + [replace(each, num_warps=_UNITE_WARPS, num_stages=1) for each in unite]

@@ -1,0 +1,118 @@
+"""What the attention kernels can be compiled for, all of it, for the two files that have kernels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import torch
+
+from executor_svc.gpu.kernels.attention.config import (
+    COPIED_BLOCK,
+    HEAD_SIZES,
+    AttentionConfig,
+    AttentionKind,
+    Phase,
+    attention_config,
+    constants,
+    padded,
+)
+from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
+
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+_QUICK = ("128 bf16", "128 bf16 copied")
+_ANY_BLOCK = 16
+"""Stands for all block sizes where the copy engine is not asked."""
+_WIDE_GROUP = 17
+"""Query heads of a KV head that do not fit a decode tile."""
+
+
+def name_of(kind: AttentionKind) -> str:
+    """Return how variants' names tell it from others."""
+    kv = f" kv-{_TYPES[kind.kv_dtype]}" if kind.scales else ""
+    copied = kind.block_size == COPIED_BLOCK
+    marks = (" window" * kind.window, " softcap" * kind.softcap, " wide" * kind.wide, " copied" * copied)
+    return f"{kind.head_size} {_TYPES[kind.dtype]}{kv}" + "".join(marks)
+
+
+def cases(phase: Phase) -> Iterator[AttentionKind]:
+    """Yield all that kernels can be compiled for: any block size, and the one for which the copy engine is asked."""
+    # Prefill has the same tiles for wide groups.
+    groups = (1, _WIDE_GROUP) if phase is Phase.DECODE else (1,)
+    for head_size, (dtype, kv_dtype), group in product(HEAD_SIZES, _dtypes(), groups):
+        for window, softcap, block_size in product((False, True), (False, True), (_ANY_BLOCK, COPIED_BLOCK)):
+            kind = AttentionKind(head_size, dtype, kv_dtype, block_size, group, window, softcap)
+            if block_size == _ANY_BLOCK or attention_config(kind, phase, 90).copies:
+                yield kind
+
+
+def _dtypes() -> Iterator[tuple[torch.dtype, torch.dtype]]:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        yield dtype, dtype
+        if dtype.itemsize == 2:
+            yield dtype, torch.float8_e4m3fn
+
+
+def variants_of(
+    kernel: Any,
+    operation: str,
+    phase: Phase,
+    some: Iterable[AttentionKind],
+    more: Callable[[AttentionConfig], dict[str, Any]],
+    pointers: Mapping[str, str],
+) -> list[Variant]:
+    """Return the variants of a kernel for some cases; archs whose tiles differ have one each.
+
+    Args:
+        kernel: under @triton.jit.
+        operation: what names start with.
+        phase: whose tiles it has.
+        some: the cases.
+        more: gives the constants that only this kernel has, for its tiles.
+        pointers: types of those arguments that only this kernel has.
+    """
+    found = []
+    for case in some:
+        by_config: dict[AttentionConfig, list[int]] = {}
+        for arch in (90,) if case.scales or case.block_size == COPIED_BLOCK else ALL_ARCHS:
+            by_config.setdefault(attention_config(case, phase, arch), []).append(arch)
+        for config, archs in by_config.items():
+            mark = "" if len(by_config) == 1 else f" sm{archs[0]}"
+            fixed = constants(case, config) | more(config)
+            fixed |= {} if case.scales else {"k_scale": None, "v_scale": None}
+            known = _types(case, config) | dict(pointers)
+            signature = {name: "constexpr" if name in fixed else known.get(name, "i32") for name in kernel.arg_names}
+            divisible = ("q", "cache", "out", "q_stride", *pointers)
+            found.append(
+                Variant(
+                    name=f"{operation} {name_of(case)}{mark}",
+                    kernel=kernel,
+                    signature=signature,
+                    constants={name: value for name, value in fixed.items() if name in signature},
+                    divisible=tuple(name for name in divisible if re.match(r"\*|i32", signature.get(name, ""))),
+                    num_warps=config.num_warps,
+                    num_stages=config.num_stages,
+                    archs=tuple(archs),
+                    no_spills=True,
+                    wgmma=phase is Phase.PREFILL and case.dtype.itemsize == 2 and 90 in archs,
+                    copies=config.copies and "cache" in signature,
+                    quick=name_of(case) in _QUICK,
+                )
+            )
+    return found
+
+
+def _types(case: AttentionKind, config: AttentionConfig) -> dict[str, str]:
+    """Types of arguments by name, but for constants and int32."""
+    element, kept = _TYPES[case.dtype], _TYPES[case.kv_dtype]
+    tile = f"tensordesc<{kept}[{config.tile}, {padded(case.head_size)}]>"
+    types = {"q": f"*{element}", "out": f"*{element}", "cache": tile if config.copies else f"*{kept}"}
+    types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
+    return types | dict.fromkeys(("query_start_loc", "seq_lens", "block_tables"), "*i32")

@@ -1,0 +1,37 @@
+"""Compiles kernels ahead of time, without a GPU: `python -m executor_svc.gpu.kernels.compile --help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from executor_svc.gpu.kernels.compile.build_all import build_all, tasks_of
+from executor_svc.gpu.kernels.compile.registry import RegistryError, entries
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compile what the command line names; exit with 1 and a list if anything is refused."""
+    parser = argparse.ArgumentParser(prog="python -m executor_svc.gpu.kernels.compile", description=__doc__)
+    parser.add_argument("--module", action="append", help="full name of a module with variants; default: all of them")
+    parser.add_argument("--only", default="", help="variants whose name has this in it")
+    parser.add_argument("--quick", action="store_true", help="the few that `make test` compiles")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that compile; default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON on standard output")
+    options = parser.parse_args(arguments)
+
+    try:
+        found = entries(options.module)
+    except RegistryError as error:
+        raise SystemExit(str(error)) from error
+    chosen = (entry for name, entry in found.items() if options.only in name)
+    outcome = build_all(tasks_of(chosen, quick=options.quick), options.jobs)
+    if options.json:
+        print(json.dumps({"builds": [asdict(build) for build in outcome.builds], "refused": outcome.refused}))
+    if outcome.refused:
+        raise SystemExit(outcome.refusal)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Compiles one kernel ahead of time, without a GPU.
+
+Triton and the ptxas in its package make the machine code that a GPU would run. What ptxas says of it is what can be
+known without one: registers, shared memory, spills, and which instructions multiply.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from triton import compile as triton_compile
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from executor_svc.gpu.kernels.compile.registry import mistakes
+from executor_svc.gpu.kernels.variant import Variant
+
+MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}
+"""Shared memory in bytes that a block may ask for, by arch (CUDA C++ Programming Guide, technical specifications)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Facts of one variant's machine code for one arch. Memory in bytes, spills and stack per thread."""
+
+    name: str
+    arch: int
+    num_registers: int
+    static_shared: int
+    dynamic_shared: int
+    stack_frame: int
+    spill_stores: int
+    spill_loads: int
+    wgmma: bool
+    """Multiplies with wgmma."""
+    wgmma_serialized: bool
+    """ptxas waits after each wgmma, as it says: registers do not allow it otherwise."""
+    num_loads: int
+    """Instructions that read global memory, asynchronous copies too."""
+    num_wide_loads: int
+    """Those of them that read 16 bytes at once."""
+    num_bulk_copies: int
+    """Instructions to the copy engine."""
+    seconds: float
+    """What compiling took."""
+
+    @property
+    def shared(self) -> int:
+        """Shared memory of a block, bytes."""
+        return self.static_shared + self.dynamic_shared
+
+    @property
+    def spills(self) -> int:
+        """Bytes that a thread stores to local memory and loads again for want of registers."""
+        return self.spill_stores + self.spill_loads
+
+
+class CompileError(RuntimeError):
+    """A variant does not compile; the message names it."""
+
+
+def compile_variant(variant: Variant, arch: int) -> Build:
+    """Compile a variant for sm_`arch`, always anew: no cache is read.
+
+    Raises CompileError, which names the variant, and RuntimeError under Triton's interpreter.
+    """
+    if not isinstance(variant.kernel, JITFunction):
+        raise RuntimeError("kernels are not compiled under TRITON_INTERPRET: compile in a process without it")
+    where = f"{variant.name} for sm_{arch}"
+    if wrong := mistakes(variant):
+        raise CompileError(f"{where}: {'; '.join(wrong)}")
+    start = time.perf_counter()
+    with _fresh_compiler() as printed:
+        try:
+            compiled = triton_compile(
+                ASTSource(variant.kernel, dict(variant.signature), dict(variant.constants), _attributes(variant)),
+                target=GPUTarget("cuda", arch, 32),
+                options={
+                    "num_warps": variant.num_warps,
+                    "num_stages": variant.num_stages,
+                    "enable_fp_fusion": variant.fp_fusion,
+                },
+            )
+        except Exception as error:
+            raise CompileError(f"{where}: {type(error).__name__}: {error}") from error
+    seconds = time.perf_counter() - start
+    facts = _ptxas_facts(where, printed.getvalue()) | _ptx_facts(compiled.asm["ptx"])
+    return Build(variant.name, arch, dynamic_shared=compiled.metadata.shared, seconds=round(seconds, 2), **facts)
+
+
+def problems(variant: Variant, build: Build) -> list[str]:
+    """Why a build may not be launched, or is not what the variant asks for; empty if it is."""
+    found = []
+    if variant.no_spills and build.spills:
+        found.append(
+            f"spills {build.spill_stores} bytes of stores and {build.spill_loads} of loads"
+            f" (registers {build.num_registers}), and must not"
+        )
+    if variant.wgmma and build.arch == 90 and not build.wgmma:
+        found.append("has no wgmma in its PTX, and must")
+    if variant.wgmma and build.arch == 90 and build.wgmma_serialized:
+        found.append("has wgmma, but ptxas serializes it")
+    if variant.copies and build.arch == 90 and not build.num_bulk_copies:
+        found.append("has no instruction to the copy engine in its PTX, and must")
+    if build.shared > MAX_SHARED[build.arch]:
+        found.append(f"needs {build.shared} bytes of shared memory; a block has {MAX_SHARED[build.arch]}")
+    return found
+
+
+@contextlib.contextmanager
+def _fresh_compiler() -> Iterator[io.StringIO]:
+    """An empty cache that nobody reads again, and what ptxas and Triton print in here."""
+    printed = io.StringIO()
+    with (
+        tempfile.TemporaryDirectory(prefix="cadenza-kernels-") as folder,
+        knobs.cache.scope(),
+        knobs.compilation.scope(),
+        knobs.nvidia.scope(),
+        contextlib.redirect_stdout(printed),
+    ):
+        knobs.cache.dir = folder
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
+        yield printed
+
+
+def _attributes(variant: Variant) -> dict[tuple[int], list[list[Any]]]:
+    """Divisibility as Triton's compiler takes it: by the argument's place."""
+    return {(variant.kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible}
+
+
+def _ptxas_facts(where: str, log: str) -> dict[str, Any]:
+    """What `ptxas -v` says, of the kernel and of functions that it calls: the most registers, the sum of all spills."""
+
+    def numbers(pattern: str) -> list[int]:
+        return [int(number) for number in re.findall(pattern, log)]
+
+    registers = numbers(r"Used (\d+) registers")
+    stores = numbers(r"(\d+) bytes spill stores")
+    loads = numbers(r"(\d+) bytes spill loads")
+    if not registers or not stores or not loads:
+        raise CompileError(f"{where}: ptxas does not tell registers and spills: {log[:500]!r}")
+    return {
+        "num_registers": max(registers),
+        "static_shared": sum(numbers(r"(\d+) bytes smem")),
+        "stack_frame": max(numbers(r"(\d+) bytes stack frame"), default=0),
+        "spill_stores": sum(stores),
+        "spill_loads": sum(loads),
+        "wgmma_serialized": "wgmma.mma_async instructions are serialized" in log,
+    }
+
+
+def _ptx_facts(ptx: str) -> dict[str, Any]:
+    """What the PTX's instructions are."""
+    copies = re.findall(r"cp\.async\.c[ag]\.shared[^;]*?\], *(0x[0-9a-f]+|\d+)", ptx)
+    loads = re.findall(r"\bld\.(?:volatile\.|relaxed\.|acquire\.)?global([\w.:]*)", ptx)
+    wide = re.compile(r".*\.(v4\.[bfus]32|v2\.[bfus]64)")
+    return {
+        "wgmma": "wgmma.mma_async" in ptx,
+        "num_loads": len(copies) + len(loads),
+        "num_wide_loads": sum(int(size, 0) == 16 for size in copies)
+        + sum(bool(wide.fullmatch(kind)) for kind in loads),
+        "num_bulk_copies": len(re.findall(r"cp\.async\.bulk\.tensor\S*shared\S*global", ptx)),
+    }

@@ -1,0 +1,189 @@
+"""RMS norms of rows, with the sum before them. Rounded where transformers rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from executor_svc.gpu.kernels.rows import DTYPES, HIDDEN_SIZES, check, options, variant
+from executor_svc.gpu.kernels.variant import Variant
+
+LARGEST_HIDDEN = 16384
+"""A program holds a whole row in its registers."""
+
+_LEAST_ELEMENTS = 512
+_MOST_WARPS = 8
+_MOST_WIDE_WARPS = 16
+_WIDE = 8192
+
+
+@triton.jit
+def root_mean_square(x, eps, WIDTH: tl.constexpr):
+    """sqrt(mean(x^2) + eps) [rows] of x [rows, columns] fp32, whose columns from WIDTH on are zeros."""
+    return tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), WIDTH * 1.0) + eps)
+
+
+@triton.jit
+def weighted(x, root, weight, DTYPE: tl.constexpr):
+    """x [rows, columns] fp32 over root [rows], times weight [columns], in DTYPE.
+
+    A weight of DTYPE multiplies what is rounded to it (Llama), one in fp32 while DTYPE is narrower multiplies before
+    the rounding (Gemma).
+    """
+    normed = x * tl.div_rn(1.0, root)[:, None]
+    if weight.dtype == DTYPE:
+        normed = normed.to(DTYPE).to(tl.float32)
+    return (normed * weight.to(tl.float32)[None, :]).to(DTYPE)
+
+
+@triton.jit
+def _tile(rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Offsets and mask of this program's rows, and its columns."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (columns < WIDTH)[None, :]
+    return row.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask, columns
+
+
+@triton.jit
+def _sum(x, residual, scale, SCALED: tl.constexpr):
+    """x * scale + residual in the dtype of residual, rounded after the product and after the sum."""
+    x = x.to(tl.float32)
+    if SCALED:
+        x = (x * scale).to(residual.dtype).to(tl.float32)
+    return (x + residual.to(tl.float32)).to(residual.dtype)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm(x, weight, out, rows, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    offsets, mask, columns = _tile(rows, WIDTH, ROWS, BLOCK)
+    values = tl.load(x + offsets, mask, other=0.0)
+    factors = tl.load(weight + columns, columns < WIDTH, other=0.0)
+    wide = values.to(tl.float32)
+    tl.store(out + offsets, weighted(wide, root_mean_square(wide, eps, WIDTH), factors, values.dtype), mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_rms_norm(
+    x,
+    residual,
+    weight,
+    out,
+    rows,
+    eps,
+    scale,
+    SCALED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offsets, mask, columns = _tile(rows, WIDTH, ROWS, BLOCK)
+    added = tl.load(x + offsets, mask, other=0.0)
+    kept = tl.load(residual + offsets, mask, other=0.0)
+    factors = tl.load(weight + columns, columns < WIDTH, other=0.0)
+    total = _sum(added, kept, scale, SCALED)
+    tl.store(residual + offsets, total, mask)
+    wide = total.to(tl.float32)
+    tl.store(out + offsets, weighted(wide, root_mean_square(wide, eps, WIDTH), factors, total.dtype), mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add(x, residual, rows, scale, SCALED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    offsets, mask, _ = _tile(rows, WIDTH, ROWS, BLOCK)
+    added = tl.load(x + offsets, mask, other=0.0)
+    kept = tl.load(residual + offsets, mask, other=0.0)
+    tl.store(residual + offsets, _sum(added, kept, scale, SCALED), mask)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Write x [T, hidden] over its root mean square, times weight [hidden], to out, which may be x.
+
+    A weight in the dtype of x multiplies rows that are rounded to it, one in fp32 while x is narrower multiplies before
+    the rounding. Raises ValueError for a hidden size above LARGEST_HIDDEN.
+    """
+    rows, hidden = _checked(x)
+    check("out", out, (rows, hidden), x.dtype)
+    check("weight", weight, (hidden,), x.dtype, torch.float32)
+    if rows:
+        constants = tile_constants(hidden)
+        _rms_norm[_grid(rows, constants)](x, weight, out, rows, float(eps), **constants, **tile_options(constants))
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float, out: Tensor) -> None:
+    """Update residual to x * scale + residual, all [T, hidden], and write its rms_norm to out, which may be x."""
+    rows, hidden = _checked(x)
+    check("residual", residual, (rows, hidden), x.dtype)
+    check("out", out, (rows, hidden), x.dtype)
+    check("weight", weight, (hidden,), x.dtype, torch.float32)
+    if rows:
+        constants = tile_constants(hidden)
+        grid, launched = _grid(rows, constants), tile_options(constants)
+        _add_rms_norm[grid](
+            x, residual, weight, out, rows, float(eps), float(scale), SCALED=scale != 1.0, **constants, **launched
+        )
+
+
+def add(x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+    """Update residual to x * scale + residual, both [T, hidden]."""
+    rows, hidden = _checked(x)
+    check("residual", residual, (rows, hidden), x.dtype)
+    if rows:
+        constants = tile_constants(hidden)
+        grid, launched = _grid(rows, constants), tile_options(constants)
+        _add[grid](x, residual, rows, float(scale), SCALED=scale != 1.0, **constants, **launched)
+
+
+def tile_constants(hidden: int) -> dict[str, int]:
+    """Return what the kernels are compiled with for rows of this width: a row a program, or several short ones."""
+    block = triton.next_power_of_2(hidden)
+    return {"WIDTH": hidden, "ROWS": max(1, _LEAST_ELEMENTS // block), "BLOCK": block}
+
+
+def tile_options(constants: dict[str, int]) -> dict[str, Any]:
+    """Return how the kernels are launched; the widest rows get the most warps."""
+    most = _MOST_WIDE_WARPS if constants["BLOCK"] >= _WIDE else _MOST_WARPS
+    return options(constants["ROWS"] * constants["BLOCK"], most)
+
+
+def _checked(x: Tensor) -> tuple[int, int]:
+    if x.dim() != 2 or not 0 < x.shape[1] <= LARGEST_HIDDEN:
+        raise ValueError(f"x must be [rows, 1 to {LARGEST_HIDDEN}], is {list(x.shape)}")
+    rows, hidden = x.shape
+    check("x", x, (rows, hidden), *DTYPES)
+    return rows, hidden
+
+
+def _grid(rows: int, constants: dict[str, int]) -> tuple[int]:
+    return (-(-rows // constants["ROWS"]),)
+
+
+def variants() -> list[Variant]:
+    """Return the configurations compiled ahead of time."""
+    found = []
+    for hidden in HIDDEN_SIZES:
+        for dtype in DTYPES.values():
+            for weight in dict.fromkeys((dtype, "fp32")):
+                name = f"hidden{hidden} {dtype}{' wide' if weight != dtype else ''}"
+                norm = {"x": f"*{dtype}", "weight": f"*{weight}", "out": f"*{dtype}", "rows": "i32", "eps": "fp32"}
+                found.append(_variant(f"rms_norm {name}", _rms_norm, norm, hidden))
+                for scaled in (False, True):
+                    quick = (hidden, dtype, weight, scaled) == (4096, "bf16", "bf16", False)
+                    arguments = norm | {"residual": f"*{dtype}", "scale": "fp32"}
+                    found.append(_variant(f"add_rms_norm {name}", _add_rms_norm, arguments, hidden, scaled, quick))
+            for scaled in (False, True):
+                arguments = {"x": f"*{dtype}", "residual": f"*{dtype}", "rows": "i32", "scale": "fp32"}
+                found.append(_variant(f"add hidden{hidden} {dtype}", _add, arguments, hidden, scaled))
+    return found
+
+
+def _variant(
+    name: str, kernel: Any, arguments: dict[str, str], hidden: int, scaled: bool | None = None, quick: bool = False
+) -> Variant:
+    """Return a variant; scaled None: the kernel has no scale."""
+    tile = tile_constants(hidden)
+    constants = tile if scaled is None else {"SCALED": scaled} | tile
+    return variant(f"{name}{' scaled' if scaled else ''}", kernel, arguments, constants, tile_options(tile), quick)

@@ -1,0 +1,383 @@
+"""Norms of query and key heads, rotary position embedding, and the write of keys and values to the cache, in one pass.
+
+Rounded where transformers rounds: after the norm, after each product of the rotation, after its sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from executor_svc.device.kernels import HeadNorms, KVScales
+from executor_svc.gpu.kernels.norm import weighted
+from executor_svc.gpu.kernels.rows import DTYPES, check, options, variant
+from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
+
+BLOCK_SIZES = range(8, 65)
+"""Tokens in a block of the cache."""
+FP8 = torch.float8_e4m3fn
+FP8_LARGEST = tl.constexpr(448.0)
+
+_HEAD_MULTIPLE = 8
+_MOST_ELEMENTS = 2048
+_MOST_WARPS = 4
+_FP8_ARCHS = (90,)
+
+
+@triton.jit
+def _load(source, heads, rows, columns, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns [columns] of heads [rows], SIZE apart; zeros where there are none."""
+    mask = (rows < heads)[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(source + rows[:, None] * SIZE + columns[None, :], mask, other=0.0)
+
+
+@triton.jit
+def _store(value, scale, heads, rows, columns, into, STRIDE: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr):
+    """Write value [rows, columns] to heads STRIDE apart, over the scale of each where they are fp8."""
+    mask = (rows < heads)[:, None] & (columns < WIDTH)[None, :]
+    if SCALED:
+        inverse = tl.div_rn(1.0, tl.load(scale + rows, rows < heads, other=1.0))[:, None]
+        value = tl.clamp(value.to(tl.float32) * inverse, -FP8_LARGEST, FP8_LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(into + rows[:, None] * STRIDE + columns[None, :], value.to(into.dtype.element_ty), mask)
+
+
+@triton.jit
+def _rotate_heads(
+    source,
+    into,
+    heads,
+    written,
+    rows,
+    cos,
+    sin,
+    weight,
+    eps,
+    scale,
+    STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    NORMED: tl.constexpr,
+    COPIED: tl.constexpr,
+    SCALED: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Normalize and rotate heads [rows] of source, and write those below `written` to `into`, STRIDE apart.
+
+    A head's columns are two halves that are rotated against each other, R / 2 wide, and a rest that stays: written only
+    if COPIED or NORMED. That many columns are normalized, the others are zeros then. What hangs on the token's position
+    is loaded last: its address comes late.
+    """
+    half = tl.arange(0, HALF)
+    width: tl.constexpr = R // 2
+    has_rest: tl.constexpr = REST > 0 and (NORMED > 0 or COPIED)
+    low = _load(source, heads, rows, half, D, width)
+    high = _load(source + width, heads, rows, half, D, width)
+    dtype: tl.constexpr = low.dtype
+    if has_rest:
+        last = tl.arange(0, REST)
+        rest = _load(source + R, heads, rows, last, D, D - R)
+    if NORMED > 0:
+        low_weight = tl.load(weight + half, half < width, other=0.0)
+        high_weight = tl.load(weight + width + half, half < width, other=0.0)
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        squares = tl.sum(wide_low * wide_low + wide_high * wide_high, 1)
+        if has_rest:
+            rest_weight = tl.load(weight + R + last, last < NORMED - R, other=0.0)
+            wide_rest = rest.to(tl.float32)
+            squares += tl.sum(wide_rest * wide_rest, 1)
+        root = tl.sqrt_rn(tl.div_rn(squares, NORMED * 1.0) + eps)
+        low, high = weighted(wide_low, root, low_weight, dtype), weighted(wide_high, root, high_weight, dtype)
+        if has_rest:
+            rest = weighted(wide_rest, root, rest_weight, dtype)
+    cosine = tl.load(cos + half, half < width, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sin + width + half, half < width, other=0.0).to(tl.float32)[None, :]
+    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+    new_low = (wide_low * cosine).to(dtype).to(tl.float32) - (wide_high * sine).to(dtype).to(tl.float32)
+    new_high = (wide_high * cosine).to(dtype).to(tl.float32) + (wide_low * sine).to(dtype).to(tl.float32)
+    _store(new_low.to(dtype), scale, written, rows, half, into, STRIDE, width, SCALED)
+    _store(new_high.to(dtype), scale, written, rows, half, into + width, STRIDE, width, SCALED)
+    if has_rest:
+        _store(rest, scale, written, rows, last, into + R, STRIDE, D - R, SCALED)
+
+
+@triton.jit
+def _rope_write_kv(
+    qkv,
+    q_out,
+    cos,
+    sin,
+    positions,
+    slots,
+    kv_layer,
+    q_weight,
+    k_weight,
+    eps,
+    k_scale,
+    v_scale,
+    H: tl.constexpr,
+    KVH: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BY_POSITION: tl.constexpr,
+    NORMED: tl.constexpr,
+    SCALED: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    heads: tl.constexpr = H + 2 * KVH
+    q_parts: tl.constexpr = (H + Q_HEADS - 1) // Q_HEADS
+    parts: tl.constexpr = q_parts + (KVH + KV_HEADS - 1) // KV_HEADS
+    program = tl.program_id(0)
+    token, part = (program // parts).to(tl.int64), program % parts
+    slot = tl.load(slots + token)
+    angle = token * R
+    if BY_POSITION:
+        angle = tl.maximum(tl.load(positions + token), 0) * R
+    source = qkv + token * (heads * D)
+    if part < q_parts:
+        queries = q_out + token * ((heads if IN_PLACE else H) * D)
+        _rotate_heads(
+            source, queries, H, H, part * Q_HEADS + tl.arange(0, Q_HEADS), cos + angle, sin + angle, q_weight, eps,
+            k_scale, D, D, R, NORMED, not IN_PLACE, False, HALF, REST,
+        )  # fmt: skip
+    else:
+        rows, columns = (part - q_parts) * KV_HEADS + tl.arange(0, KV_HEADS), tl.arange(0, WHOLE)
+        value = _load(source + (H + KVH) * D, KVH, rows, columns, D, D)
+        written = tl.where(slot >= 0, KVH, 0)
+        keys = kv_layer + slot // B * BLOCK_STRIDE + slot % B * D
+        _rotate_heads(
+            source + H * D, keys, KVH, written, rows, cos + angle, sin + angle, k_weight, eps, k_scale, B * D, D, R,
+            NORMED, True, SCALED, HALF, REST,
+        )  # fmt: skip
+        _store(value, v_scale, written, rows, columns, keys + KVH * B * D, B * D, D, SCALED)
+
+
+def rope_write_kv(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    kv_layer: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    norms: HeadNorms | None = None,
+    scales: KVScales | None = None,
+    q_out: Tensor | None = None,
+) -> None:
+    """Normalize and rotate q and k, write q to q_out, or in place, and k and v to the cache.
+
+    Raises ValueError for shapes that do not fit each other. Keys and values in qkv stay as they are.
+
+    Args:
+        qkv: [T, (H + 2 KVH) * D]; D is a multiple of 8.
+        cos: [positions, R] cosines of the angles of each position, in the dtype of qkv; R is even and at most D. Only
+            the first R columns of a head are rotated.
+        sin: [positions, R] sines, the first half negated.
+        positions: [T] int64 rows of cos and sin, a negative one taken for 0; None: those of token t are in row t.
+        kv_layer: [N, 2, KVH, B, D] in the dtype of qkv, or in fp8 e4m3; blocks may lie apart.
+        norms: [N] each: of heads that are filled up with zeros, the first N columns are normalized.
+        slot_mapping: [T] int64, block * B + offset where a token's key and value go; -1: nowhere.
+        scales: given exactly if the cache is fp8. What is above 448 after the division is stored as 448.
+        q_out: [T, H, D]; None: queries in qkv are overwritten.
+    """
+    tokens = _check_shapes(qkv, cos, sin, positions, kv_layer, slot_mapping, num_heads, q_out)
+    kv_heads, head_size = kv_layer.shape[2], kv_layer.shape[4]
+    _check_options(qkv, cos.shape[1], kv_layer, norms, scales)
+    if not tokens:
+        return
+    constants = rope_constants(
+        heads=(num_heads, kv_heads),
+        head_size=head_size,
+        rotated=cos.shape[1],
+        block_size=kv_layer.shape[3],
+        block_stride=kv_layer.stride(0),
+        in_place=q_out is None,
+        by_position=positions is not None,
+        normed=0 if norms is None else norms.q.shape[0],
+        scaled=scales is not None,
+    )
+    _rope_write_kv[tokens * programs_per_token(constants),](
+        qkv,
+        qkv if q_out is None else q_out,
+        cos,
+        sin,
+        slot_mapping if positions is None else positions,
+        slot_mapping,
+        kv_layer,
+        qkv if norms is None else norms.q,
+        qkv if norms is None else norms.k,
+        0.0 if norms is None else float(norms.eps),
+        qkv if scales is None else scales.k,
+        qkv if scales is None else scales.v,
+        **constants,
+        **_launch_options(constants),
+    )
+
+
+def rope_constants(
+    *,
+    heads: tuple[int, int],
+    head_size: int,
+    rotated: int,
+    block_size: int,
+    block_stride: int,
+    in_place: bool,
+    by_position: bool,
+    normed: int,
+    scaled: bool,
+) -> dict[str, Any]:
+    """Return what the kernel is compiled with; heads: of queries, of keys; normed: columns of a head, or 0."""
+    num_heads, kv_heads = heads
+    half = max(1, triton.next_power_of_2(rotated // 2))
+    rest = triton.next_power_of_2(head_size - rotated) if rotated < head_size else 0
+    most = _MOST_ELEMENTS // triton.next_power_of_2(2 * half + rest)
+    return {
+        "H": num_heads,
+        "KVH": kv_heads,
+        "D": head_size,
+        "R": rotated,
+        "B": block_size,
+        "BLOCK_STRIDE": block_stride,
+        "IN_PLACE": in_place,
+        "BY_POSITION": by_position,
+        "NORMED": normed,
+        "SCALED": scaled,
+        "Q_HEADS": min(most, triton.next_power_of_2(num_heads)),
+        "KV_HEADS": min(most, triton.next_power_of_2(kv_heads)),
+        "HALF": half,
+        "REST": rest,
+        "WHOLE": triton.next_power_of_2(head_size),
+    }
+
+
+def programs_per_token(constants: Mapping[str, Any]) -> int:
+    """Return how many programs share a token: first those of its queries, then those of its keys and values."""
+    return sum(-(-constants[heads] // constants[tile]) for heads, tile in (("H", "Q_HEADS"), ("KVH", "KV_HEADS")))
+
+
+def _launch_options(constants: Mapping[str, Any]) -> dict[str, Any]:
+    columns = triton.next_power_of_2(2 * constants["HALF"] + constants["REST"])
+    return options(constants["Q_HEADS"] * columns // 2, _MOST_WARPS)
+
+
+def _check_shapes(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    kv_layer: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    q_out: Tensor | None,
+) -> int:
+    """Raise ValueError where shapes or types do not fit each other; returns the number of tokens."""
+    if kv_layer.dim() != 5 or kv_layer.shape[1] != 2 or kv_layer.shape[3] not in BLOCK_SIZES:
+        raise ValueError(f"kv_layer must be [blocks, 2, KV heads, 8 to 64, head size], is {list(kv_layer.shape)}")
+    tokens, (_, _, kv_heads, block_size, head_size) = qkv.shape[0], kv_layer.shape
+    head_stride = block_size * head_size
+    if kv_layer.stride()[1:] != (kv_heads * head_stride, head_stride, head_size, 1):
+        raise ValueError(f"kv_layer must have contiguous blocks, has strides {list(kv_layer.stride())}")
+    if head_size % _HEAD_MULTIPLE:
+        raise ValueError(f"kv_layer must have heads of a multiple of {_HEAD_MULTIPLE} columns, has {head_size}")
+    check("qkv", qkv, (tokens, (num_heads + 2 * kv_heads) * head_size), *DTYPES)
+    rotated = cos.shape[-1]
+    if rotated % 2 or rotated > head_size:
+        raise ValueError(f"cos must have 0 to {head_size} columns, an even number, has {rotated}")
+    check("cos", cos, (tokens if positions is None else cos.shape[0], rotated), qkv.dtype)
+    check("sin", sin, tuple(cos.shape), qkv.dtype)
+    if positions is not None:
+        check("positions", positions, (tokens,), torch.int64)
+    check("slot_mapping", slot_mapping, (tokens,), torch.int64)
+    if q_out is not None:
+        check("q_out", q_out, (tokens, num_heads, head_size), qkv.dtype)
+    return tokens
+
+
+def _check_options(
+    qkv: Tensor, rotated: int, kv_layer: Tensor, norms: HeadNorms | None, scales: KVScales | None
+) -> None:
+    kv_heads, head_size = kv_layer.shape[2], kv_layer.shape[4]
+    if norms is not None:
+        size = norms.q.shape[0]
+        if not rotated <= size <= head_size:
+            raise ValueError(f"norms.q must have {rotated} to {head_size} numbers, has {size}")
+        check("norms.q", norms.q, (size,), qkv.dtype, torch.float32)
+        check("norms.k", norms.k, (size,), norms.q.dtype)
+    if scales is None:
+        if kv_layer.dtype != qkv.dtype:
+            raise ValueError(f"kv_layer must be {qkv.dtype}, is {kv_layer.dtype}; an fp8 cache needs scales")
+        return
+    if kv_layer.dtype != FP8:
+        raise ValueError(f"kv_layer must be {FP8} where scales are given, is {kv_layer.dtype}")
+    check("scales.k", scales.k, (kv_heads,), torch.float32)
+    check("scales.v", scales.v, (kv_heads,), torch.float32)
+
+
+_SHAPES = (
+    # heads, KV heads, head size, columns that are rotated
+    (16, 8, 128, 128),
+    (9, 3, 64, 64),
+    (14, 2, 64, 64),
+    (32, 32, 80, 80),
+    (32, 32, 80, 32),
+    (32, 32, 96, 96),
+    (32, 8, 128, 128),
+    (64, 8, 128, 128),
+    (8, 4, 256, 256),
+)
+_QUICK = (_SHAPES[0], (32, 32, 80, 32))
+_BLOCK_SIZE = 16
+
+
+def variants() -> list[Variant]:
+    """Return the configurations compiled ahead of time: all options for the first shapes, usual ones for the others.
+
+    Steps write queries in place.
+    """
+    found = []
+    for shape in _SHAPES:
+        every = shape in _SHAPES[:2]
+        for dtype in DTYPES.values() if every else ("bf16",):
+            for weight in dict.fromkeys((None, dtype, "fp32")) if every else (None, dtype):
+                for cache in (dtype, "fp8e4nv"):
+                    for in_place in (False, True) if every else (True,):
+                        found.append(_variant(shape, dtype, weight, cache, in_place))
+    return found
+
+
+def _variant(shape: tuple[int, int, int, int], dtype: str, weight: str | None, cache: str, in_place: bool) -> Variant:
+    num_heads, kv_heads, head_size, rotated = shape
+    scaled = cache != dtype
+    constants = rope_constants(
+        heads=(num_heads, kv_heads),
+        head_size=head_size,
+        rotated=rotated,
+        block_size=_BLOCK_SIZE,
+        block_stride=2 * kv_heads * _BLOCK_SIZE * head_size,
+        in_place=in_place,
+        by_position=True,
+        normed=0 if weight is None else head_size,
+        scaled=scaled,
+    )
+    signature = dict.fromkeys(("qkv", "q_out", "cos", "sin"), f"*{dtype}")
+    signature |= {"positions": "*i64", "slots": "*i64", "kv_layer": f"*{cache}"}
+    signature |= {"q_weight": f"*{weight or dtype}", "k_weight": f"*{weight or dtype}", "eps": "fp32"}
+    signature |= dict.fromkeys(("k_scale", "v_scale"), "*fp32" if scaled else f"*{dtype}")
+    norms = "" if weight is None else " norms" if weight == dtype else " wide norms"
+    chosen = f"{norms}{' fp8 cache' if scaled else ''}{' in place' if in_place else ''}"
+    quick = shape in _QUICK and (dtype, weight, in_place) == ("bf16", "bf16", True)
+    name = f"rope_write_kv q{num_heads} kv{kv_heads} head{head_size} rotated{rotated} {dtype}{chosen}"
+    archs = _FP8_ARCHS if scaled else ALL_ARCHS
+    return variant(name, _rope_write_kv, signature, constants, _launch_options(constants), quick and not scaled, archs)

@@ -1,0 +1,197 @@
+"""What sampling on the device reads: a record of parameters per slot, lists, token histories, counts; its scratch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from executor_svc.gpu.kernels.sampling.arithmetic import CHUNK, MAX_VOCAB, SUB
+from executor_svc.plan.plan import SequenceSampling
+
+RECORD = np.dtype(
+    [
+        ("seed", "<u8"), ("sample_index", "<i4"), ("temperature", "<f4"), ("top_p", "<f4"), ("top_k", "<i4"),
+        ("log_min_p", "<f4"), ("min_tokens", "<i4"), ("num_logprobs", "<i4"), ("repetition_penalty", "<f4"),
+        ("frequency_penalty", "<f4"), ("presence_penalty", "<f4"), ("penalised", "<i4"), ("has_allowed", "<i4"),
+        ("bias_start", "<i4"), ("bias_length", "<i4"), ("word_start", "<i4"), ("word_length", "<i4"),
+        ("stop_start", "<i4"), ("stop_length", "<i4"), ("unused", "<i4", (12,)),
+    ]
+)  # fmt: skip
+"""Sampling parameters of one slot, as `slot_sampling` has them, in 128 bytes.
+
+penalised: are the slot's tokens counted. has_allowed: its row of allowed bits counts. *_start and *_length: its list in
+the columns of `SamplingLists`.
+"""
+RECORD_WORDS = RECORD.itemsize // 4
+
+MAX_INT32 = 2**31 - 1
+"""What larger limits are told as: none is ever reached."""
+
+
+def field(name: str) -> int:
+    """Place of a field in a record, in 32-bit words."""
+    fields = RECORD.fields
+    assert fields is not None
+    return int(fields[name][1]) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingLists:
+    """Lists of all slots one behind the other, where each record says; contiguous."""
+
+    bias_ids: Tensor
+    """int32, no id twice in a slot's list."""
+    biases: Tensor
+    """float32, one for each of bias_ids."""
+    word_ids: Tensor
+    """int32, the tokens of bad words."""
+    word_following: Tensor
+    """int32, how many tokens of its word follow each of word_ids."""
+    stop_ids: Tensor
+    """int32."""
+
+    @classmethod
+    def empty(cls, length: int, device: torch.device) -> SamplingLists:
+        """Room for so many entries in each column."""
+        ints = torch.zeros((4, length), dtype=torch.int32, device=device)
+        return cls(ints[0], torch.zeros(length, device=device), ints[1], ints[2], ints[3])
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingState:
+    """What there is by slot, n slots; all contiguous and on one device."""
+
+    records: Tensor
+    """[n, RECORD_WORDS] int32: the bytes of a RECORD each."""
+    token_ids: Tensor
+    """[n, max_model_len + 1] int32, known tokens."""
+    num_tokens: Tensor
+    """[n] int32, how many are known: the position of the token to be chosen."""
+    num_prompt_tokens: Tensor
+    """[n] int32."""
+    counts: Tensor
+    """[n, vocab] int32: of slots that are penalised, twice the token's count in the output, plus 1 if in the prompt."""
+    allowed_bits: Tensor
+    """[n, ceil(vocab / 32)] int32: bit i % 32 of word i / 32 is token i's."""
+    lists: SamplingLists
+
+    @classmethod
+    def empty(
+        cls, num_slots: int, vocab: int, max_model_len: int, list_length: int, device: torch.device
+    ) -> SamplingState:
+        """All slots greedy, without tokens."""
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            ints(num_slots, RECORD_WORDS),
+            ints(num_slots, max_model_len + 1),
+            ints(num_slots),
+            ints(num_slots),
+            ints(num_slots, vocab),
+            ints(num_slots, num_words(vocab)),
+            SamplingLists.empty(list_length, device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingWorkspace:
+    """Scratch for R rows of vocab logits; its content means nothing between calls."""
+
+    vocab: int
+    edited: Tensor
+    """[R, vocab rounded up to 64] float32."""
+    edited_rows: Tensor
+    """[R] int32: are this row's logits in `edited`."""
+    best: Tensor
+    """[R, 2, chunks] int64, joined keys: of raw logits, of edited ones."""
+    tops: Tensor
+    """[R, blocks] int32: ordered key of each block's largest logit."""
+    blocks: Tensor
+    """[R, blocks] int32: the blocks that a row's search reads."""
+    race_values: Tensor
+    """[R, chunks] float32."""
+    race_ids: Tensor
+    """[R, chunks] int32."""
+    sums: Tensor
+    """[R, chunks] float32."""
+
+    @classmethod
+    def empty(cls, max_rows: int, vocab: int, device: torch.device) -> SamplingWorkspace:
+        """Scratch for at most so many rows."""
+        check_vocab(vocab)
+        chunks, blocks = num_chunks(vocab), num_blocks(vocab)
+
+        def make(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty((max_rows, *shape), dtype=dtype, device=device)
+
+        return cls(
+            vocab,
+            make(torch.float32, blocks * SUB),
+            make(torch.int32),
+            make(torch.int64, 2, chunks),
+            make(torch.int32, blocks),
+            make(torch.int32, blocks),
+            make(torch.float32, chunks),
+            make(torch.int32, chunks),
+            make(torch.float32, chunks),
+        )
+
+
+def num_chunks(vocab: int) -> int:
+    """Programs that share a row."""
+    return -(-vocab // CHUNK)
+
+
+def num_blocks(vocab: int) -> int:
+    """Blocks of token ids."""
+    return -(-vocab // SUB)
+
+
+def num_words(vocab: int) -> int:
+    """32-bit words that hold a bit for each token id."""
+    return -(-vocab // 32)
+
+
+def check_vocab(vocab: int) -> None:
+    """Raise ValueError unless the kernels can take a vocabulary of this size."""
+    if not 1 <= vocab <= MAX_VOCAB:
+        raise ValueError(f"vocab {vocab} is not 1 to {MAX_VOCAB}")
+
+
+def pack_bits(token_ids: NDArray[np.int64], vocab: int) -> NDArray[np.int32]:
+    """A slot's row of `SamplingState.allowed_bits`."""
+    bits = np.zeros(num_words(vocab) * 32, np.bool_)
+    bits[token_ids] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def pack_record(
+    sampling: SequenceSampling, bias_start: int = 0, word_start: int = 0, stop_start: int = 0
+) -> np.ndarray:
+    """A [1] array of RECORD for a slot whose lists begin at these places of the columns."""
+    record = np.zeros(1, RECORD)
+    penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    for name in ("seed", "sample_index", "temperature", "top_p", *penalties):
+        record[name] = getattr(sampling, name)
+    for name in ("top_k", "min_tokens"):
+        record[name] = min(getattr(sampling, name), MAX_INT32)
+    record["log_min_p"] = np.log(sampling.min_p) if sampling.min_p > 0 else -np.inf
+    record["num_logprobs"] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
+    record["penalised"] = sampling.is_penalised
+    record["has_allowed"] = len(sampling.allowed_token_ids) > 0
+    record["bias_start"], record["bias_length"] = bias_start, len(sampling.bias_token_ids)
+    record["word_start"], record["word_length"] = word_start, sum(len(word) for word in sampling.bad_words)
+    record["stop_start"], record["stop_length"] = stop_start, len(sampling.stop_token_ids)
+    return record
+
+
+def following(words: tuple[NDArray[np.int64], ...]) -> NDArray[np.int32]:
+    """A slot's part of `SamplingLists.word_following`."""
+    parts = [np.arange(len(word), dtype=np.int32)[::-1] for word in words]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)

@@ -1,0 +1,258 @@
+"""What the device keeps by batch slot, as `batch.slots` does on the host, and the buffers of a step's tensors.
+
+All of the state lies in one tensor of words, so that one kernel can write any part of it. Rows of the small matrices
+are padded to multiples of 16 words: every view of them starts where 16-byte accesses are possible.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+MAX_WORDS = 2**31 - 1
+"""Of the state: places in it are told as int32."""
+
+# Rows of the matrix of numbers by slot.
+NUM_TOKENS = tl.constexpr(0)
+NUM_PROMPT_TOKENS = tl.constexpr(1)
+NUM_COMPUTED_TOKENS = tl.constexpr(2)
+STOPPED = tl.constexpr(3)
+PROMPT_FAILED = tl.constexpr(4)
+MIN_TOKENS = tl.constexpr(5)
+NUM_NUMBERS = 6
+
+# Rows of the matrices of a step: by token, by sequence, by sampling row.
+TOKEN_IDS = tl.constexpr(0)
+POSITIONS = tl.constexpr(1)
+SLOT_MAPPING = tl.constexpr(2)
+ROPE_LENS = tl.constexpr(3)
+QUERY_START_LOC = tl.constexpr(0)
+SEQ_LENS = tl.constexpr(1)
+SEQ_SLOTS = tl.constexpr(2)
+ROWS = tl.constexpr(0)
+SOURCES = tl.constexpr(1)
+SAMPLE_POSITIONS = tl.constexpr(2)
+ROW_SLOTS = tl.constexpr(3)
+ROW_WAITS = tl.constexpr(4)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """State by slot, n slots; every tensor is a view of `words`. Padded sizes are rounded up to 16 words."""
+
+    words: Tensor
+    """[at most MAX_WORDS] int32."""
+    numbers: Tensor
+    """[6, n padded] int32: the [n] tensors below, in the order of the constants above."""
+    token_ids: Tensor
+    """[n, max_model_len + 1] int32, contiguous."""
+    block_tables: Tensor
+    """[n, max_blocks_per_seq] int32, rows padded."""
+    stop_bits: Tensor
+    """[n, ceil(vocab / 32)] int32: bit i % 32 of word i / 32 says that token i is a stop id."""
+    extra: Tensor
+    """[words asked for] int32, for what others keep by slot."""
+
+    @classmethod
+    def empty(
+        cls,
+        num_slots: int,
+        vocab: int,
+        max_model_len: int,
+        max_blocks_per_seq: int,
+        device: torch.device,
+        extra_words: int = 0,
+    ) -> SlotState:
+        """Slots without tokens. Raises ValueError if they would be more than MAX_WORDS words."""
+        table, bits = padded(max_blocks_per_seq), -(-vocab // 32)
+        shapes = (
+            (NUM_NUMBERS, padded(num_slots)),
+            (num_slots, max_model_len + 1),
+            (num_slots, table),
+            (num_slots, bits),
+            (extra_words,),
+        )
+        sizes = [padded(math.prod(shape)) for shape in shapes]
+        if sum(sizes) > MAX_WORDS:
+            raise ValueError(
+                f"num_slots {num_slots}, max_model_len {max_model_len}: {sum(sizes)} words of state, over {MAX_WORDS}"
+            )
+        words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        regions = zip(words.split(sizes), shapes, strict=True)
+        numbers, token_ids, tables, stop_bits, extra = (
+            region[: math.prod(shape)].view(shape) for region, shape in regions
+        )
+        return cls(words, numbers, token_ids, tables[:, :max_blocks_per_seq], stop_bits, extra)
+
+    @property
+    def num_slots(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """[n] int32: known ones."""
+        return self._number(NUM_TOKENS)
+
+    @property
+    def num_prompt_tokens(self) -> Tensor:
+        """[n] int32."""
+        return self._number(NUM_PROMPT_TOKENS)
+
+    @property
+    def num_computed_tokens(self) -> Tensor:
+        """[n] int32."""
+        return self._number(NUM_COMPUTED_TOKENS)
+
+    @property
+    def stopped(self) -> Tensor:
+        """[n] int32, 0 or 1."""
+        return self._number(STOPPED)
+
+    @property
+    def prompt_failed(self) -> Tensor:
+        """[n] int32: not 0 if prompt logits were not finite, so the slot fails when it samples."""
+        return self._number(PROMPT_FAILED)
+
+    @property
+    def min_tokens(self) -> Tensor:
+        """[n] int32: output tokens before which no stop id stops."""
+        return self._number(MIN_TOKENS)
+
+    def _number(self, row: tl.constexpr) -> Tensor:
+        return self.numbers[row.value, : self.num_slots]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Padded sizes of a step, what a CUDA graph is captured for."""
+
+    num_tokens: int
+    """T."""
+    num_seqs: int
+    """S."""
+    num_logits: int
+    """L, rows of logits."""
+    num_rows: int
+    """R, slots that sample; more than L if there are forks."""
+
+    @classmethod
+    def decode(cls, num_seqs: int) -> StepSizes:
+        """One token and one sample of each sequence."""
+        return cls(num_seqs, num_seqs, num_seqs, num_seqs)
+
+    @property
+    def num_words(self) -> int:
+        """Words that `step_inputs` reads of such a step."""
+        return 2 * self.num_seqs + 1 + self.num_logits + 4 * self.num_rows
+
+    def within(self, most: StepSizes) -> bool:
+        """Is none of the sizes larger than that of `most`."""
+        return (
+            self.num_tokens <= most.num_tokens
+            and self.num_seqs <= most.num_seqs
+            and self.num_logits <= most.num_logits
+            and self.num_rows <= most.num_rows
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepBuffers:
+    """Where tensors of steps are written, at the same addresses for every step; columns padded as in SlotState."""
+
+    most: StepSizes
+    by_token: Tensor
+    """[4, T] int64."""
+    by_seq: Tensor
+    """[3, S + 1] int32."""
+    by_row: Tensor
+    """[5, R] int32."""
+    logits_rows: Tensor
+    """[L] int64."""
+    block_tables: Tensor
+    """[S, max_blocks_per_seq] int32."""
+    results: Tensor
+    """[3 * R] int32: what the host is told of R rows: token ids, then errors, then positions."""
+    taken: Tensor
+    """[R] int64: tokens that became known, -1 where there is none."""
+
+    @classmethod
+    def empty(cls, most: StepSizes, max_blocks_per_seq: int, device: torch.device) -> StepBuffers:
+        """Buffers for steps of at most these sizes."""
+
+        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros((*shape[:-1], padded(shape[-1])), dtype=dtype, device=device)
+
+        return cls(
+            most,
+            zeros(torch.int64, 4, most.num_tokens),
+            zeros(torch.int32, 3, most.num_seqs + 1),
+            zeros(torch.int32, 5, most.num_rows),
+            zeros(torch.int64, most.num_logits),
+            # Zero, and later what an earlier step left: entries behind a sequence are valid blocks without meaning.
+            zeros(torch.int32, most.num_seqs, max_blocks_per_seq)[:, :max_blocks_per_seq],
+            zeros(torch.int32, 3 * most.num_rows),
+            zeros(torch.int64, most.num_rows),
+        )
+
+    def inputs(self, sizes: StepSizes) -> StepInputs:
+        """Views of a step of these sizes."""
+        tokens, seqs = self.by_token[:, : sizes.num_tokens], self.by_seq[:, : sizes.num_seqs]
+        rows = self.by_row[:, : sizes.num_rows]
+        return StepInputs(
+            sizes=sizes,
+            token_ids=tokens[TOKEN_IDS.value],
+            positions=tokens[POSITIONS.value],
+            slot_mapping=tokens[SLOT_MAPPING.value],
+            rope_lens=tokens[ROPE_LENS.value],
+            query_start_loc=self.by_seq[QUERY_START_LOC.value, : sizes.num_seqs + 1],
+            seq_lens=seqs[SEQ_LENS.value],
+            block_tables=self.block_tables[: sizes.num_seqs],
+            logits_rows=self.logits_rows[: sizes.num_logits],
+            rows=rows[ROWS.value],
+            sources=rows[SOURCES.value],
+            sample_positions=rows[SAMPLE_POSITIONS.value],
+            taken=self.taken[: sizes.num_rows],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step's tensors: what `input_batch.ForwardBatch` has, padded, and what is sampled.
+
+    A slot that has stopped is padding: its tokens are written nowhere and its context length is 0.
+    """
+
+    sizes: StepSizes
+    token_ids: Tensor
+    """[T] int64; 0 for padding."""
+    positions: Tensor
+    """[T] int64; 0 for padding."""
+    slot_mapping: Tensor
+    """[T] int64; -1 for padding."""
+    rope_lens: Tensor
+    """[T] int64; 1 for padding."""
+    query_start_loc: Tensor
+    """[S + 1] int32. Stopped slots keep their tokens; a padded sequence owns one padded token while there are any."""
+    seq_lens: Tensor
+    """[S] int32; 0 for padding."""
+    block_tables: Tensor
+    """[S, max_blocks_per_seq] int32; valid blocks without meaning behind a sequence and for padding."""
+    logits_rows: Tensor
+    """[L] int64; 0 for padding."""
+    rows: Tensor
+    """[R] int32: slot that samples; -1 for padding."""
+    sources: Tensor
+    """[R] int32: row of the logits that each reads; 0 for padding."""
+    sample_positions: Tensor
+    """[R] int32: position of the token to be sampled; 0 for padding."""
+    taken: Tensor
+    """[R] int64, after the commit: the token that each row's slot got; -1: none."""
+
+
+def padded(size: int) -> int:
+    """A size rounded up to 16."""
+    return -(-size // 16) * 16

@@ -1,0 +1,277 @@
+"""KV memory of a GPU: a device pool and a host pool in pinned memory, with swaps beside the compute.
+
+A swap goes through a staging buffer on the device. Out: a kernel on the compute stream gathers blocks into it, then the
+copy engine takes them to the host on a side stream. In: the copy engine fills it on the side stream, then a kernel on
+the compute stream scatters it. So a block that was swapped out may be written by whatever the compute stream runs next,
+and what is swapped in is there before it. The side stream does one thing after the other, which orders the accesses to
+a host block. The host never waits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from executor_svc.device.kv_cache import KVCache
+from executor_svc.gpu.kernels.copy_blocks import copy_blocks
+
+STAGING_BYTES = 256 << 20
+"""Of the staging buffer, unless told otherwise: what is swapped beyond it at once waits for the bus."""
+
+_NUM_PARTS = 4
+"""Parts of the staging buffer: while one is filled or emptied, the others are copied."""
+
+
+def staging_blocks(num_host_blocks: int, block_bytes: int, most_bytes: int = STAGING_BYTES) -> int:
+    """Return the blocks of the staging buffer of so many host blocks: of at most so many bytes, but a block a part."""
+    if not num_host_blocks:
+        return 0
+    enough = -(-num_host_blocks // _NUM_PARTS)
+    return _NUM_PARTS * max(1, min(enough, most_bytes // (_NUM_PARTS * block_bytes)))
+
+
+class Streams(Protocol):
+    """Two queues of device work, compute and side, and events between them."""
+
+    def new_event(self) -> Any:
+        """Return an event that nobody waits for until it has been recorded."""
+        ...
+
+    def compute(self, work: Callable[[], None]) -> None:
+        """Enqueue work that the steps' compute follows."""
+        ...
+
+    def side(self, work: Callable[[], None]) -> None:
+        """Enqueue work beside the compute."""
+        ...
+
+    def record_compute(self, event: Any) -> None:
+        """Let the event happen after all compute work so far."""
+        ...
+
+    def record_side(self, event: Any) -> None:
+        """Let the event happen after all side work so far."""
+        ...
+
+    def compute_waits(self, event: Any) -> None:
+        """Compute work from here on comes after the event as it was last recorded."""
+        ...
+
+    def side_waits(self, event: Any) -> None:
+        """Side work from here on comes after the event as it was last recorded."""
+        ...
+
+
+class NoStreams:
+    """A device that does its work at once, in the order that it is asked for: the CPU."""
+
+    def new_event(self) -> None:
+        pass
+
+    def compute(self, work: Callable[[], None]) -> None:
+        work()
+
+    def side(self, work: Callable[[], None]) -> None:
+        work()
+
+    def record_compute(self, event: None) -> None:
+        pass
+
+    def record_side(self, event: None) -> None:
+        pass
+
+    def compute_waits(self, event: None) -> None:
+        pass
+
+    def side_waits(self, event: None) -> None:
+        pass
+
+
+class CudaStreams:
+    """The stream that is current when work comes, and one of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)
+
+    def new_event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    def compute(self, work: Callable[[], None]) -> None:
+        work()
+
+    def side(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._side):
+            work()
+
+    def record_compute(self, event: torch.cuda.Event) -> None:
+        event.record(torch.cuda.current_stream(self._device))
+
+    def record_side(self, event: torch.cuda.Event) -> None:
+        event.record(self._side)
+
+    def compute_waits(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def side_waits(self, event: torch.cuda.Event) -> None:
+        self._side.wait_event(event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of the staging buffer."""
+
+    blocks: Tensor
+    """[blocks, layers, ...], as the host pool."""
+    by_layer: Tensor
+    """The same memory as [layers, blocks, ...], as the device pool."""
+    full: Any
+    """Event: it holds what is to be moved on."""
+    free: Any
+    """Event: it may be overwritten."""
+
+
+class GpuKVCache(KVCache):
+    """Both pools of one model. Moves are enqueued, on the stream that steps compute on, and not waited for.
+
+    On a CPU device (Triton's interpreter) the same code runs, at once.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_size: int,
+        block_size: int,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        staging_bytes: int = STAGING_BYTES,
+        streams: Streams | None = None,
+    ) -> None:
+        """Reserve memory for the blocks of all layers, and of the staging buffer if there are host blocks."""
+        super().__init__(
+            num_layers, num_kv_heads, head_size, block_size, num_device_blocks, num_host_blocks, dtype, device
+        )
+        on_gpu = device.type == "cuda"
+        self.streams: Streams = streams or (CudaStreams(device) if on_gpu else NoStreams())
+        if on_gpu and num_host_blocks:
+            _pin(self, self._host)
+        self._parts = self._staging(staging_bytes)
+        self._next_part = 0
+
+    def _staging(self, staging_bytes: int) -> list[_Part]:
+        blocks = staging_blocks(self.num_host_blocks, self.bytes_per_block, staging_bytes)
+        if not blocks:
+            return []
+        shape = (_NUM_PARTS, blocks // _NUM_PARTS, *self._host.shape[1:])
+        staging = torch.empty(shape, dtype=self.dtype, device=self._device.device)
+        new_event = self.streams.new_event
+        return [_Part(part, part.transpose(0, 1), new_event(), new_event()) for part in staging.unbind(0)]
+
+    def warm_up(self) -> None:
+        """Compile the kernels of moves; contents stay."""
+        if self.num_device_blocks:
+            first = torch.zeros(1, dtype=torch.int64)
+            self._move(self._device, self._device, first, first, 1)
+            for part in self._parts[:1]:
+                self._move(self._device, part.by_layer, first, None, 1)
+                self._move(part.by_layer, self._device, None, first, 1)
+                self.streams.record_compute(part.free)
+
+    def _copy(self, sources: Tensor, destinations: Tensor) -> None:
+        # Plans have no block on both sides, so this is one launch; else what would be overwritten is read first.
+        late = torch.isin(sources, destinations)
+        num_late = int(late.sum())
+        if not num_late:
+            self._move(self._device, self._device, sources, destinations, len(sources))
+            return
+        kept = self._device.new_empty(self._device.shape[0], num_late, *self._device.shape[2:])
+        self._move(self._device, kept, sources[late], None, num_late)
+        self._move(self._device, self._device, sources[~late], destinations[~late], len(sources) - num_late)
+        self._move(kept, self._device, None, destinations[late], num_late)
+
+    def _swap_out(self, device_ids: Tensor, host_ids: Tensor) -> None:
+        for part, start, stop in self._in_parts(host_ids):
+            self.streams.compute_waits(part.free)
+            self._move(self._device, part.by_layer, device_ids[start:stop], None, stop - start)
+            self.streams.record_compute(part.full)
+            self.streams.side_waits(part.full)
+            for at, block, count in _runs(host_ids[start:stop]):
+                self._transfer(self._host[block : block + count], part.blocks[at : at + count])
+            self.streams.record_side(part.free)
+
+    def _swap_in(self, host_ids: Tensor, device_ids: Tensor) -> None:
+        for part, start, stop in self._in_parts(host_ids):
+            self.streams.side_waits(part.free)
+            for at, block, count in _runs(host_ids[start:stop]):
+                self._transfer(part.blocks[at : at + count], self._host[block : block + count])
+            self.streams.record_side(part.full)
+            self.streams.compute_waits(part.full)
+            self._move(part.by_layer, self._device, None, device_ids[start:stop], stop - start)
+            self.streams.record_compute(part.free)
+
+    def _in_parts(self, ids: Tensor) -> Iterator[tuple[_Part, int, int]]:
+        """Cut pairs into ranges, each with the part of the staging buffer that has been left alone for longest."""
+        start = 0
+        while start < len(ids):
+            part = self._parts[self._next_part]
+            self._next_part = (self._next_part + 1) % len(self._parts)
+            stop = min(start + part.blocks.shape[0], len(ids))
+            yield part, start, stop
+            start = stop
+
+    def _move(
+        self, source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids: Tensor | None, num_pairs: int
+    ) -> None:
+        """Enqueue a launch of `copy_blocks`, for ids on the host."""
+        if num_pairs:
+            read, written = self._on_device(source_ids), self._on_device(target_ids)
+            self.streams.compute(lambda: copy_blocks(source, target, read, written, num_pairs))
+
+    def _on_device(self, ids: Tensor | None) -> Tensor | None:
+        # Pinned memory comes from PyTorch's cache, which keeps it until the copy is done.
+        if ids is None or self._device.device.type != "cuda":
+            return ids
+        return ids.pin_memory().to(self._device.device, non_blocking=True)
+
+    def _transfer(self, target: Tensor, source: Tensor) -> None:
+        """Enqueue a copy between the staging buffer and pinned memory, one contiguous piece."""
+        self.streams.side(lambda: _copy_over(target, source))
+
+
+def _copy_over(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _runs(ids: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Cut ids into runs of consecutive ones: (index of the first, first, length)."""
+    start, listed = 0, ids.tolist()
+    for index in range(1, len(listed) + 1):
+        if index == len(listed) or listed[index] != listed[index - 1] + 1:
+            yield start, listed[start], index - start
+            start = index
+
+
+def _pin(owner: object, pool: Tensor) -> None:
+    """Pin a tensor's memory for as long as its owner lives.
+
+    PyTorch's own allocator of pinned memory rounds sizes up to a power of two, which is up to half of a large pool.
+    """
+    cudart: Any = torch.cuda.cudart()
+    address = pool.data_ptr()
+    torch.cuda.check_error(cudart.cudaHostRegister(address, pool.numel() * pool.element_size(), 0))
+    weakref.finalize(owner, _unpin, pool).atexit = False
+
+
+def _unpin(pool: Tensor) -> None:
+    """Wait for the copies and release; keeps the memory until then."""
+    torch.cuda.synchronize()
+    cudart: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostUnregister(pool.data_ptr()))

@@ -1,0 +1,201 @@
+"""Linear layers on a GPU: by cuBLAS, or with 8-bit weights by our kernel or by PyTorch's scaled product.
+
+`--quantization` names what becomes of the weights, as users of other engines know it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from executor_svc.device.interface import DeviceError
+from executor_svc.gpu.kernels.linear_w8 import linear_w8, workspace_size
+from executor_svc.gpu.kernels.quantize import quantize_fp8, quantize_int8, quantize_rows
+
+Quantization = Literal["none", "int8", "fp8", "fp8_w8a8"]
+"""int8 and fp8: of weights alone (W8A16); fp8_w8a8: of activations too, each row as it comes."""
+
+_HOPPER_SMS = 132
+_ALIGNMENT = 16
+
+
+@dataclass(slots=True)
+class Workspace:
+    """Memory that linears on one stream share for sums in parts; grows while they are made, so before any capture."""
+
+    device: torch.device
+    memory: Tensor | None = None
+    """float32; None while nobody needs any."""
+
+    def reserve(self, size: int) -> None:
+        """Have room for so many float32 numbers."""
+        if size and (self.memory is None or self.memory.numel() < size):
+            self.memory = torch.empty(size, dtype=torch.float32, device=self.device)
+
+
+class PlainLinear:
+    """x @ weight.T + bias, by cuBLAS."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Take weight [out_features, in_features] and bias [out_features] or None, both in the model's dtype."""
+        self.out_features, self.in_features = weight.shape
+        self._weight = weight.contiguous()
+        self._bias = bias
+
+    def __call__(self, x: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        """Map [rows, in_features] to [rows, out_features], into `out` if given; out_dtype: that of x, or float32."""
+        dtype = _result_dtype(x, out, out_dtype)
+        if dtype == x.dtype:
+            if out is None:
+                return functional.linear(x, self._weight, self._bias)
+            if self._bias is None:
+                return torch.mm(x, self._weight.t(), out=out)
+            return torch.addmm(self._bias, x, self._weight.t(), out=out)
+        return self._to_float(x, out)
+
+    def _to_float(self, x: Tensor, out: Tensor | None) -> Tensor:
+        out = _new_out(x, self.out_features, torch.float32) if out is None else out
+        if x.device.type == "cuda":
+            torch.mm(x, self._weight.t(), out_dtype=torch.float32, out=out)
+        else:
+            # PyTorch has no product with a wider result on the CPU.
+            torch.mm(x.float(), self._weight.t().float(), out=out)
+        return out if self._bias is None else out.add_(self._bias)
+
+
+class W8Linear:
+    """x @ weight.T + bias with 8-bit weights and 16-bit rows; only the quantized weight is kept."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, quantization: Literal["int8", "fp8"], workspace: Workspace
+    ) -> None:
+        """Quantize weight [out_features, in_features]; bias [out_features] or None."""
+        self.out_features, self.in_features = weight.shape
+        quantize = quantize_int8 if quantization == "int8" else quantize_fp8
+        narrow, self._scale = quantize(weight)
+        # Zeros that add nothing: the kernel reads 16 bytes at a time.
+        self._padding = -self.in_features % _ALIGNMENT
+        self._weight = functional.pad(narrow.view(torch.int8), (0, self._padding)).view(narrow.dtype).contiguous()
+        self._bias = torch.zeros_like(self._scale) if bias is None else bias.float().contiguous()
+        self._num_sms = _multiprocessors(weight.device)
+        self._workspace = workspace
+        workspace.reserve(workspace_size(self.out_features, self._weight.shape[1], self._num_sms))
+
+    def __call__(self, x: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        """Map [rows, in_features] to [rows, out_features], into `out` if given; out_dtype: that of x, or float32."""
+        if out is None:
+            out = _new_out(x, self.out_features, out_dtype or x.dtype)
+        _result_dtype(x, out, out_dtype)
+        padded = functional.pad(x, (0, self._padding)) if self._padding else x
+        linear_w8(padded, self._weight, self._scale, self._bias, out, self._workspace.memory, self._num_sms)
+        return out
+
+
+class Fp8Linear:
+    """x @ weight.T + bias with both in fp8 e4m3, by `torch._scaled_mm`: a scale per row of x and per output channel.
+
+    Tensor cores add with fewer bits than float32 (use_fast_accum), as is usual for inference. Memory for the quantized
+    rows comes from PyTorch's allocator at each call.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Quantize weight [out_features, in_features]; bias [out_features] in the model's dtype or None."""
+        self.out_features, self.in_features = weight.shape
+        if self.out_features % _ALIGNMENT or self.in_features % _ALIGNMENT:
+            raise DeviceError(
+                f"--quantization fp8_w8a8: a linear layer of {self.in_features} to {self.out_features} features; both "
+                f"must be multiples of {_ALIGNMENT}"
+            )
+        self._weight, scale = quantize_fp8(weight)
+        self._scale = scale.view(1, -1)
+        self._bias = bias
+        # Elsewhere PyTorch multiplies rows by kernels whose result is 16 bits wide.
+        self._to_float = weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device)[0] == 9
+
+    def __call__(self, x: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        """Map [rows, in_features] to [rows, out_features], into `out` if given; out_dtype: that of x, or float32.
+
+        float32 is rounded to the dtype of x first on GPUs other than Hopper.
+        """
+        dtype = _result_dtype(x, out, out_dtype)
+        if out is None:
+            out = _new_out(x, self.out_features, dtype)
+        if dtype == x.dtype:
+            return self._multiply(x, self._bias, out)
+        if self._to_float:
+            self._multiply(x, None, out)
+            return out if self._bias is None else out.add_(self._bias)
+        return out.copy_(self._multiply(x, self._bias, _new_out(x, self.out_features, x.dtype)))
+
+    def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        narrow = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+        scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        quantize_rows(x, narrow, scales)
+        torch._scaled_mm(
+            narrow,
+            self._weight.t(),
+            scales.view(-1, 1),
+            self._scale,
+            bias=bias,
+            out_dtype=out.dtype,
+            use_fast_accum=True,
+            out=out,
+        )
+        return out
+
+
+GpuLinear = PlainLinear | W8Linear | Fp8Linear
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, quantization: Quantization, workspace: Workspace) -> GpuLinear:
+    """Make weight [out_features, in_features] and bias ready for use, on the device that they are on.
+
+    Raises DeviceError naming the option if this GPU, dtype or shape can not do it, and ValueError for weights that are
+    not finite.
+    """
+    check_quantization(quantization, weight.dtype, weight.device)
+    if quantization == "none":
+        return PlainLinear(weight, bias)
+    if quantization == "fp8_w8a8":
+        return Fp8Linear(weight, bias)
+    return W8Linear(weight, bias, quantization, workspace)
+
+
+def check_quantization(quantization: Quantization, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise DeviceError, naming the option, if a model of this dtype can not run so on this device."""
+    if quantization == "none":
+        return
+    if dtype not in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        raise DeviceError(f"--quantization {quantization}: needs --dtype bfloat16 or float16, not {name}")
+    if quantization != "int8" and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < (8, 9):
+            raise DeviceError(
+                f"--quantization {quantization}: needs a GPU of compute capability 8.9 or later, this has "
+                f"{major}.{minor}; use --quantization int8"
+            )
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _HOPPER_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _new_out(x: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(x.shape[0], out_features, dtype=dtype, device=x.device)
+
+
+def _result_dtype(x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of the result; raises ValueError if `out` has another or it is neither x's nor float32."""
+    dtype = out_dtype or (x.dtype if out is None else out.dtype)
+    if out is not None and out.dtype != dtype:
+        raise ValueError(f"out: is {out.dtype}, out_dtype {dtype}")
+    if dtype not in (x.dtype, torch.float32):
+        raise ValueError(f"out_dtype: must be {x.dtype} or float32, is {dtype}")
+    return dtype

@@ -1,0 +1,116 @@
+"""Runs a model over step tensors that stay on a GPU: by graphs of fixed sizes where they pay, else launch by launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from executor_svc.batch.slots import Scheduled
+from executor_svc.device.interface import Device
+from executor_svc.device.kv_cache import KVCache
+from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer, Replayer, decode_sizes, fitting, mixed_sizes
+from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
+from executor_svc.gpu.kernels.slots.slots import StepSizes
+from executor_svc.gpu.slots import DeviceSlots
+from executor_svc.models.loading import LoadedModel
+from executor_svc.models.recorded import RecordedModel
+from executor_svc.plan.plan import Limits
+
+
+class GpuRunner:
+    """A model and its cache, for one stream and one thread; everything is enqueued and nothing waited for."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        device: Device,
+        kv_cache: KVCache,
+        limits: Limits,
+        slots: DeviceSlots,
+        captures: bool = True,
+    ) -> None:
+        """Record the model over the tensors of `slots`; with `captures`, for steps of fixed sizes by CUDA graphs."""
+        self._model = loaded.model
+        self._slots = slots
+        self._most_logits = limits.max_num_seqs
+        self._most = slots.buffers.most
+        inputs = slots.inputs(self._most)
+        self._recorded = RecordedModel(
+            loaded.model, device.kernels, kv_cache, limits, inputs.token_ids, inputs.positions, inputs.logits_rows
+        )
+        self._plans = [plan for plan in self._recorded.plans if isinstance(plan, GpuAttentionPlan)]
+        for plan in self._plans:
+            plan.read_from(slots.buffers)
+        self._decodes, self._mixed = [], []
+        if captures:
+            self._decodes = decode_sizes(limits.max_num_seqs)
+            self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, loaded.geometry.num_parameters)
+        self._whole, self._hidden = frozenset(self._decodes), frozenset(self._mixed)
+        """What is replayed: steps whole, or, once their inputs are there, their hidden states."""
+        graphs = captures and device.torch_device.type == "cuda"
+        make: type[CudaGraphs | DirectReplayer] = CudaGraphs if graphs else DirectReplayer
+        self._replayer: Replayer = make([*self._decodes, *self._mixed], self._run_fixed)
+
+    def sizes_of(self, scheduled: Scheduled) -> StepSizes:
+        """Return what a step is padded to: its own sizes, or the next ones that have a graph."""
+        counts = scheduled.num_tokens
+        num_tokens, num_seqs, num_rows = int(counts.sum()), len(counts), len(scheduled.sampling_slots)
+        sizes = StepSizes(num_tokens, num_seqs, int(scheduled.samples.sum()), num_rows)
+        if sizes == StepSizes.decode(num_seqs):
+            return fitting(self._decodes, sizes) or sizes
+        if num_tokens == num_seqs:
+            return sizes
+        found = fitting(self._mixed, StepSizes(num_tokens, num_seqs, 0, 0))
+        return sizes if found is None else replace(found, num_logits=sizes.num_logits, num_rows=num_rows)
+
+    @torch.inference_mode()
+    def forward(self, scheduled: Scheduled, sizes: StepSizes, max_seq_len: int) -> tuple[Tensor, Tensor]:
+        """Enqueue a step: its inputs, keys and values, hidden states, logits.
+
+        max_seq_len: of its longest sequence, this step's tokens included. Returns its logits [L, vocab] float32, and
+        the likeliest token of each [L] int64, -1 where it can not be sampled.
+        """
+        one_each = self._slots.stage(scheduled, sizes)
+        if sizes in self._whole:
+            self._replayer.replay(sizes)
+        else:
+            self._slots.launch_build(sizes, one_each)
+            hidden = replace(sizes, num_logits=0, num_rows=0)
+            # Its attention has the tiles of prompts; decodes have their own.
+            if hidden in self._hidden and not one_each:
+                self._replayer.replay(hidden)
+            else:
+                self._run_hidden(hidden, int(scheduled.num_tokens.max()), max_seq_len)
+            self._recorded.run(0, sizes.num_logits)
+        return self._recorded.sampled_logits[: sizes.num_logits], self._recorded.best[: sizes.num_logits]
+
+    @torch.inference_mode()
+    def logits(self, rows: Tensor) -> Tensor:
+        """Return the logits [R, vocab_size] fp32 of these rows [R] int64 of the last step's hidden states."""
+        num_rows = rows.shape[0]
+        if num_rows > self._most_logits:
+            return torch.cat([self.logits(part).clone() for part in rows.split(self._most_logits)])
+        self._recorded.asked[:num_rows].copy_(rows, non_blocking=True)
+        self._recorded.run_logits(num_rows)
+        return self._recorded.asked_logits[:num_rows]
+
+    @torch.inference_mode()
+    def _run_fixed(self, sizes: StepSizes) -> None:
+        """Enqueue what has a graph: decodes, whole, some of which may be empty, or the hidden states of any step."""
+        longest = self._slots.limits.max_model_len
+        if not sizes.num_logits:
+            self._run_hidden(sizes, sizes.num_tokens, longest)
+            return
+        self._slots.launch_build(sizes, one_each=True)
+        self._run_hidden(sizes, 1, longest)
+        self._recorded.run(0, sizes.num_logits)
+
+    def _run_hidden(self, sizes: StepSizes, max_query_len: int, max_seq_len: int) -> None:
+        """Enqueue keys, values and hidden states of the step whose tensors are there."""
+        inputs = self._slots.inputs(sizes)
+        self._model.fill_ropes(inputs.positions, inputs.rope_lens, self._recorded.ropes)
+        for plan in self._plans:
+            plan.become(sizes.num_seqs, sizes.num_tokens, max_query_len, max_seq_len)
+        self._recorded.run(sizes.num_tokens, 0)

@@ -1,0 +1,111 @@
+"""What a plan changes in the slots on the device, as runs and single words of their state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from executor_svc.gpu.kernels.sampling.state import MAX_INT32
+from executor_svc.gpu.kernels.slots.slots import NUM_NUMBERS, SlotState, padded
+from executor_svc.gpu.staging import Changes
+from executor_svc.plan.plan import AdmittedSequence, IntArray, SlotColumns, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What a plan changed, for those who keep more by slot; on the device after `build` or `flush`, until the next."""
+
+    slots: Tensor
+    """[A] int32: slots admitted."""
+    max_tokens: int
+    """None of them has more known tokens; 0 if there are none."""
+
+
+class ChangeLog:
+    """Turns plans into changes of a state. Keeps what the device is not asked for: block counts, words of stop ids."""
+
+    def __init__(self, state: SlotState, admitted: Tensor) -> None:
+        """admitted: `list_words` words of the state, for the slots that a plan admits to."""
+        n = state.num_slots
+        self._numbers = int(state.numbers.storage_offset()) + np.arange(NUM_NUMBERS) * state.numbers.stride(0)
+        self._token_ids = _Rows(int(state.token_ids.storage_offset()), state.token_ids.stride(0))
+        self._tables = _Rows(int(state.block_tables.storage_offset()), state.block_tables.stride(0))
+        self._stop_bits = _Rows(int(state.stop_bits.storage_offset()), state.stop_bits.stride(0))
+        # Appended blocks go behind these, and bits of earlier stop ids must be cleared.
+        self._num_blocks = np.zeros(n, np.int64)
+        self._stop_words = [np.zeros(0, np.int64)] * n
+        self._admitted = admitted
+
+    @staticmethod
+    def list_words(num_slots: int) -> int:
+        """Words of the state that its list takes."""
+        return padded(num_slots)
+
+    def note(self, plan: StepPlan, changes: Changes) -> Applied:
+        """Add a plan's admissions, appended blocks and given tokens to changes of no other plan."""
+        if plan.admitted:
+            self._admit(plan.admitted, changes)
+        self._append_blocks(plan.appends, changes)
+        changes.give(plan.given.slots, plan.given.values)
+        longest = max((len(sequence.token_ids) for sequence in plan.admitted), default=0)
+        return Applied(self._admitted[: len(plan.admitted)], longest)
+
+    def _admit(self, sequences: tuple[AdmittedSequence, ...], changes: Changes) -> None:
+        slots = np.array([sequence.slot for sequence in sequences], np.int64)
+        # In the order of the rows of `SlotState.numbers`: no flag is up.
+        numbers = np.array(
+            [
+                (
+                    len(sequence.token_ids),
+                    sequence.num_prompt_tokens,
+                    sequence.num_computed_tokens,
+                    0,
+                    0,
+                    min(sequence.sampling.min_tokens, MAX_INT32),
+                )
+                for sequence in sequences
+            ],
+            np.int64,
+        )
+        changes.write_singles((self._numbers + slots[:, None]).ravel(), numbers.ravel())
+        changes.write(int(self._admitted.storage_offset()), slots)
+        for sequence in sequences:
+            slot = sequence.slot
+            changes.write(self._token_ids.start(slot), sequence.token_ids)
+            changes.write(self._tables.start(slot), sequence.block_ids)
+            self._num_blocks[slot] = len(sequence.block_ids)
+            self._set_stop_ids(slot, sequence.sampling.stop_token_ids, changes)
+
+    def _set_stop_ids(self, slot: int, token_ids: IntArray, changes: Changes) -> None:
+        """Clear the words of the slot's earlier stop ids, and set the bits of these."""
+        earlier = self._stop_words[slot]
+        if not len(token_ids) and not len(earlier):
+            return
+        words, index = np.unique(np.concatenate((token_ids // 32, earlier)), return_inverse=True)
+        values = np.zeros(len(words), np.int64)
+        np.bitwise_or.at(values, index[: len(token_ids)], 1 << token_ids % 32)
+        changes.write_singles(self._stop_bits.start(slot) + words, values)
+        self._stop_words[slot] = words[values != 0]
+
+    def _append_blocks(self, appends: SlotColumns, changes: Changes) -> None:
+        if not len(appends.slots):
+            return
+        order = np.argsort(appends.slots, kind="stable")
+        slots = appends.slots[order]
+        _, first, counts = np.unique(slots, return_index=True, return_counts=True)
+        places = self._num_blocks[slots] + np.arange(len(slots)) - np.repeat(first, counts)
+        changes.write_singles(self._tables.place + slots * self._tables.stride + places, appends.values[order])
+        self._num_blocks[slots[first]] += counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Where the rows of a matrix are in the state."""
+
+    place: int
+    stride: int
+
+    def start(self, row: int) -> int:
+        return self.place + row * self.stride

@@ -1,0 +1,252 @@
+"""Words on their way between host and device: pinned buffers and events, changes packed for one copy. No call waits.
+
+On a CPU device (Triton's interpreter) the same code runs, with plain copies and events that have always happened.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from executor_svc.batch.ragged import spans
+from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, UpdateCounts
+from executor_svc.plan.plan import IntArray
+
+Words = NDArray[np.int32]
+
+_RUN_COLUMNS = 3
+_SINGLE_COLUMNS = 2
+
+
+class Event(Protocol):
+    """A point in the device's queue of work."""
+
+    def record(self) -> None:
+        """Let it happen after all work so far."""
+        ...
+
+    def query(self) -> bool:
+        """Has it happened, or was it never recorded."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+        ...
+
+
+class NullEvent:
+    """The event of a device that does its work at once: the CPU."""
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+def new_event(device: torch.device) -> Event:
+    """Return an event of the device's current stream."""
+    if device.type != "cuda":
+        return NullEvent()
+    event: Any = torch.cuda.Event()
+    return event  # type: ignore[no-any-return]
+
+
+class _Pinned:
+    """Host memory that the device can copy by itself, and the event after its last copy."""
+
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        self.tensor = torch.zeros(num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.words: Words = self.tensor.numpy()
+        self.copied = new_event(device)
+
+
+def sent(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Enqueue the copy of an array to the device; it may be changed once this returns."""
+    there = torch.from_numpy(values)
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.clone()
+
+
+class Upload:
+    """Pinned buffers, and the one buffer on the device that they are copied to in turn."""
+
+    def __init__(self, num_words: int, device: torch.device, num_buffers: int = 3) -> None:
+        self.num_words = num_words
+        self.on_device = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._device = device
+        self._ring = deque(_Pinned(num_words, device) for _ in range(num_buffers))
+
+    def take(self) -> Words:
+        """Return a buffer [num_words] to be filled; one more is made if all are still being copied."""
+        if not self._ring[0].copied.query():
+            self._ring.appendleft(_Pinned(self.num_words, self._device))
+        return self._ring[0].words
+
+    def send(self, num_words: int) -> None:
+        """Enqueue the copy of the first words of the buffer that was taken last."""
+        pinned = self._ring.popleft()
+        self.on_device[:num_words].copy_(pinned.tensor[:num_words], non_blocking=True)
+        pinned.copied.record()
+        self._ring.append(pinned)
+
+
+class Download:
+    """Pinned buffers for what the device tells the host."""
+
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        self._num_words, self._device = num_words, device
+        self._free: deque[_Pinned] = deque(_Pinned(num_words, device) for _ in range(2))
+
+    def fetch(self, words: Tensor) -> Fetched:
+        """Enqueue the copy of a contiguous int32 tensor, by buffers that stay if it has at most num_words."""
+        num_words = words.numel()
+        free = self._free if num_words <= self._num_words else deque[_Pinned]()
+        pinned = free.popleft() if free else _Pinned(max(num_words, self._num_words), self._device)
+        pinned.tensor[:num_words].copy_(words, non_blocking=True)
+        pinned.copied.record()
+        return Fetched(pinned, num_words, free)
+
+
+class Fetched:
+    """Words that are being copied to the host; for one thread at a time."""
+
+    def __init__(self, pinned: _Pinned, num_words: int, free: deque[_Pinned]) -> None:
+        self._pinned: _Pinned | None = pinned
+        self._words: Words = pinned.words[:num_words]
+        self._free = free
+
+    def is_done(self) -> bool:
+        """Would `wait` return at once."""
+        return self._pinned is None or self._pinned.copied.query()
+
+    def wait(self) -> Words:
+        """Wait for the copy; return the words, the same at every call."""
+        if self._pinned is not None:
+            self._pinned.copied.synchronize()
+            self._words = self._words.copy()
+            self._free.append(self._pinned)
+            self._pinned = None
+        return self._words
+
+
+@dataclass(slots=True)
+class Changes:
+    """What is to be written into the state of the slots, in no order: no word twice."""
+
+    runs: list[tuple[int, NDArray[Any]]] = field(default_factory=list)
+    """Place in the state, and integers that fit 32 bits to be written from there on."""
+    places: list[IntArray] = field(default_factory=list)
+    """Places in the state of single words, and beside them in `values` what is written there."""
+    values: list[IntArray] = field(default_factory=list)
+    given_slots: list[IntArray] = field(default_factory=list)
+    """Slots that get the token beside them in `given_tokens`."""
+    given_tokens: list[IntArray] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.runs or self.places or self.given_slots)
+
+    def write(self, place: int, words: NDArray[Any]) -> None:
+        """Add a run."""
+        if len(words):
+            self.runs.append((place, words))
+
+    def write_singles(self, places: IntArray, values: IntArray) -> None:
+        """Add single words."""
+        if len(places):
+            self.places.append(places)
+            self.values.append(values)
+
+    def give(self, slots: IntArray, tokens: IntArray) -> None:
+        """Add given tokens."""
+        if len(slots):
+            self.given_slots.append(slots)
+            self.given_tokens.append(tokens)
+
+    def num_words(self) -> int:
+        """Words that they take when packed."""
+        singles = sum(map(len, self.places)) + sum(map(len, self.given_slots))
+        return sum(_run_words(len(words)) for _, words in self.runs) + _SINGLE_COLUMNS * singles
+
+    def cut(self, room: int) -> Iterator[Changes]:
+        """Cut into parts that take at most `room` words each, which must hold RUN_WORDS and more; none if empty."""
+        if not self or self.num_words() <= room:
+            yield from [self] if self else []
+            return
+        most = room // _SINGLE_COLUMNS
+        for places, values in _slices(self.places, self.values, most):
+            yield Changes(places=[places], values=[values])
+        for slots, tokens in _slices(self.given_slots, self.given_tokens, most):
+            yield Changes(given_slots=[slots], given_tokens=[tokens])
+        part, left = Changes(), room
+        for place, words in self.runs:
+            while len(words):
+                taken = min(len(words), _run_fits(left))
+                if not taken:
+                    yield part
+                    part, left = Changes(), room
+                    continue
+                part.write(place, words[:taken])
+                left -= _run_words(taken)
+                place, words = place + taken, words[taken:]
+        if part:
+            yield part
+
+    def pack(self, buffer: Words, first: int) -> UpdateCounts:
+        """Write them to the buffer from word `first` on, as `slot_updates` reads them."""
+        places, values = _joined(self.places), _joined(self.values)
+        slots, tokens = _joined(self.given_slots), _joined(self.given_tokens)
+        lengths = np.array([len(words) for _, words in self.runs], np.int64)
+        owner, index = spans(np.zeros_like(lengths), -(-lengths // RUN_WORDS))
+        counts = UpdateCounts(first, len(owner), len(places), len(slots))
+        starts = np.array([place for place, _ in self.runs], np.int64)
+        sources = counts.end + np.cumsum(lengths) - lengths
+        done = index * RUN_WORDS
+        columns = (
+            starts[owner] + done,
+            sources[owner] + done,
+            np.minimum(lengths[owner] - done, RUN_WORDS),
+            places,
+            values,
+            slots,
+            tokens,
+        )
+        np.concatenate(columns, out=buffer[first : counts.end], casting="unsafe")
+        if self.runs:
+            end = counts.end + int(lengths.sum())
+            np.concatenate([words for _, words in self.runs], out=buffer[counts.end : end], casting="unsafe")
+        return counts
+
+    def packed_end(self, counts: UpdateCounts) -> int:
+        """Where the packed words end in the buffer."""
+        return counts.end + sum(len(words) for _, words in self.runs)
+
+
+def _run_words(length: int) -> int:
+    return length + _RUN_COLUMNS * -(-length // RUN_WORDS)
+
+
+def _run_fits(room: int) -> int:
+    """The longest run that takes no more than so many words."""
+    whole, rest = divmod(room, RUN_WORDS + _RUN_COLUMNS)
+    return whole * RUN_WORDS + max(0, rest - _RUN_COLUMNS)
+
+
+def _slices(first: list[IntArray], second: list[IntArray], most: int) -> Iterator[tuple[IntArray, IntArray]]:
+    """Two joined columns in parts of at most so many rows."""
+    left, right = _joined(first), _joined(second)
+    for start in range(0, len(left), most):
+        yield left[start : start + most], right[start : start + most]
+
+
+def _joined(parts: list[IntArray]) -> IntArray:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)

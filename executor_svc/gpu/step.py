@@ -1,0 +1,260 @@
+"""Steps on a GPU: each is enqueued at once, and its sampled tokens feed the next without visiting the host.
+
+The host schedules by a mirror of the slots, which may be steps behind: a slot that has stopped meanwhile is padding on
+the device, and told to be idle. Candidates of beams are found on the host, by the code of the CPU: a step with these,
+with forks or with given tokens waits for those before it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor_svc.batch.mirror_slots import MirrorSlots, Taken
+from executor_svc.batch.prompt_rows import prompt_rows
+from executor_svc.batch.slots import Scheduled
+from executor_svc.batch.step_result import Computed, RowCandidates, SampledTokens, make_result
+from executor_svc.device.interface import Device
+from executor_svc.device.kv_cache import KVCache
+from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
+from executor_svc.gpu.prompt_logprobs import GpuPromptLogprobs, PendingPrompts
+from executor_svc.gpu.runner import GpuRunner
+from executor_svc.gpu.sampling import GpuSampler, PendingLogprobs, Wanted
+from executor_svc.gpu.sampling_state import SlotSamplingState
+from executor_svc.gpu.slots import DeviceSlots, PendingTokens
+from executor_svc.gpu.staging import sent
+from executor_svc.gpu.timing import StepClock
+from executor_svc.models.loading import LoadedModel
+from executor_svc.plan.plan import IntArray, Limits, StepPlan, StepResult, StepTimings
+from executor_svc.sampling.row_math import argmax
+from executor_svc.sampling.sample_step import choose
+from executor_svc.worker.step_work import is_device_lost, is_out_of_memory, move_blocks
+from executor_svc.worker.trace import Spans
+
+
+@dataclass(frozen=True, slots=True)
+class _Enqueued:
+    """What a step will tell, once the device has computed it."""
+
+    tokens: PendingTokens
+    logprobs: PendingLogprobs | None
+    prompts: PendingPrompts | None
+    candidates: RowCandidates | None
+
+
+class GpuStep:
+    """A step that has been enqueued."""
+
+    def __init__(
+        self,
+        owner: GpuStepExecutor,
+        plan: StepPlan,
+        scheduled: Scheduled,
+        enqueued: _Enqueued | None,
+        owners: IntArray,
+        clock: StepClock,
+        timings: StepTimings,
+    ) -> None:
+        self._owner = owner
+        self._plan = plan
+        self._scheduled = scheduled
+        self._enqueued = enqueued
+        self._owners = owners
+        self._clock = clock
+        self._timings = timings
+        self._launched = time.monotonic_ns()
+        self._result: StepResult | None = None
+
+    def is_done(self) -> bool:
+        """Would `result` return at once."""
+        return self._result is not None or self._enqueued is None or self._enqueued.tokens.is_done()
+
+    def result(self) -> StepResult:
+        """Wait for the step, after those before it. Raises what the device raises."""
+        if self._result is None:
+            self._owner.settle_until(self)
+        assert self._result is not None
+        return self._result
+
+    def settle(self, slots: MirrorSlots) -> None:
+        """Wait, bring the mirror up to date, and make the result; all steps before this one are settled."""
+        none = self._scheduled.slots[:0]
+        scheduled, computed = self._scheduled, Computed(SampledTokens(none, none, None), none)
+        if self._enqueued is not None:
+            scheduled, computed = self._settle(slots, self._enqueued)
+        digest = slots.digest() if self._plan.debug_digest else b""
+        total_ns = self._timings.total_ns + time.monotonic_ns() - self._launched
+        timings = replace(self._timings, device_ns=computed.device_ns, sample_ns=computed.sample_ns, total_ns=total_ns)
+        self._result = make_result(self._plan.step_id, scheduled, computed, timings, digest)
+
+    def _settle(self, slots: MirrorSlots, enqueued: _Enqueued) -> tuple[Scheduled, Computed]:
+        """What was computed, by those of the scheduled slots that had not stopped before."""
+        told = enqueued.tokens.wait()
+        idle, scheduled = told.idle, self._scheduled
+        taken = Taken(told.token_ids, np.where(idle, 0, told.errors), idle)
+        slots.settle(scheduled, self._owners, told.positions, taken)
+        logprobs = None if enqueued.logprobs is None else enqueued.logprobs.wait(~idle)
+        prompts = () if enqueued.prompts is None else enqueued.prompts.wait()
+        if idle.any():
+            scheduled, told = _without_idle(scheduled, idle), told.of_rows(~idle)
+        sampled = SampledTokens(told.token_ids, told.errors, logprobs, enqueued.candidates)
+        device_ns, sample_ns = self._clock.between()
+        return scheduled, Computed(sampled, told.positions, prompts, device_ns, sample_ns)
+
+
+class GpuStepExecutor:
+    """Implements `worker.Executor` on a GPU."""
+
+    def __init__(
+        self, loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits, *, enforce_eager: bool = False
+    ) -> None:
+        """Make the slots, record the model, and capture its graphs, unless enforce_eager says that there are none."""
+        torch_device = device.torch_device
+        self.limits = limits
+        self.slots = MirrorSlots(limits)
+        self._pools = pools
+        self._device = torch_device
+        self._span = Spans(torch_device.type == "cuda")
+        self._device_slots = DeviceSlots(limits, torch_device, extra_words=SlotSamplingState.extra_words(limits))
+        self._runner = GpuRunner(loaded, device, pools, limits, self._device_slots, captures=not enforce_eager)
+        self._sampling = SlotSamplingState(limits, self._device_slots)
+        self._sampler = GpuSampler(limits, self._sampling)
+        self._prompts = GpuPromptLogprobs(
+            self._runner.logits, self._sampler.workspace, self._device_slots.state.prompt_failed
+        )
+        self._pending: deque[GpuStep] = deque()
+        self._wanted: Wanted | None = None
+        pools.warm_up()
+        self._warm_up()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        self._sampler.warm_up(self._device_slots.inputs(StepSizes.decode(1)))
+
+    def clear(self) -> None:
+        """Free all slots, after what is enqueued; KV stays."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._pending.clear()
+        self.slots.clear()
+        self._sampling.clear()
+
+    def is_out_of_memory(self, exc: Exception) -> bool:
+        """As in `worker.Executor`."""
+        return is_out_of_memory(exc)
+
+    def is_lost(self, exc: Exception) -> bool:
+        """As in `worker.Executor`."""
+        return is_device_lost(exc)
+
+    def start_trace(self) -> Callable[[], bytes]:
+        """As in `worker.Executor`."""
+        return self._span.record()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, received_ns: int) -> GpuStep:
+        """Enqueue one step; received_ns is the plan's arrival on the monotonic clock.
+
+        Raises InvalidPlan before anything is enqueued or moved, and whatever the device raises.
+        """
+        started = time.monotonic_ns()
+        with self._span("plan"):
+            self.slots.apply(plan)
+            if self._wants_host(plan):
+                self.settle_until(None)
+            scheduled = self.slots.schedule(plan)
+        moves_ns = move_blocks(self._pools, plan)
+        self._sampling.apply(plan, self._device_slots.apply(plan))
+        if plan.admitted:
+            self._wanted = None
+        clock = StepClock(self._device)
+        enqueued = self._compute(scheduled, clock)
+        owners = self.slots.advance(scheduled)
+        timings = StepTimings(started - received_ns, 0, 0, time.monotonic_ns() - started, moves_ns)
+        step = GpuStep(self, plan, scheduled, enqueued, owners, clock, timings)
+        self._pending.append(step)
+        return step
+
+    def settle_until(self, last: GpuStep | None) -> None:
+        """Settle the enqueued steps in their order up to this one, or all of them."""
+        while self._pending:
+            step = self._pending.popleft()
+            step.settle(self.slots)
+            if step is last:
+                return
+
+    def _wants_host(self, plan: StepPlan) -> bool:
+        """Does the plan need a mirror that knows all tokens."""
+        here = self.slots.admitted & (self._sampling.without_room | (self.slots.sampling.num_candidates > 0))
+        return bool(here.any()) or bool(len(plan.forks.slots) or len(plan.given.slots) or plan.debug_digest)
+
+    def _wanted_by(self, slots: IntArray) -> Wanted:
+        """What these slots ask for: as in the last step, if they are the same and nobody has come."""
+        if self._wanted is None or not np.array_equal(self._wanted.slots, slots):
+            self._wanted = Wanted.by(slots, self.slots.sampling, self._sampling.without_room, self.limits.vocab_size)
+        return self._wanted
+
+    def _compute(self, scheduled: Scheduled, clock: StepClock) -> _Enqueued | None:
+        """Enqueue what is scheduled; None if nothing is computed."""
+        if not len(scheduled.slots):
+            self._device_slots.flush()
+            self._sampling.count_admitted()
+            return None
+        clock.mark()
+        sizes = self._runner.sizes_of(scheduled)
+        longest = int((self.slots.num_computed_tokens[scheduled.slots] + scheduled.num_tokens).max())
+        with self._span("forward"):
+            logits, best = self._runner.forward(scheduled, sizes, longest)
+        self._sampling.count_admitted()
+        clock.mark()
+        with self._span("sample"):
+            enqueued = self._sample(scheduled, sizes, logits, best)
+        clock.mark()
+        return enqueued
+
+    def _sample(self, scheduled: Scheduled, sizes: StepSizes, logits: Tensor, best: Tensor) -> _Enqueued:
+        """Enqueue what is made of a step's logits [L, vocab] and their likeliest tokens [L]."""
+        inputs, wanted = self._device_slots.inputs(sizes), self._wanted_by(scheduled.sampling_slots)
+        asked = prompt_rows(self.slots, scheduled)
+        # The logits of sampled rows lie elsewhere and stay.
+        prompts = None if asked is None else self._prompts.tell(asked)
+        self._sampler.choose(logits, best, inputs, wanted)
+        candidates = self._choose_here(scheduled, wanted.here, inputs, logits) if len(wanted.here) else None
+        logprobs = self._sampler.tell(logits, inputs, wanted)
+        pending = self._device_slots.commit(scheduled, sizes, *self._sampler.rows(inputs))
+        if wanted.counted:
+            self._sampling.count_taken(inputs)
+        return _Enqueued(pending, logprobs, prompts, candidates)
+
+    def _choose_here(
+        self, scheduled: Scheduled, rows: IntArray, inputs: StepInputs, logits: Tensor
+    ) -> RowCandidates | None:
+        """Choose for these rows as the CPU does, in place of what the device chose; the mirror knows all tokens."""
+        sources = np.arange(len(scheduled.sampling_slots)) if scheduled.sources is None else scheduled.sources
+        needed, sources = np.unique(sources[rows], return_inverse=True)
+        these = replace(
+            scheduled,
+            sampling_slots=scheduled.sampling_slots[rows],
+            sources=sources,
+            candidates=np.flatnonzero(np.isin(rows, scheduled.candidates)),
+        )
+        here = logits.index_select(0, sent(needed, self._device)).cpu()
+        sampled = choose(here, argmax(here), self.slots, these)
+        places, (tokens, errors) = sent(rows, self._device), self._sampler.rows(inputs)
+        tokens.index_copy_(0, places, sent(sampled.token_ids, self._device))
+        errors.index_copy_(0, places, sent(sampled.errors.astype(np.int32), self._device))
+        return sampled.candidates
+
+
+def _without_idle(scheduled: Scheduled, idle: np.ndarray) -> Scheduled:
+    """The same where these of the sampling slots [R] are idle ones; such steps have neither forks nor candidates."""
+    slots = scheduled.sampling_slots
+    return replace(
+        scheduled, sampling_slots=slots[~idle], idle_slots=np.sort(np.concatenate((scheduled.idle_slots, slots[idle])))
+    )

@@ -1,0 +1,96 @@
+"""What happens on a GPU before the first step: the largest ones before KV pools are sized, then some of each kind.
+
+A kernel is compiled when it is first launched, which takes a second or more: no request is to wait for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from executor_svc.gpu.kernels.attention.split import LEAST_KEYS
+from executor_svc.gpu.kernels.linear_w8 import TILE_ROWS
+from executor_svc.plan.plan import AdmittedSequence, IntArray, Limits, ScheduledTokens, SequenceSampling, StepPlan
+from executor_svc.worker.worker import Executor
+
+_LENGTH = 2
+"""Tokens of the sequences in steps of each kind: with those they sample they fit into one block."""
+_FIRST = np.zeros(1, np.int64)
+_EVERYTHING = SequenceSampling(
+    temperature=1.0, top_k=2, top_p=0.5, repetition_penalty=2.0, num_logprobs=1, num_prompt_logprobs=1
+)
+_DRAWN = SequenceSampling(temperature=1.0, min_p=1e-9, repetition_penalty=2.0, num_logprobs=1)
+_NUCLEUS = SequenceSampling(temperature=1e3, top_p=0.999, repetition_penalty=2.0, num_logprobs=1)
+"""From the whole vocabulary, and from nearly all of it, sorted: most memory where PyTorch's operations sample."""
+_CANDIDATES = SequenceSampling(repetition_penalty=2.0, num_candidates=2)
+"""As beams ask for."""
+
+
+def run_largest_steps(executor: Executor) -> None:
+    """Run the steps that take the most memory, all of them in the first block; all slots are free again.
+
+    They compute max_num_batched_tokens tokens, of one sequence and of max_num_seqs, and choose a token for each.
+    """
+    for plan in _largest(executor.limits):
+        executor.launch(plan, 0).result()
+        executor.clear()
+
+
+def run_steps(executor: Executor) -> None:
+    """Run a step of each kind that launches kernels of its own, in the first slot and block; all slots are free again.
+
+    Kernels of samplers and of decodes that are graphs are compiled where these are made. To be called before anybody
+    keeps anything in a block.
+    """
+    for plan in _each_kind(executor.limits):
+        executor.launch(plan, 0).result()
+    executor.clear()
+
+
+def _largest(limits: Limits) -> Iterator[StepPlan]:
+    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+    # Smaller ones first, for linears that have other kernels for few rows.
+    for length in (*(rows for rows in TILE_ROWS if rows < longest), longest):
+        yield _prompts(np.array([length]), _EVERYTHING, limits.block_size)
+    num_seqs = limits.max_num_seqs
+    total = min(limits.max_num_batched_tokens, num_seqs * limits.max_model_len)
+    counts = np.diff(np.arange(num_seqs + 1) * total // num_seqs)
+    for sampling in (_DRAWN, _NUCLEUS, _CANDIDATES):
+        yield _prompts(counts, sampling, limits.block_size)
+
+
+def _prompts(counts: IntArray, sampling: SequenceSampling, block_size: int) -> StepPlan:
+    """A step of sequences of so many tokens each, in slots from 0 on; all their blocks are the first."""
+    admitted = tuple(
+        AdmittedSequence(
+            slot, np.zeros(count, np.int64), count, 0, np.zeros(-(-count // block_size), np.int64), sampling
+        )
+        for slot, count in enumerate(counts.tolist())
+    )
+    scheduled = ScheduledTokens(np.arange(len(counts)), counts, np.ones(len(counts), np.bool_))
+    return StepPlan(1, 1, admitted=admitted, scheduled=scheduled)
+
+
+def _each_kind(limits: Limits) -> Iterator[StepPlan]:
+    if limits.max_num_batched_tokens < _LENGTH or limits.max_model_len <= _LENGTH:
+        return
+    # A prompt whose tokens are told, drawn, counted; then a decode, by a graph.
+    yield _prompts(np.array([_LENGTH]), _EVERYTHING, limits.block_size)
+    yield StepPlan(2, 1, decode_ready=True)
+    # One token of a short sequence, and of one whose keys are cut, in steps without logits: by no graph.
+    for length in (_LENGTH, min(LEAST_KEYS + 2, limits.max_model_len)):
+        yield _one_token(length, limits.block_size)
+
+
+def _one_token(length: int, block_size: int) -> StepPlan:
+    """The last but one of a prompt of so many tokens, in the first slot, which has been in use."""
+    whole = _prompts(np.array([length]), SequenceSampling(), block_size)
+    (prompt,) = whole.admitted
+    return replace(
+        whole,
+        released_slots=_FIRST,
+        admitted=(replace(prompt, num_computed_tokens=length - 2),),
+        scheduled=ScheduledTokens(_FIRST, np.ones(1, np.int64), np.zeros(1, np.bool_)),
+    )

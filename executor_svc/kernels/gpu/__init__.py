@@ -1,1 +1,0 @@
-"""Operations of the GPU, in Triton: one file each, held to `kernels.reference` by the tests."""

@@ -1,0 +1,54 @@
+"""Self-attention with one fused linear for q, k and v."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, Kernels, KVScales, Linear, Rope
+
+
+def pad_heads(weight: Tensor, head_size: int, padded_head_size: int) -> Tensor:
+    """Widen each head of weight [heads * head_size, …] to padded_head_size rows; the new rows are zero."""
+    if head_size == padded_head_size:
+        return weight
+    heads = weight.view(-1, head_size, *weight.shape[1:])
+    padded = heads.new_zeros(heads.shape[0], padded_head_size, *weight.shape[1:])
+    padded[:, :head_size] = heads
+    return padded.flatten(0, 1)
+
+
+class Attention:
+    """qkv linear, norms of heads where the model has them, rotary embedding, cache write, attention, output linear."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        qkv: Linear,
+        output: Linear,
+        norms: HeadNorms | None,
+        scales: KVScales | None,
+        kernels: Kernels,
+    ) -> None:
+        self._shape = shape
+        self._qkv = qkv
+        self._output = output
+        self._norms = norms
+        self._scales = scales
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+        """Return [T, hidden] for x [T, hidden]; writes this step's keys and values to kv_layer."""
+        qkv = self._qkv(x)
+        q = self._kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan, self._norms, self._scales)
+        return self._output(self._kernels.attention(q, kv_layer, self._shape, plan, self._scales))
+
+
+def fuse_qkv(parts: list[Tensor], shape: AttentionShape) -> Tensor:
+    """Stack q, k and v weights [heads * D, hidden] or biases [heads * D] with each head padded."""
+    return torch.cat([pad_heads(part, shape.head_size, shape.padded_head_size) for part in parts])
+
+
+def pad_output(weight: Tensor, shape: AttentionShape) -> Tensor:
+    """Widen an output weight [hidden, H * D] to [hidden, H * DP]."""
+    return pad_heads(weight.t(), shape.head_size, shape.padded_head_size).t().contiguous()

@@ -1,0 +1,253 @@
+"""Loads a model: config.json, weights, and what else the scheduler wants to know of it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.device.interface import Device
+from executor_svc.device.kernels import KVScales
+from executor_svc.models.base import CausalLM, ModelConfigError
+from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
+from executor_svc.models.decoder import Decoder, ignored_tensors
+from executor_svc.models.folder import LoaderError, read_json, resolve_folder, token_ids_of, tokenizer_of
+from executor_svc.models.kv_scales import asks_for_fp8, read_kv_scales
+from executor_svc.models.registry import ARCHITECTURES, own_architecture, unknown_architecture
+from executor_svc.plan.description import ModelGeometry
+
+__all__ = ["LoadedModel", "LoaderError", "ModelGeometry", "load_model"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and what is known of it."""
+
+    model: CausalLM
+    geometry: ModelGeometry
+    eos_token_ids: tuple[int, ...]
+    """Union of config.json and generation_config.json, ascending."""
+    bos_token_id: int | None
+    tokenizer: str
+    """Folder or hub id to load the tokenizer from; empty where the model has none."""
+    weights_digest: bytes
+    """sha256 over names, shapes and bytes of all tensors as loaded."""
+    spec_digest: bytes
+    """sha256 over what config.json says of the computation."""
+    shares_prefixes: bool
+    """Do a token's keys and values depend on nothing but the tokens before it."""
+    recordable: bool = True
+    """Is every operation of the model one of the device's: `ModelRunner` runs it, else `EagerRunner`."""
+
+
+def load_model(config: ExecutorConfig, device: Device) -> LoadedModel:
+    """Load `config.model` onto a device and settle the device's dtype.
+
+    Raises LoaderError for a model that is not there, not whole or not supported (the message names what is wrong),
+    and NumericsError where exact numerics were asked for and can not be held on this machine.
+    """
+    folder = resolve_folder(config.model, with_weights=config.load_format != "dummy")
+    content = read_json(folder, "config.json", required=True)
+    named = content.get("architectures")
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    own = own_architecture(names)
+    if own is not None:
+        return _load_own(config, device, folder, content, own)
+    return load_through_transformers(config, device, folder, content, names)
+
+
+def _load_own(
+    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any], architecture: str
+) -> LoadedModel:
+    try:
+        spec = ARCHITECTURES[architecture](content)
+    except ModelConfigError as error:
+        raise LoaderError(f"model folder {folder}: {error}") from error
+    eos, bos = _ends(folder, content)
+    max_model_len = _max_model_len(config, spec.context_limit)
+    _adopt_dtypes(device, folder, content)
+    _check_memory(folder, spec.least_numbers(max_model_len), "weights and rotary tables", max_model_len, device)
+    weights, scales = _weights(config, device, folder), None
+    if device.kv_dtype != device.dtype:
+        names = [f"model.layers.{layer}.self_attn" for layer in range(spec.num_layers)]
+        scales = _read_scales(weights, folder, names, spec.num_kv_heads, device)
+    model = Decoder(spec, max_model_len, weights, device, scales)
+    if isinstance(weights, SafetensorsWeights):
+        ignored = ignored_tensors(spec)
+        weights.check_all_used(lambda tensor: tensor.endswith(ignored))
+    geometry = _geometry(config, architecture, model, spec.hidden_size, max_model_len, device, weights.num_parameters)
+    _probe(device, max(config.max_num_batched_tokens, config.max_num_seqs))
+    return LoadedModel(
+        model=model,
+        geometry=geometry,
+        eos_token_ids=tuple(token for token in eos if token < geometry.vocab_size),
+        bos_token_id=bos,
+        tokenizer=tokenizer_of(config.model, folder),
+        weights_digest=weights.digest(),
+        spec_digest=spec.digest(max_model_len),
+        shares_prefixes=spec.shares_prefixes(max_model_len),
+    )
+
+
+def load_through_transformers(
+    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any], names: Sequence[str]
+) -> LoadedModel:
+    """Load a model that transformers has the code for; arguments and errors as `load_model` has them.
+
+    Raises LoaderError also where numerics must be exact: what torch computes may depend on the batch.
+    """
+    # Only here: importing transformers takes a second.
+    from executor_svc.models.through_transformers import build, choice
+
+    model_type = content.get("model_type")
+    architecture = choice.find_architecture(names, model_type)
+    if architecture is None:
+        raise LoaderError(f"model folder {folder}: {unknown_architecture(names, model_type)}")
+    if config.numerics == "exact":
+        raise LoaderError(
+            f"model folder {folder}: {architecture} runs through transformers' own code, where --numerics exact can "
+            "not be promised; use --numerics fast, or auto"
+        )
+    device.numerics = "fast"
+    chosen = choice.choose(folder, architecture)
+    eos, bos = _ends(folder, content)
+    max_model_len = _max_model_len(config, chosen.context_limit)
+    choice.check_length(chosen, max_model_len)
+    _adopt_dtypes(device, folder, content)
+    _check_memory(folder, build.count_numbers(chosen, folder), "weights", max_model_len, device)
+    dummy_seed = config.seed if config.load_format == "dummy" else None
+    built = build.build(chosen, folder, max_model_len, config.block_size, device, dummy_seed)
+    model, digest = built.model, built.weights_digest
+    if device.kv_dtype != device.dtype:
+        source = _weights(config, device, folder)
+        num_kv_heads = model.attention_shapes[0].num_kv_heads
+        model.kv_scales = _read_scales(source, folder, built.attention_names, num_kv_heads, device)
+        digest = hashlib.sha256(digest + source.digest()).digest()
+    geometry = _geometry(config, architecture, model, built.hidden_size, max_model_len, device, built.num_parameters)
+    return LoadedModel(
+        model=model,
+        geometry=geometry,
+        eos_token_ids=tuple(token for token in eos if token < geometry.vocab_size),
+        bos_token_id=bos,
+        tokenizer=tokenizer_of(config.model, folder),
+        weights_digest=digest,
+        spec_digest=built.spec_digest,
+        shares_prefixes=True,
+        recordable=False,
+    )
+
+
+def _weights(config: ExecutorConfig, device: Device, folder: Path) -> DummyWeights | SafetensorsWeights:
+    if config.load_format == "dummy":
+        return DummyWeights(config.seed, device.dtype, device.torch_device)
+    return SafetensorsWeights(folder, device.dtype, device.torch_device)
+
+
+def _read_scales(
+    source: DummyWeights | SafetensorsWeights, folder: Path, names: Sequence[str], num_kv_heads: int, device: Device
+) -> Sequence[KVScales | None]:
+    """Return the scales of each layer's keys and values, for a cache in fp8, and log what there is."""
+    scales = read_kv_scales(source, folder, names, num_kv_heads, device.torch_device)
+    scaled = sum(each is not None for each in scales)
+    if scaled and scaled == len(scales):
+        _log.info("keys and values are in fp8, with the scales of the checkpoint")
+    else:
+        _log.warning(
+            "keys and values are in fp8: %s of the model have scales of keys and values (k_scale, v_scale) in the "
+            "checkpoint; others are stored as they are, up to 448, which may cost accuracy (--kv-cache-dtype model "
+            "keeps them in the model's dtype)",
+            f"{scaled} of {len(scales)} layers" if scaled else "no layers",
+        )
+    return scales
+
+
+def _ends(folder: Path, content: dict[str, Any]) -> tuple[list[int], int | None]:
+    """Return the ids that end a text, ascending, and the one that begins it."""
+    files = {
+        "config.json": content,
+        "generation_config.json": read_json(folder, "generation_config.json", required=False),
+    }
+    eos, bos = token_ids_of(folder, files, "eos_token_id"), token_ids_of(folder, files, "bos_token_id")
+    return sorted(set(eos)), bos[0] if bos else None
+
+
+def _geometry(
+    config: ExecutorConfig,
+    architecture: str,
+    model: CausalLM,
+    hidden_size: int,
+    max_model_len: int,
+    device: Device,
+    num_parameters: int,
+) -> ModelGeometry:
+    shape = model.attention_shapes[0]
+    return ModelGeometry(
+        name=config.model,
+        architecture=architecture,
+        vocab_size=model.vocab_size,
+        hidden_size=hidden_size,
+        num_layers=model.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        max_model_len=max_model_len,
+        dtype=str(device.dtype).removeprefix("torch."),
+        num_parameters=num_parameters,
+        weight_bytes=num_parameters * device.dtype.itemsize,
+    )
+
+
+def _adopt_dtypes(device: Device, folder: Path, content: dict[str, Any]) -> None:
+    """Settle the device's dtypes, and log where keys and values are not in fp8 though the checkpoint says so."""
+    try:
+        fp8_cache = asks_for_fp8(folder, content)
+    except ModelConfigError as error:
+        raise LoaderError(f"model folder {folder}: {error}") from error
+    device.adopt_dtype(_checkpoint_dtype(content), fp8_cache)
+    if fp8_cache and device.kv_dtype == device.dtype:
+        name = str(device.dtype).removeprefix("torch.")
+        _log.info("the checkpoint says that its keys and values are for fp8; they are kept in %s here", name)
+
+
+def _checkpoint_dtype(content: dict[str, Any]) -> str:
+    """Return the dtype that config.json names: `dtype` since transformers 5, `torch_dtype` before."""
+    named = content.get("dtype") or content.get("torch_dtype") or "float32"
+    return str(named).removeprefix("torch.")
+
+
+def _max_model_len(config: ExecutorConfig, limit: int | None) -> int:
+    asked = config.max_model_len
+    if limit is None:
+        if asked is None:
+            raise LoaderError(
+                f"--model {config.model}: config.json has no max_position_embeddings; give --max-model-len"
+            )
+        return asked
+    if asked is not None and asked > limit:
+        raise LoaderError(f"--max-model-len {asked}: the model was made for at most {limit} positions")
+    return limit if asked is None else asked
+
+
+def _check_memory(folder: Path, numbers: int, what: str, max_model_len: int, device: Device) -> None:
+    """Refuse what can not fit before minutes of loading end in the kernel's out-of-memory killer."""
+    needed, free = numbers * device.dtype.itemsize, device.free_memory_bytes()
+    if needed > free:
+        raise LoaderError(
+            f"model folder {folder}: {what} for --max-model-len {max_model_len} take {needed} bytes "
+            f"in {str(device.dtype).removeprefix('torch.')}, {free} bytes of memory are free"
+        )
+
+
+def _probe(device: Device, max_rows: int) -> None:
+    """In exact mode, check that a row's bits do not depend on its batch on this machine, for steps up to max_rows.
+
+    Raises NumericsError, naming the shape that fails and `--numerics fast`.
+    """
+    if device.numerics == "exact":
+        device.probe_numerics(max_rows)

@@ -1,0 +1,151 @@
+"""What an executor tells of itself: its model, its limits, and what decides its bits. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import secrets
+from dataclasses import dataclass
+from typing import Protocol
+
+from cadenza.transport import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from executor_svc.config import ExecutorConfig
+from executor_svc.plan.plan import Limits
+
+# A top logprob in a result: a float, and an id of up to 21 bits; with some room for the rest of the result.
+_LOGPROB_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGeometry:
+    """Sizes of a loaded model."""
+
+    name: str
+    """The folder or hub id as the user gave it."""
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_model_len: int
+    """Most tokens of a sequence, prompt and completion together."""
+    dtype: str
+    """float32 or bfloat16: of weights and activations."""
+    num_parameters: int
+    """Tied weights count once."""
+    weight_bytes: int
+    """num_parameters in the model's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What the bits of logits depend on, beside the tokens."""
+
+    mode: str
+    """exact or fast."""
+    weights_digest: bytes
+    """sha256 over names, shapes and bytes of the weights as loaded."""
+    dtype: str
+    kv_dtype: str
+    kernels: str
+    isa: str
+    num_threads: int
+    versions: tuple[str, ...]
+    digest: bytes
+    """sha256 over all of the above, and over what config.json says of the computation."""
+
+
+class ModelFacts(Protocol):
+    """What is known of a model: `loader.LoadedModel`, or a simulated one."""
+
+    @property
+    def geometry(self) -> ModelGeometry: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Union of config.json and generation_config.json, ascending."""
+        ...
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def tokenizer(self) -> str:
+        """Folder or hub id to load the tokenizer from; empty where the model has none."""
+        ...
+
+
+class Pools(Protocol):
+    """What is known of the KV pools."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def num_device_blocks(self) -> int: ...
+
+    @property
+    def num_host_blocks(self) -> int: ...
+
+    @property
+    def bytes_per_block(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What does not change while the process lives."""
+
+    protocol_version: int
+    incarnation: int
+    loaded: ModelFacts
+    limits: Limits
+    bytes_per_block: int
+    fingerprint: Fingerprint
+    device: str
+    version: str
+    shares_prefixes: bool = False
+    """Does the KV of a token depend on nothing but the tokens before it: sequences that begin alike may share it."""
+
+
+def limits_of(config: ExecutorConfig, geometry: ModelGeometry, pools: Pools) -> Limits:
+    """What an executor with these options, this model and these pools can hold."""
+    return Limits(
+        # As many spare slots as sequences: all of a batch may end in one step and be replaced in the next.
+        num_slots=2 * config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=geometry.max_model_len,
+        vocab_size=geometry.vocab_size,
+        # Every token of a step may ask for as many, as one that is sampled after it or as the next of a prompt, and
+        # their result is one message: 16,384 for steps of 512 tokens.
+        max_logprobs=min(geometry.vocab_size, MAX_MESSAGE_BYTES // (_LOGPROB_BYTES * config.max_num_batched_tokens)),
+        block_size=pools.block_size,
+        num_device_blocks=pools.num_device_blocks,
+        num_host_blocks=pools.num_host_blocks,
+        max_inflight_plans=config.max_inflight_plans,
+    )
+
+
+def describe(
+    loaded: ModelFacts,
+    limits: Limits,
+    pools: Pools,
+    fingerprint: Fingerprint,
+    device: str,
+    *,
+    shares_prefixes: bool = False,
+) -> Description:
+    """The description of a process that has just been started; shares_prefixes as in Description."""
+    return Description(
+        protocol_version=PROTOCOL_VERSION,
+        # Never 0, which would read as absent.
+        incarnation=secrets.randbelow(2**64 - 1) + 1,
+        loaded=loaded,
+        limits=limits,
+        bytes_per_block=pools.bytes_per_block,
+        fingerprint=fingerprint,
+        device=device,
+        version=importlib.metadata.version("cadenza"),
+        shares_prefixes=shares_prefixes,
+    )

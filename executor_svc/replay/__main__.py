@@ -1,0 +1,65 @@
+"""`python -m executor_svc.replay FILE [OPTIONS]`: runs the plans of a plan log, and checks what comes out of them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from cadenza.plan_log import PlanLogError, PlanLogReader
+from executor_svc.replay.plan_replay import PlanReplay, ReplayError
+
+EXIT_SAME, EXIT_DIFFERENT, EXIT_UNREADABLE = 0, 1, 2
+
+
+def replay(path: str, arguments: Sequence[str]) -> int:
+    """Run the plans of the log at this path up to the first difference, and print what was found.
+
+    Returns the exit code; raises PlanLogError, ReplayError.
+    """
+    with PlanLogReader(path) as log:
+        plans = PlanReplay(path, log.header.executor, arguments)
+        try:
+            for record in log:
+                if difference := plans.take(record):
+                    print(f"{path}: {difference}")
+                    return EXIT_DIFFERENT
+        finally:
+            plans.stop()
+        if log.num_cut_bytes:
+            print(f"{path}: the last record was cut off ({log.num_cut_bytes} bytes) and is left out", file=sys.stderr)
+    print(
+        f"{path}: {plans.num_plans} plans, {plans.num_results} results, {plans.num_tokens} tokens: all results are the "
+        "same"
+    )
+    return EXIT_SAME
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit codes: 0 the same results, 1 a difference, 2 wrong options or a file that cannot be read."""
+    parser = argparse.ArgumentParser(
+        prog="python -m executor_svc.replay",
+        description="Run the plans of a plan log against an executor like the one that was recorded, and check tokens, "
+        "candidates, logprobs and errors.",
+        epilog=main.__doc__,
+    )
+    parser.add_argument("file", metavar="FILE", help="what a scheduler has written with --record FILE")
+    parser.add_argument(
+        "options",
+        metavar="OPTIONS",
+        nargs=argparse.REMAINDER,
+        help="options of python -m executor_svc, where they shall not be as recorded: --model, --load-format, …",
+    )
+    given = parser.parse_args(arguments)
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        return replay(given.file, given.options)
+    except (PlanLogError, ReplayError) as exc:
+        for line in str(exc).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return EXIT_UNREADABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""The best next tokens of rows, for beams: a pure function of each logits row and its edits, like the sampler.
+
+As transformers' beam search has it (generation/utils.py, `_beam_search`): log_softmax of the raw logits first, then the
+logits processors on these log-probabilities, then the best of them. Temperature, filters and seed play no part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor_svc.batch.step_result import RowCandidates
+from executor_svc.plan.plan import IntArray, SlotError
+from executor_svc.sampling.edits import LogitsEdits
+from executor_svc.sampling.logits_processors import process
+from executor_svc.sampling.row_math import chunks, log_sum_exp, take_rows, top_ids
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateColumns:
+    """What C rows ask for, in columns."""
+
+    sources: IntArray
+    """[C] the row of the logits that each reads."""
+    num_candidates: IntArray
+    """[C], one or more and at most the vocabulary."""
+    edits: LogitsEdits | None = None
+    """What changes the log-probabilities of some of the C rows."""
+
+
+def best_candidates(logits: Tensor, columns: CandidateColumns) -> RowCandidates:
+    """The best tokens by edited log-probability of rows of logits [L, vocab] float32, which are not changed.
+
+    Ties go to the lowest id. What has -inf is no candidate, so a row may have fewer than it asks for. A row whose
+    logits hold NaN, +inf or nothing but -inf fails with NON_FINITE_LOGITS, one that is left without a candidate with
+    NO_ALLOWED_TOKEN.
+    """
+    num_rows, vocab = len(columns.sources), logits.shape[1]
+    scores = torch.empty((num_rows, vocab), dtype=torch.float32, device=logits.device)
+    finite = np.empty(num_rows, np.bool_)
+    pieces = [slice(few[0], few[-1] + 1) for few in chunks(np.arange(num_rows), vocab)]
+    for few in pieces:
+        x = take_rows(logits, columns.sources[few])
+        log_total = log_sum_exp(x)
+        torch.sub(x, log_total, out=scores[few])
+        # NaN where the largest logit is NaN or infinite; a NaN counts as largest.
+        finite[few] = log_total.isfinite().cpu().numpy()[:, 0]
+    edits = columns.edits
+    if edits is not None:
+        scores.index_copy_(0, torch.from_numpy(edits.rows).to(scores.device), process(scores, edits))
+    widest = int(columns.num_candidates.max())
+    best = torch.cat([top_ids(scores[few], widest) for few in pieces])
+    values = scores.gather(1, best)
+    # What is ruled out comes last.
+    found = np.minimum(values.isfinite().sum(dim=1).cpu().numpy(), columns.num_candidates)
+    errors = np.where(found > 0, 0, int(SlotError.NO_ALLOWED_TOKEN))
+    errors[~finite] = int(SlotError.NON_FINITE_LOGITS)
+    return RowCandidates(found, best.cpu().numpy(), values.cpu().numpy(), errors)

@@ -1,0 +1,94 @@
+"""What the slots that sample want changed in their logits, gathered from arrays by slot into flat lists."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from executor_svc.batch.ragged import SlotLists
+from executor_svc.batch.slots import Slots
+from executor_svc.plan.plan import IntArray
+from executor_svc.sampling.edits import LogitsEdits, RowTokens
+
+
+def logits_edits(slots: Slots, rows: IntArray) -> LogitsEdits | None:
+    """The edits of these slots [R] for their next token, before `commit`; None if there are none.
+
+    A function of each slot's parameters and token ids alone.
+    """
+    sampling = slots.sampling
+    candidates = np.flatnonzero(sampling.processed[rows])
+    if not len(candidates):
+        return None
+    chosen = rows[candidates]
+    owner, ids, counts = sampling.read_counts(chosen)
+    biased, places = _listed(sampling.biases, chosen)
+    penalised = chosen[owner]
+    edits = LogitsEdits(
+        rows=candidates,
+        allowed=_listed(sampling.allowed_ids, chosen)[0],
+        forbidden=_joined(_bad_words(slots, chosen), _early_stops(slots, chosen)),
+        biased=biased,
+        biases=sampling.biases.columns[1][places],
+        counted=RowTokens(owner, ids),
+        counts=counts.astype(np.float32),
+        repetition_penalty=sampling.repetition_penalty[penalised],
+        frequency_penalty=sampling.frequency_penalty[penalised],
+        presence_penalty=sampling.presence_penalty[penalised],
+    )
+    return _without_idle_rows(edits)
+
+
+def _without_idle_rows(edits: LogitsEdits) -> LogitsEdits | None:
+    """Leave out rows with nothing to change in this step (min_tokens reached, no word begun): they need no copy."""
+    lists = (edits.allowed, edits.forbidden, edits.biased, edits.counted)
+    touched = np.zeros(len(edits.rows), np.bool_)
+    for tokens in lists:
+        touched[tokens.rows] = True
+    if touched.all():
+        return edits
+    if not touched.any():
+        return None
+    place = np.cumsum(touched) - 1
+    allowed, forbidden, biased, counted = (RowTokens(place[tokens.rows], tokens.ids) for tokens in lists)
+    return replace(
+        edits, rows=edits.rows[touched], allowed=allowed, forbidden=forbidden, biased=biased, counted=counted
+    )
+
+
+def _listed(lists: SlotLists, rows: IntArray) -> tuple[RowTokens, IntArray]:
+    """The token ids in the first column of these slots' lists, and their places."""
+    owner, places = lists.locate(rows)
+    return RowTokens(owner, lists.columns[0][places].astype(np.int64)), places
+
+
+def _joined(*parts: RowTokens) -> RowTokens:
+    return RowTokens(np.concatenate([part.rows for part in parts]), np.concatenate([part.ids for part in parts]))
+
+
+def _early_stops(slots: Slots, rows: IntArray) -> RowTokens:
+    """The stop tokens of slots that have fewer output tokens than min_tokens."""
+    num_output = slots.num_tokens[rows] - slots.num_prompt_tokens[rows]
+    early = np.flatnonzero(num_output < slots.sampling.min_tokens[rows])
+    stops, _ = _listed(slots.sampling.stop_ids, rows[early])
+    return RowTokens(early[stops.rows], stops.ids)
+
+
+def _bad_words(slots: Slots, rows: IntArray) -> RowTokens:
+    """The last token of every bad word whose other tokens are what the output ends with."""
+    words = slots.sampling.bad_words
+    owner, places = words.locate(rows)
+    if not len(owner):
+        return RowTokens.none()
+    token_ids, following = (column[places].astype(np.int64) for column in words.columns)
+    # Where each token of a word would stand, were the word's last one next. All but the last must be there already.
+    slot = rows[owner]
+    position = slots.num_tokens[slot] - following
+    in_output = position >= slots.num_prompt_tokens[slot]
+    is_last = following == 0
+    fits = is_last | (in_output & (slots.token_ids[slot, np.maximum(position, 0)] == token_ids))
+    last = np.flatnonzero(is_last)
+    first = np.concatenate(([0], last[:-1] + 1))
+    completed = last[np.logical_and.reduceat(fits, first)]
+    return RowTokens(owner[completed], token_ids[completed])

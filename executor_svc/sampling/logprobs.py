@@ -1,0 +1,49 @@
+"""Logprobs, ranks and best tokens of rows of logits: of sampled tokens, and of prompt tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor_svc.batch.step_result import RowLogprobs
+from executor_svc.plan.plan import IntArray
+from executor_svc.sampling.row_math import chunks, log_sum_exp, source_rows, take_rows, top_ids
+
+
+def row_logprobs(
+    logits: Tensor, tokens: IntArray, rows: IntArray, num_top: IntArray, sources: IntArray | None = None
+) -> RowLogprobs:
+    """Logprobs, ranks and best tokens of these of R rows, which read raw logits [L, vocab].
+
+    Args:
+        logits: [L, vocab] float32.
+        tokens: [R].
+        rows: [n] of the R rows.
+        num_top: [n] best tokens wanted beside each.
+        sources: [R] the row of the logits that each reads; None: its own.
+    """
+    vocab = logits.shape[1]
+    widest = min(int(num_top.max()), vocab)
+    parts = [
+        _logprobs_of_few(take_rows(logits, source_rows(few, sources)), tokens[few], widest)
+        for few in chunks(rows, vocab)
+    ]
+    chosen, ranks, best, top = (torch.cat(columns).cpu().numpy() for columns in zip(*parts, strict=True))
+    return RowLogprobs(rows, chosen, ranks, np.minimum(num_top, vocab), best, top)
+
+
+def _logprobs_of_few(x: Tensor, tokens: IntArray, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logprob and rank [n] of each row's token, ids and logprobs [n, num_top] of its best."""
+    device = x.device
+    chosen = torch.from_numpy(tokens)[:, None].to(device)
+    log_total = log_sum_exp(x)
+    value = x.gather(1, chosen)
+    ahead = (x > value) | ((x == value) & (torch.arange(x.shape[1], device=device) < chosen))
+    best = top_ids(x, num_top) if num_top else chosen[:, :0]
+    return (
+        (value - log_total).to(torch.float32)[:, 0],
+        ahead.sum(dim=1) + 1,
+        best,
+        (x.gather(1, best) - log_total).to(torch.float32),
+    )

@@ -1,0 +1,59 @@
+"""Logprobs of prompt tokens, computed chunk by chunk as the prompt is, and never with all their logits at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from executor_svc.batch.prompt_rows import PromptColumns, PromptRows, by_slot
+from executor_svc.plan.plan import BoolArray, IntArray, SlotLogprobs
+from executor_svc.sampling.logprobs import row_logprobs
+
+# Logits held at once. A chunk of 512 tokens over a vocabulary of 150k would have 300 MB of them.
+_PIECE_BYTES = 64 << 20
+
+
+def prompt_logprobs(
+    asked: PromptRows, vocab_size: int, logits: Callable[[IntArray], Tensor]
+) -> tuple[tuple[SlotLogprobs, ...], IntArray]:
+    """One entry for each slot that asked, and the slots whose logits were not finite.
+
+    Args:
+        asked: what to tell.
+        vocab_size: width of the logits.
+        logits: gives the logits [n, vocab_size] float32 of n of `asked.rows`; a row's bits must not depend on n.
+    """
+    num_top = np.repeat(asked.num_top, asked.counts)
+    top_ends = np.cumsum(num_top)
+    num_rows, num_best = len(num_top), int(top_ends[-1])
+    columns = PromptColumns(
+        np.empty(num_rows, np.float32),
+        np.empty(num_rows, np.int64),
+        np.empty(num_best, np.int64),
+        np.empty(num_best, np.float32),
+    )
+    finite = np.ones(num_rows, np.bool_)
+    step = max(1, _PIECE_BYTES // (4 * vocab_size))
+    for start in range(0, num_rows, step):
+        piece = slice(start, start + step)
+        best = slice(int(top_ends[start] - num_top[start]), int(top_ends[piece][-1]))
+        finite[piece] = _fill(columns, piece, best, logits(asked.rows[piece]), asked.token_ids[piece], num_top[piece])
+    owner = np.repeat(asked.slots, asked.counts)
+    return by_slot(asked, columns), np.unique(owner[~finite])
+
+
+def _fill(
+    columns: PromptColumns, piece: slice, best: slice, logits: Tensor, token_ids: IntArray, num_top: IntArray
+) -> BoolArray:
+    """Write the logprobs of a piece of rows to its place in the columns; returns [n]: are a row's logits finite."""
+    found = row_logprobs(logits, token_ids, np.arange(len(num_top)), num_top)
+    columns.chosen[piece] = found.chosen
+    columns.ranks[piece] = found.ranks
+    wanted = np.arange(found.top.shape[1]) < num_top[:, None]
+    columns.top_ids[best] = found.top_ids[wanted]
+    columns.top[best] = found.top[wanted]
+    # The largest is NaN if any is; -inf alone is a token that the model rules out.
+    finite: BoolArray = logits.amax(dim=1).isfinite().cpu().numpy()
+    return finite

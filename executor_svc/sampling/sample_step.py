@@ -1,0 +1,35 @@
+"""What a step makes of its logits: a token for each slot that samples, candidates for each that asks for them."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.batch.step_result import SampledTokens
+from executor_svc.plan.plan import IntArray
+from executor_svc.sampling.candidates import best_candidates
+from executor_svc.sampling.row_columns import candidate_columns, sampling_columns
+from executor_svc.sampling.sampler import sample, sample_greedy
+
+
+def choose(logits: Tensor, best: IntArray, slots: Slots, scheduled: Scheduled) -> SampledTokens:
+    """Read the logits [L, vocab] float32, contiguous, for each of scheduled.sampling_slots [R]; before `commit`.
+
+    best: [L] the most likely token of each row, -1 where it can not be sampled.
+    """
+    if slots.sampling.greedy[scheduled.sampling_slots].all():
+        return sample_greedy(best.copy() if scheduled.sources is None else best[scheduled.sources])
+    sampled = sample(logits, sampling_columns(slots, scheduled), best)
+    if not len(scheduled.candidates):
+        return sampled
+    candidates = best_candidates(logits, candidate_columns(slots, scheduled))
+    num_rows = len(scheduled.sampling_slots)
+    drawn = np.delete(np.arange(num_rows), scheduled.candidates)
+    tokens, errors = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    tokens[drawn], errors[drawn] = sampled.token_ids, sampled.errors
+    errors[scheduled.candidates] = candidates.errors
+    logprobs = sampled.logprobs
+    if logprobs is not None:
+        logprobs = logprobs.of_rows(drawn)
+    return SampledTokens(tokens, errors, logprobs, candidates)

@@ -1,0 +1,255 @@
+"""Choosing tokens: a pure function of each logits row, its parameters, seed, sample index, position and token history.
+
+A row's token and logprobs have the same bits whatever it is sampled with. Only these are applied to whole rows:
+elementwise operations (measured on torch 2.13, 1 to 7 threads, odd widths and offsets: no value of exp, log or log1p
+depends on its place), maxima and integer counts (exact in any order), sums folded in an order that the width alone
+fixes (torch's own `sum` has other bits for one row than for several), and running sums, which go one by one.
+
+First come the changes of `logits_processors`, then filters in vLLM's order: temperature, min_p, top_k, top_p; ties go
+to the lowest id everywhere. The draw is the Gumbel-max trick with noise keyed per token id, so a filter can shrink the
+candidates first and the noise is made for those alone. Only rows whose logits change are copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor_svc.batch.step_result import SampledTokens
+from executor_svc.plan.plan import BoolArray, FloatArray, IntArray, SlotError
+from executor_svc.sampling.edits import LogitsEdits
+from executor_svc.sampling.logits_processors import process
+from executor_svc.sampling.logprobs import row_logprobs
+from executor_svc.sampling.noise import Purpose, gumbel, row_keys
+from executor_svc.sampling.row_math import are_all, argmax, chunks, fold_sum, source_rows, top_ids
+
+# Candidates looked at before falling back on more; a row's prefix depends on its own parameters and logits only.
+_PREFIXES = (128, 2048)
+# Elements of a full-vocabulary draw held at once, for each thread: small enough for the L2 cache.
+_TILE_ELEMENTS = 32768
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """Parameters of R rows, in columns."""
+
+    temperature: FloatArray
+    """[R], 0: greedy."""
+    top_p: FloatArray
+    """[R], 1: off."""
+    top_k: IntArray
+    """[R], 0: off."""
+    log_min_p: FloatArray
+    """[R], log of min_p; -inf: off."""
+    seed: np.ndarray[tuple[int], np.dtype[np.uint64]]
+    """[R]."""
+    sample_index: IntArray
+    """[R]."""
+    position: IntArray
+    """[R], of the token to be chosen."""
+    num_logprobs: IntArray
+    """[R], -1: none, 0: the chosen token alone."""
+    edits: LogitsEdits | None = None
+    """What changes the logits of some rows first."""
+    sources: IntArray | None = None
+    """[R] the row of the logits that each reads, in any order; None: its own."""
+
+    def take(self, rows: IntArray) -> SamplingColumns:
+        """The columns of these rows, for filters and draws: without edits and sources."""
+        return SamplingColumns(
+            self.temperature[rows], self.top_p[rows], self.top_k[rows], self.log_min_p[rows], self.seed[rows],
+            self.sample_index[rows], self.position[rows], self.num_logprobs[rows],
+        )  # fmt: skip
+
+
+def sample_greedy(best: IntArray) -> SampledTokens:
+    """Take the most likely token of each of R rows whose logits stay as they are; best: [R], as `row_math.argmax`."""
+    return SampledTokens(best, np.where(best < 0, int(SlotError.NON_FINITE_LOGITS), 0), None)
+
+
+def sample(logits: Tensor, columns: SamplingColumns, best: IntArray | None = None) -> SampledTokens:
+    """Choose a token for each of R rows, which read logits [L, vocab] float32, contiguous; these are not changed.
+
+    best: [L], as `row_math.argmax` finds it in the logits, where that is known.
+
+    Several rows may read the same logits: each has the token that it has alone. A row whose logits hold NaN, +inf or
+    nothing but -inf fails with NON_FINITE_LOGITS, one whose edits rule every token out with NO_ALLOWED_TOKEN; the
+    others do not notice.
+    """
+    tokens, sources = argmax(logits) if best is None else best.copy(), columns.sources
+    if sources is not None:
+        tokens = tokens[sources]
+    # Edits hide no NaN: a row is judged by its raw logits first.
+    errors = sample_greedy(tokens).errors
+    drawn = columns.temperature > 0
+    edits = columns.edits
+    if edits is not None:
+        _choose_edited(process(logits, edits, sources), edits.rows, columns, tokens, errors)
+        drawn[edits.rows] = False
+    plain = np.flatnonzero(drawn & (errors == 0))
+    if len(plain):
+        tokens[plain] = _draw(logits, source_rows(plain, sources), tokens[plain], columns.take(plain))
+    asked = np.flatnonzero((columns.num_logprobs >= 0) & (errors == 0))
+    num_top = columns.num_logprobs[asked]
+    logprobs = row_logprobs(logits, tokens, asked, num_top, sources) if len(asked) else None
+    return SampledTokens(tokens, errors, logprobs)
+
+
+def _choose_edited(x: Tensor, rows: IntArray, columns: SamplingColumns, tokens: IntArray, errors: IntArray) -> None:
+    """Choose for the rows [P] of the batch whose edited logits are x [P, vocab], into tokens and errors [R]."""
+    best = argmax(x)
+    nothing_left = (best < 0) & (errors[rows] == 0)
+    errors[rows[nothing_left]] = int(SlotError.NO_ALLOWED_TOKEN)
+    tokens[rows] = best
+    drawn = np.flatnonzero((columns.temperature[rows] > 0) & (errors[rows] == 0))
+    if len(drawn):
+        tokens[rows[drawn]] = _draw(x, drawn, best[drawn], columns.take(rows[drawn]))
+
+
+def _draw(logits: Tensor, rows: IntArray, best: IntArray, columns: SamplingColumns) -> IntArray:
+    """A token for each of the n rows named of logits [L, vocab]; all have a temperature above 0.
+
+    best: [n] ids of their largest logits; columns: of these rows.
+    """
+    drawn = _Rows.of(logits, rows, best, columns)
+    top_k, vocab = columns.top_k, logits.shape[1]
+    limited = (top_k > 0) & (top_k < vocab)
+    nucleus = columns.top_p < 1
+    tokens = np.empty(len(best), np.int64)
+    full = np.flatnonzero(~(limited | nucleus))
+    if len(full):
+        tokens[full] = _race_all(drawn.take(full)).cpu().numpy()
+    pending = np.flatnonzero(limited | nucleus)
+    for size in (*_PREFIXES, vocab):
+        ready = pending[(top_k[pending] <= size) | ~limited[pending] | (size >= vocab)]
+        undecided: list[IntArray] = [pending[~np.isin(pending, ready)]]
+        for chunk in chunks(ready, vocab):
+            chosen, decided = _race_prefix(drawn.take(chunk), min(size, vocab))
+            tokens[chunk[decided]] = chosen[decided]
+            undecided.append(chunk[~decided])
+        pending = np.sort(np.concatenate(undecided))
+        if not len(pending):
+            break
+    return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """n rows of some logits and what is needed to filter and draw from them, as [n, 1] tensors beside them."""
+
+    source: Tensor
+    """[L, vocab] logits that hold these rows among others, and are copied only as far as `logits` is asked."""
+    index: Tensor | None
+    """[n] which rows of source; None: all."""
+    peak: Tensor
+    """Largest logit."""
+    temperature: Tensor
+    log_min_p: Tensor
+    top_k: Tensor
+    """vocab: off."""
+    top_p: Tensor
+    """float64; 1: off."""
+    key: Tensor
+    """int64 keys of the noise."""
+    any_min_p: bool
+
+    @classmethod
+    def of(cls, logits: Tensor, rows: IntArray, best: IntArray, columns: SamplingColumns) -> _Rows:
+        device, vocab = logits.device, logits.shape[1]
+
+        def column(values: IntArray | FloatArray) -> Tensor:
+            return torch.from_numpy(values[:, None]).to(device)
+
+        key = row_keys(columns.seed, columns.sample_index, columns.position, Purpose.SAMPLE)
+        index = column(rows)[:, 0]
+        return cls(
+            logits,
+            None if are_all(rows, logits.shape[0]) else index,
+            logits[index, column(best)[:, 0]][:, None],
+            column(columns.temperature),
+            column(columns.log_min_p),
+            column(np.where(columns.top_k > 0, columns.top_k, vocab)),
+            column(columns.top_p).to(torch.float64),
+            column(key),
+            bool((columns.log_min_p > -np.inf).any()),
+        )
+
+    def take(self, rows: IntArray) -> _Rows:
+        """These of the n rows, ascending."""
+        if len(rows) == len(self.peak):
+            return self
+        index = torch.from_numpy(rows).to(self.peak.device)
+        return _Rows(
+            self.source,
+            index if self.index is None else self.index.index_select(0, index),
+            self.peak.index_select(0, index),
+            self.temperature.index_select(0, index),
+            self.log_min_p.index_select(0, index),
+            self.top_k.index_select(0, index),
+            self.top_p.index_select(0, index),
+            self.key.index_select(0, index),
+            self.any_min_p,
+        )
+
+    def logits(self, start: int = 0, end: int | None = None) -> Tensor:
+        """The logits of token ids start to end - 1, [n, end - start]."""
+        part = self.source[:, start:end]
+        return part if self.index is None else part.index_select(0, self.index)
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """log(p / p of the most likely token) of these rows' logits [n, any] under temperature, -inf by min_p."""
+        y = (logits - self.peak).div_(self.temperature)
+        return y.masked_fill_(y < self.log_min_p, float("-inf")) if self.any_min_p else y
+
+
+def _race_all(rows: _Rows) -> Tensor:
+    """[n] int64: a draw from the whole vocabulary, in tiles of token ids that stay in cache."""
+    n, vocab = len(rows.peak), rows.source.shape[1]
+    device = rows.source.device
+    width = max(64, _TILE_ELEMENTS * torch.get_num_threads() // n) if device.type == "cpu" else vocab
+    best = torch.full((n,), float("-inf"), device=device)
+    tokens = torch.zeros(n, dtype=torch.int64, device=device)
+    for start in range(0, vocab, width):
+        ids = torch.arange(start, min(start + width, vocab), device=device)
+        score = rows.scaled(rows.logits(start, start + width)).add_(gumbel(rows.key, ids))
+        top, index = score.max(dim=1)
+        # Strictly better, so that ties stay with the lower id.
+        better = top > best
+        tokens = torch.where(better, index + start, tokens)
+        best = torch.where(better, top, best)
+    return tokens
+
+
+def _race_prefix(rows: _Rows, size: int) -> tuple[IntArray, BoolArray]:
+    """A draw from the candidates that top_k and top_p leave, looked for among each row's `size` most likely tokens.
+
+    Returns tokens [n] and whether `size` was enough [n]; where it was not the token means nothing.
+    """
+    logits = rows.logits()
+    vocab = logits.shape[1]
+    ids = top_ids(logits, size)
+    y = rows.scaled(logits.gather(1, ids))
+    mass = y.to(torch.float64).exp_()
+    mass.masked_fill_(torch.arange(size, device=ids.device) >= rows.top_k, 0.0)
+    running = mass.cumsum(dim=1)
+    limited = rows.top_k < vocab
+    # A fold over the vocabulary, if any row's nucleus is one of the whole distribution.
+    total = running[:, -1:] if bool(limited.all()) else torch.where(limited, running[:, -1:], _total_mass(rows, logits))
+    # Kept: what is needed to reach top_p, so every token before which less than that has been gathered.
+    wanted = torch.where(rows.top_p < 1, rows.top_p * total, float("inf"))
+    kept = (running - mass < wanted) & (mass > 0)
+    kept[:, 0] = True
+    decided = limited | (running[:, -1:] >= wanted) | (mass[:, -1:] == 0)
+    score = y.masked_fill_(~kept, float("-inf")).add_(gumbel(rows.key, ids))
+    highest = score.amax(dim=1, keepdim=True)
+    tokens = torch.where(score == highest, ids, vocab).amin(dim=1)
+    enough: BoolArray = decided[:, 0].cpu().numpy()
+    return tokens.cpu().numpy(), enough | (size >= vocab)
+
+
+def _total_mass(rows: _Rows, logits: Tensor) -> Tensor:
+    """[n, 1] float64: the sum over the vocabulary of p / p of the most likely token, in an order fixed by the width."""
+    return fold_sum(rows.scaled(logits).exp_())

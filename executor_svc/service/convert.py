@@ -1,0 +1,261 @@
+"""The wire and the plan, one into the other, and nothing else: no check beyond what columns need to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from cadenza.v1 import execution_pb2 as pb
+from cadenza.v1 import types_pb2
+from executor_svc.plan import plan as p
+from executor_svc.plan.description import Description, Fingerprint
+from executor_svc.plan.plan import FloatArray, IntArray, InvalidPlan
+
+
+def _ints(values: Any) -> IntArray:
+    """A packed repeated field as [n] int64."""
+    return np.fromiter(values, np.int64, len(values))
+
+
+def _floats(values: Any) -> FloatArray:
+    return np.fromiter(values, np.float32, len(values))
+
+
+def _same_length(part: str, *columns: Sequence[Any] | np.ndarray[Any, Any]) -> None:
+    lengths = [len(column) for column in columns]
+    if len(set(lengths)) > 1:
+        raise InvalidPlan(f"{part}: columns of different lengths {lengths}")
+
+
+def plan_from_wire(message: pb.StepPlan) -> p.StepPlan:
+    """Read a plan; raises InvalidPlan if its columns do not belong together."""
+    reserved: list[str] = []
+    if message.HasField("drafts"):
+        reserved.append("drafts")
+    if message.transfers:
+        reserved.append("transfers")
+    scheduled = message.scheduled
+    _same_length("scheduled", scheduled.slots, scheduled.num_tokens, scheduled.samples)
+    return p.StepPlan(
+        step_id=message.step_id,
+        epoch=message.epoch,
+        released_slots=_ints(message.released_slots),
+        swap_out=_moves("swap_out", message.swap_out, reserved),
+        copies=_moves("copies", message.copies, reserved),
+        swap_in=_moves("swap_in", message.swap_in, reserved),
+        admitted=tuple(_admitted(sequence, reserved) for sequence in message.admitted),
+        appends=_appends(message.appends, reserved),
+        held_slots=_ints(message.held_slots),
+        resumed_slots=_ints(message.resumed_slots),
+        given=_slot_columns("given", message.given.slots, message.given.token_ids),
+        decode_ready=message.decode_ready,
+        scheduled=p.ScheduledTokens(
+            _ints(scheduled.slots),
+            _ints(scheduled.num_tokens),
+            np.fromiter(scheduled.samples, np.bool_, len(scheduled.samples)),
+        ),
+        forks=_slot_columns("forks", message.forks.slots, message.forks.source_slots),
+        debug_digest=message.debug_digest,
+        reserved=tuple(reserved),
+    )
+
+
+def _slot_columns(part: str, slots: Any, values: Any) -> p.SlotColumns:
+    _same_length(part, slots, values)
+    return p.SlotColumns(_ints(slots), _ints(values))
+
+
+def _first_group(part: str, groups: Iterable[int], reserved: list[str]) -> None:
+    """Note KV groups other than 0, which only hybrid models have."""
+    reserved.extend(f"{part}.kv_group {group}" for group in groups if group)
+
+
+def _moves(part: str, messages: Sequence[pb.BlockMoves], reserved: list[str]) -> p.BlockMoves:
+    if not messages:
+        return p.BlockMoves()
+    _first_group(part, (message.kv_group for message in messages), reserved)
+    for message in messages:
+        _same_length(part, message.sources, message.destinations)
+    return p.BlockMoves(
+        np.concatenate([_ints(message.sources) for message in messages]),
+        np.concatenate([_ints(message.destinations) for message in messages]),
+    )
+
+
+def _appends(messages: Sequence[pb.BlockAppends], reserved: list[str]) -> p.SlotColumns:
+    if not messages:
+        return p.SlotColumns()
+    _first_group("appends", (message.kv_group for message in messages), reserved)
+    for message in messages:
+        _same_length("appends", message.slots, message.block_ids)
+    return p.SlotColumns(
+        np.concatenate([_ints(message.slots) for message in messages]),
+        np.concatenate([_ints(message.block_ids) for message in messages]),
+    )
+
+
+def _admitted(message: pb.AdmittedSequence, reserved: list[str]) -> p.AdmittedSequence:
+    tables = message.block_tables
+    _first_group("block_tables", (table.kv_group for table in tables), reserved)
+    if len({table.kv_group for table in tables}) < len(tables):
+        raise InvalidPlan(f"admitted: slot {message.slot} has several block tables in one KV group")
+    if message.HasField("grammar"):
+        reserved.append("grammar")
+    if message.embeddings:
+        reserved.append("embeddings")
+    return p.AdmittedSequence(
+        slot=message.slot,
+        token_ids=_ints(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_computed_tokens=message.num_computed_tokens,
+        block_ids=_ints(tables[0].block_ids if tables else ()),
+        sampling=_sampling(message.sampling),
+        held=message.held,
+        adapter_index=message.adapter_index,
+    )
+
+
+def _sampling(message: pb.SequenceSampling) -> p.SequenceSampling:
+    _same_length("biases", message.bias_token_ids, message.biases)
+    return p.SequenceSampling(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        seed=message.seed,
+        sample_index=message.sample_index,
+        stop_token_ids=_ints(message.stop_token_ids),
+        min_tokens=message.min_tokens,
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
+        bias_token_ids=_ints(message.bias_token_ids),
+        biases=_floats(message.biases),
+        allowed_token_ids=_ints(message.allowed_token_ids),
+        bad_words=tuple(_ints(word.ids) for word in message.bad_words),
+        num_candidates=message.num_candidates,
+    )
+
+
+def result_to_wire(result: p.StepResult, epoch: int, incarnation: int) -> pb.StepResult:
+    """Write a result of this session."""
+    timings = result.timings
+    return pb.StepResult(
+        step_id=result.step_id,
+        epoch=epoch,
+        incarnation=incarnation,
+        # The enums of plan.py have the protocol's numbers.
+        status=cast(pb.StepStatus.ValueType, int(result.status)),
+        error_message=result.error_message,
+        slots=result.slots.tolist(),
+        num_tokens=result.num_tokens.tolist(),
+        token_ids=result.token_ids.tolist(),
+        error_slots=result.error_slots.tolist(),
+        errors=[cast(pb.SlotError.ValueType, int(error)) for error in result.errors],
+        logprobs=[_slot_logprobs(item) for item in result.logprobs],
+        prompt_logprobs=[_slot_logprobs(item) for item in result.prompt_logprobs],
+        candidates=[_slot_candidates(item) for item in result.candidates],
+        timings=pb.StepTimings(
+            queue_ns=timings.queue_ns,
+            device_ns=timings.device_ns,
+            sample_ns=timings.sample_ns,
+            total_ns=timings.total_ns,
+            moves_ns=timings.moves_ns,
+        ),
+        debug_digest=result.debug_digest,
+    )
+
+
+def _slot_logprobs(item: p.SlotLogprobs) -> pb.SlotLogprobs:
+    return pb.SlotLogprobs(
+        slot=item.slot,
+        start=item.start,
+        columns=types_pb2.LogprobColumns(
+            chosen_logprobs=item.chosen_logprobs.tolist(),
+            chosen_ranks=item.chosen_ranks.tolist(),
+            num_top=item.num_top,
+            top_token_ids=item.top_token_ids.tolist(),
+            top_logprobs=item.top_logprobs.tolist(),
+        ),
+    )
+
+
+def _slot_candidates(item: p.SlotCandidates) -> pb.SlotCandidates:
+    return pb.SlotCandidates(slot=item.slot, token_ids=item.token_ids.tolist(), logprobs=item.logprobs.tolist())
+
+
+def description_to_wire(description: Description) -> pb.DescribeResponse:
+    """Write the description."""
+    loaded, limits, geometry = description.loaded, description.limits, description.loaded.geometry
+    features = [
+        pb.EXECUTOR_FEATURE_LOGPROBS,
+        pb.EXECUTOR_FEATURE_PROMPT_LOGPROBS,
+        pb.EXECUTOR_FEATURE_LOGITS_PROCESSORS,
+        pb.EXECUTOR_FEATURE_BLOCK_COPY,
+        pb.EXECUTOR_FEATURE_SAMPLE_FORK,
+        pb.EXECUTOR_FEATURE_BEAMS,
+        pb.EXECUTOR_FEATURE_DEBUG_DIGEST,
+    ]
+    if limits.num_host_blocks:
+        features.append(pb.EXECUTOR_FEATURE_SWAP)
+    if description.shares_prefixes:
+        features.append(pb.EXECUTOR_FEATURE_SHARED_PREFIXES)
+    return pb.DescribeResponse(
+        protocol_version=description.protocol_version,
+        incarnation=description.incarnation,
+        model=pb.ModelGeometry(
+            name=geometry.name,
+            architecture=geometry.architecture,
+            vocab_size=geometry.vocab_size,
+            hidden_size=geometry.hidden_size,
+            num_layers=geometry.num_layers,
+            num_heads=geometry.num_heads,
+            num_kv_heads=geometry.num_kv_heads,
+            head_size=geometry.head_size,
+            max_model_len=geometry.max_model_len,
+            dtype=geometry.dtype,
+            num_parameters=geometry.num_parameters,
+            weight_bytes=geometry.weight_bytes,
+        ),
+        tokenizer=loaded.tokenizer,
+        eos_token_ids=loaded.eos_token_ids,
+        bos_token_id=loaded.bos_token_id,
+        kv=pb.KvGeometry(
+            block_size=limits.block_size,
+            num_device_blocks=limits.num_device_blocks,
+            num_host_blocks=limits.num_host_blocks,
+            bytes_per_block=description.bytes_per_block,
+            dtype=description.fingerprint.kv_dtype,
+            num_groups=1,
+        ),
+        limits=pb.ExecutorLimits(
+            num_slots=limits.num_slots,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_logprobs=limits.max_logprobs,
+            max_inflight_plans=limits.max_inflight_plans,
+        ),
+        features=sorted(features),
+        fingerprint=_fingerprint(description.fingerprint),
+        device=description.device,
+        version=description.version,
+    )
+
+
+def _fingerprint(fingerprint: Fingerprint) -> types_pb2.NumericsFingerprint:
+    exact = fingerprint.mode == "exact"
+    return types_pb2.NumericsFingerprint(
+        mode=types_pb2.NUMERICS_MODE_EXACT if exact else types_pb2.NUMERICS_MODE_FAST,
+        weights_digest=fingerprint.weights_digest,
+        dtype=fingerprint.dtype,
+        kv_dtype=fingerprint.kv_dtype,
+        kernels=fingerprint.kernels,
+        isa=fingerprint.isa,
+        num_threads=fingerprint.num_threads,
+        versions=fingerprint.versions,
+        digest=fingerprint.digest,
+    )

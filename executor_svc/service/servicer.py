@@ -1,0 +1,279 @@
+"""ExecutionService over grpc.aio: sessions, plans in, results out. The event loop only queues; the worker computes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+import psutil
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cadenza.transport import PROTOCOL_VERSION
+from cadenza.v1 import admin_pb2, admin_pb2_grpc, execution_pb2_grpc
+from cadenza.v1 import execution_pb2 as pb
+from executor_svc.plan.description import Description
+from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
+from executor_svc.service.convert import description_to_wire, plan_from_wire, result_to_wire
+from executor_svc.worker.worker import RejectedPlan, Session, Worker
+
+_log = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL_S = 0.5
+MOST_TRACED_STEPS = 1000
+
+_process = psutil.Process()
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class _Refusal(Exception):
+    """Ends a stream with a status."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class _EndOfPlans:
+    """The scheduler sends no more, after this many plans; or the stream cannot be read on."""
+
+    num_plans: int
+    refusal: _Refusal | None = None
+
+
+_Outgoing = StepResult | _EndOfPlans | pb.ExecuteResponse
+
+
+class _Holder:
+    """The stream that holds the executor."""
+
+    def __init__(self, scheduler_id: str, epoch: int) -> None:
+        self.scheduler_id = scheduler_id
+        self.epoch = epoch
+        self.fenced = False
+        self.serving: asyncio.Task[None] | None = None
+
+    def fence(self) -> None:
+        """End the stream: its scheduler has opened a newer one."""
+        self.fenced = True
+        if self.serving is not None:
+            self.serving.cancel()
+
+
+class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
+    """Serves one worker to one scheduler at a time."""
+
+    def __init__(self, worker: Worker, description: Description, heartbeat_interval_s: float) -> None:
+        self._worker = worker
+        self._incarnation = description.incarnation
+        self._description = description_to_wire(description)
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._holder: _Holder | None = None
+        self._last_epoch = 0
+
+    async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeResponse:
+        """The description, which does not change."""
+        return self._description
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: _Context) -> NoReturn:
+        """Reserved."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "LoadAdapter: LoRA adapters are not built yet")
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: _Context) -> NoReturn:
+        """Reserved."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "UnloadAdapter: LoRA adapters are not built yet")
+
+    async def Execute(  # type: ignore[override]  # the stub's type knows generators only, not handlers that write
+        self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: _Context
+    ) -> None:
+        """Open a session, then answer plans in order until the scheduler ends or a newer stream fences this one."""
+        holder: _Holder | None = None
+        try:
+            holder = self._take(await _first(request_iterator))
+            holder.serving = asyncio.create_task(self._serve(holder.epoch, request_iterator, context))
+            await holder.serving
+        except _Refusal as refusal:
+            await context.abort(refusal.code, refusal.message)
+        except asyncio.CancelledError:
+            if holder is None or not holder.fenced:
+                raise
+            await context.abort(grpc.StatusCode.ABORTED, "this scheduler has opened a newer session")
+        finally:
+            if holder is not None and self._holder is holder:
+                self._holder = None
+
+    def _take(self, opening: pb.OpenSession) -> _Holder:
+        """Make this stream the holder, fencing an older one of the same scheduler; raises _Refusal."""
+        if opening.protocol_version != PROTOCOL_VERSION:
+            message = f"protocol version {opening.protocol_version} is not spoken here, {PROTOCOL_VERSION} is"
+            raise _Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
+        if not opening.scheduler_id:
+            raise _Refusal(grpc.StatusCode.INVALID_ARGUMENT, "open.scheduler_id is empty")
+        current = self._holder
+        if current is not None and current.scheduler_id != opening.scheduler_id:
+            message = f"scheduler {current.scheduler_id} holds this executor, in epoch {current.epoch}"
+            raise _Refusal(grpc.StatusCode.PERMISSION_DENIED, message)
+        if opening.epoch <= self._last_epoch:
+            message = f"epoch {opening.epoch} is not larger than the last, {self._last_epoch}"
+            raise _Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
+        if current is not None:
+            current.fence()
+        self._last_epoch = opening.epoch
+        self._holder = _Holder(opening.scheduler_id, opening.epoch)
+        return self._holder
+
+    async def _serve(self, epoch: int, requests: AsyncIterator[pb.ExecuteRequest], context: _Context) -> None:
+        """One session, from its opening to the last result."""
+        outbox: asyncio.Queue[_Outgoing] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        session, opened = self._worker.open_session(epoch, lambda result: _post(loop, outbox, result))
+        helpers: list[asyncio.Task[None]] = []
+        try:
+            last_completed = await asyncio.wrap_future(opened)
+            _log.info("session of epoch %d open, last completed step %d", epoch, last_completed)
+            answer = pb.SessionOpened(
+                epoch=epoch,
+                incarnation=self._incarnation,
+                last_completed_step_id=last_completed,
+                resident_bytes=resident_bytes(),
+            )
+            await context.write(pb.ExecuteResponse(opened=answer))
+            helpers.append(asyncio.create_task(self._read(session, requests, outbox)))
+            helpers.append(asyncio.create_task(self._beat(outbox)))
+            await self._write(epoch, outbox, context)
+        finally:
+            self._worker.close_session(session)
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+
+    async def _read(
+        self, session: Session, requests: AsyncIterator[pb.ExecuteRequest], outbox: asyncio.Queue[_Outgoing]
+    ) -> None:
+        """Queue plans until the scheduler half-closes."""
+        num_plans, problem = 0, ""
+        try:
+            async for request in requests:
+                kind = request.WhichOneof("message")
+                if kind == "plan":
+                    received_ns = time.monotonic_ns()
+                    num_plans += 1
+                    self._worker.submit(session, _plan_or_rejection(request.plan), received_ns)
+                elif kind != "heartbeat":
+                    problem = "a session can be opened once only" if kind == "open" else "a message must hold something"
+                    break
+        except Exception as exc:
+            # Nothing more is read after a message that is none: were the stream left open, it would wait for ever.
+            problem = f"a message cannot be read: {exc}"
+        refusal = _Refusal(grpc.StatusCode.INVALID_ARGUMENT, problem) if problem else None
+        outbox.put_nowait(_EndOfPlans(num_plans, refusal))
+
+    async def _beat(self, outbox: asyncio.Queue[_Outgoing]) -> None:
+        """A heartbeat at every interval; left out while earlier messages wait for a slow reader."""
+        while True:
+            await asyncio.sleep(self._heartbeat_interval_s)
+            if outbox.empty():
+                activity = self._worker.activity()
+                outbox.put_nowait(
+                    pb.ExecuteResponse(
+                        heartbeat=pb.Heartbeat(
+                            running_step_id=activity.step_id,
+                            running_age_ns=activity.age_ns,
+                            num_queued_plans=activity.num_queued,
+                            resident_bytes=resident_bytes(),
+                        )
+                    )
+                )
+
+    async def _write(self, epoch: int, outbox: asyncio.Queue[_Outgoing], context: _Context) -> None:
+        """Send what comes, until every plan of a scheduler that has half-closed is answered."""
+        num_answered, num_plans = 0, None
+        while num_plans is None or num_answered < num_plans:
+            item = await outbox.get()
+            if isinstance(item, StepResult):
+                num_answered += 1
+                await context.write(pb.ExecuteResponse(result=result_to_wire(item, epoch, self._incarnation)))
+            elif isinstance(item, _EndOfPlans):
+                if item.refusal is not None:
+                    raise item.refusal
+                num_plans = item.num_plans
+            else:
+                await context.write(item)
+
+
+def resident_bytes() -> int:
+    """Bytes of memory resident in this process now."""
+    return int(_process.memory_info().rss)
+
+
+async def _first(requests: AsyncIterator[pb.ExecuteRequest]) -> pb.OpenSession:
+    """The opening; raises _Refusal if the stream begins otherwise."""
+    async for request in requests:
+        if request.WhichOneof("message") == "open":
+            return request.open
+        break
+    raise _Refusal(grpc.StatusCode.INVALID_ARGUMENT, "the first message must open the session")
+
+
+def _plan_or_rejection(message: pb.StepPlan) -> StepPlan | RejectedPlan:
+    try:
+        return plan_from_wire(message)
+    except InvalidPlan as exc:
+        return RejectedPlan(message.step_id, str(exc))
+
+
+def _post(loop: asyncio.AbstractEventLoop, outbox: asyncio.Queue[_Outgoing], result: StepResult) -> None:
+    """Hand a result from the device thread to the event loop."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(outbox.put_nowait, result)
+
+
+class ExecutorAdminServicer(admin_pb2_grpc.ExecutorAdminServiceServicer):
+    """What operators may ask of an executor."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def Profile(self, request: admin_pb2.ProfileRequest, context: _Context) -> admin_pb2.ProfileResponse:
+        """A trace of the next num_steps steps, once they have run; a caller that gives up ends it."""
+        if not 1 <= request.num_steps <= MOST_TRACED_STEPS:
+            message = f"num_steps must be in 1 to {MOST_TRACED_STEPS}, not {request.num_steps}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
+        try:
+            traced = self._worker.trace(request.num_steps)
+            return admin_pb2.ProfileResponse(trace=await asyncio.wrap_future(traced))
+        except NotImplementedError as exc:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"Profile: {exc}")
+        except RuntimeError as exc:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"Profile: {exc}")
+
+
+async def add_services(
+    server: grpc.aio.Server,
+    worker: Worker,
+    description: Description,
+    heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
+) -> health.aio.HealthServicer:
+    """Register everything that an executor serves; the model is loaded, so health says SERVING."""
+    execution_pb2_grpc.add_ExecutionServiceServicer_to_server(
+        ExecutionServicer(worker, description, heartbeat_interval_s), server
+    )
+    admin_pb2_grpc.add_ExecutorAdminServiceServicer_to_server(ExecutorAdminServicer(worker), server)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    names = (
+        pb.DESCRIPTOR.services_by_name["ExecutionService"].full_name,
+        admin_pb2.DESCRIPTOR.services_by_name["ExecutorAdminService"].full_name,
+    )
+    for name in ("", *names):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return health_servicer

@@ -1,0 +1,125 @@
+"""The waiting queue and the running queues, kept in an order of service."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from operator import attrgetter
+
+from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.queues.orders import FcfsOrder, OrderKey, OrderPolicy
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+
+_arrival = attrgetter("arrival_number")
+_place = attrgetter("order_key")
+
+
+class WaitingQueue:
+    """Groups that wait. One that is older than `max_wait_s` goes first whatever the order, so none starves."""
+
+    def __init__(self, policy: OrderPolicy, max_wait_s: float | None = None) -> None:
+        self._policy = policy
+        self._max_wait_s = max_wait_s
+        self._lines: dict[str, list[SequenceGroup]] = {}
+        self._by_arrival: list[SequenceGroup] = []
+
+    def __len__(self) -> int:
+        return len(self._by_arrival)
+
+    def __iter__(self) -> Iterator[SequenceGroup]:
+        """By arrival."""
+        return iter(self._by_arrival)
+
+    def is_overdue(self, group: SequenceGroup, now: float) -> bool:
+        """Has it been here for longer than anyone should wait."""
+        return self._max_wait_s is not None and now - group.arrival >= self._max_wait_s
+
+    @property
+    def overdue_at(self) -> float | None:
+        """When the oldest has been here for longer than anyone should wait."""
+        if self._max_wait_s is None or not self._by_arrival:
+            return None
+        return self._by_arrival[0].arrival + self._max_wait_s
+
+    @property
+    def oldest(self) -> SequenceGroup | None:
+        """Who arrived first."""
+        return self._by_arrival[0] if self._by_arrival else None
+
+    def head(self, now: float) -> SequenceGroup | None:
+        """Who goes next."""
+        oldest = self.oldest
+        if oldest is None or self.is_overdue(oldest, now):
+            return oldest
+        return self._lines[min(self._lines, key=self._place)][0]
+
+    def add(self, group: SequenceGroup, *, again: bool = False) -> None:
+        """Put a group in its place: a new one, or one that has run."""
+        if not again:
+            self._policy.arrived(group, self._lines)
+        insort(self._lines.setdefault(self._policy.line(group), []), group, key=self._policy.key)
+        insort(self._by_arrival, group, key=_arrival)
+        group.queued = True
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Take a group out; raises InvariantError if it does not wait."""
+        name = self._policy.line(group)
+        line = self._lines.get(name, [])
+        index = bisect_left(line, self._policy.key(group), key=self._policy.key)
+        if index == len(line) or line[index] is not group:
+            raise InvariantError(f"request {group.spec.request_id} is not in the waiting queue")
+        del line[index]
+        if not line:
+            del self._lines[name]
+        del self._by_arrival[bisect_left(self._by_arrival, group.arrival_number, key=_arrival)]
+        group.queued = False
+
+    def _place(self, line: str) -> tuple[float, OrderKey]:
+        return self._policy.rank(line), self._policy.key(self._lines[line][0])
+
+
+class RunningQueue:
+    """Sequences that run on one executor, in the policy's order within a line."""
+
+    def __init__(self, policy: OrderPolicy) -> None:
+        self._policy = policy
+        self.sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.sequences)
+
+    def victims(self, waiting: WaitingQueue, now: float) -> list[Sequence]:
+        """All of them, the first victim first; those that are overdue come last."""
+        if type(self._policy) is FcfsOrder:
+            return self.sequences[::-1]  # who is overdue came before the others
+        return sorted(self.sequences, key=lambda sequence: self._standing(sequence, waiting, now), reverse=True)
+
+    def _standing(self, sequence: Sequence, waiting: WaitingQueue, now: float) -> OrderKey:
+        group = sequence.group
+        if waiting.is_overdue(group, now):
+            return (0.0, 0.0, float(group.arrival_number), float(sequence.sample_index))
+        return (1.0, self._policy.rank(self._policy.line(group)), *sequence.order_key)
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence in its place, which is settled here and stays."""
+        sequence.order_key = self._key(sequence)
+        insort(self.sequences, sequence, key=_place)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out; raises InvariantError if it does not run."""
+        if not self.discard(sequence):
+            raise InvariantError(f"sequence {sequence.sequence_id} is not running")
+
+    def discard(self, sequence: Sequence) -> bool:
+        """Take a sequence out if it is there; was it."""
+        index = bisect_left(self.sequences, sequence.order_key, key=_place)
+        if index == len(self.sequences) or self.sequences[index] is not sequence:
+            return False
+        del self.sequences[index]
+        return True
+
+    def _key(self, sequence: Sequence) -> OrderKey:
+        return (*self._policy.key(sequence.group), sequence.sample_index)

@@ -1,0 +1,133 @@
+"""Tokens of sequences that do not decode yet: chunks of prompts, what is computed again, forks, beams."""
+
+from __future__ import annotations
+
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
+from scheduler_svc.core.steps.budget import StepBudget
+from scheduler_svc.core.types import AdmittedSequence
+
+
+def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequence) -> list[Sequence]:
+    """Compute as many of a sequence's tokens as the budget allows. Returns those whose last token that plans."""
+    group = sequence.group
+    siblings = group.running[1:] if not group.forked and group.search is None else []
+    num_tokens = min(sequence.num_uncomputed_tokens, budget.chunk)
+    if siblings and num_tokens == sequence.num_uncomputed_tokens:
+        values = (len(sequence.token_ids) + group.spec.sampling.num_values) * len(siblings)
+        if budget.num_sequences <= len(siblings) or not budget.take_values(values):
+            num_tokens -= 1  # The fork has no room in this step.
+    if num_tokens == 0 or not _describe_once(lane, step, budget, sequence):
+        return []
+    budget.spend(num_tokens)
+    samples = _compute(lane, step, sequence, num_tokens)
+    if samples and siblings:
+        budget.spend(0, num_sequences=len(siblings))
+        return _fork(lane, step, sequence, siblings)
+    return _settle(lane, sequence)
+
+
+def plan_beams(lane: Lane, step: PlannedStep, budget: StepBudget) -> None:
+    """Each beam that has been given a token computes it, and has candidates told."""
+    for group in list(lane.searches):
+        for beam in group.due_beams:
+            if beam.described:
+                step.plan.given_slots.append(held_slot(beam))
+                step.plan.given_token_ids.append(beam.token_ids[-1])
+            elif not _describe_once(lane, step, budget, beam):
+                break
+            budget.spend(1)
+            _compute(lane, step, beam, 1)
+        if not group.due_beams:
+            del lane.searches[group]
+
+
+def _compute(lane: Lane, step: PlannedStep, sequence: Sequence, num_tokens: int) -> bool:
+    """Enter a chunk into the plan; does the sequence sample, or have candidates told."""
+    slot, context_len = held_slot(sequence), sequence.num_computed_tokens
+    is_ready = sequence.num_uncomputed_tokens == 1 and not _is_held(sequence)
+    if sequence.asks_prompt_logprobs and (predicted := sequence.predicted_prompt_tokens(num_tokens)):
+        step.prompt_logprobs[slot] = sequence, predicted
+    samples = sequence.compute(num_tokens)
+    step.chunks.append(Chunk(sequence, slot, num_tokens, context_len, samples))
+    sequence.group.num_awaited += samples and sequence.is_beam
+    if is_ready:
+        step.plan.decode_ready = True
+    else:
+        step.plan.scheduled_slots.append(slot)
+        step.plan.scheduled_num_tokens.append(num_tokens)
+        step.plan.scheduled_samples.append(samples)
+    return samples
+
+
+def _settle(lane: Lane, sequence: Sequence) -> list[Sequence]:
+    """Where a sequence goes that has computed a chunk; returned if no token is left to compute for it."""
+    if sequence.is_beam:
+        if sequence.num_uncomputed_tokens == 0:
+            lane.prefilling.discard(sequence)
+        return []
+    if sequence.fully_planned:
+        return [sequence]
+    # With one token left it is ready, and will decode in every step that lets those that are ready do so.
+    if sequence.num_uncomputed_tokens == 1 and not _is_held(sequence):
+        lane.start_decoding(sequence)
+    return []
+
+
+def _is_held(sequence: Sequence) -> bool:
+    """Must the executor wait to be told what it computes: of a beam, or before a fork."""
+    return sequence.is_beam or not sequence.group.forked
+
+
+def _fork(lane: Lane, step: PlannedStep, source: Sequence, siblings: list[Sequence]) -> list[Sequence]:
+    """The siblings sample from the row of the first sequence, which has just been computed, and go on by themselves.
+
+    Their last block is still shared if it is not full: the next plan sets them apart, and tells the executor of it.
+    """
+    size, num_computed = lane.spec.block_size, source.num_computed_tokens
+    num_full = num_computed // size
+    group: SequenceGroup = source.group
+    ending: list[Sequence] = []
+    group.forked = True
+    for sibling in siblings:
+        sibling.fork(source)
+        told = sibling.block_ids[:num_full] if num_computed % size else sibling.block_ids
+        _describe(step, sibling, told, min(num_full * size, num_computed - 1))
+        slot = held_slot(sibling)
+        step.plan.fork_source_slots.append(held_slot(source))
+        step.plan.fork_slots.append(slot)
+        step.chunks.append(Chunk(sibling, slot, 0, num_computed, samples=True))
+    lane.resuming[source] = None
+    for sequence in (*siblings, source):
+        ending += _settle(lane, sequence)
+        if not sequence.fully_planned and num_computed % size:
+            lane.unwritten[sequence] = sequence is not source
+    return ending
+
+
+def _describe_once(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequence) -> bool:
+    """Tell the executor of a sequence that it does not know, if the plan has room for it."""
+    if sequence.described:
+        return True
+    if not budget.take_values(len(sequence.token_ids) + sequence.group.spec.sampling.num_values):
+        return False
+    _describe(step, sequence, sequence.block_ids, sequence.num_computed_tokens)
+    return True
+
+
+def _describe(step: PlannedStep, sequence: Sequence, block_ids: list[int], num_computed_tokens: int) -> None:
+    sequence.described = True
+    step.described.append(sequence)
+    step.plan.admitted.append(
+        AdmittedSequence(
+            slot=held_slot(sequence),
+            token_ids=tuple(sequence.token_ids),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_computed_tokens=num_computed_tokens,
+            block_ids=tuple(block_ids),
+            sampling=sequence.admitted_sampling(),
+            sample_index=sequence.sample_index,
+            held=_is_held(sequence),
+        )
+    )

@@ -1,0 +1,76 @@
+"""A step is planned: room for those that decode, their tokens, beams, chunks of the others, admissions, releases."""
+
+from __future__ import annotations
+
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.request_table import RequestTable
+from scheduler_svc.core.sequences.sequence import Sequence, held_slot
+from scheduler_svc.core.steps.admission import admit
+from scheduler_svc.core.steps.budget import StepBudget
+from scheduler_svc.core.steps.chunks import plan_beams, plan_chunk
+from scheduler_svc.core.steps.preemption import preempt_for_admission, preempt_for_decodes
+from scheduler_svc.core.types import StepPlan
+
+
+def plan_step(requests: RequestTable, lane: Lane, plan: StepPlan, now: float) -> PlannedStep | None:
+    """Fill in an empty plan; None if there is nothing to do or to tell."""
+    step = PlannedStep(plan, now)
+    spec = lane.spec
+    budget = StepBudget(spec.max_num_batched_tokens, spec.max_num_seqs, requests.policies.long_prefill_token_threshold)
+    num_admissible = requests.policies.batching.num_admissible(lane, requests.waiting, now, draining=requests.draining)
+    if num_admissible and requests.policies.order.preemptive:
+        preempt_for_admission(requests, lane, step)
+    memory_is_short = preempt_for_decodes(requests, lane, step)
+    _resume(lane, step)
+    # Those who share KV wait until a plan before this one has computed it.
+    prefilling = [sequence for sequence in lane.prefilling if _has_its_context(sequence)]
+    ending = _plan_decodes(lane, step, budget)
+    plan_beams(lane, step, budget)
+    for sequence in prefilling:
+        if budget.exhausted:
+            break
+        ending += plan_chunk(lane, step, budget, sequence)
+    # Who was pushed out for want of memory would be let in again at once.
+    if not memory_is_short:
+        ending += admit(requests, lane, step, budget, num_admissible)
+    plan.released_slots = lane.stale_slots + lane.slots.releases_for(plan.step_id)
+    lane.stale_slots = []
+    step.retired, lane.retired = lane.retired, []
+    _take_moves(lane, step)
+    # Only now: what they hold belongs to this step, and is free, or may be shared, for the next one.
+    if lane.blocks.caching:
+        for chunk in step.chunks:
+            lane.blocks.register(chunk.sequence)
+    for sequence in ending:
+        lane.retire(sequence)
+    moves = plan.swapped_out or plan.copied or plan.swapped_in
+    return step if step.total_tokens or plan.released_slots or moves else None
+
+
+def _resume(lane: Lane, step: PlannedStep) -> None:
+    """Those that were held for their fork decode with the others."""
+    step.plan.resumed_slots = [held_slot(sequence) for sequence in lane.resuming]
+    lane.resuming.clear()
+
+
+def _has_its_context(sequence: Sequence) -> bool:
+    """Is what it shares computed, so that it may go on from there."""
+    if sequence.num_present_tokens == sequence.num_computed_tokens:
+        sequence.awaits = None
+    return sequence.awaits is None
+
+
+def _plan_decodes(lane: Lane, step: PlannedStep, budget: StepBudget) -> list[Sequence]:
+    """Every member of the cohort computes a token: the plan's short form says so. Returns those it is the last of."""
+    if not len(lane.decode_batch):
+        return []
+    step.plan.decode_ready = True
+    step.decode_slots = lane.decode_batch.slots.copy()
+    budget.spend(len(step.decode_slots), num_sequences=len(step.decode_slots))
+    return lane.decode_batch.advance()
+
+
+def _take_moves(lane: Lane, step: PlannedStep) -> None:
+    moves = lane.blocks.take_moves()
+    step.plan.swapped_out, step.plan.copied, step.plan.swapped_in = moves.swapped_out, moves.copied, moves.swapped_in

@@ -1,0 +1,338 @@
+"""The engine: owns the core, between the front that submits requests and the plan loop that runs them.
+
+Everything here runs on one event loop; the core is called only from here and the plan loop, never across an await.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.errors import DrainingError, QueueFullError, RequestExistsError
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.outputs import BeamOutput, StepOutputs
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequences.sequence import Sequence as CoreSequence
+from scheduler_svc.core.steps.results import context_lens
+from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, StepResult, TokenLogprobs
+from scheduler_svc.engine.live_request import Listener, LiveRequest
+from scheduler_svc.engine.plan_loop import PlanLoop
+from scheduler_svc.engine.ports import (
+    EngineRequest,
+    ExecutorFencedError,
+    ExecutorPort,
+    ExecutorState,
+    Load,
+    ModelDescription,
+    SequenceBlockTable,
+)
+from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
+
+_LOG = logging.getLogger(__name__)
+_FINISHED = SequenceState.FINISHED
+
+
+class Engine:
+    """Requests in, live requests out. Implements PlanLoopListener."""
+
+    def __init__(self, config: SchedulerConfig, core: Scheduler, executor: ExecutorPort) -> None:
+        self._config = config
+        self._core = core
+        self._loop = PlanLoop(core, 0, executor, config, self)
+        self._live: dict[RequestKey, LiveRequest] = {}
+        self._timers: dict[RequestKey, asyncio.TimerHandle] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._connected_once = asyncio.Event()
+        self._started_at = time.monotonic()
+        self._recorder = StepRecorder(self.load, int(self._started_at * 1e9))
+        self._health_listeners: list[Callable[[bool], None]] = []
+        self._task: asyncio.Task[None] | None = None
+        self.draining = False
+        self.fenced = asyncio.Event()
+        """Set when the engine has stopped for good: fenced by another scheduler, or crashed; see `failure`."""
+        self.failure: Exception | None = None
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Wait for the executor's description, build the core, open the first session.
+
+        Raises LimitsError for options that cannot work with this executor, ExecutorFencedError if another scheduler
+        holds it.
+        """
+        await self._loop.describe()
+        self._task = asyncio.create_task(self._run(), name="engine")
+        await self._connected_once.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    async def stop(self) -> None:
+        """End all requests with ABORTED and close the session."""
+        self.draining = True
+        for tenant, request_id in list(self._live):
+            self.abort(tenant, request_id)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        try:
+            await self._loop.run()
+        except Exception as exc:
+            _LOG.error("the engine stops: %s", exc, exc_info=not isinstance(exc, ExecutorFencedError))
+            self.failure = exc
+            self.draining = True
+            for tenant, request_id in list(self._live):
+                self.abort(tenant, request_id, FinishDetail.EXECUTOR_ERROR)
+            self._connected_once.set()
+            self.fenced.set()
+
+    @property
+    def model(self) -> ModelDescription:
+        """What the executor runs; known after `start`."""
+        return self._loop.model
+
+    @property
+    def connected(self) -> bool:
+        """Is there a session with the executor now?"""
+        return self._loop.connected
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the engine was made."""
+        return time.monotonic() - self._started_at
+
+    def add_health_listener(self, callback: Callable[[bool], None]) -> None:
+        """Call `callback(healthy)` whenever the executor comes or goes, or a drain begins or ends."""
+        self._health_listeners.append(callback)
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest) -> LiveRequest:
+        """Queue a request. Same id and same body while it is known: the same live request.
+
+        Raises RequestRejectedError, QueueFullError, RequestExistsError, DrainingError.
+        """
+        spec = request.spec
+        known = self._live.get(spec.key)
+        if known is not None:
+            if known.request.body_digest != request.body_digest:
+                raise RequestExistsError(f"request id {spec.request_id!r} is in use with another body")
+            return known
+        if self.draining:
+            raise DrainingError("the service is draining and takes no new requests")
+        if len(self._core.waiting) >= self._config.max_queued_requests:
+            raise QueueFullError(
+                f"{len(self._core.waiting)} requests wait already (max_queued_requests)", self._retry_after_s()
+            )
+        self._core.add_request(spec, time.monotonic())
+        live = LiveRequest(request, time.monotonic_ns())
+        self._live[spec.key] = live
+        self._idle.clear()
+        self._set_deadline(request)
+        self._loop.wake()
+        return live
+
+    def find(self, tenant: str, request_id: str) -> LiveRequest | None:
+        """The live request of this id."""
+        return self._live.get((tenant, request_id))
+
+    def abort(self, tenant: str, request_id: str, detail: FinishDetail = FinishDetail.ABORTED) -> bool:
+        """End a request at once and free what it holds; False if it is not known."""
+        if (tenant, request_id) not in self._live:
+            return False
+        self.on_outputs(self._core.abort((tenant, request_id), detail))
+        self._loop.wake()
+        return True
+
+    def detach(self, live: LiveRequest, listener: Listener) -> None:
+        """A reader is gone: when nobody listens any more the request is aborted."""
+        live.unsubscribe(listener)
+        if not live.attended and not live.ended:
+            self.abort(*live.request.spec.key)
+
+    async def drain(self, timeout_s: float | None) -> int:
+        """Refuse new requests until `resume`, wait for the running ones; returns how many remain at the timeout."""
+        self._set_draining(True)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+        return len(self._live)
+
+    def resume(self) -> None:
+        """Take new requests again."""
+        self._set_draining(False)
+
+    # --- pictures ----------------------------------------------------------------------------------------------------
+
+    def load(self) -> Load:
+        """Queues and memory now."""
+        lane, blocks = self._loop.lane, self._loop.lane.blocks
+        used = lane.spec.num_blocks - blocks.num_free
+        stored = lane.num_stored_tokens
+        reserved = lane.num_reserved_tokens
+        return Load(
+            num_waiting=len(self._core.waiting) - self._core.num_swapped,
+            num_running=len({sequence.group for sequence in (*lane.running, *lane.finishing)}),
+            num_swapped=self._core.num_swapped,
+            num_device_blocks=lane.spec.num_blocks,
+            num_used_device_blocks=used,
+            num_cached_device_blocks=blocks.num_cached,
+            num_host_blocks=self.model.num_host_blocks,
+            num_used_host_blocks=blocks.num_used_host,
+            num_stored_tokens=stored,
+            num_unused_slots=used * lane.spec.block_size - stored - reserved,
+            num_reserved_slots=reserved,
+            num_used_slots=lane.slots.num_used,
+            num_steps=self._core.last_step_id,
+            num_output_tokens=self._core.num_output_tokens,
+            num_preemptions=self._core.num_preemptions,
+            num_prefix_queries=blocks.num_prefix_queries,
+            num_prefix_hits=blocks.num_prefix_hits,
+            num_shared_block_refs=blocks.num_shared_refs,
+            num_cached_host_blocks=blocks.host_pool.num_idle,
+            num_prefix_host_hits=blocks.num_prefix_host_hits,
+        )
+
+    def executor_infos(self) -> list[ExecutorState]:
+        """The executors as they are seen from here."""
+        return [self._loop.state]
+
+    def block_tables(self, tenant: str, request_id: str) -> list[SequenceBlockTable] | None:
+        """The block tables of a request's live sequences; None if it is not known."""
+        group = self._core.groups.get((tenant, request_id))
+        if group is None:
+            return None
+        return [self._block_table(sequence) for sequence in group.sequences if sequence.state is not _FINISHED]
+
+    def _block_table(self, sequence: CoreSequence) -> SequenceBlockTable:
+        blocks, swapped = self._loop.lane.blocks, sequence.state is SequenceState.SWAPPED
+        block_ids = sequence.host_block_ids if swapped else sequence.block_ids
+        ref_counts = (blocks.host_pool if swapped else blocks.pool).ref_counts
+        return SequenceBlockTable(
+            sample_index=sequence.sample_index,
+            block_ids=tuple(block_ids),
+            ref_counts=tuple(ref_counts[block_id] for block_id in block_ids),
+            num_computed_tokens=sequence.num_computed_tokens,
+            swapped=swapped,
+        )
+
+    def watch(self, *, include_block_tables: bool = False) -> StepWatch:
+        """Step records from now on."""
+        return StepWatch(self._recorder.watches, include_block_tables=include_block_tables)
+
+    # --- what the plan loop says -------------------------------------------------------------------------------------
+
+    def on_outputs(self, outputs: StepOutputs) -> None:
+        """Bring news to the live requests, then wake each one's readers once."""
+        now = time.monotonic_ns()
+        touched: dict[RequestKey, LiveRequest] = {}
+        for sequence, prompt_logprobs in outputs.prompt_logprobs:
+            live = self._live.get(sequence.group.key)
+            if live is not None and live.prompt_logprobs is not None:
+                touched[sequence.group.key] = live
+                live.prompt_logprobs.extend(prompt_logprobs)
+        for sequence, token_id in zip(outputs.sequences, outputs.token_ids, strict=True):
+            logprobs = outputs.logprobs.get(sequence)
+            self._extend(
+                touched, sequence, (token_id,), (logprobs,) if logprobs else (), outputs.finishes.get(sequence)
+            )
+        for sequence, finish in outputs.finishes.items():
+            self._extend(touched, sequence, (), (), finish)
+        for beam in outputs.hypotheses:
+            self._extend(touched, beam, beam.token_ids, (), beam.finish, beam.cumulative_logprob)
+        for key, live in touched.items():
+            if not live.times.first_token_ns and live.num_completion_tokens:
+                live.times.first_token_ns = now
+            if live.settle():
+                self._retire(key, live, now)
+            live.notify()
+
+    def _extend(
+        self,
+        touched: dict[RequestKey, LiveRequest],
+        sequence: CoreSequence | BeamOutput,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        finish: Finish | None,
+        cumulative_logprob: float | None = None,
+    ) -> None:
+        """Bring news to one sample, unless it has ended here already."""
+        key, index = sequence.group.key, sequence.sample_index
+        live = self._live.get(key)
+        # A beam search has more sequences than results.
+        if live is None or index >= len(live.samples) or live.samples[index].finish is not None:
+            return
+        touched[key] = live
+        if live.samples[index].extend(token_ids, logprobs, finish, cumulative_logprob) is not None:
+            self._core.stop_sample(key, index)
+
+    def on_planned(self, step: PlannedStep) -> None:
+        """Note the times and preemptions of the step's requests."""
+        self._recorder.planned(step.plan.step_id)
+        now = time.monotonic_ns()
+        for sequence in step.joined:
+            live = self._live.get(sequence.group.key)
+            if live is not None and not live.times.first_plan_ns:
+                live.times.first_plan_ns = now
+                # The first to join computes the prompt, for the other samples too.
+                live.counts.num_cached_tokens = sequence.num_hit_tokens
+        for sequence in step.preempted:
+            live = self._live.get(sequence.group.key)
+            if live is not None:
+                live.counts.num_preemptions = sequence.group.num_preemptions
+
+    def on_applied(self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float) -> None:
+        """Hand the step to those who watch."""
+        ended = self._core.take_ended()
+        if self._recorder.watches:
+            contexts = context_lens(self._loop.lane, step, applied=set(outputs.sequences))
+            self._recorder.applied(step, contexts, result, ended, now)
+
+    def on_connected(self, connected: bool) -> None:
+        """Tell those who report health."""
+        if connected:
+            self._connected_once.set()
+        else:
+            self._recorder.forget()
+        self._tell_health()
+
+    def _retire(self, key: RequestKey, live: LiveRequest, now_ns: int) -> None:
+        live.ended = True
+        live.times.end_ns = now_ns
+        del self._live[key]
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+        if not self._live:
+            self._idle.set()
+
+    # --- small things ------------------------------------------------------------------------------------------------
+
+    def _set_deadline(self, request: EngineRequest) -> None:
+        if request.deadline is None:
+            return
+        key = request.spec.key
+        delay = max(0.0, request.deadline - time.monotonic())
+        self._timers[key] = asyncio.get_running_loop().call_later(delay, self.abort, *key, FinishDetail.DEADLINE)
+
+    def _retry_after_s(self) -> float:
+        """How long until the queue has moved: a second for every full batch that waits."""
+        waiting, batch = len(self._core.waiting), self._loop.lane.spec.max_num_seqs
+        return min(30.0, max(0.1, waiting / batch))
+
+    def _set_draining(self, draining: bool) -> None:
+        self.draining = draining
+        self._core.drain(draining)
+        self._loop.wake()
+        self._tell_health()
+
+    def _tell_health(self) -> None:
+        for callback in self._health_listeners:
+            callback(self.connected and not self.draining)

@@ -1,0 +1,170 @@
+"""Cursors over a live request: what one reader has not sent yet. A reader's lag is an index, never a queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.types import Finish, PromptLogprobs, TokenLogprobs
+from scheduler_svc.engine.live_request import LiveRequest, LiveSample
+
+MAX_CHUNK_BYTES = 1 << 20
+"""About the largest response: a reader that is far behind gets several."""
+PROMPT_TOKEN_BYTES = 3
+"""A prompt's token id in the first response, if asked for."""
+_SAMPLE_BYTES = 64
+_TOKEN_BYTES = 8
+_CHAR_BYTES = 3
+_LOGPROB_BYTES = 24
+_TOP_LOGPROB_BYTES = 20
+
+
+@dataclass(slots=True)
+class SampleChunk:
+    """New output of one sample; see SampleOutput in generation.proto."""
+
+    sample_index: int
+    first_token_index: int
+    token_ids: list[int]
+    text: str
+    text_offset: int
+    logprobs: Sequence[TokenLogprobs]
+    finish: Finish | None
+    num_bytes: int
+    """About the size on the wire."""
+    is_whole: bool
+    """Nothing more of this sample can be taken now."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """All that is new of one request, as far as it fits one response."""
+
+    samples: list[SampleChunk] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    """Those that are new; without rows if there are none to come."""
+    is_first: bool = False
+    is_last: bool = False
+    is_whole: bool = True
+    """Nothing more can be taken now."""
+    num_bytes: int = 0
+
+
+class _Cursor:
+    """How far one sample has been sent."""
+
+    __slots__ = ("done", "text", "token")
+
+    def __init__(self) -> None:
+        self.token = 0
+        self.text = 0
+        self.done = False
+
+
+class RequestReader:
+    """Reads one live request from its beginning to its end; any number of readers may do so at once."""
+
+    __slots__ = ("_cursors", "_final_only", "_is_first", "_prompt_end", "done", "live")
+
+    def __init__(self, live: LiveRequest, *, final_only: bool = False) -> None:
+        self.live = live
+        self.done = False
+        """Everything has been taken, and nothing more will come."""
+        self._final_only = final_only
+        self._is_first = True
+        self._prompt_end = 0
+        """Prompt tokens before this index have been dealt with: their logprobs were taken."""
+        self._cursors = [_Cursor() for _ in range(live.num_returned)]
+
+    def take(self, max_bytes: int = MAX_CHUNK_BYTES) -> Chunk | None:
+        """What is new, at most about `max_bytes` (but a token at least); None: nothing yet, or the end was taken."""
+        if self.done:
+            return None
+        chunk = Chunk()
+        self._take_prompt(chunk, max_bytes)
+        if chunk.is_whole:
+            self._take_samples(chunk, max_bytes)
+        if not chunk.samples and chunk.prompt_logprobs is None:
+            return None
+        if chunk.samples and self._prompt_end == 0 and self.live.prompt_logprobs is not None:
+            # None came before the output, so none will: the prompt has one token, or the request ended before it ran.
+            chunk.prompt_logprobs = self.live.prompt_logprobs.rows(1, 1)
+            self._prompt_end = 1
+        chunk.is_first, self._is_first = self._is_first, False
+        chunk.is_last = self.done
+        return chunk
+
+    def _take_prompt(self, chunk: Chunk, max_bytes: int) -> None:
+        """Take what is new of the prompt's logprobs; output comes only when all of them have been taken."""
+        known = self.live.prompt_logprobs
+        if known is None or (self._final_only and all(sample.finish is None for sample in self.live.returned)):
+            return
+        start = max(1, self._prompt_end)
+        if start == known.end:
+            return
+        row_bytes = _TOKEN_BYTES + _LOGPROB_BYTES + _TOP_LOGPROB_BYTES * known.num_top
+        end = min(known.end, start + max(1, max_bytes // row_bytes))
+        chunk.prompt_logprobs = known.rows(start, end)
+        chunk.num_bytes += (end - start) * row_bytes
+        chunk.is_whole = end == known.end
+        self._prompt_end = end
+
+    def _take_samples(self, chunk: Chunk, max_bytes: int) -> None:
+        """Take what is new of the samples; `done` once all of them have ended and been taken."""
+        if not self.live.returned:
+            return
+        ended = False
+        for index, (sample, cursor) in enumerate(zip(self.live.returned, self._cursors, strict=True)):
+            if cursor.done or (self._final_only and sample.finish is None):
+                continue
+            if chunk.num_bytes >= max_bytes:
+                chunk.is_whole = False
+                break
+            part = _advance(index, sample, cursor, max_bytes - chunk.num_bytes)
+            if part is not None:
+                chunk.samples.append(part)
+                chunk.num_bytes += part.num_bytes
+                chunk.is_whole = chunk.is_whole and part.is_whole
+                ended = ended or cursor.done
+        self.done = ended and all(cursor.done for cursor in self._cursors)
+
+
+def _advance(index: int, sample: LiveSample, cursor: _Cursor, max_bytes: int) -> SampleChunk | None:
+    """Take what is new of one sample and move its cursor."""
+    num_tokens, text = len(sample.token_ids), "" if sample.text is None else sample.text.text
+    start, text_start, num_chars = cursor.token, cursor.text, len(text)
+    if start == num_tokens and text_start == num_chars and sample.finish is None:
+        return None
+    token_end, text_end, num_bytes = _fit(sample, cursor, num_tokens, num_chars, max_bytes)
+    is_whole = token_end == num_tokens and text_end == num_chars
+    finish = sample.finish if is_whole else None
+    cursor.token, cursor.text, cursor.done = token_end, text_end, finish is not None
+    return SampleChunk(
+        sample_index=index,
+        first_token_index=start,
+        token_ids=sample.token_ids[start:token_end],
+        text=text[text_start:text_end],
+        text_offset=text_start,
+        logprobs=sample.logprobs[start:token_end] if sample.logprobs else (),
+        finish=finish,
+        num_bytes=num_bytes,
+        is_whole=is_whole,
+    )
+
+
+def _fit(sample: LiveSample, cursor: _Cursor, num_tokens: int, num_chars: int, max_bytes: int) -> tuple[int, int, int]:
+    """Up to which token and which character a chunk of this size may go, and how large it is then."""
+    token_end, text_end = num_tokens, num_chars
+    num_bytes = _num_bytes(sample, token_end - cursor.token, text_end - cursor.text)
+    while num_bytes > max_bytes and token_end - cursor.token > 1:
+        token_end = cursor.token + (token_end - cursor.token) // 2
+        text_end = sample.text.text_ends[token_end - 1] if sample.text is not None else 0
+        num_bytes = _num_bytes(sample, token_end - cursor.token, text_end - cursor.text)
+    return token_end, text_end, num_bytes
+
+
+def _num_bytes(sample: LiveSample, num_tokens: int, num_chars: int) -> int:
+    per_token = _TOKEN_BYTES
+    if sample.logprobs:
+        per_token += _LOGPROB_BYTES + _TOP_LOGPROB_BYTES * len(sample.logprobs[0].top_token_ids)
+    return _SAMPLE_BYTES + num_tokens * per_token + num_chars * _CHAR_BYTES

@@ -1,0 +1,135 @@
+"""Step records for those who watch: the demo's picture, `cadenza top`, the load-testing harness."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.sequences.sequence import Sequence
+from scheduler_svc.core.types import StepResult
+from scheduler_svc.engine.ports import Load, StepRecord
+
+_MAX_RECORDS = 4096
+_MAX_AT_ONCE = 64
+"""Records in one message: thousands would hold the event loop up, and steps with it, while they are written out."""
+
+
+class StepWatch:
+    """One watcher's records. A slow watcher loses the newest ones, and is told how many; no step waits for it.
+
+    Use as an async context manager, then iterate: each item is (records, number lost so far); the first comes at once.
+    """
+
+    def __init__(self, watches: set[StepWatch], *, include_block_tables: bool) -> None:
+        self.include_block_tables = include_block_tables
+        self._watches = watches
+        self._records: deque[StepRecord] = deque()
+        self._num_dropped = 0
+        self._outputs = asyncio.Event()
+        self._outputs.set()
+
+    async def __aenter__(self) -> StepWatch:
+        self._watches.add(self)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._watches.discard(self)
+
+    def __aiter__(self) -> StepWatch:
+        return self
+
+    async def __anext__(self) -> tuple[list[StepRecord], int]:
+        await self._outputs.wait()
+        records = [self._records.popleft() for _ in range(min(len(self._records), _MAX_AT_ONCE))]
+        if not self._records:
+            self._outputs.clear()
+        return records, self._num_dropped
+
+    def put(self, record: StepRecord) -> None:
+        """Hand a record over."""
+        if len(self._records) < _MAX_RECORDS:
+            self._records.append(record)
+        else:
+            self._num_dropped += 1
+        self._outputs.set()
+
+
+class StepRecorder:
+    """Turns planned steps and their results into records, while anybody watches."""
+
+    def __init__(self, load: Callable[[], Load], started_ns: int) -> None:
+        self.watches: set[StepWatch] = set()
+        self._load = load
+        self._started_ns = started_ns
+        self._loads: dict[int, Load] = {}
+
+    def planned(self, step_id: int) -> None:
+        """A step was planned: keep the load as it is now."""
+        if self.watches:
+            self._loads[step_id] = self._load()
+
+    def applied(
+        self,
+        step: PlannedStep,
+        contexts: dict[Sequence, int],
+        result: StepResult,
+        ended: list[Sequence],
+        now: float,
+    ) -> None:
+        """Its result was applied: context lengths of its sequences before it, and who has ended since the last one."""
+        load = self._loads.pop(step.plan.step_id, None)
+        record = self._record(step, contexts, result, ended, load or self._load(), now)
+        for watch in self.watches:
+            watch.put(record)
+
+    def forget(self) -> None:
+        """The plans in flight are lost."""
+        self._loads.clear()
+
+    def _record(
+        self,
+        step: PlannedStep,
+        contexts: dict[Sequence, int],
+        result: StepResult,
+        ended: list[Sequence],
+        load: Load,
+        now: float,
+    ) -> StepRecord:
+        counts = result.num_tokens or [1] * len(result.slots)
+        sampled: dict[int | None, int] = dict(zip(result.slots, counts, strict=True))
+        chunks = {chunk.sequence: chunk.num_tokens for chunk in step.chunks}
+        return StepRecord(
+            step_id=step.plan.step_id,
+            executor_id=step.plan.executor_id,
+            planned_ns=int(step.planned_at * 1e9) - self._started_ns,
+            applied_ns=int(now * 1e9) - self._started_ns,
+            result=result,
+            joined=[
+                (s.sequence_id, s.group.spec.request_id, s.sample_index, s.num_prompt_tokens, slot)
+                for s, slot in zip(step.joined, step.joined_slots, strict=True)
+            ],
+            sequence_ids=[sequence.sequence_id for sequence in contexts],
+            num_tokens=[chunks.get(sequence, 1) for sequence in contexts],
+            context_lens=list(contexts.values()),
+            num_sampled=[sampled.get(sequence.last_slot, 0) for sequence in contexts],
+            left=[(sequence.sequence_id, sequence.num_output_tokens) for sequence in ended],
+            preempted_ids=[sequence.sequence_id for sequence in step.preempted],
+            swapped_out_ids=[sequence.sequence_id for sequence in step.swapped_out],
+            swapped_in_ids=[sequence.sequence_id for sequence in step.swapped_in],
+            load=load,
+            block_changes=_block_changes(step),
+        )
+
+
+def _block_changes(step: PlannedStep) -> list[tuple[int, tuple[int, ...], bool]]:
+    """Block table changes of a step: who lost its table, who got one, who got a block more."""
+    changes: list[tuple[int, tuple[int, ...], bool]] = []
+    changes += [(sequence.sequence_id, (), True) for sequence in (*step.preempted, *step.retired)]
+    changes += [
+        (sequence.sequence_id, admitted.block_ids, True)
+        for sequence, admitted in zip(step.described, step.plan.admitted, strict=True)
+    ]
+    changes += [(sequence.sequence_id, (block_id,), False) for sequence, block_id in step.appended]
+    return changes

@@ -1,0 +1,243 @@
+"""An executor over grpc.aio: Describe, and the plan stream with its heartbeats."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, NoReturn
+
+import grpc
+
+from cadenza.transport import EXECUTOR_PORT, PROTOCOL_VERSION, channel_options, format_address, parse_address
+from cadenza.v1 import execution_pb2 as pb
+from cadenza.v1 import execution_pb2_grpc as pb_grpc
+from scheduler_svc.convert.execution import ProtocolError, model_description, step_plan, step_result
+from scheduler_svc.core.types import StepPlan, StepResult
+from scheduler_svc.engine.ports import (
+    ExecutorFencedError,
+    ExecutorLostError,
+    ModelDescription,
+    SessionOpened,
+)
+
+if TYPE_CHECKING:
+    _Call = grpc.aio.StreamStreamCall[pb.ExecuteRequest, pb.ExecuteResponse]
+
+_LOG = logging.getLogger(__name__)
+_HEARTBEAT_S = 0.5
+_SILENCE_S = 10.0
+_OPEN_TIMEOUT_S = 60.0
+"""An executor that is taken over answers when its running step has ended."""
+_FIRST_NOTICE_S = 5.0
+"""An executor that is started beside this scheduler has loaded a small model by then."""
+_NOTICE_S = 30.0
+_DESCRIBE_TIMEOUT_S = 5.0
+_RETRY_S = 0.2
+_FENCED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED)
+
+
+class GrpcExecutor:
+    """One executor by its address: an ExecutorPort. The channel reconnects by itself."""
+
+    def __init__(self, target: str, scheduler_id: str, *, silence_s: float = _SILENCE_S) -> None:
+        """`silence_s`: an executor that says nothing for so long is lost. Raises ValueError for a bad address."""
+        self.target = format_address(*parse_address(target, default_port=EXECUTOR_PORT))
+        self._scheduler_id = scheduler_id
+        self._silence_s = silence_s
+        self._channel = grpc.aio.insecure_channel(self.target, options=channel_options())
+        self._stub: pb_grpc.ExecutionServiceAsyncStub = pb_grpc.ExecutionServiceStub(self._channel)
+
+    async def describe(self) -> ModelDescription:
+        """Wait until the executor answers; raises ExecutorLostError if it speaks another protocol."""
+        notice = asyncio.create_task(self._tell_of_waiting())
+        try:
+            while True:
+                try:
+                    message = await self._stub.Describe(
+                        pb.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S, wait_for_ready=True
+                    )
+                    break
+                except grpc.aio.AioRpcError as exc:
+                    # UNAVAILABLE: still loading, or the connection broke; DEADLINE_EXCEEDED: nobody listens.
+                    if exc.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                        raise ExecutorLostError(f"Describe: {_reason(exc)}") from exc
+                    if exc.code() is grpc.StatusCode.UNAVAILABLE:  # at once, perhaps
+                        await asyncio.sleep(_RETRY_S)
+        finally:
+            notice.cancel()
+        if message.protocol_version != PROTOCOL_VERSION:
+            raise ExecutorLostError(
+                f"it speaks protocol version {message.protocol_version}, this scheduler {PROTOCOL_VERSION}"
+            )
+        return model_description(message)
+
+    async def open(self, epoch: int) -> GrpcPlanStream:
+        """Open a session; raises ExecutorLostError, ExecutorFencedError."""
+        stream = GrpcPlanStream(self._stub.Execute(), epoch, silence_s=self._silence_s)
+        try:
+            await stream.start(self._scheduler_id)
+        except BaseException:
+            await stream.close()
+            raise
+        return stream
+
+    async def aclose(self) -> None:
+        """Close the channel; open sessions end."""
+        await self._channel.close()
+
+    async def _tell_of_waiting(self) -> None:
+        delay, waited = _FIRST_NOTICE_S, 0.0
+        while True:
+            await asyncio.sleep(delay)
+            waited += delay
+            delay = _NOTICE_S
+            _LOG.warning("waiting for the executor at %s (%.0f s so far)", self.target, waited)
+
+
+class GrpcPlanStream:
+    """One session: a PlanStream. Writes go one at a time; silence for `silence_s` breaks it."""
+
+    opened: SessionOpened
+
+    def __init__(self, call: _Call, epoch: int, *, silence_s: float) -> None:
+        self.last_heartbeat: pb.Heartbeat | None = None
+        """The executor's last: which step runs, and for how long."""
+        self.resident_bytes = 0
+        """Memory resident in the executor's process, as it last told; 0: not known."""
+        self._call = call
+        self._epoch = epoch
+        self._silence_s = silence_s
+        self._write_lock = asyncio.Lock()
+        self._last_seen = time.monotonic()
+        self._inflight: deque[tuple[int, float]] = deque()
+        """step_id and time of sending, oldest first."""
+        self._lost = ""
+        self._closed = False
+        self._heart: asyncio.Task[None] | None = None
+
+    async def start(self, scheduler_id: str) -> None:
+        """Say open, wait for the answer, begin the heartbeats."""
+        opening = pb.OpenSession(scheduler_id=scheduler_id, epoch=self._epoch, protocol_version=PROTOCOL_VERSION)
+        try:
+            async with asyncio.timeout(_OPEN_TIMEOUT_S):
+                await self._write(pb.ExecuteRequest(open=opening))
+                message = await self._read()
+                while message.WhichOneof("message") == "heartbeat":
+                    message = await self._read()
+        except TimeoutError as exc:
+            raise ExecutorLostError(f"no answer to OpenSession within {_OPEN_TIMEOUT_S:.0f} s") from exc
+        if message.WhichOneof("message") != "opened" or message.opened.epoch != self._epoch:
+            raise ExecutorLostError("the answer to OpenSession is not this session's SessionOpened")
+        self.opened = SessionOpened(message.opened.incarnation, message.opened.last_completed_step_id)
+        self.resident_bytes = message.opened.resident_bytes
+        self._heart = asyncio.create_task(self._beat(), name="executor-heartbeat")
+
+    async def send(self, plan: StepPlan) -> None:
+        """Send the next plan; raises ExecutorLostError."""
+        self._inflight.append((plan.step_id, time.monotonic()))
+        await self._write(pb.ExecuteRequest(plan=step_plan(plan, self._epoch)))
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        """Results in plan order; raises ExecutorLostError when the stream ends."""
+        while True:
+            message = await self._read()
+            if message.WhichOneof("message") == "result":
+                yield self._result(message.result)
+
+    async def close(self) -> None:
+        """End the session; safe to call twice."""
+        self._closed = True
+        if self._heart is not None:
+            self._heart.cancel()
+        # A call that is only dropped lives on (grpc#43462).
+        self._call.cancel()
+
+    def _result(self, message: pb.StepResult) -> StepResult:
+        if message.epoch != self._epoch or message.incarnation != self.opened.incarnation:
+            raise ExecutorLostError(f"the result of step {message.step_id} belongs to another session")
+        if self._inflight and self._inflight[0][0] == message.step_id:
+            self._inflight.popleft()
+        try:
+            return step_result(message)
+        except ProtocolError as exc:
+            raise ExecutorLostError(str(exc)) from exc
+
+    async def _read(self) -> pb.ExecuteResponse:
+        """The next message; heartbeats are noted. Raises ExecutorLostError at the end of the stream."""
+        try:
+            message = await self._call.read()
+        except asyncio.CancelledError:
+            self._raise_unless_cancelled()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as exc:
+            await self._raise_lost(exc)
+        if not isinstance(message, pb.ExecuteResponse):
+            await self._raise_lost(None)
+        self._last_seen = time.monotonic()
+        if message.WhichOneof("message") == "heartbeat":
+            self.last_heartbeat = message.heartbeat
+            self.resident_bytes = message.heartbeat.resident_bytes
+        return message
+
+    async def _write(self, message: pb.ExecuteRequest) -> None:
+        async with self._write_lock:
+            try:
+                await self._call.write(message)
+            except asyncio.CancelledError:
+                self._raise_unless_cancelled()
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as exc:
+                await self._raise_lost(exc)
+
+    def _raise_unless_cancelled(self) -> NoReturn:
+        """grpc.aio raises CancelledError for a call that was cancelled, as for a task that was: tell them apart."""
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
+        raise ExecutorLostError(self._lost or "the session was closed")
+
+    async def _raise_lost(self, exc: BaseException | None) -> NoReturn:
+        """Name the reason why the call ended."""
+        if self._lost or self._closed:
+            raise ExecutorLostError(self._lost or "the session was closed") from exc
+        code, details = await self._call.code(), await self._call.details()
+        if code in _FENCED:
+            raise ExecutorFencedError(f"the executor refuses this scheduler: {code.name}: {details}") from exc
+        if code is grpc.StatusCode.OK:
+            raise ExecutorLostError("the executor ended the plan stream") from exc
+        raise ExecutorLostError(f"{code.name}: {details}") from exc
+
+    async def _beat(self) -> None:
+        """Send heartbeats, and watch for the other side's silence."""
+        last_tick = time.monotonic()
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            now = time.monotonic()
+            if now - last_tick > 2 * _HEARTBEAT_S + 1.0:
+                # This process itself was held up: what has arrived meanwhile is not read yet.
+                self._last_seen = max(self._last_seen, now - self._silence_s / 2)
+            last_tick = now
+            if now - self._last_seen > self._silence_s:
+                self._lost = f"no message for {now - self._last_seen:.1f} s"
+                self._call.cancel()
+                return
+            if self._write_lock.locked():
+                # A plan that cannot be written says as much; beats must not pile up behind it.
+                continue
+            try:
+                await self._write(pb.ExecuteRequest(heartbeat=self._heartbeat(now)))
+            except ExecutorLostError:
+                return  # the reader tells why
+
+    def _heartbeat(self, now: float) -> pb.Heartbeat:
+        if not self._inflight:
+            return pb.Heartbeat()
+        step_id, sent_at = self._inflight[0]
+        return pb.Heartbeat(
+            running_step_id=step_id, running_age_ns=int((now - sent_at) * 1e9), num_queued_plans=len(self._inflight)
+        )
+
+
+def _reason(exc: grpc.aio.AioRpcError) -> str:
+    return f"{exc.code().name}: {exc.details()}"

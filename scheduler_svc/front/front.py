@@ -1,0 +1,81 @@
+"""What all calls share: the engine, the request builder once there is one, and the streams that are open."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import grpc
+from grpc_status import rpc_status
+
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.convert.errors import NotServingError, status_of
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.requests.builder import RequestBuilder
+
+
+class Front:
+    """Between the calls and the engine. Made before the engine has started; `open` lets calls in, `stop` ends them."""
+
+    def __init__(self, engine: Engine, config: SchedulerConfig, *, version: str = "") -> None:
+        self.engine = engine
+        self.config = config
+        self.version = version
+        self._builder: RequestBuilder | None = None
+        self._streams: set[asyncio.Event] = set()
+        self._num_clients = 0
+        self._stopping = False
+
+    @property
+    def builder(self) -> RequestBuilder:
+        """Turns requests into the engine's; raises NotServingError before `open` and after `stop`."""
+        self.check_serving()
+        assert self._builder is not None
+        return self._builder
+
+    @property
+    def num_streams(self) -> int:
+        """Client streams that are open."""
+        return self._num_clients
+
+    def open(self, builder: RequestBuilder) -> None:
+        """Let calls in: the engine has started."""
+        self._builder = builder
+
+    def stop(self) -> None:
+        """Refuse calls from now on; streams end with UNAVAILABLE after what they have ready."""
+        self._stopping = True
+        for wake in self._streams:
+            wake.set()
+
+    def check_serving(self) -> None:
+        """Raises NotServingError unless calls are served."""
+        if self._stopping:
+            raise NotServingError("the service is stopping")
+        if self.engine.failure is not None:
+            raise NotServingError(f"the service is stopping: {self.engine.failure}")
+        if self._builder is None:
+            raise NotServingError(f"the service is starting: it waits for {', '.join(self.config.executor)}")
+
+    @contextmanager
+    def stream(self, wake: asyncio.Event, *, is_client: bool = True) -> Iterator[None]:
+        """Count a client stream, and let `stop` wake it."""
+        self._streams.add(wake)
+        self._num_clients += is_client
+        try:
+            yield
+        finally:
+            self._streams.discard(wake)
+            self._num_clients -= is_client
+
+
+async def abort_with(context: Any, exc: Exception) -> NoReturn:
+    """End the call with the status of this error and its details; says nothing to a client that is gone."""
+    # InternalError: a message could not be sent any more; the client is going, and the context does not know it yet.
+    if context.cancelled() or context.done() or isinstance(exc, grpc.aio.InternalError):
+        raise asyncio.CancelledError from exc
+    status = rpc_status.to_status(status_of(exc))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("abort returned")

@@ -1,0 +1,159 @@
+"""GenerationService: each handler validates, calls, maps the result."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterable
+from typing import Any
+
+from cadenza.transport import PROTOCOL_VERSION
+from cadenza.v1 import generation_pb2 as pb
+from cadenza.v1 import generation_pb2_grpc as pb_grpc
+from scheduler_svc.convert import generation as convert
+from scheduler_svc.convert.limits import check_limits, check_named
+from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
+from scheduler_svc.engine.live_request import LiveRequest
+from scheduler_svc.engine.reader import RequestReader
+from scheduler_svc.front.front import Front, abort_with
+from scheduler_svc.front.process_memory import resident_bytes
+from scheduler_svc.front.session import Session
+from scheduler_svc.requests.builder import RequestBuilder
+from scheduler_svc.requests.fields import OutputMode, RequestFields
+
+
+class GenerationServicer(pb_grpc.GenerationServiceServicer):
+    """Serves clients from a Front. Streams write through the context, so that `finally` runs at once when one ends."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
+        """One request: its output as it comes, in as few messages as the reader's pace allows."""
+        try:
+            check_limits(request)
+            fields = convert.request_fields(request)
+            engine_request = await self._front.builder.build_off_loop(
+                fields, now=time.monotonic(), time_left_s=context.time_remaining()
+            )
+            live = self._front.engine.submit(engine_request)
+            await self._stream(live, fields, context)
+        except Exception as exc:
+            await abort_with(context, exc)
+
+    async def Session(self, request_iterator: AsyncIterable[pb.SessionRequest], context: Any) -> None:  # type: ignore[override]
+        """Many requests over one stream."""
+        try:
+            self._front.check_serving()
+            await Session(self._front, context).run(request_iterator)
+        except Exception as exc:
+            await abort_with(context, exc)
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        """End a request, whichever stream it came by."""
+        await self._builder(context)
+        try:
+            check_named(request.request_id)
+            check_limits(request)
+        except RequestRejectedError as exc:
+            await abort_with(context, exc)
+        return pb.AbortResponse(aborted=self._front.engine.abort(request.tenant, request.request_id))
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
+        """The model that is served."""
+        builder = await self._builder(context)
+        tokenizer = builder.tokenizer
+        return convert.model_info(
+            self._front.engine.model,
+            max_model_len=builder.max_model_len,
+            has_tokenizer=tokenizer is not None,
+            has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
+        """Options, load, executors."""
+        builder = await self._builder(context)
+        engine = self._front.engine
+        return pb.GetServerInfoResponse(
+            version=self._front.version,
+            protocol_version=PROTOCOL_VERSION,
+            options=self._options(builder),
+            load=convert.load(engine.load(), num_client_tasks=self._front.num_streams),
+            executors=[convert.executor_info(state) for state in engine.executor_infos()],
+            uptime_s=engine.uptime_s,
+            draining=engine.draining,
+            resident_bytes=resident_bytes(),
+        )
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        """Token ids of a prompt, as Generate would make them."""
+        builder = await self._builder(context)
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        try:
+            check_limits(request)
+            prompt = convert.prompt_fields(request.prompt)
+            builder.check_prompt(prompt)
+            work = functools.partial(builder.tokenize, prompt, add_special_tokens=special)
+            num_chars = builder.prompt_chars(prompt)
+            token_ids = work() if builder.tokenizer is None else await builder.tokenizer.run(work, num_chars)
+        except Exception as exc:
+            await abort_with(context, exc)
+        return pb.TokenizeResponse(token_ids=token_ids)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        """Text of token ids."""
+        builder = await self._builder(context)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        try:
+            if builder.tokenizer is None:
+                raise PreconditionError("token_ids", "the service has no tokenizer")
+            check_limits(request)
+            token_ids = list(request.token_ids)
+            builder.check_token_ids(token_ids, "token_ids")
+            work = functools.partial(builder.tokenizer.decode, token_ids, skip_special_tokens=skip)
+            text = await builder.tokenizer.run(work, len(token_ids))
+        except Exception as exc:
+            await abort_with(context, exc)
+        return pb.DetokenizeResponse(text=text)
+
+    async def _stream(self, live: LiveRequest, fields: RequestFields, context: Any) -> None:
+        """Send what a request makes until it ends; a stream that is gone leaves it to the engine."""
+        wake = asyncio.Event()
+        reader = RequestReader(live, final_only=fields.output_mode is OutputMode.FINAL)
+
+        def listener(_: LiveRequest) -> None:
+            wake.set()
+
+        live.subscribe(listener)
+        try:
+            with self._front.stream(wake):
+                while not reader.done:
+                    chunk = reader.take()
+                    if chunk is None:
+                        self._front.check_serving()
+                        await wake.wait()
+                        wake.clear()
+                        continue
+                    message = pb.GenerateResponse()
+                    convert.fill_response(message, live, chunk, with_prompt_ids=fields.return_prompt_token_ids)
+                    await context.write(message)
+        finally:
+            self._front.engine.detach(live, listener)
+
+    async def _builder(self, context: Any) -> RequestBuilder:
+        try:
+            return self._front.builder
+        except Exception as exc:
+            await abort_with(context, exc)
+
+    def _options(self, builder: RequestBuilder) -> dict[str, str]:
+        """The options in force: what was left to the executor is filled in."""
+        model, config = self._front.engine.model, self._front.config
+        options = {name: value for name, value in config.model_dump().items() if value is not None}
+        options["executor"] = ",".join(config.executor)
+        options["tokenizer"] = builder.tokenizer.source if builder.tokenizer is not None else ""
+        options["max_model_len"] = builder.max_model_len
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            options[name] = min(options.get(name, getattr(model, name)), getattr(model, name))
+        return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}

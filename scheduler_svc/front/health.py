@@ -1,0 +1,64 @@
+"""grpc.health.v1 with a Watch that every watcher can rely on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """grpc.health.v1: all names share one state.
+
+    Not grpc_health's own: there the first watcher that leaves takes the others' wake-up with it, and they hear no more.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        """`names`: the services; the empty name stands for the whole server."""
+        self._names = frozenset(["", *names])
+        self._serving = False
+        self._stopped = False
+        self._watchers: set[asyncio.Event] = set()
+
+    def set(self, serving: bool) -> None:
+        """Tell whether calls are served."""
+        self._serving = serving and not self._stopped
+        for wake in self._watchers:
+            wake.set()
+
+    def stop(self) -> None:
+        """NOT_SERVING for good; watches end after saying so."""
+        self._stopped = True
+        self.set(False)
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """The state now; NOT_FOUND for names that are not served."""
+        if request.service not in self._names:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r}")
+        return health_pb2.HealthCheckResponse(status=self._status(request.service))
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        """The state now and at each change; SERVICE_UNKNOWN for names that are not served."""
+        wake = asyncio.Event()
+        self._watchers.add(wake)
+        last = None
+        try:
+            while True:
+                status = self._status(request.service)
+                if status != last:
+                    await context.write(health_pb2.HealthCheckResponse(status=status))
+                    last = status
+                elif self._stopped:
+                    return
+                else:
+                    await wake.wait()
+                wake.clear()
+        finally:
+            self._watchers.discard(wake)
+
+    def _status(self, name: str) -> Any:
+        if name not in self._names:
+            return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        return health_pb2.HealthCheckResponse.SERVING if self._serving else health_pb2.HealthCheckResponse.NOT_SERVING

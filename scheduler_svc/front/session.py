@@ -1,0 +1,217 @@
+"""One Session stream: many requests, whose news travel together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterable
+from typing import Any
+
+from cadenza.v1 import generation_pb2 as pb
+from scheduler_svc.convert import generation as convert
+from scheduler_svc.convert.errors import AbortedEarlyError, status_of
+from scheduler_svc.convert.limits import check_limits, check_named
+from scheduler_svc.core.errors import RequestExistsError, RequestRejectedError
+from scheduler_svc.engine.live_request import LiveRequest
+from scheduler_svc.engine.ports import EngineRequest
+from scheduler_svc.engine.reader import MAX_CHUNK_BYTES, PROMPT_TOKEN_BYTES, RequestReader
+from scheduler_svc.front.front import Front
+from scheduler_svc.front.unreadable import Unreadable
+from scheduler_svc.requests.fields import OutputMode, RequestFields
+
+_LOG = logging.getLogger(__name__)
+_MAX_ERRORS = 1000
+"""Errors kept for a client that sends and does not read; beyond them nothing more is read from it."""
+_MAX_ECHO_CHARS = 4096
+"""Of a request id that is far too long, this much comes back with the error."""
+
+
+class _Entry:
+    """One request of a session: first being tokenized, if that takes long, then read."""
+
+    __slots__ = ("fields", "reader", "session", "task")
+
+    def __init__(self, session: Session, fields: RequestFields) -> None:
+        self.session = session
+        self.fields = fields
+        self.task: asyncio.Task[None] | None = None
+        self.reader: RequestReader | None = None
+
+    def on_outputs(self, _: LiveRequest) -> None:
+        """Something is new."""
+        self.session.mark(self)
+
+
+class Session:
+    """Reads actions in one task and writes news from another; what one step made leaves in one message."""
+
+    def __init__(self, front: Front, context: Any) -> None:
+        self._front = front
+        self._context = context
+        self._entries: dict[str, _Entry] = {}
+        self._outputs: dict[str, _Entry] = {}
+        self._errors: deque[pb.SessionEvent] = deque()
+        self._wake = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._input_over = False
+
+    async def run(self, requests: AsyncIterable[pb.SessionRequest]) -> None:
+        """Serve until the client has half-closed and all is sent. Raises NotServingError when the service stops."""
+        reading = asyncio.create_task(self._read(requests), name="session-input")
+        try:
+            with self._front.stream(self._wake):
+                while True:
+                    message = self._collect()
+                    if message is not None:
+                        await self._context.write(message)
+                        continue
+                    if self._input_over and not self._entries:
+                        return
+                    self._front.check_serving()
+                    await self._wake.wait()
+                    self._wake.clear()
+        finally:
+            reading.cancel()
+            for entry in list(self._entries.values()):
+                self._drop(entry)
+
+    def mark(self, entry: _Entry) -> None:
+        """This request has news."""
+        self._outputs[entry.fields.request_id] = entry
+        self._wake.set()
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    async def _read(self, requests: AsyncIterable[pb.SessionRequest]) -> None:
+        try:
+            async for request in requests:
+                self._handle(request)
+                while len(self._errors) > _MAX_ERRORS:
+                    self._has_room.clear()
+                    await self._has_room.wait()
+        except Exception:
+            # The writer's task is cancelled too when the client is gone; anything else is worth a look.
+            _LOG.exception("reading from a session failed")
+        finally:
+            self._input_over = True
+            self._wake.set()
+
+    def _handle(self, request: pb.SessionRequest | Unreadable) -> None:
+        """Act on a message; what is wrong with it is told, and is nothing to the others."""
+        if isinstance(request, Unreadable):
+            self._report(request.request_id, request.error, done=request.request_id not in self._entries)
+            return
+        match request.WhichOneof("action"):
+            case "generate":
+                self._start(request.generate)
+            case "abort":
+                self._abort(request.abort)
+            case _:
+                self._report("", RequestRejectedError("action", "must be generate or abort"), done=True)
+
+    def _start(self, request: pb.GenerateRequest) -> None:
+        request_id = request.request_id
+        known = self._entries.get(request_id)
+        try:
+            if not request_id:
+                raise RequestRejectedError("request_id", "must be given in a session: its events are told apart by it")
+            check_limits(request)
+            fields = convert.request_fields(request)
+            if known is not None:
+                if known.fields.body_digest != fields.body_digest:
+                    raise RequestExistsError(f"request id {request_id!r} is in use in this session with another body")
+                return  # the same request once more: it is served already
+        except Exception as exc:
+            # Whatever comes under the id of a request that runs must not end it.
+            self._report(request_id, exc, done=known is None)
+            return
+        entry = self._entries[request_id] = _Entry(self, fields)
+        try:
+            builder, time_left_s = self._front.builder, self._context.time_remaining()
+            if builder.is_short(fields):
+                self._attach(entry, builder.build(fields, now=time.monotonic(), time_left_s=time_left_s))
+            else:
+                entry.task = asyncio.create_task(self._start_long(entry, time_left_s), name="session-tokenize")
+        except Exception as exc:
+            self._fail(entry, exc)
+
+    async def _start_long(self, entry: _Entry, time_left_s: float | None) -> None:
+        """Tokenize in a thread; other requests of the session go on meanwhile."""
+        try:
+            request = await self._front.builder.build_off_loop(
+                entry.fields, now=time.monotonic(), time_left_s=time_left_s
+            )
+            self._attach(entry, request)
+        except Exception as exc:
+            self._fail(entry, exc)
+
+    def _attach(self, entry: _Entry, request: EngineRequest) -> None:
+        live = self._front.engine.submit(request)
+        entry.reader = RequestReader(live, final_only=entry.fields.output_mode is OutputMode.FINAL)
+        live.subscribe(entry.on_outputs)
+        self.mark(entry)
+
+    def _abort(self, request: pb.AbortRequest) -> None:
+        try:
+            check_named(request.request_id)
+            check_limits(request)
+        except RequestRejectedError as exc:
+            # Under no id: it must not be taken for the end of the request.
+            self._report("", exc, done=True)
+            return
+        entry = self._entries.get(request.request_id)
+        if entry is not None and entry.reader is None and entry.fields.tenant == request.tenant:
+            self._fail(entry, AbortedEarlyError("aborted before it began"))
+        else:
+            # What is not known has ended already: its last output is out or on its way.
+            self._front.engine.abort(request.tenant, request.request_id)
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    def _collect(self) -> pb.SessionResponse | None:
+        """All that is new, up to about 1 MiB."""
+        message = pb.SessionResponse()
+        num_bytes = 0
+        while self._errors and num_bytes < MAX_CHUNK_BYTES:
+            event = self._errors.popleft()
+            num_bytes += event.ByteSize()
+            message.events.append(event)
+        self._has_room.set()
+        while self._outputs and num_bytes < MAX_CHUNK_BYTES:
+            request_id, entry = next(iter(self._outputs.items()))
+            chunk = entry.reader.take(MAX_CHUNK_BYTES - num_bytes) if entry.reader is not None else None
+            if chunk is None or entry.reader is None:
+                del self._outputs[request_id]
+                continue
+            event = message.events.add(request_id=request_id, done=chunk.is_last)
+            with_ids = entry.fields.return_prompt_token_ids
+            num_bytes += chunk.num_bytes + len(request_id)
+            if with_ids and chunk.is_first:
+                num_bytes += PROMPT_TOKEN_BYTES * len(entry.reader.live.request.spec.prompt_token_ids)
+            convert.fill_response(event.response, entry.reader.live, chunk, with_prompt_ids=with_ids)
+            if chunk.is_last:
+                self._drop(entry)
+            elif chunk.is_whole:
+                del self._outputs[request_id]
+        return message if message.events else None
+
+    def _fail(self, entry: _Entry, exc: Exception) -> None:
+        self._drop(entry)
+        self._report(entry.fields.request_id, exc, done=True)
+
+    def _report(self, request_id: str, exc: Exception, *, done: bool) -> None:
+        event = pb.SessionEvent(request_id=request_id[:_MAX_ECHO_CHARS], done=done)
+        event.error.CopyFrom(status_of(exc))
+        self._errors.append(event)
+        self._wake.set()
+
+    def _drop(self, entry: _Entry) -> None:
+        """Forget a request; one that still runs is left to the engine, which aborts it if nobody else listens."""
+        self._entries.pop(entry.fields.request_id, None)
+        self._outputs.pop(entry.fields.request_id, None)
+        if entry.task is not None and entry.task is not asyncio.current_task():
+            entry.task.cancel()
+        if entry.reader is not None:
+            self._front.engine.detach(entry.reader.live, entry.on_outputs)

@@ -1,0 +1,200 @@
+"""Records what happens to the core (docs/replay.md): every call that it decides by, and what it made of each.
+
+The core's calls are recorded as they return, so a call that raised is there with its error, and a plan before the
+results that follow it. What the core is not told, the session's epoch and failed results, is recorded on the way to
+the executor.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.convert import plan_log as records
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.types import (
+    ExecutorSpec,
+    FinishDetail,
+    RequestKey,
+    RequestSpec,
+    StepPlan,
+    StepResult,
+    StepStatus,
+)
+from scheduler_svc.engine.policies_from_options import policies_from_options
+from scheduler_svc.engine.ports import ExecutorPort, ModelDescription, PlanStream, SessionOpened
+from scheduler_svc.recording.plan_log import PlanLogWriter
+
+_LOG = logging.getLogger(__name__)
+
+
+@contextmanager
+def core_and_executor(config: SchedulerConfig, executor: ExecutorPort) -> Iterator[tuple[Scheduler, ExecutorPort]]:
+    """A core by these options and the executor that it is to have; with --record both are recorded until the end."""
+    if config.record is None:
+        yield Scheduler(policies_from_options(config)), executor
+        return
+    log = _Recording(config, config.record)
+    try:
+        yield _RecordedScheduler(policies_from_options(config), log), _RecordedExecutor(executor, log)
+    finally:
+        log.close()
+
+
+class _Recording:
+    """The log, and what its records need to know of the session. One executor is served so far: number 0."""
+
+    def __init__(self, config: SchedulerConfig, path: str) -> None:
+        self._config = config
+        self._path = path
+        self._writer: PlanLogWriter | None = None
+        self._model: ModelDescription | None = None
+        self.epoch = 0
+        self.incarnation = 0
+
+    def open(self) -> None:
+        """Open the file, unless it is; raises OSError."""
+        if self._writer is None:
+            self._writer = PlanLogWriter(self._path)
+            _LOG.info("recording to %s", self._path)
+
+    def described(self, model: ModelDescription) -> None:
+        """Write the header, or what an executor that came back has said."""
+        known, self._model = self._model, model
+        if known is None:
+            version, now = importlib.metadata.version("cadenza"), time.time_ns()
+            options = self._config.model_dump()
+            self.write(lambda: records.header(options, model, cadenza_version=version, started_unix_ns=now))
+        elif known != model:
+            self.write(lambda: records.executor_described(0, model))
+
+    def write(self, make: records.MakeRecord) -> None:
+        """Write a record; never raises."""
+        if self._writer is not None:
+            self._writer.write(make)
+
+    @contextmanager
+    def call(self, make: records.MakeRecord) -> Iterator[None]:
+        """Write the record of a call into the core, once it has returned or raised."""
+        error = ""
+        try:
+            yield
+        except Exception as exc:
+            error = records.error_text(exc)
+            raise
+        finally:
+            self.write(lambda: records.with_error(make(), error))
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class _RecordedScheduler(Scheduler):
+    """The core, each call of which is recorded. Calls that only look, or take what has been decided, are not."""
+
+    def __init__(self, policies: Policies, log: _Recording) -> None:
+        super().__init__(policies)
+        self._log = log
+
+    def add_executor(self, executor_id: int, spec: ExecutorSpec) -> None:
+        with self._log.call(lambda: records.add_executor(executor_id, spec)):
+            super().add_executor(executor_id, spec)
+
+    def session_opened(self, last_completed_step_id: int) -> None:
+        log = self._log
+        with log.call(lambda: records.session_opened(0, last_completed_step_id, log.epoch, log.incarnation)):
+            super().session_opened(last_completed_step_id)
+
+    def executor_lost(self, executor_id: int, now: float) -> StepOutputs:
+        with self._log.call(lambda: records.executor_lost(executor_id, now)):
+            return super().executor_lost(executor_id, now)
+
+    def add_request(self, spec: RequestSpec, now: float) -> None:
+        with self._log.call(lambda: records.add_request(spec, now)):
+            super().add_request(spec, now)
+
+    def abort(self, key: RequestKey, detail: FinishDetail) -> StepOutputs:
+        with self._log.call(lambda: records.abort(key, detail)):
+            return super().abort(key, detail)
+
+    def stop_sample(self, key: RequestKey, sample_index: int) -> None:
+        with self._log.call(lambda: records.stop_sample(key, sample_index)):
+            super().stop_sample(key, sample_index)
+
+    def drain(self, draining: bool) -> None:
+        with self._log.call(lambda: records.drain(draining)):
+            super().drain(draining)
+
+    def plan_step(self, executor_id: int, now: float) -> StepPlan | None:
+        plan: StepPlan | None = None
+        with self._log.call(lambda: records.plan_step(executor_id, now, plan, self._log.epoch)):
+            plan = super().plan_step(executor_id, now)
+        return plan
+
+    def apply_result(self, executor_id: int, result: StepResult, now: float) -> tuple[PlannedStep, StepOutputs]:
+        log = self._log
+        with log.call(lambda: records.apply_result(executor_id, now, result, log.epoch, log.incarnation)):
+            return super().apply_result(executor_id, result, now)
+
+
+class _RecordedExecutor:
+    """An ExecutorPort that notes its description and its sessions."""
+
+    def __init__(self, executor: ExecutorPort, log: _Recording) -> None:
+        self.target = executor.target
+        self._executor = executor
+        self._log = log
+
+    async def describe(self) -> ModelDescription:
+        """Wait for the description; raises OSError if the file of the log cannot be opened."""
+        # Not after the wait for an executor that may take minutes to load: a wrong path is known at once.
+        self._log.open()
+        model = await self._executor.describe()
+        self._log.described(model)
+        return model
+
+    async def open(self, epoch: int) -> PlanStream:
+        """Open a session."""
+        stream = await self._executor.open(epoch)
+        self._log.epoch, self._log.incarnation = epoch, stream.opened.incarnation
+        return _RecordedStream(stream, self._log)
+
+
+class _RecordedStream:
+    """A PlanStream that notes the results of steps that failed."""
+
+    def __init__(self, stream: PlanStream, log: _Recording) -> None:
+        self.opened: SessionOpened = stream.opened
+        self._stream = stream
+        self._log = log
+
+    @property
+    def resident_bytes(self) -> int:
+        """The executor's memory."""
+        return self._stream.resident_bytes
+
+    async def send(self, plan: StepPlan) -> None:
+        """Send the next plan."""
+        await self._stream.send(plan)
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        """Results in plan order."""
+        log = self._log
+        async for result in self._stream.results():
+            if result.status is not StepStatus.OK:
+                log.write(partial(records.step_failed, 0, result, log.epoch, log.incarnation))
+            yield result
+
+    async def close(self) -> None:
+        """End the session."""
+        await self._stream.close()

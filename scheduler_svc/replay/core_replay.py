@@ -1,0 +1,119 @@
+"""`python -m scheduler_svc.replay FILE`: makes the calls of a plan log into the core again, and checks its plans.
+
+No clock, executor or network has a part in it: the log has all that the core's decisions depend on (docs/replay.md).
+"""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+
+from cadenza.plan_log import PlanLogError
+from cadenza.settings.service import reason
+from cadenza.v1.planlog_pb2 import PlanLogHeader, PlanLogRecord
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.convert.execution import step_plan, step_result
+from scheduler_svc.convert.plan_log import differences, error_text, recorded_options
+from scheduler_svc.convert.recorded import executor_spec, request_spec
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.types import FinishDetail, StepPlan
+from scheduler_svc.engine.policies_from_options import policies_from_options
+
+_NO_CALLS = ("executor_described", "step_failed")
+
+
+class RecordedConfig(SchedulerConfig):
+    """The options of a log: those and no others, whatever the environment says."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The header's options are all that counts."""
+        return (init_settings,)
+
+
+class CoreReplay:
+    """A core that is led through a log."""
+
+    def __init__(self, header: PlanLogHeader) -> None:
+        """Build the core by the recorded options; raises PlanLogError if this version does not know them."""
+        self._core = Scheduler(policies_from_options(_config(header)))
+        self.num_calls = 0
+        self.num_plans = 0
+        self.num_requests = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far."""
+        return self._core.num_output_tokens
+
+    def make(self, record: PlanLogRecord) -> list[str]:
+        """Make the call of a record again; returns what its outcome differs in from the recorded one, line by line."""
+        if record.WhichOneof("record") in _NO_CALLS:
+            return []
+        self.num_calls += 1
+        plan, error = None, ""
+        try:
+            plan = self._call(record)
+        except Exception as exc:
+            error = error_text(exc)
+        # As the engine does; they have no effect on plans.
+        self._core.take_outputs()
+        self._core.take_ended()
+        if error != record.error:
+            return [f"error: recorded {record.error or 'none'}, now {error or 'none'}"]
+        return self._compare(record, plan) if record.HasField("plan_step") else []
+
+    def _compare(self, record: PlanLogRecord, plan: StepPlan | None) -> list[str]:
+        recorded = record.plan_step
+        self.num_plans += plan is not None
+        if plan is None or not recorded.HasField("plan"):
+            same = plan is None and not recorded.HasField("plan")
+            return [] if same else [f"plan: {'recorded only, now there is none' if plan is None else 'now only'}"]
+        made = step_plan(plan, recorded.plan.epoch)
+        return list(differences(recorded.plan, made)) if made != recorded.plan else []
+
+    def _call(self, record: PlanLogRecord) -> StepPlan | None:
+        """One call, and the plan if it gives one; raises what the core raises."""
+        core = self._core
+        match record.WhichOneof("record"):
+            case "plan_step":
+                return core.plan_step(record.plan_step.executor_id, record.plan_step.now)
+            case "apply_result":
+                applied = record.apply_result
+                core.apply_result(applied.executor_id, step_result(applied.result), applied.now)
+            case "add_request":
+                core.add_request(request_spec(record.add_request.request), record.add_request.now)
+                self.num_requests += 1
+            case "abort":
+                aborted = record.abort
+                core.abort((aborted.tenant, aborted.request_id), FinishDetail(aborted.detail))
+            case "stop_sample":
+                stopped = record.stop_sample
+                core.stop_sample((stopped.tenant, stopped.request_id), stopped.sample_index)
+            case "drain":
+                core.drain(record.drain.draining)
+            case "add_executor":
+                core.add_executor(record.add_executor.executor_id, executor_spec(record.add_executor.spec))
+            case "session_opened":
+                core.session_opened(record.session_opened.last_completed_step_id)
+            case "executor_lost":
+                core.executor_lost(record.executor_lost.executor_id, record.executor_lost.now)
+        return None
+
+
+def _config(header: PlanLogHeader) -> SchedulerConfig:
+    try:
+        return RecordedConfig(**recorded_options(header))  # type: ignore[arg-type]  # texts, as on a command line
+    except ValidationError as exc:
+        problem = exc.errors()[0]
+        name = ".".join(map(str, problem["loc"]))
+        raise PlanLogError(
+            f"recorded by Cadenza {header.cadenza_version}, whose option {name} is not read here: {reason(problem)}"
+        ) from None

@@ -1,0 +1,261 @@
+"""What a client asks for, checked field by field and turned into what the engine takes.
+
+The wire form is unpacked by convert, which has refused what is too long. Errors name the field by its path in
+GenerateRequest.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import uuid
+from collections.abc import Callable, Sequence
+
+from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
+from scheduler_svc.core.types import RequestSpec
+from scheduler_svc.engine.ports import BestOf, EngineRequest, ModelDescription
+from scheduler_svc.requests.detokenizer import TextStream
+from scheduler_svc.requests.fields import ChatFields, PromptFields, RequestFields
+from scheduler_svc.requests.sample_counts import beam_spec, check_counts
+from scheduler_svc.requests.sampling import BadWords, resolve_sampling, tokenize_bad_words
+from scheduler_svc.requests.sampling_fields import PATH, SamplingFields, check_sampling, finite
+from scheduler_svc.requests.tokenizer import ChatTemplateError, Tokenizer
+
+_CONTEXT_TOKENS = 6
+"""Prompt tokens that a text stream starts from, so that a word's leading space comes out as in the prompt's text."""
+_NO_TOKENIZER = "the service has no tokenizer: send token ids"
+_DEADLINE_SLACK_S = 1.0
+"""The call's own deadline ends it by cancelling; the engine only looks to it in case that is lost."""
+
+
+class RequestBuilder:
+    """Checks requests against the model, tokenizes them, and settles defaults and seeds."""
+
+    def __init__(self, model: ModelDescription, tokenizer: Tokenizer | None, *, max_model_len: int) -> None:
+        self._model = model
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+
+    def check(self, fields: RequestFields) -> None:
+        """Check all that needs no tokenizer's work; raises RequestRejectedError."""
+        if fields.later_fields:
+            raise RequestRejectedError(fields.later_fields[0], f"{fields.later_fields[0]} is not supported yet")
+        if fields.output_mode is None:
+            raise RequestRejectedError("output_mode", "must be OUTPUT_MODE_DELTA or OUTPUT_MODE_FINAL")
+        if fields.timeout_s is not None and not (finite("timeout_s", fields.timeout_s) > 0):
+            raise RequestRejectedError("timeout_s", f"must be over 0 seconds, not {fields.timeout_s}")
+        if fields.expected_output_tokens == 0:
+            raise RequestRejectedError("expected_output_tokens", "must be 1 or more")
+        if fields.resume_grace_s:
+            raise RequestRejectedError("resume_grace_s", "resuming is not supported yet: only 0 is taken")
+        check_sampling(fields.sampling, self._model, has_tokenizer=self.tokenizer is not None)
+        check_counts(fields.sampling, self._model)
+        self.check_prompt(fields.prompt)
+
+    def check_prompt(self, prompt: Sequence[PromptFields]) -> None:
+        """Check the parts of a prompt; raises RequestRejectedError, PreconditionError."""
+        if not prompt:
+            raise RequestRejectedError("prompt", "must have at least one part")
+        for index, part in enumerate(prompt):
+            self._check_part(part, f"prompt[{index}]", alone=len(prompt) == 1)
+
+    def check_token_ids(self, token_ids: Sequence[int], path: str) -> None:
+        """Check that ids are the model's; raises RequestRejectedError."""
+        _check_token_ids(token_ids, path, self._model.vocab_size)
+
+    def prompt_chars(self, prompt: Sequence[PromptFields]) -> int:
+        """Characters to tokenize: how much work it will be."""
+        return sum(_num_chars(part) for part in prompt)
+
+    def is_short(self, fields: RequestFields) -> bool:
+        """May `build` be called on the event loop."""
+        return self.tokenizer is None or self.tokenizer.is_short(self._num_chars(fields))
+
+    async def build_off_loop(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
+        """`build`, with a long prompt tokenized in a thread."""
+        if self.tokenizer is None:
+            return self.build(fields, now=now, time_left_s=time_left_s)
+        work = functools.partial(self.build, fields, now=now, time_left_s=time_left_s)
+        return await self.tokenizer.run(work, self._num_chars(fields))
+
+    def build(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
+        """The engine's request. `now`: the engine's clock, seconds; `time_left_s`: until the call's own deadline.
+
+        Raises RequestRejectedError, PreconditionError.
+        """
+        self.check(fields)
+        prompt = self._fit(self.tokenize(fields.prompt), fields.sampling)
+        bad_words = self._bad_words(fields.sampling)
+        sampling = resolve_sampling(fields.sampling, self._model, seed=_seed(fields.sampling), bad_words=bad_words)
+        eos = frozenset[int]() if fields.sampling.ignore_eos else frozenset(self._model.eos_token_ids)
+        spec = RequestSpec(
+            request_id=fields.request_id or f"req-{uuid.uuid4().hex}",
+            prompt_token_ids=tuple(prompt),
+            sampling=sampling,
+            max_tokens=fields.sampling.max_tokens,
+            eos_token_ids=eos,
+            num_samples=fields.sampling.num_drawn,
+            beams=beam_spec(fields.sampling),
+            cache_salt=fields.cache_salt,
+            uses_prefix_cache=fields.enable_prefix_caching,
+            priority=fields.sampling.priority,
+            tenant=fields.tenant,
+            expected_output_tokens=fields.expected_output_tokens,
+        )
+        limits = [] if fields.timeout_s is None else [fields.timeout_s]
+        if time_left_s is not None:
+            limits.append(time_left_s + _DEADLINE_SLACK_S)
+        return EngineRequest(
+            spec=spec,
+            make_text=self._text_maker(fields.sampling, prompt),
+            deadline=now + min(limits) if limits else None,
+            body_digest=fields.body_digest,
+            best_of=_best_of(fields.sampling),
+        )
+
+    def tokenize(self, prompt: Sequence[PromptFields], *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of checked parts, joined; special tokens come before the first part if it is text.
+
+        Raises RequestRejectedError for text that holds a token which the model does not have.
+        """
+        token_ids: list[int] = []
+        for index, part in enumerate(prompt):
+            if part.token_ids is not None:
+                token_ids += part.token_ids
+                continue
+            assert self.tokenizer is not None, "checked before"
+            path = f"prompt[{index}]"
+            if part.text is not None:
+                special = add_special_tokens and index == 0
+                encoded = self.tokenizer.encode(part.text, add_special_tokens=special)
+                token_ids += self._known(encoded, f"{path}.text")
+            elif part.chat is not None:
+                token_ids += self._known(self._encode_chat(part.chat, f"{path}.chat"), f"{path}.chat")
+        return token_ids
+
+    def _known(self, token_ids: list[int], path: str) -> list[int]:
+        """Return ids of text if the model has them all: a tokenizer may have added tokens beyond its vocabulary."""
+        largest = max(token_ids, default=0)
+        if largest >= self._model.vocab_size:
+            assert self.tokenizer is not None, "checked before"
+            raise RequestRejectedError(
+                path,
+                f"holds {self.tokenizer.token_text(largest)!r}, whose token id {largest} is not below the vocabulary "
+                f"size {self._model.vocab_size}",
+            )
+        return token_ids
+
+    def _check_part(self, part: PromptFields, path: str, *, alone: bool) -> None:
+        if part.token_ids is not None:
+            _check_token_ids(part.token_ids, f"{path}.tokens.ids", self._model.vocab_size)
+        elif part.text is not None:
+            if self.tokenizer is None:
+                raise PreconditionError(f"{path}.text", _NO_TOKENIZER)
+        elif part.chat is not None:
+            self._check_chat(part.chat, f"{path}.chat", alone=alone)
+        elif part.has_media:
+            raise RequestRejectedError(f"{path}.media", "media is not supported yet")
+        else:
+            raise RequestRejectedError(path, "must be one of text, tokens, chat")
+
+    def _check_chat(self, chat: ChatFields, path: str, *, alone: bool) -> None:
+        if self.tokenizer is None:
+            raise PreconditionError(path, _NO_TOKENIZER)
+        if not self.tokenizer.has_chat_template:
+            raise PreconditionError(path, "the tokenizer has no chat template: send text or token ids")
+        if not alone:
+            raise RequestRejectedError(path, "a chat must be the only part of a prompt")
+        if not chat.messages:
+            raise RequestRejectedError(f"{path}.messages", "must hold at least one message")
+        for index, (role, _) in enumerate(chat.messages):
+            if not role:
+                raise RequestRejectedError(f"{path}.messages[{index}].role", "must be given")
+        if chat.continue_final_message and chat.add_generation_prompt:
+            raise RequestRejectedError(f"{path}.add_generation_prompt", "excludes continue_final_message")
+
+    def _encode_chat(self, chat: ChatFields, path: str) -> list[int]:
+        assert self.tokenizer is not None
+        continues = bool(chat.continue_final_message)
+        adds = chat.add_generation_prompt if chat.add_generation_prompt is not None else not continues
+        try:
+            return self.tokenizer.encode_chat(
+                [{"role": role, "content": content} for role, content in chat.messages],
+                add_generation_prompt=adds,
+                continue_final_message=continues,
+            )
+        except ChatTemplateError as exc:
+            raise RequestRejectedError(path, str(exc)) from exc
+
+    def _fit(self, prompt: list[int], sampling: SamplingFields) -> list[int]:
+        """Truncate from the left if asked to; what is empty or too long is refused."""
+        if not prompt:
+            raise RequestRejectedError("prompt", "is empty: at least one token is needed")
+        keep = sampling.truncate_prompt_tokens
+        if keep is not None:
+            prompt = prompt[-(keep if keep > 0 else self._most_prompt_tokens(sampling.max_tokens)) :]
+        if len(prompt) + 1 > self.max_model_len:
+            raise RequestRejectedError(
+                "prompt",
+                f"has {len(prompt)} tokens; with one for the output that exceeds max_model_len = {self.max_model_len}",
+            )
+        return prompt
+
+    def _most_prompt_tokens(self, max_tokens: int | None) -> int:
+        """What max_model_len allows beside the output that is asked for, or beside one token."""
+        num_output = max_tokens or 1
+        if num_output >= self.max_model_len:
+            raise RequestRejectedError(
+                PATH + "truncate_prompt_tokens",
+                f"-1 keeps what max_model_len = {self.max_model_len} allows beside max_tokens = {num_output}: nothing",
+            )
+        return self.max_model_len - num_output
+
+    def _num_chars(self, fields: RequestFields) -> int:
+        """All that is to be tokenized; bad words are twice."""
+        return self.prompt_chars(fields.prompt) + 2 * sum(map(len, fields.sampling.bad_words))
+
+    def _bad_words(self, sampling: SamplingFields) -> BadWords:
+        if self.tokenizer is None or not sampling.bad_words:
+            return ()
+        words = tokenize_bad_words(
+            sampling.bad_words, functools.partial(self.tokenizer.encode, add_special_tokens=False)
+        )
+        # Tokens that the tokenizer has and the model lacks need no ban.
+        return tuple(word for word in words if max(word) < self._model.vocab_size)
+
+    def _text_maker(self, sampling: SamplingFields, prompt: Sequence[int]) -> Callable[[], TextStream] | None:
+        if self.tokenizer is None or not sampling.detokenize:
+            return None
+        return functools.partial(
+            TextStream,
+            self.tokenizer,
+            stop=sampling.stop,
+            min_tokens=sampling.min_tokens or 0,
+            include_stop=sampling.include_stop_str_in_output,
+            skip_special_tokens=sampling.skip_special_tokens,
+            context=tuple(prompt[-_CONTEXT_TOKENS:]),
+        )
+
+
+def _num_chars(part: PromptFields) -> int:
+    if part.chat is not None:
+        return sum(len(content) for _, content in part.chat.messages)
+    return len(part.text or "")
+
+
+def _best_of(sampling: SamplingFields) -> BestOf | None:
+    if sampling.num_drawn == sampling.n:
+        return None
+    return BestOf(sampling.n, tells_logprobs=sampling.logprobs is not None)
+
+
+def _seed(sampling: SamplingFields) -> int:
+    return sampling.seed if sampling.seed is not None else secrets.randbits(64)
+
+
+def _check_token_ids(token_ids: Sequence[int], path: str, vocab_size: int) -> None:
+    if token_ids and max(token_ids) >= vocab_size:
+        index = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
+        raise RequestRejectedError(
+            f"{path}[{index}]", f"token id {token_ids[index]} is not below the vocabulary size {vocab_size}"
+        )

@@ -1,0 +1,298 @@
+"""`cadenza generate` and `cadenza chat` against the scripted server, and the demo's views."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+import cadenza
+from cadenza.cli.app import run
+from cadenza.cli.demo_view import Answer, answers_table, summary_lines, tail
+from cadenza.cli.interrupts import Interrupts
+from cadenza.cli.text import printable
+from cadenza.loop_thread import LoopThread
+from cadenza.schedule import summarize
+from cadenza.v1 import generation_pb2 as pb
+from cadenza.v1 import types_pb2
+from tests.helpers.scripted_server import Script, interrupt_when, start
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def target(script):
+    loop = LoopThread.shared()
+    server, address = loop.run(start(script))
+    yield address
+    loop.run(server.stop(0))
+
+
+def test_generate_prints_the_answer(target, script, capsys):
+    assert run(["generate", "--target", target, "--max-tokens", "7", "--temperature", "0", "two words"]) == 0
+    assert capsys.readouterr().out == "two words \n"
+    (params,) = script.params
+    assert (params.max_tokens, params.temperature) == (7, 0.0)
+
+
+def test_generate_prints_several_in_order(target, capsys):
+    assert run(["generate", "--target", target, "--raw", "a b", "c"]) == 0
+    assert capsys.readouterr().out == "── a b\na b \n\n── c\nc \n"
+
+
+def test_generate_as_json(target, capsys):
+    assert run(["generate", "--target", target, "--json", "a", "b c"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["prompt"], first["text"], first["finish_reason"]) == ("a", "a ", "stop")
+    assert (second["token_ids"], second["metrics"]["num_completion_tokens"]) == ([0, 1], 2)
+
+
+def test_generate_reads_stdin(target, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("from stdin\n"))
+    assert run(["generate", "--target", target]) == 0
+    assert capsys.readouterr().out == "from stdin \n"
+
+
+def test_generate_with_nothing_on_stdin(target, script, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert run(["generate", "--target", target]) == 2
+    assert capsys.readouterr().err == "cadenza: no prompt: stdin is empty\n"
+    assert not script.params
+
+
+def test_bytes_that_are_no_text_are_replaced(target, capsys, monkeypatch):
+    assert run(["generate", "--target", target, "a\udcff b"]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("\udcfec\n"))
+    assert run(["chat", "--target", target]) == 0
+    assert capsys.readouterr().out == "a\ufffd b \n\ufffdc \n"
+
+
+def test_a_terminal_without_the_characters(target, monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    assert run(["generate", "--target", target, "你好"]) == 0
+    assert run(["generate", "--target", target, "你好", "--json"]) == 0
+    out.flush()
+    text, data = out.buffer.getvalue().decode("ascii").splitlines()
+    assert text == "?? "
+    assert json.loads(data)["text"] == "你好 "
+
+
+def test_the_reader_of_the_output_has_gone(target, script, capsys, monkeypatch):
+    def write(text):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("cadenza.cli.generate.write", write)
+    assert run(["generate", "--target", target, "hang on"]) == 1
+    assert capsys.readouterr().err == ""
+    assert script.was_cancelled.wait(5)
+
+
+def test_generate_falls_back_to_raw(capsys):
+    class Plain(Script):
+        async def GetModelInfo(self, request, context):
+            return pb.GetModelInfoResponse(has_tokenizer=True)
+
+    loop = LoopThread.shared()
+    server, address = loop.run(start(Plain()))
+    assert run(["generate", "--target", address, "a"]) == 0
+    loop.run(server.stop(0))
+    captured = capsys.readouterr()
+    assert captured.out == "a \n"
+    assert "no chat template" in captured.err
+
+
+def test_one_failing_prompt_does_not_stop_the_others(target, capsys):
+    assert run(["generate", "--target", target, "bad", "fine"]) == 1
+    captured = capsys.readouterr()
+    assert "── fine\nfine \n" in captured.out
+    assert captured.err.startswith("cadenza: the prompt is too long")
+
+
+def test_one_failing_prompt_leaves_the_others_json(target, capsys):
+    assert run(["generate", "--target", target, "--json", "bad", "fine", "bad"]) == 1
+    captured = capsys.readouterr()
+    assert [json.loads(line)["prompt"] for line in captured.out.splitlines()] == ["fine"]
+    other, first = captured.err.splitlines()
+    assert other.startswith("cadenza: 'bad': the prompt is too long")
+    assert first.startswith("cadenza: prompt 0: the prompt is too long")
+
+
+def test_a_full_disk(target, capsys, monkeypatch):
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        assert run(["generate", "--target", target, "a"]) == 1
+    assert capsys.readouterr().err == "cadenza: [Errno 28] No space left on device\n"
+
+
+def test_closed_streams(target, script, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert run(["generate", "--target", target, "a"]) == 0
+    assert run(["generate", "--target", target, "bad"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generate", "x", "--target", "127.0.0.1:1"], 1, "cadenza: no service at 127.0.0.1:1"),
+        (["generate", "x", "--target", "host:port"], 2, "cadenza: option target: 'host:port' is not HOST:PORT"),
+        (["generate", "x", "--temperature", "-1"], 2, "cadenza: option temperature must be"),
+        (["generate", "x", "--max-tokens", "many"], 2, "cadenza: Invalid value for '--max-tokens'"),
+        (["generate", "x", "--block-size", "8"], 2, "cadenza: option block_size is for a service started here"),
+        (["generate", "x", "--target", "a:1", "--model", "m"], 2, "cadenza: give --target or --model, not both"),
+        (["frobnicate"], 2, "cadenza: No such command 'frobnicate'"),
+        (["up"], 2, "cadenza: option model: it is missing: give --model, CADENZA_MODEL, or model in a file"),
+        (["up", "--model", "m", "--port", "x"], 2, "cadenza: option port: must be an integer from 0 to 65535, not 'x'"),
+        (["up", "--config", "/no/such"], 2, "cadenza: /no/such: no such file or directory"),
+        (["chat", "--config", "/no/such"], 2, "cadenza: /no/such: no such file or directory"),
+        (["demo", "--model", "/no/such"], 2, "cadenza: option model: '/no/such' is not a folder"),
+    ],
+)
+def test_errors_are_one_line(arguments, code, message, capsys):
+    assert run(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.err.startswith(message)
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_no_arguments_is_help(capsys):
+    assert run([]) == 0
+    assert "generate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["up", "generate", "chat", "top", "demo"])
+def test_help_fits_a_terminal(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([command, "--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_help_has_the_options_under_headings(capsys):
+    assert run(["up", "--help"]) == 0
+    out = capsys.readouterr().out
+    headings = ["\nOptions:", "\nModel:", "\nMemory:", "\nBatching:", "\nScheduling:", "\nLogging:", "Exit codes:"]
+    places = [out.index(heading) for heading in headings]
+    assert places == sorted(places)
+    assert out.index("Example:") < places[0] < out.index("--model TEXT") < out.index("--device") < places[1]
+    assert places[2] < out.index("--num-gpu-blocks") < out.index("--watermark") < places[3]
+    for flag in ("--gpu-memory-utilization", "--no-enable-prefix-caching", "--config"):
+        assert flag in out
+    assert "--listen" not in out
+    assert "Plans sent ahead of their results. [default: 2]" in " ".join(out.split())
+    assert run(["generate", "--help"]) == 0
+    assert "\nServer started by --model: Memory:\n" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"cadenza {cadenza.__version__}\n"
+
+
+def test_chat_keeps_the_history(target, script, capsys, monkeypatch):
+    chats = []
+    generate = Script.Generate
+
+    async def noting(self, request, context):
+        chats.append([(turn.role, turn.content) for turn in request.prompt[0].chat.messages])
+        async for response in generate(self, request, context):
+            yield response
+
+    monkeypatch.setattr(Script, "Generate", noting)
+    server, address = LoopThread.shared().run(start(script))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi there\nagain\n/reset\n\n/what\nbad\nnew\n/quit\nunread\n"))
+    assert run(["chat", "--target", address]) == 0
+    LoopThread.shared().run(server.stop(0))
+    user, assistant = ("user", "hi there"), ("assistant", "hi there ")
+    assert chats == [[user], [user, assistant, ("user", "again")], [("user", "bad")], [("user", "new")]]
+    captured = capsys.readouterr()
+    assert captured.out == "hi there \nagain \nnew \n"
+    assert "commands are /quit and /reset" in captured.err
+    assert "too long" in captured.err
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(target, script, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hang on\nbye\n"))
+    interrupt_when(script.hanging)
+    assert run(["chat", "--target", target]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "hang \nbye \n"
+    assert "stopped" in captured.err
+    assert len(script.cancelled) == 1
+
+
+def interrupted_twice(interrupts: Interrupts) -> None:
+    with interrupts.listening():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)  # while the first one's clean-up runs
+
+
+def test_a_pipe_is_not_read_on_when_the_server_is_gone(target, script, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("vanish\nunread\n"))
+    assert run(["chat", "--target", target]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "unfinished" in captured.err
+    assert len(script.params) == 1
+
+
+def test_interrupts_are_heard_once_and_only_where_they_may_be():
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                interrupted_twice(interrupts)
+        with interrupts.listening():
+            pass
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_answer_that_is_cut_says_so(target, capsys, monkeypatch):
+    cut = types_pb2.Finish(reason=types_pb2.FINISH_REASON_LENGTH, detail=types_pb2.FINISH_DETAIL_MAX_TOKENS)
+    monkeypatch.setattr("tests.helpers.scripted_server.STOPPED", cut)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert run(["chat", "--target", target]) == 0
+    assert capsys.readouterr().err == "cadenza: the answer ended early: max_tokens\n"
+
+
+def test_model_output_cannot_steer_the_terminal():
+    assert printable("a\x1b[2Jb\r\tc\n\x07你") == "a[2Jb\tc\n你"
+
+
+def test_the_tail_of_wide_text_fits():
+    for width in range(4, 20):
+        for text in ("你好，今天的天气怎么样", "hello there, how are you", "a你b好c今d天"):
+            assert cell_len(tail(text, width)) <= width
+    assert tail("short", 10) == "short"
+    assert tail("你好你好", 5) == "…你好"
+
+
+@pytest.mark.parametrize("width", [40, 61, 80])
+def test_answers_are_shown_in_full(width):
+    text = "很久很久以前，大海边有一个小小的小马，大家都叫它飞飞。" * 5
+    console = Console(file=io.StringIO(), width=width)
+    console.print(answers_table([Answer(1, "给我讲一个故事，主角是小猫" * 3, text=text)], width))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(cell_len, lines)) <= width
+    shown = "".join(lines)
+    for character in set(text):
+        assert shown.count(character) >= text.count(character)
+    assert "…" not in shown
+
+
+def test_summary_of_nothing():
+    lines = dict(summary_lines([Answer(1, "p")], summarize([], block_size=16, batch_size=4), 4))
+    assert lines["TTFT"] == "not measured"
+    answer = Answer(1, "p", num_tokens=5, sent_s=1.0, first_s=1.5, last_s=2.5)
+    assert (answer.ttft_s, answer.tpot_s) == (0.5, 0.25)

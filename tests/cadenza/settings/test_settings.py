@@ -1,0 +1,180 @@
+"""Options files, misspelled names, help and docs/options.md: what both services and `cadenza up` share."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+import executor_svc.__main__ as executor
+import scheduler_svc.__main__ as scheduler
+from cadenza.local_options import config_classes
+from cadenza.settings.file import OptionsFileError, read_file
+from cadenza.settings.help import GROUPS, group_of
+from cadenza.settings.names import misspelling_of, suggestion
+from cadenza.settings.service import unheard
+from tests.helpers.paths import ROOT
+
+SHARED = """
+model = "m"
+port = 50051
+block-size = 32
+max_num_seqs = 5
+enable_prefix_caching = false
+listen = "127.0.0.1:7001"
+
+[scheduler]
+max-num-seqs = 4
+executor = ["127.0.0.1:7001"]
+listen = "127.0.0.1:7002"
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(content: str) -> str:
+        path = tmp_path / "cadenza.toml"
+        path.write_text(content)
+        return str(path)
+
+    return write
+
+
+def test_names_and_values_come_back_as_on_a_command_line(file):
+    read = read_file(file("a-b = 1\nC_d = true\nlist = [1, 'x']\nx = 0.5\n[executor]\ne-f = 'g'\n"))
+    assert read.top == {"a_b": "1", "c_d": "true", "list": ["1", "x"], "x": "0.5"}
+    assert read.tables == {"executor": {"e_f": "g"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a = 1\nb = \n", r"cadenza.toml: this is not TOML: .*line 2"),
+        ("a-b = 1\na_b = 2\n", "cadenza.toml: a_b is given twice"),
+        ("[serving]\na = 1\n", r"cadenza.toml: there is no table \[serving\]; tables are executor, scheduler"),
+        ("[executor.deep]\na = 1\n", r"cadenza.toml: \[executor\]: there is no table \[deep\]"),
+    ],
+)
+def test_what_is_no_options_file(file, content, message):
+    with pytest.raises(OptionsFileError, match=message):
+        read_file(file(content))
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(OptionsFileError, match=r"nope.toml: no such file"):
+        read_file(str(tmp_path / "nope.toml"))
+    with pytest.raises(OptionsFileError, match="is a directory"):
+        read_file(str(tmp_path))
+    (tmp_path / "latin.toml").write_bytes("a = 'é'".encode("latin-1"))
+    with pytest.raises(OptionsFileError, match=r"latin.toml: this is not TOML: .*utf-8"):
+        read_file(str(tmp_path / "latin.toml"))
+
+
+def test_one_file_for_both_services(file):
+    path = file(SHARED)
+    one = executor.read_config(["--config", path])
+    assert (one.model, one.block_size, one.max_num_seqs, one.listen) == ("m", 32, 5, "127.0.0.1:7001")
+    other = scheduler.read_config([f"--config={path}"])
+    assert (other.max_num_seqs, other.executor, other.listen) == (4, ["127.0.0.1:7001"], "127.0.0.1:7002")
+    (sentence,) = unheard(other, {})
+    assert (
+        sentence
+        == f"not options of the scheduler, left to others: model in {path}, port in {path}, block_size in {path}"
+    )
+
+
+def test_arguments_before_environment_before_file_before_defaults(file, monkeypatch):
+    path = file('model = "m"\nblock_size = 8\nmax_num_seqs = 2\nnum_threads = 1\n')
+    monkeypatch.setenv("CADENZA_CONFIG", path)
+    monkeypatch.setenv("CADENZA_BLOCK_SIZE", "32")
+    monkeypatch.setenv("CADENZA_MAX_NUM_SEQS", "3")
+    config = executor.read_config(["--max-num-seqs", "4"])
+    assert (config.max_num_seqs, config.block_size, config.num_threads, config.seed) == (4, 32, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("service", "content", "message"),
+    [
+        (executor, "model = 'm'\nblock_size = 7", "cadenza.toml: block_size: must be 8, 16, 32 or 64"),
+        (executor, "model = 'm'\nseed = true", "cadenza.toml: seed: Input should be a valid integer"),
+        (executor, "model = 'm'\nnum_threads = 'many'", "cadenza.toml: num_threads: Input should be a valid integer"),
+        (
+            executor,
+            "model = 'm'\nblok_size = 8",
+            "cadenza.toml: blok_size: there is no such option; did you mean block_size",
+        ),
+        (executor, "[executor]\nwatermark = 0", r"cadenza.toml: [executor] watermark: there is no such option"),
+        (scheduler, "[scheduler]\norder = 'none'", "cadenza.toml: order: Input should be 'fcfs'"),
+        (scheduler, "executor = ['a:1', 'b:2']", "cadenza.toml: executor: exactly one executor"),
+        (scheduler, "x = ", "cadenza.toml: this is not TOML"),
+    ],
+)
+def test_services_name_the_file_and_the_option(file, service, content, message, capsys):
+    path = file(content)
+    assert service.read_config(["--config", path]) is None
+    assert capsys.readouterr().err.startswith(f"error: {path.removesuffix('cadenza.toml')}{message}")
+
+
+def test_services_name_the_variable(monkeypatch, capsys):
+    monkeypatch.setenv("CADENZA_BLOCK_SIZE", "7")
+    assert executor.read_config(["--model", "m"]) is None
+    assert capsys.readouterr().err == "error: CADENZA_BLOCK_SIZE: must be 8, 16, 32 or 64\n"
+    monkeypatch.setenv("CADENZA_CONFIG", "/no/such.toml")
+    assert executor.read_config(["--model", "m"]) is None
+    assert capsys.readouterr().err == "error: /no/such.toml: no such file or directory\n"
+
+
+def test_misspelled_variables_are_told():
+    config = scheduler.read_config([])
+    environment = {"CADENZA_MAX_NUM_SEQ": "1", "CADENZA_BLOCK_SIZE": "8", "CADENZA_LISTEN": "x", "PATH": "/"}
+    assert list(unheard(config, environment)) == [
+        "CADENZA_MAX_NUM_SEQ in the environment is no option; did you mean CADENZA_MAX_NUM_SEQS?",
+        "not options of the scheduler, left to others: CADENZA_BLOCK_SIZE",
+    ]
+
+
+def test_no_option_looks_like_a_misspelling_of_another_services():
+    """Or a file that both services read would be refused by one of them."""
+    fields = {service: set(config.model_fields) for service, config in config_classes().items()}
+    for service, other in (("executor", "scheduler"), ("scheduler", "executor")):
+        for name in fields[other] - fields[service]:
+            assert not misspelling_of(name, fields[service])
+
+
+def test_suggestions():
+    assert suggestion("blok_size", ["block_size", "seed"]) == "; did you mean block_size?"
+    assert suggestion("CADENZA_BLOK", ["CADENZA_BLOCK_SIZE", "CADENZA_SEED"]) == ""
+    assert suggestion("CADENZA_SEDE", ["CADENZA_BLOCK_SIZE", "CADENZA_SEED"]) == "; did you mean CADENZA_SEED?"
+
+
+@pytest.mark.parametrize("service", [executor, scheduler])
+def test_help_fits_a_terminal_and_says_all(service, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        service.read_config(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    (config,) = [c for c in config_classes().values() if c.__module__.split(".")[0] in service.__spec__.name]
+    headings = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == [group for group in GROUPS if any(group_of(f) == group for f in config.model_fields.values())]
+    for name, field in config.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert field.description in " ".join(text.split())
+    assert "Example:" in text
+    assert "Exit codes: 0 stopped by a signal" in text
+
+
+def test_every_option_has_its_place_and_its_sentence():
+    for config in config_classes().values():
+        for name, field in config.model_fields.items():
+            assert isinstance(field.json_schema_extra, dict), f"{name}: json_schema_extra=about(group, unit)"
+            assert field.json_schema_extra["group"] in GROUPS, name
+            assert field.description.endswith("."), name
+
+
+def test_the_page_of_options_is_fresh():
+    spec = importlib.util.spec_from_file_location("generate_options", ROOT / "docs" / "generate_options.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.TARGET.read_text(encoding="utf-8") == module.content(), "make docs"

@@ -1,0 +1,180 @@
+"""Norms, activations, rotary embedding and picked rows of the CPU against their float64 meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from executor_svc.cpu.kernels.kernels import CpuKernels
+from executor_svc.device import reference
+from executor_svc.device.kernels import AttentionShape, HeadNorms
+from executor_svc.models.layers.rope import RopeConfig, RotaryTables, inverse_frequencies
+from tests.executor_svc.cpu.kernels.layout import as_shaped, plan_for
+from tests.executor_svc.driver import flat_batch
+
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+seeds = st.integers(0, 2**31)
+widths = st.sampled_from([1, 3, 15, 16, 17, 33, 40, 64, 65, 100, 127, 128, 193])
+"""Few, for each is compiled: whole vectors, parts of one, and both."""
+
+KERNELS = CpuKernels()
+
+
+def randn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@given(seed=seeds, rows=st.integers(1, 70), width=widths, dtype=dtypes)
+def test_rms_norm(seed: int, rows: int, width: int, dtype: torch.dtype) -> None:
+    x, weight = randn(seed, rows, width).to(dtype), randn(seed + 1, width).to(dtype)
+    found = KERNELS.rms_norm(x, weight, 1e-5)
+    assert found.dtype == dtype
+    expected = reference.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
+
+
+@given(seed=seeds, rows=st.integers(1, 20), width=widths, dtype=dtypes, scale=st.sampled_from([1.0, 0.22]))
+def test_sums(seed: int, rows: int, width: int, dtype: torch.dtype, scale: float) -> None:
+    """Alone and before a norm: rounded after the product and after the sum, as transformers does."""
+    x, residual, weight = (
+        randn(seed + i, *s).to(dtype) for i, s in enumerate([(rows, width), (rows, width), (width,)])
+    )
+    total = x * scale + residual
+    assert torch.equal(KERNELS.add(x.clone(), residual.clone(), scale), total)
+    found, kept = KERNELS.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5, scale)
+    assert torch.equal(kept, total)
+    expected = reference.rms_norm(total, weight, 1e-5)
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
+
+
+@given(seed=seeds, rows=st.integers(1, 70), width=widths, dtype=dtypes, scale=st.sampled_from([1, 30]))
+def test_silu_mul(seed: int, rows: int, width: int, dtype: torch.dtype, scale: int) -> None:
+    gate_up = (randn(seed, rows, 2 * width) * scale).to(dtype)
+    found = KERNELS.silu_mul(gate_up)
+    torch.testing.assert_close(found.double(), reference.silu_mul(gate_up), rtol=TOLERANCE[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("operation", [KERNELS.silu_mul, KERNELS.gelu_tanh_mul])
+def test_huge_gates(operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for huge in (1e4, 1e13, 1e20, 3e38):
+        found = operation(torch.tensor([[-huge, huge, -200.0, 1.0, 1.0, 3.0]]))
+        assert found[0].tolist() == [0.0, torch.tensor(huge).item(), 0.0]
+    none = operation(torch.tensor([[float("nan"), 2.0, 1.0, float("nan")]]))
+    assert bool(none.isnan().all())
+
+
+@given(seed=seeds, rows=st.integers(1, 20), width=widths, dtype=dtypes)
+def test_rms_norm_with_a_wide_weight(seed: int, rows: int, width: int, dtype: torch.dtype) -> None:
+    """A fp32 weight is not rounded: the result is the float64 one, rounded once."""
+    x, weight = randn(seed, rows, width).to(dtype), 1 + randn(seed + 1, width) / 8
+    expected = reference.rms_norm(x, weight, 1e-5)
+    for found in (
+        KERNELS.rms_norm(x, weight, 1e-5),
+        KERNELS.add_rms_norm(x.clone(), torch.zeros_like(x), weight, 1e-5)[0],
+    ):
+        assert found.dtype == dtype
+        half_ulp = 3e-6 if dtype == torch.float32 else 2**-8
+        torch.testing.assert_close(found.double(), expected, rtol=half_ulp * 1.001, atol=1e-6)
+
+
+@given(
+    seed=seeds,
+    tokens=st.integers(1, 40),
+    sizes=st.sampled_from([(1, 1, 8), (3, 2, 16), (2, 5, 20), (1, 4, 64), (2, 1, 80), (1, 2, 128)]),
+    dtype=dtypes,
+    wide=st.booleans(),
+)
+def test_norm_heads(seed: int, tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype, wide: bool) -> None:
+    kernels, (kv_heads, group, head_size) = KERNELS, sizes
+    padded = kernels.padded_head_size(head_size)
+    shape = AttentionShape(kv_heads * group, kv_heads, head_size, padded, 1.0)
+    heads = torch.zeros(tokens, shape.num_heads + 2 * kv_heads, padded, dtype=dtype)
+    heads[..., :head_size] = randn(seed, tokens, heads.shape[1], head_size).to(dtype)
+    weights = [randn(seed + i, head_size).to(torch.float32 if wide else dtype) for i in (1, 2)]
+    expected = reference.norm_heads(heads.flatten(1), *weights, 1e-6, shape)
+    found = kernels.norm_heads(heads.flatten(1).clone(), HeadNorms(*weights, 1e-6), shape)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
+    found = found.view(heads.shape)
+    assert torch.equal(found[:, -kv_heads:], heads[:, -kv_heads:])
+    assert not found[..., head_size:].any()
+
+
+@given(seed=seeds, rows=st.integers(1, 70), width=widths, dtype=dtypes, scale=st.sampled_from([0.01, 1, 9]))
+def test_gelu_tanh_mul(seed: int, rows: int, width: int, dtype: torch.dtype, scale: float) -> None:
+    gate_up = (randn(seed, rows, 2 * width) * scale).to(dtype)
+    found = KERNELS.gelu_tanh_mul(gate_up)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), reference.gelu_tanh_mul(gate_up), rtol=TOLERANCE[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("cap", [30.0, 50.0, 0.7, None])
+@pytest.mark.parametrize("divisor", [1.0, 2.5])
+def test_finish_logits(cap: float | None, divisor: float) -> None:
+    """Small values keep their relative precision: tanh must not be a difference of nearly equal numbers."""
+    magnitudes = torch.logspace(-8, 4, 4001)
+    x = torch.stack([magnitudes, -magnitudes])
+    for dtype, tolerance in ((torch.float32, 5e-7), (torch.bfloat16, 2e-2)):
+        rounded = x.to(dtype).float()
+        found = KERNELS.finish_logits(rounded.clone(), dtype, divisor, cap)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, found.to(dtype).float()), "rounded"
+        torch.testing.assert_close(
+            found.double(), reference.finish_logits(rounded, divisor, cap), rtol=tolerance, atol=0.0
+        )
+
+
+@given(seed=seeds, rows=st.integers(1, 40), width=widths, dtype=dtypes, scale=st.sampled_from([1.0, 6.3]))
+def test_picked_rows(seed: int, rows: int, width: int, dtype: torch.dtype, scale: float) -> None:
+    table = randn(seed, 50, width).to(dtype)
+    ids = torch.randint(0, 50, (rows,), generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(KERNELS.take_rows(table, ids), table[ids])
+    assert torch.equal(KERNELS.embed(table, ids, scale), table[ids] * scale)
+
+
+@given(
+    seed=seeds,
+    tokens=st.integers(1, 40),
+    sizes=st.sampled_from(
+        [(1, 2, 2, 2), (2, 1, 10, 10), (1, 3, 16, 16), (2, 2, 16, 4), (1, 4, 20, 20), (3, 1, 20, 14), (1, 5, 64, 48)]
+    ),
+    block_size=st.sampled_from([8, 16, 32, 64]),
+    dtype=dtypes,
+)
+def test_rope_and_cache_write(
+    seed: int, tokens: int, sizes: tuple[int, int, int, int], block_size: int, dtype: torch.dtype
+) -> None:
+    kv_heads, group, head_size, rotary = sizes
+    padded = KERNELS.padded_head_size(head_size)
+    shape = AttentionShape(kv_heads * group, kv_heads, head_size, padded, 1.0)
+    config = RopeConfig(100.0, rotary)
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.randint(0, 300, (tokens,), generator=generator)
+    slots = torch.randperm(6 * block_size * 2, generator=generator)[:tokens]
+    heads = torch.zeros(tokens, shape.num_heads + 2 * kv_heads, padded, dtype=dtype)
+    heads[..., :head_size] = randn(seed, tokens, heads.shape[1], head_size).to(dtype)
+    before = heads.clone()
+    cache = torch.zeros(12, 2, kv_heads, block_size, padded, dtype=dtype)
+    tables = RotaryTables(config, 300, dtype, torch.device("cpu"))
+    batch = flat_batch([(0, tokens)], [list(range(40 // block_size + 1))], block_size, [0] * tokens)
+    plan = plan_for(KERNELS, shape, replace(batch, slot_mapping=slots))
+    q = KERNELS.rope_write_kv(heads.view(tokens, -1), tables.new(positions), cache, shape, plan)
+
+    angles = positions[:, None].double() * inverse_frequencies(config, 300)
+    expected = reference.rope(before[:, : shape.num_heads + kv_heads, :head_size], angles)
+    close = {"rtol": 0.0, "atol": 5e-2 if dtype == torch.bfloat16 else 2e-4}  # angles in fp32 are 1e-5 off at 300
+    torch.testing.assert_close(q[..., :head_size].double(), expected[:, : shape.num_heads], **close)
+    assert not q[..., head_size:].any()
+    wanted = torch.zeros_like(cache)
+    k = torch.zeros(tokens, kv_heads, padded, dtype=torch.float64)
+    k[..., :head_size] = expected[:, shape.num_heads :]
+    reference.write_kv(wanted, k, before[:, shape.num_heads + kv_heads :], slots)
+    kept = as_shaped(cache)
+    torch.testing.assert_close(kept[:, 0], wanted[:, 0], **close)
+    assert torch.equal(kept[:, 1], wanted[:, 1])

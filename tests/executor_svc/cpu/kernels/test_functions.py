@@ -1,0 +1,80 @@
+"""exp and tanh of the kernels against float64, over all of their range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from executor_svc.cpu.kernels.codegen.functions import exp, tanh
+from tests.executor_svc.cpu.kernels.emitted import mapped
+
+_STRIDE = 31
+"""One float in so many is tried, of all signs and exponents."""
+_PIECE = 1 << 20
+
+
+def floats(lowest: float, highest: float) -> Iterator[Tensor]:
+    """Floats of one sign from lowest to highest by size, borders included, some at a time."""
+    first, last = (int(torch.tensor(size).view(torch.int32)) for size in (lowest, highest))
+    for start in range(first, last + 1, _STRIDE * _PIECE):
+        yield torch.arange(start, min(last + 1, start + _STRIDE * _PIECE), _STRIDE, dtype=torch.int32).view(
+            torch.float32
+        )
+    yield torch.tensor([last], dtype=torch.int32).view(torch.float32)
+
+
+def worst_ulps(found: Tensor, exact: Tensor) -> float:
+    """The largest distance in units of the last place of the exact value [n] float64."""
+    exponent = torch.frexp(exact).exponent - 24
+    return float(((found.double() - exact).abs() / torch.ldexp(torch.ones_like(exact), exponent)).max())
+
+
+def test_exp() -> None:
+    apply = mapped(exp)
+    worst = 0.0
+    for sign, end in ((1.0, 88.0), (-1.0, 87.0)):
+        for size in floats(0.0, end):
+            x = sign * size
+            worst = max(worst, worst_ulps(apply(x), x.double().exp()))
+    assert worst < 1.1
+
+
+def test_exp_beyond_its_range() -> None:
+    apply = mapped(exp)
+    for size in floats(math.nextafter(88.0, 89.0) + 1e-5, float("inf")):
+        assert bool((apply(size) == float("inf")).all())
+        assert not bool(apply(-size).any())
+    special = apply(torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0]))
+    assert special[:2].tolist() == [float("inf"), 0.0]
+    assert bool(special[2].isnan())
+    assert special[3:].tolist() == [1.0, 1.0]
+
+
+def test_tanh() -> None:
+    """Small values keep all their digits: it is no difference of nearly equal numbers. And it is odd, to the bit."""
+    apply = mapped(tanh)
+    worst = 0.0
+    for x in floats(float(torch.finfo(torch.float32).tiny), 1e30):
+        found = apply(x)
+        worst = max(worst, worst_ulps(found, x.double().tanh()))
+        assert torch.equal(apply(-x), -found)
+        assert bool((found <= 1).all())
+    assert worst < 1.6
+    special = apply(torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0, 1e-42]))
+    assert special[:2].tolist() == [1.0, -1.0]
+    assert bool(special[2].isnan())
+    assert special[3:].tolist() == [0.0, 0.0, pytest.approx(1e-42, rel=0.01)]
+
+
+def test_every_lane_is_the_same() -> None:
+    for function in (exp, tanh):
+        apply = mapped(function)
+        for number in (0.3, -0.7, 5.0, -40.0):
+            assert len(set(apply(torch.full((16,), number)).tolist())) == 1
+            alone = torch.zeros(16)
+            alone[5] = number
+            assert apply(alone)[5] == apply(torch.full((1,), number))[0]

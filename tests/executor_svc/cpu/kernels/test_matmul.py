@@ -1,0 +1,166 @@
+"""Linears of the CPU against float64, and same row, same bits: as made for this processor and for lesser ones."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from executor_svc.cpu.kernels.codegen.compiled import has_feature
+from executor_svc.cpu.kernels.kernels import CpuKernels
+from executor_svc.cpu.kernels.linear import CpuLinear
+from executor_svc.cpu.kernels.matmul import PANEL, ROWS_AT_ONCE, pack, tile_sizes
+from tests.executor_svc.cpu.kernels.bits import equal_bits
+from tests.executor_svc.cpu.kernels.processors import LACKING, take_away
+
+F32, BF16 = torch.float32, torch.bfloat16
+ROWS = [*range(1, 31), ROWS_AT_ONCE - 1, ROWS_AT_ONCE, ROWS_AT_ONCE + 1, 2 * ROWS_AT_ONCE + 23]
+"""All ways in which rows are cut into tiles, and more than one item's."""
+
+
+def randn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module", params=LACKING)
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    """With every kernel made already, so that patches need not stay."""
+    made = CpuKernels()
+    with pytest.MonkeyPatch.context() as patch:
+        take_away(LACKING[request.param], patch)
+        assert (12 in tile_sizes()) is (has_feature("avx512f") and request.param != "no AVX-512")
+        for dtype in (F32, BF16):
+            for bias in (None, torch.zeros(1, dtype=dtype)):
+                linear = CpuLinear(torch.zeros(1, 1, dtype=dtype), bias, made)
+                for out_dtype in (dtype, F32):
+                    linear(torch.zeros(1, 1, dtype=dtype), out_dtype)
+    return made
+
+
+def check(linear: CpuLinear, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+    """Compare with float64, within the bound of a chain of K roundings."""
+    found = linear(x, out_dtype)
+    assert found.dtype == out_dtype
+    wide, columns = x.double(), weight.double().t()
+    expected = wide @ columns + (0.0 if bias is None else bias.double())
+    sizes = wide.abs() @ columns.abs() + (0.0 if bias is None else bias.double().abs())
+    bound = (x.shape[1] + 2) * 2**-23 * sizes + (2**-8 * expected.abs() if x.dtype == BF16 else 0.0) + 1e-30
+    assert found.shape == expected.shape
+    worst = ((found.double() - expected).abs() / bound).max()
+    assert worst <= 1.0
+
+
+@settings(max_examples=80)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.sampled_from(ROWS),
+    inner=st.one_of(st.integers(1, 9), st.integers(60, 130)),
+    outer=st.one_of(st.integers(1, 5), st.integers(PANEL - 2, 2 * PANEL + 2), st.integers(80, 200)),
+    dtype=st.sampled_from([F32, BF16]),
+    wide_out=st.booleans(),
+    with_bias=st.booleans(),
+)
+def test_linear(
+    kernels: CpuKernels,
+    seed: int,
+    rows: int,
+    inner: int,
+    outer: int,
+    dtype: torch.dtype,
+    wide_out: bool,
+    with_bias: bool,
+) -> None:
+    x, weight = randn(seed, rows, inner).to(dtype), randn(seed + 1, outer, inner).to(dtype)
+    bias = randn(seed + 2, outer).to(dtype) if with_bias else None
+    check(CpuLinear(weight, bias, kernels), x, weight, bias, F32 if wide_out else dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("shape", [(1, 1), (33, 7), (100, 65), (64, 576), (131, 1001)])
+def test_rows_of_every_number_have_the_same_bits(
+    kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """And as many rows as there are: nothing beyond them is read or written."""
+    weight, bias = randn(0, *shape).to(dtype), randn(1, shape[0]).to(dtype)
+    linear = CpuLinear(weight, bias, kernels)
+    x = randn(2, 300, shape[1]).to(dtype)
+    whole = linear(x)
+    check(linear, x, weight, bias, dtype)
+    rng = random.Random(3)
+    for rows in ROWS:
+        start = rng.randrange(300 - rows)
+        assert equal_bits(linear(x[start : start + rows]), whole[start : start + rows]), rows
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(4))
+    assert equal_bits(linear(x[order].contiguous()), whole[order])
+
+
+def test_columns_have_the_bits_of_their_own_rows_of_the_weight(kernels: CpuKernels) -> None:
+    """Cut at places that are no borders of panels: a model's fused linears have the bits of the parts."""
+    for dtype in (F32, BF16):
+        weight, x = randn(0, 150, 77).to(dtype), randn(1, 13, 77).to(dtype)
+        whole = CpuLinear(weight, None, kernels)(x)
+        parts = [CpuLinear(part, None, kernels)(x) for part in weight.split([1, 47, 33, 69])]
+        assert equal_bits(torch.cat(parts, 1), whole)
+
+
+def test_every_element_is_one_chain_in_ascending_order(kernels: CpuKernels, request: pytest.FixtureRequest) -> None:
+    """Products of such factors have no rounding, so sums one after the other in numpy have the bits of fused steps."""
+    x, weight = randn(0, 7, 501).to(BF16).float(), randn(1, 40, 501).to(BF16).float()
+    expected = np.zeros((7, 40), np.float32)
+    for k in range(501):
+        expected = expected + x[:, k, None].numpy() * weight[None, :, k].numpy()
+    assert not np.array_equal(expected, (x.double() @ weight.double().t()).float().numpy())
+    assert equal_bits(CpuLinear(weight, None, kernels)(x), torch.from_numpy(expected))
+    if "this processor" not in request.node.name:
+        narrow = CpuLinear(weight.to(BF16), None, kernels)(x.to(BF16))
+        assert equal_bits(narrow, torch.from_numpy(expected).to(BF16))
+
+
+def test_wide_output_is_the_narrow_one_as_floats(kernels: CpuKernels) -> None:
+    """Logits are rounded to the model's dtype, as transformers rounds them."""
+    linear = CpuLinear(randn(0, 70, 65).to(BF16), randn(1, 70).to(BF16), kernels)
+    x = randn(2, 20, 65).to(BF16)
+    assert equal_bits(linear(x, F32), linear(x).float())
+
+
+def test_numbers_that_are_none_stay_in_their_row(kernels: CpuKernels) -> None:
+    for dtype in (F32, BF16):
+        linear = CpuLinear(randn(0, 45, 33).to(dtype), None, kernels)
+        x = randn(1, 29, 33).to(dtype)
+        expected = linear(x)
+        x[5, 32], x[11, 0] = float("nan"), float("inf")
+        found = linear(x)
+        bad = torch.tensor([5, 11])
+        assert not bool(found[bad].isfinite().any())
+        kept = torch.ones(29, dtype=torch.bool)
+        kept[bad] = False
+        assert equal_bits(found[kept], expected[kept])
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_threads_do_not_show(num_threads: int) -> None:
+    for dtype in (F32, BF16):
+        weight, x = randn(0, 333, 100).to(dtype), randn(1, 250, 100).to(dtype)
+        expected = CpuLinear(weight, None, CpuKernels(1))(x)
+        linear = CpuLinear(weight, None, CpuKernels(num_threads))
+        for rows in (250, 1, 97, 12):
+            assert equal_bits(linear(x[:rows]), expected[:rows])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("shape", [(1, 1), (32, 2), (33, 3), (70, 9), (96, 64)])
+def test_panels_hold_the_weight(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Number [n, k] of the weight lies in panel n // 32, row n % 32; what is beyond the weight is 0."""
+    weight, step = randn(0, *shape).to(dtype), 2 if dtype == BF16 else 1
+    panels = pack(weight)
+    assert panels.is_contiguous()
+    assert panels.shape == (-(-shape[0] // PANEL), -(-shape[1] // step), PANEL, step)
+    for n in range(shape[0]):
+        for k in range(shape[1]):
+            assert panels[n // PANEL, k // step, n % PANEL, k % step] == weight[n, k]
+    assert int((panels != 0).sum()) == int((weight != 0).sum())

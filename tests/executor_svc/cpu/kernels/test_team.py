@@ -1,0 +1,141 @@
+"""Threads that take items one by one: each item once, launch after launch, whatever else the cores do."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from executor_svc.cpu.kernels.codegen import team as teams
+from executor_svc.cpu.kernels.codegen.compiled import Code
+from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
+from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
+from executor_svc.cpu.kernels.kernels import CpuKernels
+from executor_svc.cpu.kernels.linear import CpuLinear
+
+THREADS = [1, 2, 3, 8]
+
+
+def count_items(code: Code) -> str:
+    """A kernel whose item adds 1 to its own number and notes its thread and the launch's count."""
+
+    def body(emit: Emitter, item: Int, thread: Int, count: Int, into: Int) -> None:
+        at = into + item * 24
+        for offset, value in ((0, emit.load_int(at) + 1), (8, thread), (16, count)):
+            emit.builder.store(value.value, emit.pointer(at + offset, value.value.type))
+
+    return code.kernel("count_items", 2, body)
+
+
+def new_counts(items: int) -> NDArray[np.int64]:
+    return np.zeros((items, 3), np.int64)
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_each_item_once(num_threads: int) -> None:
+    code = Code()
+    kernel, counts = count_items(code), new_counts(1000)
+    team = Team(code, num_threads)
+    assert team.num_threads == num_threads, "OpenMP's library is there"
+    program = Program(team, [Launch(kernel, "rows", 1, 1, (counts.ctypes.data,))])
+    for runs, rows in enumerate((1000, 1, 999, 500, 2, 0), start=1):
+        before = counts[:, 0].copy()
+        program.run(rows=rows)
+        assert counts[:, 0].tolist() == [*(before[:rows] + 1), *before[rows:]], runs
+        assert (counts[:rows, 2] == rows).all()
+    assert set(counts[:, 1]) <= set(range(num_threads))
+
+
+@pytest.mark.parametrize(
+    ("rows", "share", "groups", "items"), [(10, 4, 1, 3), (8, 4, 3, 6), (0, 4, 2, 0), (1, 96, 5, 5)]
+)
+def test_items_of_a_launch(rows: int, share: int, groups: int, items: int) -> None:
+    code = Code()
+    kernel, counts = count_items(code), new_counts(12)
+    Program(Team(code, 2), [Launch(kernel, "rows", share, groups, (counts.ctypes.data,))]).run(rows=rows)
+    assert counts[:, 0].tolist() == [1] * items + [0] * (12 - items)
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_a_launch_begins_when_the_one_before_has_ended(num_threads: int) -> None:
+    """Each launch sums what all items of the one before wrote; every item late would give another sum."""
+    code, width = Code(), 61
+
+    def body(emit: Emitter, item: Int, _: Int, count: Int, source: Int, into: Int) -> None:
+        """into[item] = the sum of source[k] * (k + item + 1), modulo a prime."""
+        value = emit.builder.alloca(emit.integer(0).value.type)
+        emit.builder.store(emit.integer(0).value, value)
+
+        def add(k: Int, _: list[object]) -> None:
+            total = Int(emit, emit.builder.load(value)) + emit.load_int(source + k * 8) * (k + item + 1)
+            emit.builder.store((total % 1_000_003).value, value)
+
+        emit.loop(0, count, 1, add)  # type: ignore[arg-type]
+        emit.builder.store(emit.builder.load(value), emit.pointer(into + item * 8, emit.integer(0).value.type))
+
+    kernel = code.kernel("mix", 3, body)
+    buffers = [np.arange(1, width + 1), np.zeros(width, np.int64)]
+    addresses = [buffer.ctypes.data for buffer in buffers]
+    launches = [Launch(kernel, "rows", 1, 1, (addresses[i % 2], addresses[(i + 1) % 2])) for i in range(300)]
+    Program(Team(code, num_threads), launches).run(rows=width)
+    k = np.arange(width)
+    expected = np.arange(1, width + 1)
+    for _ in launches:
+        expected = (expected[None] * (k[None] + k[:, None] + 1)).sum(1) % 1_000_003
+    assert (buffers[0] == expected).all()
+
+
+def test_counts_of_several_names() -> None:
+    code = Code()
+    kernel, first, second = count_items(code), new_counts(9), new_counts(9)
+    launches = [
+        Launch(kernel, name, 1, 1, (counts.ctypes.data,)) for name, counts in (("rows", first), ("tiles", second))
+    ]
+    Program(Team(code, 2), launches).run(tiles=4, rows=7, others=1)
+    assert first[:, 0].sum() == 7
+    assert second[:, 0].sum() == 4
+
+
+def test_without_openmp_one_thread_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teams, "symbol", lambda library, name: None)
+    code = Code()
+    kernel, counts = count_items(code), new_counts(50)
+    team = Team(code, 4)
+    assert team.num_threads == 1
+    Program(team, [Launch(kernel, "rows", 1, 1, (counts.ctypes.data,))]).run(rows=50)
+    assert counts[:, 0].tolist() == [1] * 50
+
+
+def _work_without_end() -> None:
+    while True:
+        pass
+
+
+@contextmanager
+def busy_cores(number: int) -> Iterator[None]:
+    """Other processes that want the cores all the time."""
+    processes = [multiprocessing.get_context("spawn").Process(target=_work_without_end) for _ in range(number)]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def test_more_threads_than_cores_beside_other_work() -> None:
+    """Nobody waits for a thread that has no core longer than its item takes; the bits are those of one thread."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(300, 70, generator=generator), torch.randn(2000, 70, generator=generator)
+    expected = CpuLinear(weight, None, CpuKernels(1))(x)
+    linear = CpuLinear(weight, None, CpuKernels(16))
+    with busy_cores(3):
+        for _ in range(20):
+            assert torch.equal(linear(x), expected)

@@ -1,0 +1,189 @@
+"""Drives a ModelRunner by hand: sequences, their blocks, and batches of any mixture. For tests only."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor_svc.batch.forward_batch import ForwardBatch
+from executor_svc.build.device import make_device
+from executor_svc.config import ExecutorConfig
+from executor_svc.cpu.runner import ModelRunner
+from executor_svc.device.interface import Device
+from executor_svc.device.kv_cache import KVCache
+from executor_svc.models.loading import LoadedModel, load_model
+from executor_svc.plan.description import limits_of
+
+# One thread: beside other processes, two that wait for each other are slower than one. What threads change has tests of
+# its own.
+NUM_THREADS = 1
+
+
+def flat_batch(
+    chunks: Sequence[tuple[int, int]],
+    tables: Sequence[Sequence[int]],
+    block_size: int,
+    token_ids: Sequence[int],
+    prompts: Sequence[int] | None = None,
+) -> ForwardBatch:
+    """Return the batch of chunks (context length, tokens) with these block tables and prompts; logits of all tokens."""
+    starts = [0]
+    positions: list[int] = []
+    slots: list[int] = []
+    rope_lens: list[int] = []
+    for (context, count), table, prompt in zip(chunks, tables, prompts or [0] * len(chunks), strict=True):
+        starts.append(starts[-1] + count)
+        rope_lens.extend(max(prompt, position + 1) for position in range(context, context + count))
+        for position in range(context, context + count):
+            positions.append(position)
+            slots.append(table[position // block_size] * block_size + position % block_size)
+    width = max(len(table) for table in tables)
+    return ForwardBatch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor([context + count for context, count in chunks], dtype=torch.int32),
+        block_tables=torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32),
+        logits_rows=torch.arange(starts[-1]),
+        rope_lens=torch.tensor(rope_lens, dtype=torch.int64),
+        max_query_len=max(count for _, count in chunks),
+        max_seq_len=max(context + count for context, count in chunks),
+    )
+
+
+@dataclass
+class Tokens:
+    """Tokens, how many of them are in the cache, and the blocks that hold them."""
+
+    tokens: list[int]
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    num_prompt: int = 0
+    """Tokens of the prompt: rotary embeddings that depend on the length know it from the first chunk on."""
+
+
+def spoil(cache: KVCache) -> None:
+    """Let all that lies on the device be NaN, in any dtype: whoever reads what was not written is found out."""
+    for layer in cache.layers:
+        layer.view(torch.uint8).fill_(0xFF)
+
+
+class Driver:
+    """A loaded model with a cache whose free blocks come in random order and are full of NaN."""
+
+    def __init__(self, loaded: LoadedModel, device: Device, config: ExecutorConfig, seed: int = 0) -> None:
+        self.loaded = loaded
+        self.block_size = config.block_size
+        self.cache: KVCache = device.new_kv_cache(loaded.geometry, config)
+        self.forget()
+        self.runner = ModelRunner(loaded, device, self.cache, limits_of(config, loaded.geometry, self.cache))
+        self._free = list(range(self.cache.num_device_blocks))
+        self._free_host = list(range(self.cache.num_host_blocks))
+        self._users: Counter[int] = Counter()
+        random.Random(seed).shuffle(self._free)
+
+    def forget(self) -> None:
+        """Let all that is cached be NaN."""
+        spoil(self.cache)
+
+    def release(self, sequence: Tokens) -> None:
+        """Give a sequence's blocks back, to be reused last in first out; their content stays as garbage."""
+        self._users.subtract(sequence.blocks)
+        self._free.extend(block for block in sequence.blocks if not self._users[block])
+        sequence.blocks, sequence.num_computed = [], 0
+
+    def share(self, source: Tokens, target: Tokens) -> None:
+        """Let a sequence that has nothing begin with what both begin with: whole blocks, all but its last token.
+
+        What a prefix hit does, and for the rest of the common tokens what a fork does: a copy of the block they are in.
+        """
+        assert not target.blocks
+        pairs = zip(source.tokens[: source.num_computed], target.tokens[:-1], strict=False)
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        whole = common // self.block_size
+        target.blocks = source.blocks[:whole]
+        self._users.update(target.blocks)
+        if common % self.block_size:
+            target.blocks.append(self._take())
+            self.cache.copy([source.blocks[whole]], [target.blocks[whole]])
+        target.num_computed = common
+
+    def swap(self, sequence: Tokens) -> None:
+        """Move a sequence's blocks to the host, let others overwrite them, and bring it back to other blocks."""
+        kept, count = sequence.num_computed, len(sequence.blocks)
+        host, old = self._free_host[:count], sequence.blocks
+        self.cache.swap_out(old, host)
+        self.release(sequence)
+        for layer in self.cache.layers:
+            layer[[block for block in old if not self._users[block]]] = float("nan")
+        random.Random(count).shuffle(self._free)
+        sequence.blocks = [self._take() for _ in range(count)]
+        self.cache.swap_in(host, sequence.blocks)
+        sequence.num_computed = kept
+
+    def _take(self) -> int:
+        block = self._free.pop()
+        self._users[block] += 1
+        return block
+
+    def step(self, work: Sequence[tuple[Tokens, int]], logits: str = "all") -> list[Tensor]:
+        """Compute the next tokens of some sequences in one batch; return each one's logits [tokens or 1, vocabulary].
+
+        `logits`: all, or last for those of each sequence's last token only.
+        """
+        chunks, tables, ids = [], [], []
+        for sequence, count in work:
+            end = sequence.num_computed + count
+            assert count > 0
+            assert end <= len(sequence.tokens)
+            while len(sequence.blocks) * self.block_size < end:
+                sequence.blocks.append(self._take())
+            chunks.append((sequence.num_computed, count))
+            tables.append(sequence.blocks)
+            ids.extend(sequence.tokens[sequence.num_computed : end])
+        batch = flat_batch(chunks, tables, self.block_size, ids, [sequence.num_prompt for sequence, _ in work])
+        if logits == "last":
+            rows = batch.query_start_loc[1:].long() - 1
+            batch = ForwardBatch(
+                **{name: getattr(batch, name) for name in ForwardBatch.__dataclass_fields__ if name != "logits_rows"},
+                logits_rows=rows,
+            )
+        out = self.runner.logits(self.runner.forward(batch), batch.logits_rows).clone()
+        for sequence, count in work:
+            sequence.num_computed += count
+        return list(out.split([1 if logits == "last" else count for _, count in work]))
+
+
+class Model:
+    """A checkpoint loaded once, from which drivers of any block size are made."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.options = {
+            "model": str(folder), "device": "cpu", "num_gpu_blocks": 128, "num_threads": NUM_THREADS,
+            "max_num_batched_tokens": 2048, **options,
+        }  # fmt: skip
+        self.device = make_device(ExecutorConfig(**self.options))
+        self.loaded = load_model(ExecutorConfig(**self.options), self.device)
+        self._alone: Driver | None = None
+
+    def driver(self, seed: int = 0, **options: Any) -> Driver:
+        """Return a driver with a cache of its own."""
+        return Driver(self.loaded, self.device, ExecutorConfig(**{**self.options, **options}), seed)
+
+    def whole(self, tokens: list[int]) -> Tensor:
+        """Return the logits [tokens, vocabulary] of tokens computed alone, in one chunk."""
+        self._alone = self._alone or self.driver()
+        sequence = Tokens(tokens)
+        (logits,) = self._alone.step([(sequence, len(tokens))])
+        self._alone.release(sequence)
+        self._alone.forget()
+        return logits

@@ -1,0 +1,23 @@
+"""Kernels run on a GPU where there is one, else under Triton's interpreter, on the CPU (tests/conftest.py)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.executor_svc.gpu.interpreter import mended_interpreter
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where tensors for kernels lie."""
+    return torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter_is_mended() -> Iterator[None]:
+    with mended_interpreter():
+        yield

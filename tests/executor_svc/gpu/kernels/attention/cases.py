@@ -1,0 +1,102 @@
+"""Batches for the GPU's attention, with NaN wherever nothing may be read, and what it must give. For tests only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from executor_svc.device import reference
+from executor_svc.gpu.kernels.attention.call import AttentionCall
+
+F8 = torch.float8_e4m3fn
+ARCH = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 90
+"""Compute capability that tiles are chosen for."""
+Chunks = Sequence[tuple[int, int]]
+"""Context length and query tokens of each sequence; a context below 0: padding, of length 0."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model and its cache."""
+
+    kv_heads: int = 1
+    group: int = 4
+    head_size: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+
+def make_call(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0) -> AttentionCall:
+    """Random queries, keys and values in permuted blocks. Two tokens more than the sequences have are there."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, width, kv_dtype = sizes.kv_heads * sizes.group, sizes.head_size, sizes.kv_dtype or sizes.dtype
+    lens = [max(0, context + count) if context >= 0 else 0 for context, count in chunks]
+    needed = [-(-length // sizes.block_size) for length in lens]
+    free = torch.randperm(sum(needed) + 3, generator=generator).tolist()
+    cache = torch.full((len(free), 2, sizes.kv_heads, sizes.block_size, width), float("nan"))
+    tables = torch.full((len(chunks), max(needed) + 2), free.pop(), dtype=torch.int32)
+    for s, ((context, _), length) in enumerate(zip(chunks, lens, strict=True)):
+        tables[s, : needed[s]] = torch.tensor([free.pop() for _ in range(needed[s])], dtype=torch.int32)
+        positions = torch.arange(0 if sizes.window is None else max(0, context - sizes.window + 1), length)
+        kv = torch.randn(len(positions), 2, sizes.kv_heads, width, generator=generator)
+        cache[tables[s, positions // sizes.block_size].long(), :, :, positions % sizes.block_size] = kv
+    starts = torch.tensor([0, *(count for _, count in chunks)]).cumsum(0).to(torch.int32)
+    tokens = int(starts[-1]) + 2
+    qkv = torch.full((tokens, (heads + 2 * sizes.kv_heads) * width), float("nan"))
+    qkv[:-2, : heads * width] = torch.randn(tokens - 2, heads * width, generator=generator) * 3
+    scales = [None, None] if kv_dtype != F8 else list(torch.rand(2, sizes.kv_heads, generator=generator) + 0.5)
+    return AttentionCall(
+        q=qkv.to(device, sizes.dtype)[:, : heads * width].view(tokens, heads, width),
+        kv_layer=cache.to(kv_dtype).to(device),
+        query_start_loc=starts.to(device),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        block_tables=tables.to(device)[:, :-1],
+        out=torch.full((tokens, heads * width), float("nan"), dtype=sizes.dtype, device=device),
+        scale=width**-0.5,
+        max_query_len=max(1, *(count for _, count in chunks)),
+        max_seq_len=max(lens),
+        window=sizes.window,
+        softcap=sizes.softcap,
+        k_scale=None if scales[0] is None else scales[0].to(device),
+        v_scale=None if scales[1] is None else scales[1].to(device),
+    )
+
+
+def check(call: AttentionCall) -> None:
+    """Compare what was written with the float64 meaning, and see that the tokens of no sequence stay as they were.
+
+    Weights and results are rounded once each: in units of the weighted absolute values, twice the dtype's epsilon.
+    """
+    expected, size = _meaning(call)
+    found = call.out.cpu().double().view(-1, *expected.shape[1:])
+    bound = 2 * torch.finfo(call.q.dtype).eps * size + 2e-5 * size + 1e-6
+    tokens = len(expected)
+    assert found[tokens:].isnan().all()
+    assert ((found[:tokens] - expected).abs() <= bound).all()
+
+
+def _meaning(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The float64 meaning of attention, and that of the same weights with the values' absolute values."""
+    cache = call.kv_layer.cpu().double()
+    if call.k_scale is not None and call.v_scale is not None:
+        cache = cache * torch.stack([call.k_scale, call.v_scale]).cpu().double()[None, :, :, None, None]
+    starts, lens = call.query_start_loc.cpu().clone(), call.seq_lens.cpu()
+    q = call.q[: int(starts[-1])].cpu()
+    padding = torch.repeat_interleave(lens == 0, starts.diff())
+    sizes = (starts.diff() * (lens > 0)).cumsum(0)
+    there = starts.new_zeros(len(starts))
+    there[1:] = sizes
+    results = []
+    for values in (cache, torch.cat([cache[:, :1], cache[:, 1:].abs()], 1)):
+        result = torch.zeros(q.shape, dtype=torch.float64)
+        result[~padding] = reference.attention(
+            q[~padding], values, there, lens, call.block_tables.cpu(), call.scale, call.window, call.softcap
+        )
+        results.append(result)
+    return results[0], results[1]

@@ -1,0 +1,156 @@
+"""Split decode attention against its float64 meaning and against itself in other batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from executor_svc.gpu.kernels.attention.attention import attention
+from executor_svc.gpu.kernels.attention.call import AttentionCall
+from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, HEAD_SIZES
+from executor_svc.gpu.kernels.attention.split import (
+    MAX_SEGMENTS,
+    max_segments,
+    scratch_floats,
+    split_attention,
+    variants,
+    wants_split,
+)
+from tests.executor_svc.gpu.kernels.attention.cases import ARCH, F8, Chunks, Sizes, check, make_call
+
+SMS = 4
+"""Of a GPU so small that short sequences are enough for several segments to a program."""
+
+
+def scratch_for(call: AttentionCall, num_sms: int = SMS) -> torch.Tensor:
+    """NaN wherever nothing was written."""
+    records = call.num_seqs * call.num_heads * max_segments(call.num_kv_heads, num_sms)
+    return torch.full((records * (call.head_size + 2),), float("nan"), device=call.q.device)
+
+
+def compare(chunks: Chunks, sizes: Sizes, device: torch.device, num_sms: int = SMS, seed: int = 0) -> AttentionCall:
+    """Run it and compare all rows."""
+    call = make_call(chunks, sizes, device, seed)
+    split_attention(call, ARCH, scratch_for(call, num_sms), num_sms)
+    check(call)
+    return call
+
+
+@pytest.mark.parametrize("block_size", [16, COPIED_BLOCK])
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_head_sizes(head_size: int, block_size: int, device: torch.device) -> None:
+    compare([(599, 1), (256, 1), (-1, 1)], Sizes(1, 2, head_size, block_size), device)
+
+
+@pytest.mark.parametrize("group", [*range(1, 9), 17])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_groups_and_dtypes(group: int, dtype: torch.dtype, device: torch.device) -> None:
+    compare([(530, 1), (3, 1)], Sizes(2, group, dtype=dtype), device)
+
+
+@pytest.mark.parametrize("block_size", [16, COPIED_BLOCK])
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 511, 512, 513])
+def test_edges_of_segments(length: int, block_size: int, device: torch.device) -> None:
+    compare([(length - 1, 1)], Sizes(block_size=block_size), device)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(1, None), (300, None), (511, 9.0), (None, 9.0)])
+def test_window_and_softcap(window: int | None, softcap: float | None, device: torch.device) -> None:
+    compare([(700, 1), (511, 1), (20, 1)], Sizes(1, 2, 64, 8, window=window, softcap=softcap), device)
+
+
+@pytest.mark.parametrize(
+    ("head_size", "block_size"),
+    [*zip(HEAD_SIZES, (16, 8, 32, 32, 16), strict=True), (64, COPIED_BLOCK), (96, COPIED_BLOCK)],
+)
+def test_fp8_cache(head_size: int, block_size: int, device: torch.device) -> None:
+    sizes = Sizes(2, 2, head_size, block_size, kv_dtype=F8)
+    compare([(700, 1), (20, 1)], sizes, device)
+    compare([(600, 1)], replace(sizes, dtype=torch.float16, window=300, softcap=9.0), device)
+
+
+def test_long_decode(device: torch.device) -> None:
+    """More keys than the segments have at least: 8,192 in 16."""
+    compare([(8191, 1)], Sizes(1, 4, 64, 32), device)
+
+
+def test_padding_and_sequences_without_tokens(device: torch.device) -> None:
+    compare([(400, 1), (500, 0), (-1, 1), (-1, 0), (0, 1)], Sizes(), device)
+
+
+@settings(max_examples=8)
+@given(
+    st.lists(st.tuples(st.integers(-1, 900), st.integers(0, 1)), min_size=1, max_size=4),
+    st.integers(1, 12),
+    st.builds(
+        Sizes,
+        kv_heads=st.just(2),
+        group=st.integers(1, 8),
+        head_size=st.sampled_from(HEAD_SIZES),
+        block_size=st.sampled_from([8, 16, 32, 64]),
+        dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    ),
+)
+def test_any_decodes(device: torch.device, chunks: Chunks, num_sms: int, sizes: Sizes) -> None:
+    compare(chunks, sizes, device, num_sms)
+
+
+def test_it_agrees_with_the_unsplit_kernel(device: torch.device) -> None:
+    call = compare([(900, 1), (450, 1)], Sizes(2, 4, dtype=torch.float32), device)
+    whole = replace(call, out=torch.empty_like(call.out))
+    attention(whole, ARCH)
+    torch.testing.assert_close(call.out[:2], whole.out[:2], rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
+    """Bit for bit, though other numbers of programs share the segments."""
+    together = compare([(899, 1), (450, 1), (700, 1)], Sizes(), device)
+    alone = replace(
+        together,
+        q=together.q[2:3],
+        query_start_loc=together.query_start_loc[:2],
+        seq_lens=together.seq_lens[2:],
+        block_tables=together.block_tables[2:],
+        out=torch.empty_like(together.out[2:3]),
+    )
+    split_attention(alone, ARCH, scratch_for(alone), SMS)
+    assert torch.equal(alone.out, together.out[2:3])
+
+
+def test_when_to_split() -> None:
+    assert wants_split(1, 8, 1, 1024, 132)
+    assert wants_split(33, 8, 1, 1024, 132)
+    assert not wants_split(34, 8, 1, 1024, 132)  # a second program for each would be more than wanted
+    assert not wants_split(1, 8, 2, 1024, 132)
+    assert not wants_split(1, 8, 1, 256, 132)
+    assert not wants_split(0, 8, 1, 1024, 132)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8, 32, 300])
+def test_scratch_is_enough_for_each_batch_that_is_split(num_kv_heads: int, device: torch.device) -> None:
+    enough = scratch_floats(num_kv_heads * 4, num_kv_heads, 128, 132)
+    split = [seqs for seqs in range(1, 600) if wants_split(seqs, num_kv_heads, 1, 10_000, 132)]
+    most = max(split, default=0)
+    assert split == list(range(1, most + 1))
+    assert most * num_kv_heads * 4 * max_segments(num_kv_heads, 132) * 130 <= enough
+    assert 1 <= max_segments(num_kv_heads, 132) <= MAX_SEGMENTS
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    call = make_call([(300, 1)], Sizes(), device)
+    with pytest.raises(ValueError, match=r"^scratch must"):
+        split_attention(call, ARCH, scratch_for(call)[:-1], SMS)
+    with pytest.raises(ValueError, match=r"^max_query_len must"):
+        split_attention(replace(call, max_query_len=2), ARCH, scratch_for(call), SMS)
+
+
+def test_variants_name_every_argument() -> None:
+    found = variants()
+    assert len({each.name for each in found}) == len(found)
+    for each in found:
+        assert list(each.signature) == each.kernel.arg_names
+        assert {name for name, type_ in each.signature.items() if type_ == "constexpr"} == set(each.constants)

@@ -1,0 +1,194 @@
+"""Kernels compile ahead of time, in processes of their own: this one may have Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from triton.runtime.interpreter import InterpretedFunction
+
+from executor_svc.gpu.kernels.compile.build import Build, compile_variant, problems
+from executor_svc.gpu.kernels.compile.build_all import Outcome, tasks_of
+from executor_svc.gpu.kernels.compile.registry import entries, kernel_modules, short_name
+from executor_svc.gpu.kernels.variant import Variant
+from tests.helpers.paths import ROOT
+
+PAGE = ROOT / "docs" / "kernels.md"
+REFUSED = "tests.executor_svc.gpu.kernels.compile.refused_kernels"
+MAX_QUICK = 60
+
+
+def compiled(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command line without Triton's interpreter."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "executor_svc.gpu.kernels.compile", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=inherited | environment, check=False
+    )
+
+
+# --- the kernels that there are ---------------------------------------------------------------------------------------
+
+
+def test_every_module_has_quick_variants_and_they_are_few():
+    tasks = tasks_of(entries().values(), quick=True)
+    assert len(tasks) <= MAX_QUICK, "take `quick` from some"
+    assert {task.entry.module for task in tasks} == set(kernel_modules())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_quick_variants_compile_as_they_must():
+    done = compiled("--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    tasks = tasks_of(entries().values(), quick=True)
+    assert [(build["name"], build["arch"]) for build in told["builds"]] == [
+        (task.entry.variant.name, task.arch) for task in tasks
+    ]
+    assert not told["refused"]
+
+
+def test_the_page_names_every_variant():
+    table = PAGE.read_text(encoding="utf-8").partition("<!-- begin kernels -->")[2]
+    assert re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE) == list(entries()), "make kernels"
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    """Builds by name and arch, refusals, and the folder that Triton would take for its cache."""
+    cache = tmp_path_factory.mktemp("cache")
+    done = compiled("--module", REFUSED, "--json", TRITON_CACHE_DIR=str(cache))
+    assert done.returncode == 1, done.stderr
+    told = json.loads(done.stdout)
+    return {(build["name"], build["arch"]): Build(**build) for build in told["builds"]}, told["refused"], cache
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("crashing for sm_90", r"the compiler crashed: SIGABRT"),
+        ("broken for sm_80", r"no_such_name is not defined"),
+        ("unassembled for sm_90", r"(?s)ptxas.*no\.such\.instruction|Unknown modifier"),
+        (
+            "misdescribed for sm_90",
+            r"target: among the arguments of the kernel, missing in the signature; goal: in the",
+        ),
+        ("spilling for sm_80", r"spills \d+ bytes of stores and \d+ of loads \(registers 255\), and must not"),
+        ("without wgmma for sm_90", r"has no wgmma in its PTX, and must"),
+        ("greedy for sm_80", r"needs \d{6} bytes of shared memory; a block has 166912"),
+    ],
+)
+def test_each_reason_is_told_with_the_name(refused, label, message):
+    _, lines, _ = refused
+    assert len(lines) == 7, lines
+    (line,) = (line for line in lines if line.startswith(f"{REFUSED}: {label}"))
+    assert re.search(message, line), line
+
+
+@pytest.mark.slow
+def test_facts_of_builds_in_order(refused):
+    builds, _, cache = refused
+    for arch in (80, 90):
+        build = builds["in order", arch]
+        assert 8 <= build.num_registers < 64
+        assert (build.shared, build.spills, build.stack_frame, build.wgmma) == (0, 0, 0, False)
+        # 1,024 elements of 4 bytes among 128 threads: two loads of 16 bytes each.
+        assert (build.num_loads, build.num_wide_loads) == (2, 2)
+    assert builds["in order narrow", 90].num_wide_loads == 0, "nothing is said of its addresses"
+    assert builds["spilling allowed", 80].spills > 0
+    assert builds["with wgmma", 90].wgmma
+    assert builds["with wgmma", 90].shared == 2 * 64 * 64 * 2
+    assert not any(cache.iterdir()), "a cache could hide an error"
+
+
+@pytest.mark.slow
+def test_only_what_is_named_is_compiled():
+    done = compiled("--module", REFUSED, "--only", "order narrow")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert re.fullmatch(r"\[1/1\] in order narrow for sm_90: \d+ registers, 0 bytes shared, \d+\.\d s\n", done.stderr)
+
+
+# --- without compiling ------------------------------------------------------------------------------------------------
+
+
+def kernel(target):
+    """Never run."""
+
+
+INTERPRETED = Variant("interpreted", InterpretedFunction(kernel), {"target": "*i32"}, {}, wgmma=True, copies=True)
+BUILD = Build("interpreted", 90, 32, 16, 1024, 0, 0, 0, True, False, 4, 4, 1, 0.1)
+
+
+def test_the_interpreter_is_refused():
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
+        compile_variant(INTERPRETED, 90)
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (BUILD, []),
+        (replace(BUILD, wgmma=False), ["has no wgmma in its PTX, and must"]),
+        (replace(BUILD, num_bulk_copies=0), ["has no instruction to the copy engine in its PTX, and must"]),
+        (replace(BUILD, arch=80, wgmma=False, num_bulk_copies=0), []),
+        (replace(BUILD, wgmma_serialized=True), ["has wgmma, but ptxas serializes it"]),
+        (replace(BUILD, spill_stores=4, spill_loads=8), []),
+        (replace(BUILD, dynamic_shared=227 * 1024 - 16), []),
+        (replace(BUILD, dynamic_shared=227 * 1024), ["needs 232464 bytes of shared memory; a block has 232448"]),
+    ],
+)
+def test_problems_of_a_build(build, expected):
+    assert problems(INTERPRETED, build) == expected
+
+
+@pytest.fixture
+def generator(tmp_path, monkeypatch):
+    """docs/generate_kernels.py with a page of its own, of one variant."""
+    spec = importlib.util.spec_from_file_location("generate_kernels", ROOT / "docs" / "generate_kernels.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "TARGET", tmp_path / "kernels.md")
+    module.TARGET.write_text("# A\n<!-- begin kernels -->\nold\n<!-- end kernels -->\nB\n", encoding="utf-8")
+    told = {name: entry for name, entry in entries([REFUSED]).items() if name == "in order"}
+    monkeypatch.setattr(module, "entries", lambda: told)
+    monkeypatch.setattr(sys, "argv", ["generate_kernels.py"])
+    return module
+
+
+def test_the_table_is_written_between_its_marks(generator, monkeypatch):
+    builds = [
+        replace(BUILD, name="in order", arch=80, num_registers=20, wgmma=False),
+        replace(BUILD, name="in order", num_registers=24, spill_loads=8),
+    ]
+    monkeypatch.setattr(generator, "build_all", lambda tasks, jobs: Outcome(builds))
+    generator.main()
+    page = generator.TARGET.read_text(encoding="utf-8")
+    assert page.startswith("# A\n<!-- begin kernels -->\n1 variants, 2 builds; Triton 3.")
+    assert page.endswith("\n<!-- end kernels -->\nB\n")
+    name = short_name(REFUSED)
+    assert f"| [{name}](#{name}) | 1 | 20 | 24 | 1040 | 1040 | 1 | 1 |" in page
+    assert "| `in order` | 4 | 2 | 20 | 1040 | 0 | 4 of 4 | 24 | 1040 | 8 | 4 of 4 | wgmma, copy engine |" in page
+
+
+def test_nothing_is_written_if_something_is_refused(generator, monkeypatch):
+    before = generator.TARGET.read_text(encoding="utf-8")
+    monkeypatch.setattr(generator, "build_all", lambda tasks, jobs: Outcome([], ["m: in order for sm_80 spills"]))
+    with pytest.raises(SystemExit, match="1 refused:\n- m: in order for sm_80 spills"):
+        generator.main()
+    assert generator.TARGET.read_text(encoding="utf-8") == before
+
+
+def test_a_page_without_marks_is_an_error(generator):
+    with pytest.raises(SystemExit, match="not one place"):
+        generator.content("# A\n", {}, [])

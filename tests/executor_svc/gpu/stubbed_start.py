@@ -1,0 +1,94 @@
+"""A start of the GPU executor as on an H200, and some steps, on a driver that computes nothing (stub_cuda.c).
+
+Triton compiles for it and launches what it has compiled by its own launcher: with the arguments, grids, shared memory
+and descriptors that it would have there. All tensors lie on the CPU and hold whatever they held before. Run with the
+folder of the stub, in whose environment it is found, and that of a checkpoint; prints JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from executor_svc.device import interface as device
+from executor_svc.gpu import device as gpu_device
+from executor_svc.plan.plan import SequenceSampling
+from tests.helpers.plans import ints, scheduled, sequence
+
+LIBRARY = "libcuda.so.1"
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "quantization": "int8",
+    "kv_cache_dtype": "fp8",
+    "block_size": 64,
+    "max_num_seqs": 20,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 512,
+    "num_gpu_blocks": 64,
+    "num_cpu_blocks": 4,
+}
+
+
+class StubbedDriver(CudaDriver):  # type: ignore[misc]
+    """Triton's driver, of one Hopper GPU and one stream; its own start would ask PyTorch for them."""
+
+    def __init__(self) -> None:
+        self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
+        self.get_device_capability = lambda device=0: (9, 0)
+        self.get_current_stream = self.get_current_device = lambda device=0: 0
+        self.set_current_device = lambda device: None
+
+
+def noted_compiles(patch: pytest.MonkeyPatch) -> list[str]:
+    """Names of kernels, as they are compiled."""
+    found: list[str] = []
+    compile_ = JITFunction._do_compile
+
+    def noted(self: Any, *args: Any) -> Any:
+        found.append(self.fn.__qualname__)
+        return compile_(self, *args)
+
+    patch.setattr(JITFunction, "_do_compile", noted)
+    return found
+
+
+def main(stub_folder: str, checkpoint: str) -> None:
+    stub = ctypes.CDLL(str(Path(stub_folder, LIBRARY)), mode=ctypes.RTLD_GLOBAL)
+    driver.set_active(StubbedDriver())
+    from tests.executor_svc.gpu.test_warm_up import run, started
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Tensors lie where they would lie for the interpreter.
+        patch.setattr(device, "is_interpreted", lambda: True)
+        patch.setattr(gpu_device, "is_interpreted", lambda: True)
+        compiled = noted_compiles(patch)
+        executor = started(Path(checkpoint), patch, **OPTIONS)
+        num_at_start = len(compiled)
+        drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2)
+        told = SequenceSampling(min_tokens=3, stop_token_ids=ints(4), num_prompt_logprobs=1)
+        first, second = sequence(0, [5] * 70, [3, 1], sampling=drawn), sequence(2, [7], [5], sampling=told)
+        steps: list[dict[str, Any]] = [
+            {"admitted": (first,), "scheduled": scheduled((0, 60, False))},
+            {"admitted": (second,), "scheduled": scheduled((0, 10, True), (2, 1, True))},
+            *({"decode_ready": True} for _ in range(3)),
+        ]
+        run(executor, steps)
+    seen = {
+        "compiled": compiled[:num_at_start],
+        "compiled_by_steps": compiled[num_at_start:],
+        "num_launches": stub.stub_launches(),
+        "num_descriptors": stub.stub_descriptors(),
+    }
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

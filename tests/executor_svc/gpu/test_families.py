@@ -1,0 +1,40 @@
+"""Every family of models on the GPU's kernels: the tokens of the CPU's path, through a chunk and decodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import FAMILIES, make_checkpoint
+from tests.executor_svc.driver import Model
+from tests.helpers.plans import scheduled, sequence
+from tests.helpers.stepping import Stepper
+
+pytestmark = pytest.mark.slow
+
+HOSTED = "falcon", "gpt2", "gpt_neox", "opt", "phi"
+
+PROMPT = list(range(3, 40))
+"""Longer than the windows of those that have one."""
+
+
+def tokens_of(model: Model) -> list[list[int]]:
+    """Tokens of each step: a prompt in two chunks, another beside the second, then both."""
+    stepper = Stepper(model, num_slots=2)
+    first, second = sequence(0, PROMPT, stepper.blocks(0)), sequence(1, [5, 9, 2], stepper.blocks(1))
+    results = [
+        stepper.step(admitted=(first,), scheduled=scheduled((0, 20, False))),
+        stepper.step(admitted=(second,), scheduled=scheduled((0, 17, True), (1, 3, True))),
+        *(stepper.step(decode_ready=True) for _ in range(3)),
+    ]
+    return [result.token_ids.tolist() for result in results]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *HOSTED])
+def test_tokens_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
+    """Heads are of sizes that attention is not made for, and filled up."""
+    folder = make_checkpoint(tmp_path, family, num_hidden_layers=2)
+    expected = tokens_of(Model(folder))
+    assert [len(step) for step in expected] == [0, 2, 2, 2, 2]
+    assert tokens_of(Model(folder, device="cuda")) == expected

@@ -1,0 +1,64 @@
+"""Triton compiles and launches a start and steps for an H200; a stub of CUDA's driver refuses what that would."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from tests.checkpoints import make_checkpoint
+from tests.executor_svc.gpu.stubbed_start import LIBRARY, OPTIONS
+from tests.helpers.paths import ROOT
+
+COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+"""As Triton looks for it."""
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are launched for good here"),
+    pytest.mark.skipif(
+        COMPILER is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+        reason="needs a C compiler and Python's headers, as Triton's launcher does",
+    ),
+]
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Path:
+    """The folder of CUDA's driver."""
+    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    source = Path(__file__).with_name("stub_cuda.c")
+    built = ["-shared", "-fPIC", "-o", str(tmp_path / LIBRARY), f"-Wl,-soname,{LIBRARY}"]
+    assert COMPILER is not None
+    subprocess.run([COMPILER, "-I", str(headers), *built, str(source)], check=True)
+    return tmp_path
+
+
+def test_kernels_are_compiled_and_launched_as_on_a_gpu(stub: Path, tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    folder = make_checkpoint(tmp_path / "model", "llama", vocab_size=500, dtype=torch.bfloat16, **shape)
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("TRITON_")},
+        "TRITON_LIBCUDA_PATH": str(stub),
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "client")]),
+    }
+    command = [sys.executable, "-m", "tests.executor_svc.gpu.stubbed_start", str(stub), str(folder)]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    seen = json.loads(ended.stdout.splitlines()[-1])
+    assert seen["compiled_by_steps"] == []
+    assert {"attention_kernel", "split_kernel", "_build_step", "_commit"} <= {
+        name.rpartition(".")[2] for name in seen["compiled"]
+    }
+    assert seen["num_launches"] > 100
+    assert seen["num_descriptors"] > 0, OPTIONS

@@ -1,0 +1,179 @@
+"""A start as on a GPU: the largest steps, graphs captured at once, a step of each kind; then nothing is new."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from executor_svc.build.model import run_trial
+from executor_svc.config import ExecutorConfig
+from executor_svc.gpu import runner as gpu_runner
+from executor_svc.gpu.graphs import DirectReplayer
+from executor_svc.gpu.kernels.compile.registry import entries
+from executor_svc.gpu.kernels.slots.slots import StepSizes
+from executor_svc.gpu.step import GpuStepExecutor
+from executor_svc.gpu.warm_up import run_steps
+from executor_svc.plan.description import limits_of
+from executor_svc.plan.plan import SequenceSampling, StepResult, StepStatus
+from tests.checkpoints import make_checkpoint
+from tests.executor_svc.driver import Model
+from tests.helpers.plans import columns, ints, plan, scheduled, sequence
+
+# What the cache holds at first is anything, and the interpreter multiplies it by numpy.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")]
+BLOCK_SIZE = 8
+Compiled = set[tuple[Any, ...]]
+Launches = set[tuple[Any, ...]]
+
+
+class CapturedReplayer(DirectReplayer):
+    """Runs each step when it is made, the largest first, as `CudaGraphs` does."""
+
+    def __init__(self, sizes: Sequence[StepSizes], step: Any) -> None:
+        super().__init__(sizes, step)
+        for each in sorted(sizes, key=lambda size: size.num_tokens, reverse=True):
+            step(each)
+
+
+def specialized(kernel: InterpretedFunction, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """What Triton would compile the kernel for: constants, types, what it knows of numbers and addresses."""
+    known: list[Any] = [kernel.fn.__module__, kernel.fn.__name__]
+    loose = kernel.kwargs["do_not_specialize"] or ()
+    unaligned = (*loose, *(kernel.kwargs["do_not_specialize_on_alignment"] or ()))
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            known.append((name, value.dtype, name not in unaligned and value.data_ptr() % 16 == 0))
+        elif kernel.fn.__annotations__.get(name) in ("tl.constexpr", tl.constexpr) or name not in kernel.arg_names:
+            known.append((name, str(value)))
+        elif isinstance(value, int) and name not in loose:
+            known.append((name, value == 1, value % 16 == 0, value >= 2**31))
+    return tuple(known)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Kernels and the options of their launches, None for those that are left to Triton."""
+    found: Launches = set()
+    run = InterpretedFunction.run
+
+    def noted(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+        found.add((self, *(kwargs.get(name) for name in ("num_warps", "num_stages", "enable_fp_fusion"))))
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", noted)
+    return found
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    """What has been compiled so far; under the interpreter, what a GPU's compiler would have been asked for."""
+    found: Compiled = set()
+    run, compile_ = InterpretedFunction.run, JITFunction._do_compile
+
+    def noted(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        found.add(specialized(self, dict(zip(self.arg_names, args, strict=False)) | kwargs))
+        return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    def told(self: Any, key: Any, *args: Any) -> Any:
+        found.add((self.fn.__qualname__, key))
+        return compile_(self, key, *args)
+
+    monkeypatch.setattr(InterpretedFunction, "run", noted)
+    monkeypatch.setattr(JITFunction, "_do_compile", told)
+    return found
+
+
+def started(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> GpuStepExecutor:
+    """What `model_build` makes on a GPU."""
+    sizes = {
+        "block_size": BLOCK_SIZE, "max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 64,
+        "num_gpu_blocks": 16,
+    }  # fmt: skip
+    model = Model(folder, device="cuda", **sizes | options)
+    config = ExecutorConfig(**model.options)
+    run_trial(model.loaded, model.device, config)
+    monkeypatch.setattr(gpu_runner, "DirectReplayer", CapturedReplayer)
+    pools = model.device.new_kv_cache(model.loaded.geometry, config)
+    limits = limits_of(config, model.loaded.geometry, pools)
+    executor = GpuStepExecutor(model.loaded, model.device, pools, limits, enforce_eager=config.enforce_eager)
+    run_steps(executor)
+    return executor
+
+
+def run(executor: GpuStepExecutor, steps: Sequence[dict[str, Any]]) -> list[StepResult]:
+    results = [executor.launch(plan(step_id=step_id, **fields), 0).result() for step_id, fields in enumerate(steps, 1)]
+    assert all(result.status == StepStatus.OK for result in results)
+    return results
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_no_step_waits_for_a_compiler(
+    enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
+) -> None:
+    folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
+    executor = started(folder, monkeypatch, enforce_eager=enforce_eager)
+    known = set(compiled)
+    drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2, num_prompt_logprobs=0)
+    first = sequence(0, list(range(30)), [3, 1, 9, 4], sampling=drawn)
+    second = sequence(2, [7], [5, 6], sampling=SequenceSampling(min_tokens=3, stop_token_ids=ints(4)))
+    run(
+        executor,
+        [
+            {"admitted": (first,), "scheduled": scheduled((0, 21, False))},
+            {"admitted": (second,), "scheduled": scheduled((0, 9, True), (2, 1, True))},
+            {"decode_ready": True, "appends": columns((0, 11))},
+            {"decode_ready": True, "held_slots": ints(0)},
+            {"released_slots": ints(2), "resumed_slots": ints(0), "decode_ready": True},
+        ],
+    )
+    assert compiled == known
+
+
+def test_kernels_of_long_decodes_are_compiled_without_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
+) -> None:
+    folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
+    started(folder, monkeypatch, enforce_eager=True, max_model_len=300)
+    names = {str(name).rpartition(".")[2] for known in compiled for name in known[:2]}
+    assert {"attention_kernel", "split_kernel", "unite_kernel"} <= names
+
+
+def test_a_start_leaves_slots_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled) -> None:
+    folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
+    executor = started(folder, monkeypatch, quantization="int8", dtype="bfloat16")
+    known = set(compiled)
+    assert not executor.slots.admitted.any()
+    # In the very slot that the start has used, with rows between those of two tiles of the linears.
+    prompt = list(range(5, 40))
+    step = {"admitted": (sequence(0, prompt, [8, 2, 7, 4, 1]),), "scheduled": scheduled((0, len(prompt), True))}
+    first, _ = run(executor, [step, {"decode_ready": True}])
+    assert first.slots.tolist() == [0]
+    assert 0 <= first.token_ids[0] < 131
+    assert compiled == known
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="launches are seen under Triton's interpreter")
+@pytest.mark.parametrize("quantization", ["int8", "fp8_w8a8"])
+def test_launches_are_as_kernels_were_compiled_ahead_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: Launches, quantization: str
+) -> None:
+    """Warps, stages and FP fusion are said each time, and as the kernel's variants say them."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 32, "head_dim": 64, "num_hidden_layers": 1}
+    folder = make_checkpoint(tmp_path, "llama", vocab_size=131, **sizes)
+    executor = started(folder, monkeypatch, quantization=quantization, dtype="bfloat16", num_cpu_blocks=2)
+    drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2)
+    run(executor, [{"admitted": (sequence(0, [5, 6], [0], sampling=drawn),), "scheduled": scheduled((0, 2, True))}])
+    # How many warps hangs on sizes too.
+    assert {kernel.fn.__name__ for kernel, num_warps, *_ in launched if num_warps is None} == set()
+    options = {(kernel, num_stages, fp_fusion) for kernel, _, num_stages, fp_fusion in launched}
+    variants = [entry.variant for entry in entries().values()]
+    known = {(each.kernel, each.num_stages, each.fp_fusion) for each in variants}
+    assert len(options) > 15
+    assert {(kernel.fn.__name__, *others) for kernel, *others in options - known} == set()

@@ -1,0 +1,336 @@
+"""What is read from config.json: older forms, limits on lengths, and what is refused, by the name of its field."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from executor_svc.models.base import ModelConfigError
+from executor_svc.models.registry import ARCHITECTURES
+from executor_svc.models.rope_fields import ROPE_TYPES
+from executor_svc.models.spec import DecoderSpec
+from tests.checkpoints import FAMILIES
+from tests.helpers.paths import ROOT
+
+MODELS_PAGE = ROOT / "docs" / "models.md"
+
+NAMES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+}
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LONG = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+# Family, what a current transformers writes, what an older one wrote for the same model.
+OLDER: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5}),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    ),
+    ("mistral", {"sliding_window": 4096, "head_dim": 12}, {"rope_theta": 10000.0}),
+    (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 4,
+        },
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
+    ),
+    (
+        "qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        {
+            "rope_theta": 1e6,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            "use_sliding_window": False,
+            "sliding_window": 24,
+            "max_window_layers": 1,
+        },
+    ),
+    ("qwen3", {"head_dim": 128, "layer_types": ["full_attention"] * 6}, {"sliding_window": None}),
+    (
+        "gemma2",
+        {
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        {"hidden_act": "gelu_pytorch_tanh", "rope_theta": 10000.0, "rope_scaling": None},
+    ),
+    (
+        "gemma3_text",
+        {
+            "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 9000.0},
+            },
+        },
+        {
+            "sliding_window_pattern": 3,
+            "rope_theta": 2e6,
+            "rope_local_base_freq": 9000.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    (
+        "gemma3_text",
+        {
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        {},
+    ),
+    (
+        "phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+                **LONG,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        {"original_max_position_embeddings": 64, "rope_theta": 10000.0, "rope_scaling": {"type": "longrope", **LONG}},
+    ),
+    (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "rope_scaling": None},
+    ),
+    ("granite", {"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, {"rope_theta": 7e4}),
+]
+
+
+def read(family: str, **fields: Any) -> DecoderSpec:
+    return ARCHITECTURES[NAMES[family]]({**SIZES, **fields})
+
+
+@pytest.mark.parametrize(("family", "new", "old"), OLDER, ids=[f"{i}-{row[0]}" for i, row in enumerate(OLDER)])
+def test_older_forms_describe_the_same_model(family: str, new: dict[str, Any], old: dict[str, Any]) -> None:
+    """To us, and to transformers."""
+    from transformers import AutoConfig
+
+    assert read(family, **old) == read(family, **new)
+    theirs_old, theirs_new = (
+        AutoConfig.for_model(family, pad_token_id=None, **SIZES, **fields).to_dict() for fields in (old, new)
+    )
+    for name in ("layer_types", "rope_parameters", "tie_word_embeddings", "head_dim"):
+        assert _without_type(theirs_old.get(name)) == _without_type(theirs_new.get(name)), name
+    saved = {name: value for name, value in theirs_new.items() if name not in ("architectures", "model_type")}
+    assert read(family, **saved) == read(family, **new), "what transformers writes today"
+
+
+@pytest.mark.parametrize("name", ["su", "yarn"])
+def test_names_that_phi3_had_for_longrope(name: str) -> None:
+    forms = [{"rope_scaling": {"type": kind, **LONG}} for kind in (name, "longrope")]
+    assert read("phi3", **forms[0]) == read("phi3", **forms[1])
+
+
+def _without_type(value: Any) -> Any:
+    """Transformers keeps the older name of rope_type beside the new one."""
+    return {name: entry for name, entry in value.items() if name != "type"} if isinstance(value, dict) else value
+
+
+LIMITS: list[tuple[str, dict[str, Any], int]] = [
+    ("llama", {}, 256),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.5}}, 640),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, 1024),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 1024),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}}, 400),
+    ("llama", {"rope_scaling": {"type": "llama3", **LLAMA3}}, 256),
+    ("phi3", {"rope_scaling": {"type": "longrope", **LONG}, "original_max_position_embeddings": 64}, 256),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 256),
+    ("mistral", {"sliding_window": 32}, 256),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "limit"), LIMITS)
+def test_context_limit(family: str, fields: dict[str, Any], limit: int) -> None:
+    assert read(family, **fields).context_limit == limit
+
+
+def scaled(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, **fields}}
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"hidden_size": None}, "hidden_size must be a positive integer, not None"),
+    ("llama", {"vocab_size": -5}, "vocab_size must be a positive integer, not -5"),
+    ("llama", {"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, not 0"),
+    ("llama", {"intermediate_size": 7.5}, "intermediate_size must be a positive integer, not 7.5"),
+    ("llama", {"num_attention_heads": True}, "num_attention_heads must be a positive integer, not True"),
+    ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+    ("llama", {"hidden_size": 46}, "hidden_size 46 is no multiple of num_attention_heads 4"),
+    ("qwen3", {"head_dim": 11}, "head_dim 11 is odd"),
+    ("llama", {"rms_norm_eps": -1e-6}, "rms_norm_eps must be a number above 0, not -1e-06"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above 0, not nan"),
+    ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, not 'yes'"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu, swish"),
+    ("llama", {"hidden_act": ["silu"]}, "hidden_act ['silu'] is not supported"),
+    ("gemma2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported; supported: gelu_pytorch"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}: quantized checkpoints"),
+    ("mistral", {"num_local_experts": 8}, "num_local_experts is 8: mixtures of experts"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0: Gemma 3 has no softcap"),
+    ("gemma2", {"final_logit_softcapping": -30.0}, "final_logit_softcapping must be a number above 0, not -30.0"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0, not 0"),
+    (
+        "gemma2",
+        {"layer_types": ["full_attention"]},
+        "layer_types must be a list with num_hidden_layers 6 entries, not 1",
+    ),
+    ("qwen2", {"layer_types": ["chunked_attention"] * 6}, "layer_types 'chunked_attention' is not supported"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 6}, "sliding_window must be a positive integer: layer_types has"),
+    ("gemma2", {"sliding_window": None}, "sliding_window must be a positive integer: layer_types has"),
+    ("mistral", {"sliding_window": 0}, "sliding_window must be a positive integer, not 0"),
+    ("mistral", {"layer_types": ["full_attention"] * 6}, "layer_types is"),
+    ("granite", {"residual_multiplier": "a"}, "residual_multiplier must be a number above 0, not 'a'"),
+    ("granite", {"logits_scaling": 0}, "logits_scaling must be a number above 0, not 0"),
+    ("llama", {"rope_scaling": 4.0}, "rope_scaling must be an object, not 4.0"),
+    (
+        "llama",
+        scaled("mrope"),
+        f"rope_parameters.rope_type 'mrope' is not supported; supported: {', '.join(ROPE_TYPES)}",
+    ),
+    ("llama", scaled(["yarn"]), "rope_parameters.rope_type ['yarn'] is not supported"),
+    ("llama", {"rope_scaling": {"type": "ntk"}}, "rope_scaling.type 'ntk' is not supported"),
+    ("llama", scaled("linear"), "rope_parameters.factor must be a number of at least 1, not None"),
+    ("llama", scaled("dynamic", factor=0.5), "rope_parameters.factor must be a number of at least 1, not 0.5"),
+    ("llama", {**scaled("dynamic", factor=2), "head_dim": 2}, "rope_type 'dynamic' needs at least 4 rotated"),
+    ("llama", scaled("default", rope_theta=1), "rope_parameters.rope_theta 1 must be above 1"),
+    ("llama", {"rope_theta": "big"}, "rope_theta must be a number above 0, not 'big'"),
+    (
+        "llama",
+        scaled("llama3", **{**LLAMA3, "high_freq_factor": 1.0}),
+        "high_freq_factor 1 must be above low_freq_factor 1",
+    ),
+    ("llama", scaled("llama3", factor=8.0), "rope_parameters.low_freq_factor must be a number above 0, not None"),
+    ("llama", scaled("yarn", factor=4.0, beta_fast=1, beta_slow=2), "beta_fast 1 must be at least beta_slow 2"),
+    ("llama", scaled("yarn", factor=4.0, truncate="no"), "truncate must be true or false, not 'no'"),
+    ("llama", scaled("yarn", factor=4.0, mscale=-1), "mscale must be a number of at least 0, not -1"),
+    (
+        "llama",
+        scaled("yarn", factor=2.0, original_max_position_embeddings=1),
+        "original_max_position_embeddings 1 must",
+    ),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported here; supported: 1"),
+    (
+        "llama",
+        {"rope_parameters": {"full_attention": {}}},
+        "full_attention is an object: rotary embeddings by layer type",
+    ),
+    ("gemma3_text", scaled("linear", factor=8.0), "rope_parameters of Gemma 3 must have objects full_attention and"),
+    ("phi3", scaled("linear", factor=2.0), "'linear' is not supported; supported: default, longrope, su, yarn"),
+    ("phi3", {"partial_rotary_factor": 0.6}, "partial_rotary_factor gives 7 rotated dimensions of head_dim 12"),
+    ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor gives 18 rotated dimensions of head_dim 12"),
+    (
+        "phi3",
+        scaled("longrope", **{**LONG, "long_factor": [1.0]}),
+        "long_factor must be a list of 6 numbers above 0, not 1",
+    ),
+    ("phi3", scaled("longrope", short_factor=[1.0] * 6), "long_factor must be a list of 6 numbers above 0, not None"),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "message"), REFUSED, ids=[f"{f}-{m[:50]}" for f, _, m in REFUSED])
+def test_refused(family: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=f"^config.json: .*{re.escape(message)}"):
+        read(family, **fields)
+
+
+KV_ALONE = {
+    "quant_method": "compressed-tensors",
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    "config_groups": {"group_0": {"targets": [], "weights": None}},
+}
+
+
+def test_quantized_keys_and_values_alone_are_fine() -> None:
+    assert read("llama", quantization_config=KV_ALONE) == read("llama")
+    by_modelopt = KV_ALONE | {"quant_method": "modelopt", "quant_algo": None}
+    assert read("llama", quantization_config=by_modelopt) == read("llama")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"quant_method": "fp8"},
+        {"kv_cache_scheme": None},
+        {"kv_cache_scheme": {"num_bits": 8, "type": "int"}},
+        {"kv_cache_scheme": {"num_bits": 8, "type": "float", "symmetric": False}},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"config_groups": {"group_0": {"targets": []}, "group_1": {"targets": ["Linear"]}}},
+    ],
+)
+def test_anything_more_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ModelConfigError, match="quantized checkpoints are not supported"):
+        read("llama", quantization_config=KV_ALONE | change)
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Return the cells of the table under a heading of docs/models.md, without its head."""
+    section = MODELS_PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_page_lists_the_architectures() -> None:
+    assert [row[0].strip("`") for row in rows("Architectures")] == sorted(ARCHITECTURES)
+    assert set(NAMES) == set(FAMILIES)
+    assert set(NAMES.values()) == set(ARCHITECTURES)
+
+
+def test_page_lists_the_rope_types() -> None:
+    assert [row[0].strip("`") for row in rows("Rotary embeddings")] == list(ROPE_TYPES)
+
+
+@pytest.mark.parametrize(("architecture", "field", "message"), rows("Refused"))
+def test_page_tells_what_is_refused(architecture: str, field: str, message: str) -> None:
+    name, value = field.strip("`").split(": ", 1)
+    with pytest.raises(ModelConfigError, match=re.escape(message.strip("`"))):
+        ARCHITECTURES[architecture.strip("`")]({**SIZES, name: json.loads(value)})

@@ -1,0 +1,28 @@
+"""What one step may hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES, StepBudget
+from tests.helpers.core_bench import Bench
+from tests.helpers.known import VOCAB_SIZE
+
+
+def test_the_first_sequence_always_has_room_for_its_description() -> None:
+    budget = StepBudget(10, 10)
+    assert budget.take_values(MAX_ADMITTED_VALUES + 1)
+    assert not budget.take_values(1)
+
+
+@pytest.mark.slow
+def test_descriptions_that_would_make_a_plan_too_large_wait_for_the_next() -> None:
+    bench = Bench()
+    half = (*range(VOCAB_SIZE),) * (MAX_ADMITTED_VALUES // 2 // VOCAB_SIZE - 1)
+    for name in ("a", "b", "c"):
+        bench.add(name, 2, max_tokens=1, stop_token_ids=half)
+    plans = [bench.plan(), bench.plan()]
+    assert [len(plan.admitted) for plan in plans if plan is not None] == [2, 1]
+    assert bench.order == ["a", "b", "c"]
+    bench.run()
+    assert all(len(tokens) == 1 for tokens in bench.tokens.values())

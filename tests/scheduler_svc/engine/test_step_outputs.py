@@ -1,0 +1,132 @@
+"""What the core tells, brought to live requests by the engine: several samples, beams, cache hits, preemptions."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.outputs import BeamOutput, StepOutputs
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.types import (
+    BeamSpec,
+    Finish,
+    FinishDetail,
+    RequestSpec,
+    Sampling,
+    StepPlan,
+    TokenLogprobs,
+)
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.live_request import LiveRequest
+from scheduler_svc.engine.ports import BestOf, EngineRequest
+from scheduler_svc.requests.detokenizer import TextStream
+from tests.helpers.toy_tokenizers import byte_level
+
+TOKENIZER = byte_level()
+EOS = Finish(FinishDetail.EOS)
+LONG = Finish(FinishDetail.MAX_TOKENS)
+
+
+class NoExecutor:
+    """Stands for one that is not there yet."""
+
+    target = "nowhere"
+
+
+class Stage:
+    """An engine that serves one request, whose core is played by the test."""
+
+    def __init__(self, *, best_of=None, text=False, **spec):
+        self.engine = Engine(SchedulerConfig(), Scheduler(), NoExecutor())
+        spec = RequestSpec("r", (5, 6, 7), Sampling(num_logprobs=0 if best_of else None), **spec)
+        make_text = (lambda: TextStream(TOKENIZER)) if text else None
+        self.live = LiveRequest(EngineRequest(spec, make_text, best_of=best_of), arrival_ns=1)
+        self.engine._live[spec.key] = self.live
+        self.group = SequenceGroup(spec, 0, 0.0)
+        self.sequences = [Sequence(index, self.group, index, 64) for index in range(spec.num_sequences)]
+        self.told = []
+        self.live.subscribe(self.told.append)
+
+    def outputs(self, tokens=(), ends=(), hypotheses=(), logprob=None):
+        """tokens: (sample, token id); ends: (sample, finish)."""
+        told = [self.sequences[index] for index, _ in tokens]
+        entries = {sequence: TokenLogprobs(logprob, 1, (), ()) for sequence in told} if logprob is not None else {}
+        finishes = {self.sequences[index]: finish for index, finish in ends}
+        beams = [BeamOutput(self.group, *fields) for fields in hypotheses]
+        self.engine.on_outputs(StepOutputs(told, [token for _, token in tokens], entries, finishes, hypotheses=beams))
+
+    def planned(self, step_id=1, **fields):
+        self.engine.on_planned(PlannedStep(StepPlan(step_id, 0), 0.0, **fields))
+
+    @property
+    def ids(self):
+        return [sample.token_ids for sample in self.live.samples]
+
+
+def test_each_sample_gets_its_own_tokens_and_end() -> None:
+    stage = Stage(num_samples=3)
+    stage.outputs([(0, 10), (1, 11), (2, 12)])
+    stage.outputs([(0, 20), (2, 22)], [(0, LONG), (1, EOS)])
+    assert stage.ids == [[10, 20], [11], [12, 22]]
+    assert [sample.finish for sample in stage.live.samples] == [LONG, EOS, None]
+    assert not stage.live.ended
+    stage.outputs([(2, 32)], [(2, LONG)])
+    assert stage.live.ended
+    assert stage.engine.find("", "r") is None
+    assert len(stage.told) == 3, "readers are woken once for each piece of news"
+
+
+def test_nothing_is_taken_in_after_a_samples_end() -> None:
+    stage = Stage(num_samples=2)
+    stage.outputs([(0, 10)], [(0, EOS)])
+    stage.outputs([(0, 11)])
+    assert stage.ids == [[10], []]
+
+
+def test_a_beam_search_tells_its_results_at_once() -> None:
+    stage = Stage(num_samples=2, beams=BeamSpec(4), text=True)
+    ids = [*TOKENIZER.encode("ab"), 2]
+    stage.outputs(hypotheses=[(0, tuple(ids), -0.1, -0.3, EOS), (1, (TOKENIZER.encode("c")[0],), -1.0, -1.0, LONG)])
+    assert stage.ids == [ids, TOKENIZER.encode("c")]
+    assert [sample.cumulative_logprob for sample in stage.live.samples] == [-0.3, -1.0]
+    assert [sample.text.text for sample in stage.live.samples] == ["ab", "c"]
+    assert stage.live.ended
+
+
+def test_an_aborted_beam_search_has_more_sequences_than_results() -> None:
+    stage = Stage(num_samples=2, beams=BeamSpec(4))
+    aborted = Finish(FinishDetail.ABORTED)
+    stage.outputs(ends=[(index, aborted) for index in range(4)])
+    assert [sample.finish for sample in stage.live.samples] == [aborted] * 2
+    assert stage.live.ended
+
+
+def test_the_best_are_chosen_when_the_last_has_ended() -> None:
+    stage = Stage(num_samples=3, best_of=BestOf(2, tells_logprobs=False))
+    stage.outputs([(0, 10)], [(0, EOS)], logprob=-3.0)
+    stage.outputs([(1, 11)], [(1, EOS)], logprob=-1.0)
+    assert stage.live.returned == []
+    stage.outputs([(2, 12)], [(2, EOS)], logprob=-2.0)
+    assert [sample.token_ids for sample in stage.live.returned] == [[11], [12]]
+    assert stage.live.num_completion_tokens == 3
+
+
+@pytest.mark.parametrize("again", [0, 16])
+def test_cached_tokens_are_those_of_the_first_admission(again: int) -> None:
+    stage = Stage(num_samples=2)
+    first, second = stage.sequences
+    first.num_hit_tokens = 32
+    stage.planned(joined=[first, second])
+    first.num_hit_tokens = again
+    stage.planned(2, joined=[first])
+    assert stage.live.counts.num_cached_tokens == 32
+    assert stage.live.times.first_plan_ns > 0
+
+
+def test_a_group_that_is_preempted_counts_once() -> None:
+    stage = Stage(num_samples=2)
+    stage.group.num_preemptions = 1
+    stage.planned(preempted=stage.sequences)
+    assert stage.live.counts.num_preemptions == 1

@@ -1,0 +1,201 @@
+"""The plan stream over gRPC: opening, results, heartbeats, and every way in which it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from array import array
+
+import grpc
+import pytest
+
+from cadenza.v1 import execution_pb2
+from scheduler_svc.core.types import AdmittedSequence, Sampling, StepPlan, StepStatus, TokenLogprobs
+from scheduler_svc.engine.ports import ExecutorFencedError, ExecutorLostError
+from scheduler_svc.executors import client as executor_client
+from scheduler_svc.executors.client import GrpcExecutor
+from tests.helpers.scripted_executor import ScriptedExecutor, serve
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@contextlib.asynccontextmanager
+async def connected(executor, **options):
+    server, target = await serve(executor)
+    client = GrpcExecutor(target, "me", **options)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+        await server.stop(0)
+
+
+def plan(step_id, *, admit=(), decode_ready=True, **fields):
+    return StepPlan(step_id, 0, admitted=list(admit), decode_ready=decode_ready, **fields)
+
+
+def sequence(slot=0, **sampling):
+    return AdmittedSequence(slot, (1, 2), 2, 0, (4,), Sampling(seed=3, **sampling), 0)
+
+
+def first_plan(**sampling):
+    return plan(
+        1, admit=[sequence(**sampling)], scheduled_slots=[0], scheduled_num_tokens=[2], scheduled_samples=[True]
+    )
+
+
+async def test_describe():
+    async with connected(ScriptedExecutor()) as client:
+        model = await client.describe()
+        assert (model.name, model.vocab_size, model.eos_token_ids, model.bos_token_id) == ("toy", 512, (0,), None)
+        assert (model.block_size, model.num_device_blocks, model.num_slots, model.max_logprobs) == (16, 256, 128, 20)
+        assert model.incarnation == 7
+
+
+async def test_describe_waits_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(executor_client, "_FIRST_NOTICE_S", 0.01)
+    monkeypatch.setattr(executor_client, "_DESCRIBE_TIMEOUT_S", 0.1)
+    server, target = await serve(ScriptedExecutor())
+    await server.stop(0)
+    client = GrpcExecutor(target, "me")
+    with caplog.at_level(logging.WARNING):
+        describing = asyncio.create_task(client.describe())
+        async with asyncio.timeout(10):
+            while not caplog.records:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert target in caplog.text
+        server, _ = await serve(ScriptedExecutor(), target)
+        assert (await describing).name == "toy"
+    await client.aclose()
+    await server.stop(0)
+
+
+async def test_another_protocol_is_refused():
+    async with connected(ScriptedExecutor(protocol_version=2)) as client:
+        with pytest.raises(ExecutorLostError, match="protocol version 2"):
+            await client.describe()
+
+
+async def test_plans_and_results():
+    executor = ScriptedExecutor(scripts={3: [7, 8, 9]})
+    async with connected(executor) as client:
+        stream = await client.open(5)
+        assert (stream.opened.incarnation, stream.opened.last_completed_step_id) == (7, 0)
+        await stream.send(first_plan(num_logprobs=2))
+        await stream.send(plan(2))
+        results = stream.results()
+        one, two = await anext(results), await anext(results)
+        assert (one.step_id, one.status, one.slots, one.num_tokens, one.token_ids) == (1, StepStatus.OK, [0], [1], [7])
+        # Arrays, not tuples: they are kept as long as the request lives, and may hold a vocabulary for each token.
+        assert one.logprobs == {0: TokenLogprobs(-0.5, 1, array("I", [0, 1]), array("f", [-0.5, -1.5]))}
+        assert (one.total_ns, one.device_ns) == (1000, 900)
+        assert (two.step_id, two.token_ids) == (2, [8])
+        admitted = executor.slots[0].admitted
+        assert admitted.sampling.seed == 3
+        assert admitted.sampling.repetition_penalty == 1.0
+        assert list(admitted.block_tables[0].block_ids) == [4]
+        assert admitted.sampling.num_logprobs == 2
+        await stream.close()
+        await stream.close()
+        with pytest.raises(ExecutorLostError, match="closed"):
+            await anext(results)
+        with pytest.raises(ExecutorLostError):
+            await stream.send(plan(3))
+
+
+async def test_a_decode_plan_is_a_few_bytes():
+    from scheduler_svc.convert.execution import step_plan
+
+    assert step_plan(plan(1000), 1_700_000_000_000).ByteSize() < 16
+
+
+async def test_heartbeats_go_both_ways(monkeypatch):
+    monkeypatch.setattr(executor_client, "_HEARTBEAT_S", 0.02)
+    executor = ScriptedExecutor()
+    async with connected(executor, silence_s=5) as client:
+        stream = await client.open(1)
+        reading = asyncio.create_task(anext(stream.results()))
+        async with asyncio.timeout(5):
+            while stream.last_heartbeat is None or executor.num_heartbeats < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        assert reading.cancelled()
+        await stream.close()
+
+
+async def test_silence_is_loss(monkeypatch):
+    monkeypatch.setattr(executor_client, "_HEARTBEAT_S", 0.02)
+    async with connected(ScriptedExecutor(silent=True), silence_s=0.1) as client:
+        stream = await client.open(1)
+        with pytest.raises(ExecutorLostError, match="no message for"):
+            await anext(stream.results())
+        await stream.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (grpc.StatusCode.PERMISSION_DENIED, ExecutorFencedError),
+        (grpc.StatusCode.FAILED_PRECONDITION, ExecutorLostError),
+        (grpc.StatusCode.INTERNAL, ExecutorLostError),
+    ],
+)
+async def test_refusals_at_opening(code, error):
+    async with connected(ScriptedExecutor(refuse=(code, "because"))) as client:
+        with pytest.raises(ExecutorLostError, match="because") as caught:
+            await client.open(1)
+        assert type(caught.value) is error
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [(grpc.StatusCode.ABORTED, ExecutorFencedError), (grpc.StatusCode.UNAVAILABLE, ExecutorLostError)],
+)
+async def test_breaks(code, error):
+    executor = ScriptedExecutor()
+    async with connected(executor) as client:
+        stream = await client.open(1)
+        await executor.break_up(code)
+        with pytest.raises(ExecutorLostError, match="broken by the test") as caught:
+            await anext(stream.results())
+        assert type(caught.value) is error
+        with pytest.raises(ExecutorLostError):
+            await stream.send(plan(1))
+        await stream.close()
+
+
+async def test_an_executor_that_goes_away():
+    server, target = await serve(ScriptedExecutor())
+    client = GrpcExecutor(target, "me")
+    stream = await client.open(1)
+    reading = asyncio.create_task(anext(stream.results()))
+    await server.stop(0)
+    with pytest.raises(ExecutorLostError):
+        await reading
+    await stream.close()
+    with pytest.raises(ExecutorLostError):
+        await client.open(2)
+    await client.aclose()
+
+
+async def test_results_that_contradict_the_protocol():
+    result = execution_pb2.StepResult(status=execution_pb2.STEP_STATUS_OK, slots=[0, 1], token_ids=[5])
+    async with connected(ScriptedExecutor(fail_with=result)) as client:
+        stream = await client.open(1)
+        await stream.send(first_plan())
+        with pytest.raises(ExecutorLostError, match="2 slots, 0 counts, 1 token ids"):
+            await anext(stream.results())
+        await stream.close()
+
+
+async def test_many_writers_do_not_interleave():
+    executor = ScriptedExecutor()
+    async with connected(executor) as client:
+        stream = await client.open(1)
+        await stream.send(first_plan())
+        await asyncio.gather(*(stream.send(plan(step_id)) for step_id in range(2, 50)))
+        results = stream.results()
+        assert [(await anext(results)).step_id for _ in range(49)] == list(range(1, 50))
+        await stream.close()

@@ -1,0 +1,204 @@
+"""The executor's service over real gRPC, with a counting fake: what it says of itself, and sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from cadenza.v1 import admin_pb2, admin_pb2_grpc
+from cadenza.v1 import execution_pb2 as pb
+from executor_svc.service import servicer
+from tests.helpers.executor_harness import INCARNATION, Harness, Stream, admit, fake_executor, scheduled
+from tests.helpers.fake_executor import LIMITS
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[Harness]:
+    async with fake_executor() as harness:
+        yield harness
+
+
+# ---------------------------------------------------------------- what stands beside plans
+
+
+async def test_describe(fake: Harness) -> None:
+    described = await fake.stub.Describe(pb.DescribeRequest())
+    assert described.protocol_version == 1
+    assert described.incarnation == INCARNATION
+    assert described.eos_token_ids == [1, 2]
+    assert described.HasField("bos_token_id")
+    assert described.bos_token_id == 0
+    assert described.limits.num_slots == LIMITS.num_slots
+    assert described.kv.num_groups == 1
+    assert pb.EXECUTOR_FEATURE_SWAP in described.features
+    assert pb.EXECUTOR_FEATURE_PROMPT_LOGPROBS in described.features
+    assert pb.EXECUTOR_FEATURE_LOGITS_PROCESSORS in described.features
+    assert pb.EXECUTOR_FEATURE_SAMPLE_FORK in described.features
+    assert pb.EXECUTOR_FEATURE_BEAMS in described.features
+    assert pb.EXECUTOR_FEATURE_DRAFTS not in described.features
+
+
+async def test_health_and_reflection(fake: Harness) -> None:
+    health = health_pb2_grpc.HealthStub(fake.channel)
+    for service in ("", "cadenza.v1.ExecutionService", "cadenza.v1.ExecutorAdminService"):
+        response = await health.Check(health_pb2.HealthCheckRequest(service=service))
+        assert response.status == health_pb2.HealthCheckResponse.SERVING
+    call = reflection_pb2_grpc.ServerReflectionStub(fake.channel).ServerReflectionInfo()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    listed = (await call.read()).list_services_response.service
+    assert {"cadenza.v1.ExecutionService", "grpc.health.v1.Health"} <= {service.name for service in listed}
+    call.cancel()
+
+
+async def test_reserved_calls_say_so(fake: Harness) -> None:
+    for call in (
+        fake.stub.LoadAdapter(pb.LoadAdapterRequest()),
+        fake.stub.UnloadAdapter(pb.UnloadAdapterRequest()),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match="not built yet") as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_trace_on_request(fake: Harness) -> None:
+    """Steps go on until it has its number of them; meanwhile another is refused."""
+    admin = admin_pb2_grpc.ExecutorAdminServiceStub(fake.channel)
+    stream = await fake.open(1)
+    traced = asyncio.ensure_future(admin.Profile(admin_pb2.ProfileRequest(num_steps=2)))
+    step_id = 0
+    while not traced.done():
+        step_id += 1
+        await stream.step(step_id, decode_ready=True)
+    events = json.loads(gzip.decompress((await traced).trace))["traceEvents"]
+    assert [event.get("name") for event in events].count("plan") == 2
+    waiting = asyncio.ensure_future(admin.Profile(admin_pb2.ProfileRequest(num_steps=1000)))
+    refused = None
+    while refused is None:
+        other = admin.Profile(admin_pb2.ProfileRequest(num_steps=1000), timeout=0.05)
+        try:
+            await other
+        except grpc.aio.AioRpcError as error:
+            refused = error if error.code() is grpc.StatusCode.FAILED_PRECONDITION else None
+    assert "a trace is being recorded already" in str(refused.details())
+    waiting.cancel()
+
+
+async def test_memory_is_told_at_the_opening_and_by_heartbeats(fake: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = iter(range(1_000_000))
+    monkeypatch.setattr(servicer, "resident_bytes", lambda: 10_000_000 + next(told))
+    stream = await fake.open(1)
+    assert stream.opened.resident_bytes == 10_000_000
+    beats = [(await stream.receive()).heartbeat.resident_bytes for _ in range(3)]
+    assert beats == [10_000_001, 10_000_002, 10_000_003]
+
+
+def test_the_memory_is_this_processes() -> None:
+    held = psutil.Process().memory_info().rss
+    assert servicer.resident_bytes() == pytest.approx(held, rel=0.1)
+
+
+# ---------------------------------------------------------------- sessions
+
+
+async def test_first_message_must_open(fake: Harness) -> None:
+    stream = fake.stream()
+    await stream.send(plan=pb.StepPlan(step_id=1))
+    assert await stream.status() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_second_open_on_a_stream_is_refused(fake: Harness) -> None:
+    stream = await fake.open(1)
+    await stream.send(open=pb.OpenSession(scheduler_id="A", epoch=2, protocol_version=1))
+    assert await stream.status() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_message_that_cannot_be_read_ends_the_stream(fake: Harness) -> None:
+    """Left open, it would beat on while no plan is read any more."""
+    raw = fake.channel.stream_stream(
+        "/cadenza.v1.ExecutionService/Execute", response_deserializer=pb.ExecuteResponse.FromString
+    )
+    stream = Stream(raw())
+    opening = pb.OpenSession(scheduler_id="A", epoch=1, protocol_version=1)
+    await stream.call.write(pb.ExecuteRequest(open=opening).SerializeToString())
+    await stream.receive()
+    await stream.call.write(b"\xff")
+    assert await stream.status() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (await (await fake.open(2)).step(1)).status == pb.STEP_STATUS_OK
+
+
+@pytest.mark.parametrize(
+    ("opening", "code"),
+    [
+        ({"epoch": 6, "protocol_version": 2, "scheduler_id": "A"}, grpc.StatusCode.FAILED_PRECONDITION),
+        ({"epoch": 5, "protocol_version": 1, "scheduler_id": "A"}, grpc.StatusCode.FAILED_PRECONDITION),
+        ({"epoch": 6, "protocol_version": 1, "scheduler_id": "B"}, grpc.StatusCode.PERMISSION_DENIED),
+        ({"epoch": 6, "protocol_version": 1, "scheduler_id": ""}, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+async def test_refused_openings_leave_the_holder_alone(fake: Harness, opening: dict, code: grpc.StatusCode) -> None:
+    holder = await fake.open(5)
+    other = fake.stream()
+    await other.send(open=pb.OpenSession(**opening))
+    assert await other.status() is code
+    assert (await holder.step(1)).status == pb.STEP_STATUS_OK
+
+
+async def test_newer_epoch_fences_the_old_stream(fake: Harness) -> None:
+    old = await fake.open(1)
+    new = await fake.open(2)
+    assert await old.status() is grpc.StatusCode.ABORTED
+    assert (await new.step(1)).status == pb.STEP_STATUS_OK
+
+
+async def test_another_scheduler_takes_over_when_the_holder_is_gone(fake: Harness) -> None:
+    holder = await fake.open(1)
+    await holder.step(1)
+    await holder.call.done_writing()
+    assert await holder.status() is grpc.StatusCode.OK
+    other = fake.stream()
+    await other.send(open=pb.OpenSession(scheduler_id="B", epoch=1, protocol_version=1))
+    assert await other.status() is grpc.StatusCode.FAILED_PRECONDITION
+    taken = await fake.open(2, "B")
+    assert taken.opened.last_completed_step_id == 1
+    assert taken.opened.incarnation == INCARNATION
+
+
+async def test_opening_waits_for_the_running_step_and_drops_queued_plans(fake: Harness) -> None:
+    fake.runner.gate.clear()
+    old = await fake.open(1)
+    await old.plan(1, admitted=[admit(0, [5, 6], [0])], scheduled=scheduled((0, 2, True)))
+    await old.plan(2, decode_ready=True)
+    await asyncio.to_thread(fake.runner.entered.acquire)
+    opening = asyncio.create_task(fake.open(2))
+    assert await old.status() is grpc.StatusCode.ABORTED
+    assert not opening.done()
+    fake.runner.gate.set()
+    new = await opening
+    assert new.opened.last_completed_step_id == 1
+    assert len(fake.runner.batches) == 1
+    # The slots are clear: the slot can be admitted again.
+    result = await new.step(2, admitted=[admit(0, [9], [0])], decode_ready=True)
+    assert list(result.token_ids) == [10]
+
+
+async def test_cancelled_stream_drops_its_queued_plans(fake: Harness) -> None:
+    fake.runner.gate.clear()
+    stream = await fake.open(1)
+    await stream.plan(1, admitted=[admit(0, [5, 6], [0])], scheduled=scheduled((0, 2, True)))
+    await stream.plan(2, decode_ready=True)
+    await stream.plan(3, decode_ready=True)
+    await asyncio.to_thread(fake.runner.entered.acquire)
+    stream.call.cancel()
+    opening = asyncio.create_task(fake.open(2))
+    await asyncio.wait([opening], timeout=0.1)
+    fake.runner.gate.set()
+    assert (await opening).opened.last_completed_step_id == 1
+    assert len(fake.runner.batches) == 1

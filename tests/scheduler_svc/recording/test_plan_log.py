@@ -33,6 +33,7 @@ from scheduler_svc.core.types import (
 )
 from scheduler_svc.recording.plan_log import PlanLogWriter
 from scheduler_svc.replay import __main__ as replay
+from scheduler_svc.replay import core_replay
 
 # Every field is another than its default, and fractions are those of float32.
 SAMPLING = Sampling(
@@ -145,7 +146,7 @@ def test_the_header_has_description_and_options(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("CADENZA_MAX_NUM_SEQS", "7")
     monkeypatch.setenv("CADENZA_MAX_QUEUED_REQUESTS", "7")
     monkeypatch.setenv("CADENZA_RECORD", "elsewhere")
-    read = replay.RecordedConfig(**options).model_dump()
+    read = core_replay.RecordedConfig(**options).model_dump()
     monkeypatch.undo()
     assert read == SchedulerConfig(max_num_seqs=5, order="fair", tenant_weights="gold=4", watermark=0.1).model_dump()
 

@@ -71,7 +71,7 @@ def _spec(shape: RequestShape) -> RequestSpec:
     return RequestSpec(
         str(shape.index),
         (TOKEN,) * shape.num_prompt_tokens,
-        Sampling(temperature=0.0),
+        Sampling(),
         shape.num_output_tokens,
         num_samples=1 if shape.beam_width else shape.n,
         beams=BeamSpec(shape.beam_width) if shape.beam_width else None,

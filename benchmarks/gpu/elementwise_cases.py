@@ -159,7 +159,7 @@ def _sampling(
     """All launches of a step's choice; counted are the logits read once, though some of these read them again."""
     from executor_svc.gpu.kernels.sampling.sampling import sample
     from executor_svc.gpu.kernels.sampling.state import SamplingState, SamplingWorkspace, pack_record
-    from executor_svc.plan.plan import SequenceSampling
+    from executor_svc.plan.sampling import SequenceSampling
 
     device, vocab = bench.device, widths.vocab
     logits = _logits(bench, rows, vocab)

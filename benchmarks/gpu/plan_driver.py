@@ -16,15 +16,8 @@ import numpy as np
 
 from benchmarks.common.rows import BenchmarkError
 from executor_svc.config import ExecutorConfig
-from executor_svc.plan.plan import (
-    AdmittedSequence,
-    Limits,
-    ScheduledTokens,
-    SequenceSampling,
-    StepPlan,
-    StepResult,
-    StepStatus,
-)
+from executor_svc.plan.plan import AdmittedSequence, Limits, ScheduledTokens, StepPlan, StepResult, StepStatus
+from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.worker import Executor, Session, Worker
 
 _IN_FLIGHT = 2

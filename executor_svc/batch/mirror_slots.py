@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from executor_svc.batch.slots import Scheduled, Slots
-from executor_svc.plan.plan import AdmittedSequence, BoolArray, IntArray, Limits
+from executor_svc.plan.arrays import BoolArray, IntArray
+from executor_svc.plan.plan import AdmittedSequence, Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,5 +61,5 @@ class MirrorSlots(Slots):
         self.sampling.add_tokens(slots, token_ids)
         stop = self.sampling.are_stop_ids(slots, token_ids)
         if stop.any():
-            enough = positions + 1 - self.num_prompt_tokens[slots] >= self.sampling.min_tokens[slots]
+            enough = positions + 1 - self.num_prompt_tokens[slots] >= self.sampling["min_tokens"][slots]
             self.stopped[slots[stop & enough]] = True

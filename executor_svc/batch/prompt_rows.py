@@ -8,7 +8,8 @@ import numpy as np
 
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.slots import Scheduled, Slots
-from executor_svc.plan.plan import FloatArray, IntArray, SlotLogprobs
+from executor_svc.plan.arrays import FloatArray, IntArray
+from executor_svc.plan.plan import SlotLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class PromptRows:
 
 def prompt_rows(slots: Slots, scheduled: Scheduled) -> PromptRows | None:
     """What the scheduled tokens tell of prompts, before `commit`; None if nothing that was asked for."""
-    num_top = slots.sampling.num_prompt_logprobs[scheduled.slots]
+    num_top = slots.sampling["num_prompt_logprobs"][scheduled.slots]
     if (num_top < 0).all():
         return None
     context = slots.num_computed_tokens[scheduled.slots]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from executor_svc.plan.plan import IntArray
+from executor_svc.plan.arrays import IntArray
 
 
 def spans(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:

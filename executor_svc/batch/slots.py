@@ -13,17 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from executor_svc.batch.sampling_columns import SlotSampling
+from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.column_checks import check_range, check_unique
-from executor_svc.plan.plan import (
-    AdmittedSequence,
-    BoolArray,
-    IntArray,
-    InvalidPlan,
-    Limits,
-    ScheduledTokens,
-    SlotColumns,
-    StepPlan,
-)
+from executor_svc.plan.plan import AdmittedSequence, InvalidPlan, Limits, ScheduledTokens, SlotColumns, StepPlan
 from executor_svc.plan.plan_checks import check_admission, check_block_moves, check_supported
 
 
@@ -192,7 +184,7 @@ class Slots:
         readers = slots[samples[slots]]
         if len(plan.forks.slots):
             readers, sources, idle = self._fork(plan, readers, idle)
-        candidates = np.flatnonzero(self.sampling.num_candidates[readers])
+        candidates = np.flatnonzero(self.sampling["num_candidates"][readers])
         scheduled = Scheduled(slots, counts[slots], samples[slots], idle, readers, sources, candidates)
         self._check_room(scheduled)
         return scheduled
@@ -309,7 +301,7 @@ class Slots:
         self.sampling.add_tokens(slots, token_ids)
         stop = self.sampling.are_stop_ids(slots, token_ids)
         if stop.any():
-            enough = places + 1 - self.num_prompt_tokens[slots] >= self.sampling.min_tokens[slots]
+            enough = places + 1 - self.num_prompt_tokens[slots] >= self.sampling["min_tokens"][slots]
             self.stopped[slots[enough & stop]] = True
 
     def digest(self) -> bytes:

@@ -7,17 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from executor_svc.batch.slots import Scheduled
-from executor_svc.plan.plan import (
-    BoolArray,
-    FloatArray,
-    IntArray,
-    SlotCandidates,
-    SlotError,
-    SlotLogprobs,
-    StepResult,
-    StepStatus,
-    StepTimings,
-)
+from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
+from executor_svc.plan.plan import SlotCandidates, SlotError, SlotLogprobs, StepResult, StepStatus, StepTimings
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from executor_svc.batch.ragged import spans
-from executor_svc.plan.plan import IntArray, Limits
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import Limits
 
 
 class TokenCounts:

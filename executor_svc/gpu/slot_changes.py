@@ -10,7 +10,8 @@ from torch import Tensor
 from executor_svc.gpu.kernels.sampling.state import MAX_INT32
 from executor_svc.gpu.kernels.slots.slots import NUM_NUMBERS, SlotState, padded
 from executor_svc.gpu.staging import Changes
-from executor_svc.plan.plan import AdmittedSequence, IntArray, SlotColumns, StepPlan
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import AdmittedSequence, SlotColumns, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

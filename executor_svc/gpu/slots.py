@@ -21,7 +21,8 @@ from executor_svc.gpu.kernels.slots.slots import SlotState, StepBuffers, StepInp
 from executor_svc.gpu.kernels.slots.step_inputs import build_step
 from executor_svc.gpu.slot_changes import Applied, ChangeLog
 from executor_svc.gpu.staging import Changes, Download, Fetched, Upload, Words
-from executor_svc.plan.plan import BoolArray, IntArray, Limits, StepPlan
+from executor_svc.plan.arrays import BoolArray, IntArray
+from executor_svc.plan.plan import Limits, StepPlan
 
 STAGING_WORDS = 1 << 20
 """Of a staging buffer, unless told otherwise: a plan that changes more goes in several copies."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from executor_svc.batch.ragged import spans
 from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, UpdateCounts
-from executor_svc.plan.plan import IntArray
+from executor_svc.plan.arrays import IntArray
 
 Words = NDArray[np.int32]
 

@@ -31,7 +31,8 @@ from executor_svc.gpu.slots import DeviceSlots, PendingTokens
 from executor_svc.gpu.staging import sent
 from executor_svc.gpu.timing import StepClock
 from executor_svc.models.loading import LoadedModel
-from executor_svc.plan.plan import IntArray, Limits, StepPlan, StepResult, StepTimings
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import Limits, StepPlan, StepResult, StepTimings
 from executor_svc.sampling.row_math import argmax
 from executor_svc.sampling.sample_step import choose
 from executor_svc.worker.step_work import is_device_lost, is_out_of_memory, move_blocks
@@ -191,7 +192,7 @@ class GpuStepExecutor:
 
     def _wants_host(self, plan: StepPlan) -> bool:
         """Does the plan need a mirror that knows all tokens."""
-        here = self.slots.admitted & (self._sampling.without_room | (self.slots.sampling.num_candidates > 0))
+        here = self.slots.admitted & (self._sampling.without_room | (self.slots.sampling["num_candidates"] > 0))
         return bool(here.any()) or bool(len(plan.forks.slots) or len(plan.given.slots) or plan.debug_digest)
 
     def _wanted_by(self, slots: IntArray) -> Wanted:

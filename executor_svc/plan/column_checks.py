@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from executor_svc.plan.plan import IntArray, InvalidPlan
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import InvalidPlan
 
 
 def check_range(values: IntArray, size: int, what: str) -> None:

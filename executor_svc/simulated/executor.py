@@ -117,10 +117,14 @@ class SimulatedStepExecutor:
         """A token for each of scheduled.sampling_slots [R], candidates for those that ask; hashes: of their logits."""
         rows, told, sampling = scheduled.sampling_slots, scheduled.candidates, self.slots.sampling
         logits, edits = Ranking(hashes, self.limits.vocab_size), logits_edits(self.slots, rows)
-        drawn = draw_hashes(hashes, sampling.seed[rows], sampling.sample_index[rows], sampling.temperature[rows] > 0)
+        drawn = draw_hashes(
+            hashes, sampling["seed"][rows], sampling["sample_index"][rows], sampling["temperature"][rows] > 0
+        )
         tokens, errors = choose(Ranking(drawn, self.limits.vocab_size), edits)
-        candidates = best_candidates(logits, told, sampling.num_candidates[rows], errors, edits) if len(told) else None
-        num_top = sampling.num_logprobs[rows]
+        candidates = (
+            best_candidates(logits, told, sampling["num_candidates"][rows], errors, edits) if len(told) else None
+        )
+        num_top = sampling["num_logprobs"][rows]
         num_top[told] = -1
         asked = np.flatnonzero((num_top >= 0) & (errors == 0))
         logprobs = row_logprobs(logits, tokens, asked, num_top[asked]) if len(asked) else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from executor_svc.plan.plan import BoolArray, IntArray
+from executor_svc.plan.arrays import BoolArray, IntArray
 
 U64 = NDArray[np.uint64]
 

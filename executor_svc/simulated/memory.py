@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from executor_svc.plan.plan import BlockMoves, IntArray, StepPlan
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import BlockMoves, StepPlan
 from executor_svc.simulated.hashing import U64
 
 _DIGEST_BYTES = 8

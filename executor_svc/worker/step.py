@@ -15,7 +15,8 @@ from executor_svc.batch.forward_batch import ForwardBatch, build_batch
 from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.slots import Scheduled, Slots
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
-from executor_svc.plan.plan import IntArray, Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
 from executor_svc.sampling.prompt_logprobs import prompt_logprobs
 from executor_svc.sampling.sample_step import choose
 from executor_svc.worker.step_work import BlockPools, is_device_lost, is_out_of_memory, move_blocks

@@ -22,7 +22,8 @@ from executor_svc.models.through_transformers import probe
 from executor_svc.models.through_transformers.hosted import HostedModel
 from executor_svc.models.through_transformers.self_check import paged_logits
 from executor_svc.plan.description import limits_of
-from executor_svc.plan.plan import SequenceSampling, StepResult, StepStatus
+from executor_svc.plan.plan import StepResult, StepStatus
+from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.eager_runner import EagerRunner
 from executor_svc.worker.step import StepExecutor
 from tests.checkpoints import HOSTED, edit_config, make_checkpoint

@@ -30,7 +30,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
 from scheduler_svc.engine.policies_from_options import policies_from_options
 
-_GREEDY = Sampling(temperature=0.0)
+_GREEDY = Sampling()
 MAX_STEP_ROWS = 65_536
 """Rows of steps that are kept: of longer runs every second step, or every fourth, …"""
 

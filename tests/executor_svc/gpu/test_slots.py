@@ -18,7 +18,8 @@ from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, UpdateCounts,
 from executor_svc.gpu.kernels.slots.slots import SlotState, StepSizes
 from executor_svc.gpu.slots import DeviceSlots
 from executor_svc.gpu.staging import Changes, Download, Upload
-from executor_svc.plan.plan import SequenceSampling, StepPlan
+from executor_svc.plan.plan import StepPlan
+from executor_svc.plan.sampling import SequenceSampling
 from tests.executor_svc.gpu.slot_histories import LIMITS, MOST, History
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence
 

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from executor_svc.plan.plan import SequenceSampling, SlotError
+from executor_svc.plan.plan import SlotError
+from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.sampling.edits import LogitsEdits, RowTokens
 from executor_svc.simulated import hashing, tokens
 from executor_svc.simulated.choice import best_ranks, choose

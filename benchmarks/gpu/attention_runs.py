@@ -14,7 +14,7 @@ from executor_svc.device.kernels import AttentionShape
 
 if TYPE_CHECKING:
     from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
-    from executor_svc.gpu.kernels.kernels import GpuKernels
+    from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 
 _HOPPER = 90, 132
 _RANDOM_BLOCKS = 4096
@@ -71,7 +71,7 @@ def kernels_of(bench: Bench) -> GpuKernels:
     """The kernels of the device, made once."""
 
     def make() -> GpuKernels:
-        from executor_svc.gpu.kernels.kernels import GpuKernels
+        from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 
         return GpuKernels(bench.device, *arch_and_sms(bench.device))
 

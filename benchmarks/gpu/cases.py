@@ -126,7 +126,7 @@ def run_cases(
     unusable the rest is for another process, and after NotHere for none: no more is given.
     """
     # Only here: the process that shows the outcomes has no torch.
-    from executor_svc.worker.step_work import is_device_lost
+    from executor_svc.worker.device_errors import is_device_lost
 
     cases = group.cases(bench.tiny)
     for index in range(start, len(cases), every):

@@ -14,7 +14,7 @@ from executor_svc.gpu import device as gpu_device
 from executor_svc.gpu.sampling import GpuSampler
 from executor_svc.plan.plan import StepStatus
 from executor_svc.plan.sampling import SequenceSampling
-from executor_svc.worker.step_work import is_out_of_memory
+from executor_svc.worker.device_errors import is_out_of_memory
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.plans import scheduled, sequence

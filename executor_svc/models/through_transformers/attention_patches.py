@@ -10,11 +10,11 @@ from torch.overrides import TorchFunctionMode
 
 from executor_svc.models.through_transformers.attention import attention
 
-OwnAttention = Callable[[nn.Module], None]
+AttentionPatch = Callable[[nn.Module], None]
 """Puts our attention into one module of a model; does nothing to modules that are no attention."""
 
 
-class _InsteadOfSdpa(TorchFunctionMode):
+class _ReplaceSdpa(TorchFunctionMode):
     """Takes the calls of torch's scaled_dot_product_attention that a module makes."""
 
     def __init__(self, module: Any) -> None:
@@ -37,11 +37,11 @@ def _falcon(module: Any) -> None:
         return
     forward = module.forward
 
-    def with_ours(*args: Any, **kwargs: Any) -> Any:
-        with _InsteadOfSdpa(module):
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        with _ReplaceSdpa(module):
             return forward(*args, **kwargs)
 
-    module.forward = with_ours
+    module.forward = patched
 
 
 def _gpt_j(module: Any) -> None:
@@ -54,14 +54,14 @@ def _gpt_j(module: Any) -> None:
         "sliding_window": module.config.window_size if getattr(module, "attention_type", "") == "local" else None,
     }
 
-    def with_ours(query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None = None) -> tuple[Tensor, None]:
+    def patched(query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None = None) -> tuple[Tensor, None]:
         output, _ = attention(module, query, key, value, None, **options)
         return output.transpose(1, 2), None
 
-    module._attn = with_ours
+    module._attn = patched
 
 
-OWN_ATTENTION: dict[str, tuple[str, OwnAttention]] = {
+ATTENTION_PATCHES: dict[str, tuple[str, AttentionPatch]] = {
     "CodeGenForCausalLM": ("eager", _gpt_j),
     "FalconForCausalLM": ("sdpa", _falcon),
     "GPTJForCausalLM": ("eager", _gpt_j),

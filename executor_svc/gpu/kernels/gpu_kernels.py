@@ -94,24 +94,24 @@ class GpuKernels:
 
     def embed(self, table: Tensor, token_ids: Tensor, scale: float) -> Tensor:
         y = self._new("embedded", (token_ids.shape[0], table.shape[1]), table.dtype)
-        return self._do(y, lambda n: rows.embed(table, token_ids[:n], scale, y[:n]))
+        return self._run(y, lambda n: rows.embed(table, token_ids[:n], scale, y[:n]))
 
     def take_rows(self, table: Tensor, ids: Tensor) -> Tensor:
         y = self._new("taken", (ids.shape[0], table.shape[1]), table.dtype)
-        return self._do(y, lambda n: rows.take_rows(table, ids[:n], y[:n]))
+        return self._run(y, lambda n: rows.take_rows(table, ids[:n], y[:n]))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = self._new("normed", tuple(x.shape), x.dtype)
-        return self._do(y, lambda n: norm.rms_norm(x[:n], weight, eps, y[:n]))
+        return self._run(y, lambda n: norm.rms_norm(x[:n], weight, eps, y[:n]))
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         y = self._new("normed", tuple(x.shape), x.dtype)
-        return self._do(y, lambda n: norm.add_rms_norm(x[:n], residual[:n], weight, eps, scale, y[:n])), residual
+        return self._run(y, lambda n: norm.add_rms_norm(x[:n], residual[:n], weight, eps, scale, y[:n])), residual
 
     def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
-        return self._do(residual, lambda n: norm.add(x[:n], residual[:n], scale))
+        return self._run(residual, lambda n: norm.add(x[:n], residual[:n], scale))
 
     def rope_write_kv(
         self,
@@ -131,7 +131,7 @@ class GpuKernels:
                 qkv[:n], rope.cos, rope.sin, rope.rows[:n], kv_layer, plan.slot_mapping[:n], heads, norms, used
             )
 
-        self._do(qkv, run)
+        self._run(qkv, run)
         return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, :heads]
 
     def attention(
@@ -139,31 +139,31 @@ class GpuKernels:
     ) -> Tensor:
         assert isinstance(plan, GpuAttentionPlan)
         out = self._new("attended", (q.shape[0], shape.num_heads * shape.padded_head_size), q.dtype)
-        return self._do(out, lambda n: plan.attend(q[:n], kv_layer, out[:n], scales))
+        return self._run(out, lambda n: plan.attend(q[:n], kv_layer, out[:n], scales))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         y = self._new("activated", (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
-        return self._do(y, lambda n: activation.silu_mul(gate_up[:n], y[:n]))
+        return self._run(y, lambda n: activation.silu_mul(gate_up[:n], y[:n]))
 
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         y = self._new("activated", (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
-        return self._do(y, lambda n: activation.gelu_tanh_mul(gate_up[:n], y[:n]))
+        return self._run(y, lambda n: activation.gelu_tanh_mul(gate_up[:n], y[:n]))
 
     def linear(self, x: Tensor, linear: LinearInto, out_dtype: torch.dtype) -> Tensor:
         """Return linear(x) as out_dtype."""
         y = self._new(f"linear {linear.out_features}", (x.shape[0], linear.out_features), out_dtype)
-        return self._do(y, lambda n: _into(linear(x[:n], y[:n], out_dtype)))
+        return self._run(y, lambda n: _into(linear(x[:n], y[:n], out_dtype)))
 
     def argmax(self, scores: Tensor) -> Tensor:
         num_rows, vocab = scores.shape
         ids = self._new("best", (num_rows,), torch.int64)
         scratch = self._new("argmax scratch", (logits.argmax_scratch(num_rows, vocab),), torch.int32)
-        return self._do(ids, lambda n: logits.argmax(scores[:n], scratch, ids[:n]))
+        return self._run(ids, lambda n: logits.argmax(scores[:n], scratch, ids[:n]))
 
     def finish_logits(self, scores: Tensor, dtype: torch.dtype, divisor: float, cap: float | None) -> Tensor:
         if divisor == 1.0 and cap is None:
             return scores
-        return self._do(scores, lambda n: activation.finish_logits(scores[:n], dtype, divisor, cap))
+        return self._run(scores, lambda n: activation.finish_logits(scores[:n], dtype, divisor, cap))
 
     # ------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class GpuKernels:
             self._buffers[key] = torch.zeros(shape, dtype=dtype, device=self._device)
         return self._buffers[key]
 
-    def _do(self, result: Tensor, operation: Operation) -> Tensor:
+    def _run(self, result: Tensor, operation: Operation) -> Tensor:
         """Run an operation on all rows of what it returns, or record it."""
         if self._recording is None:
             operation(result.shape[0])

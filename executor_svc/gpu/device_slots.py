@@ -122,7 +122,7 @@ class DeviceSlots:
         if self._changes:
             # What one plan wrote, the next may write again: never both in one launch.
             self.flush()
-        return self._log.note(plan, self._changes)
+        return self._log.add_plan(plan, self._changes)
 
     def write(self, target: Tensor, values: NDArray[Any]) -> None:
         """Have integers that fit 32 bits written to the beginning of a contiguous view of the state, as above.
@@ -203,7 +203,7 @@ class DeviceSlots:
         """Send the changes in as many pieces as they need, the step's words at the beginning of the last one."""
         changes, self._changes = self._changes, Changes()
         step_words = 0 if sizes is None else sizes.num_words
-        pieces = list(changes.cut(self._upload.num_words - step_words))
+        pieces = list(changes.split(self._upload.num_words - step_words))
         for piece in pieces[:-1]:
             self._send_piece(piece, self._upload.take(), 0)
         if pieces or step_words:

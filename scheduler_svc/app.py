@@ -25,6 +25,7 @@ from cadenza.transport import SCHEDULER_PORT, bind, server_options
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import LimitsError
+from scheduler_svc.engine.clock import SystemClock
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.ports import ExecutorFencedError, ExecutorLostError, ModelDescription
 from scheduler_svc.executors.client import GrpcExecutor
@@ -57,7 +58,8 @@ class Service:
         self._executors = [GrpcExecutor(target, scheduler_id) for target in config.executor]
         (executor,) = self._executors
         self._recording = ExitStack()
-        self._engine = Engine(config, *self._recording.enter_context(core_and_executor(config, executor)))
+        core, recorded = self._recording.enter_context(core_and_executor(config, executor))
+        self._engine = Engine(config, core, recorded, SystemClock())
         self._front = Front(self._engine, config, version=_version())
         self._health = HealthServicer(list(_SERVICES))
         self._tokenizer: Tokenizer | None = None

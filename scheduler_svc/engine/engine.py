@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
+from functools import partial
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import DrainingError, QueueFullError, RequestExistsError
@@ -18,6 +18,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence as CoreSequence
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, StepResult, TokenLogprobs
+from scheduler_svc.engine.clock import Clock, Timer
 from scheduler_svc.engine.live_request import Listener, LiveRequest
 from scheduler_svc.engine.plan_loop import PlanLoop
 from scheduler_svc.engine.ports import (
@@ -38,17 +39,18 @@ _FINISHED = SequenceState.FINISHED
 class Engine:
     """Requests in, live requests out. Implements PlanLoopListener."""
 
-    def __init__(self, config: SchedulerConfig, core: Scheduler, executor: ExecutorPort) -> None:
+    def __init__(self, config: SchedulerConfig, core: Scheduler, executor: ExecutorPort, clock: Clock) -> None:
         self._config = config
         self._core = core
-        self._loop = PlanLoop(core, 0, executor, config, self)
+        self.clock = clock
+        self._loop = PlanLoop(core, 0, executor, config, self, clock)
         self._live: dict[RequestKey, LiveRequest] = {}
-        self._timers: dict[RequestKey, asyncio.TimerHandle] = {}
+        self._timers: dict[RequestKey, Timer] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._connected_once = asyncio.Event()
-        self._started_at = time.monotonic()
-        self._recorder = StepRecorder(self.load, int(self._started_at * 1e9))
+        self._started_ns = clock.monotonic_ns()
+        self._recorder = StepRecorder(self.load, self._started_ns)
         self._health_listeners: list[Callable[[bool], None]] = []
         self._task: asyncio.Task[None] | None = None
         self.draining = False
@@ -104,7 +106,7 @@ class Engine:
     @property
     def uptime_s(self) -> float:
         """Seconds since the engine was made."""
-        return time.monotonic() - self._started_at
+        return (self.clock.monotonic_ns() - self._started_ns) / 1e9
 
     def add_health_listener(self, callback: Callable[[bool], None]) -> None:
         """Call `callback(healthy)` whenever the executor comes or goes, or a drain begins or ends."""
@@ -129,8 +131,8 @@ class Engine:
             raise QueueFullError(
                 f"{len(self._core.waiting)} requests wait already (max_queued_requests)", self._retry_after_s()
             )
-        self._core.add_request(spec, time.monotonic())
-        live = LiveRequest(request, time.monotonic_ns())
+        self._core.add_request(spec, self.clock.monotonic())
+        live = LiveRequest(request, self.clock.monotonic_ns())
         self._live[spec.key] = live
         self._idle.clear()
         self._set_deadline(request)
@@ -159,7 +161,7 @@ class Engine:
         """Refuse new requests until `resume`, wait for the running ones; returns how many remain at the timeout."""
         self._set_draining(True)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self.clock.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
             pass
@@ -231,7 +233,7 @@ class Engine:
 
     def on_outputs(self, outputs: StepOutputs) -> None:
         """Bring news to the live requests, then wake each one's readers once."""
-        now = time.monotonic_ns()
+        now = self.clock.monotonic_ns()
         touched: dict[RequestKey, LiveRequest] = {}
         for sequence, prompt_logprobs in outputs.prompt_logprobs:
             live = self._live.get(sequence.group.key)
@@ -276,7 +278,7 @@ class Engine:
     def on_planned(self, step: PlannedStep) -> None:
         """Note the times and preemptions of the step's requests."""
         self._recorder.planned(step.plan.step_id)
-        now = time.monotonic_ns()
+        now = self.clock.monotonic_ns()
         for sequence in step.joined:
             live = self._live.get(sequence.group.key)
             if live is not None and not live.times.first_plan_ns:
@@ -319,8 +321,8 @@ class Engine:
         if request.deadline is None:
             return
         key = request.spec.key
-        delay = max(0.0, request.deadline - time.monotonic())
-        self._timers[key] = asyncio.get_running_loop().call_later(delay, self.abort, *key, FinishDetail.DEADLINE)
+        delay = max(0.0, request.deadline - self.clock.monotonic())
+        self._timers[key] = self.clock.call_later(delay, partial(self.abort, *key, FinishDetail.DEADLINE))
 
     def _retry_after_s(self) -> float:
         """How long until the queue has moved: a second for every full batch that waits."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Protocol
 
 from scheduler_svc.config import SchedulerConfig
@@ -18,6 +17,7 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import ExecutorSpec, StepResult, StepStatus
+from scheduler_svc.engine.clock import Clock
 from scheduler_svc.engine.pacing import StepPacer
 from scheduler_svc.engine.ports import (
     ExecutorFencedError,
@@ -60,12 +60,14 @@ class PlanLoop:
         executor: ExecutorPort,
         config: SchedulerConfig,
         listener: PlanLoopListener,
+        clock: Clock,
     ) -> None:
         self._core = core
         self._executor_id = executor_id
         self._executor = executor
         self._config = config
         self._listener = listener
+        self._clock = clock
         self._wake = asyncio.Event()
         self._pacer = StepPacer()
         self._epoch = 0
@@ -112,13 +114,13 @@ class PlanLoop:
                 raise
             except ExecutorLostError as exc:
                 _LOG.warning("executor %s lost: %s; requests wait for it", self._executor.target, exc)
-            await asyncio.sleep(_RECONNECT_S)
+            await self._clock.sleep(_RECONNECT_S)
 
     async def _session(self) -> None:
         """Open a session and serve it until it breaks."""
         self._adopt(await self._executor.describe())
         # Larger at each open, also than those of a scheduler that ran before this one.
-        self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)
+        self._epoch = max(self._epoch + 1, self._clock.wall_time_ns() // 1_000_000)
         stream = await self._executor.open(self._epoch)
         self._incarnation = stream.opened.incarnation
         self._last_done_step_id = stream.opened.last_completed_step_id
@@ -138,7 +140,7 @@ class PlanLoop:
             await stream.close()
             self._stream = None
             self._set_connected(False)
-            self._listener.on_outputs(self._core.executor_lost(self._executor_id, time.monotonic()))
+            self._listener.on_outputs(self._core.executor_lost(self._executor_id, self._clock.monotonic()))
 
     def _adopt(self, model: ModelDescription) -> None:
         """An executor that came back must run the same model; its cache may be of another size."""
@@ -158,7 +160,7 @@ class PlanLoop:
     async def _send_plans(self, stream: PlanStream) -> None:
         while True:
             await self._turn()
-            now = time.monotonic()
+            now = self._clock.monotonic()
             plan = self._core.plan_step(self._executor_id, now)
             self._listener.on_outputs(self._core.take_outputs())
             if plan is None:
@@ -178,16 +180,16 @@ class PlanLoop:
             self._wake.clear()
             delay: float | None = None
             if len(inflight) < limit:
-                delay = self._pacer.due(inflight[0].total_tokens) - time.monotonic() if inflight else 0.0
+                delay = self._pacer.due(inflight[0].total_tokens) - self._clock.monotonic() if inflight else 0.0
                 if delay <= 0:
                     return
-            await self._wait_for_outputs(None if delay is None else time.monotonic() + delay)
+            await self._wait_for_outputs(None if delay is None else self._clock.monotonic() + delay)
 
     async def _wait_for_outputs(self, until: float | None) -> None:
-        """Wait until something has changed, or this moment on the monotonic clock has come."""
-        delay = None if until is None else until - time.monotonic()
+        """Wait until something has changed, or this moment on the clock has come."""
+        delay = None if until is None else until - self._clock.monotonic()
         try:
-            async with asyncio.timeout(delay):
+            async with self._clock.timeout(delay):
                 await self._wake.wait()
         except TimeoutError:
             pass
@@ -201,7 +203,7 @@ class PlanLoop:
         raise ExecutorLostError("the plan stream ended")
 
     def _apply(self, result: StepResult) -> None:
-        now = time.monotonic()
+        now = self._clock.monotonic()
         try:
             step, outputs = self._core.apply_result(self._executor_id, result, now)
         except InvariantError as exc:

@@ -143,7 +143,7 @@ class EngineRequest:
     make_text: Callable[[], TextStream] | None = None
     """Makes the text stream of a sample; None: token ids only."""
     deadline: float | None = None
-    """On the engine's clock (time.monotonic, seconds); None: none."""
+    """Seconds on the engine's clock (Clock.monotonic); None: none."""
     body_digest: bytes = b""
     """SHA-256 of the request's body: same id and same digest is the same request."""
     resume_grace_s: float = 0.0

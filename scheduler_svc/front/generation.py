@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import AsyncIterable
 from typing import Any
 
@@ -35,7 +34,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             check_limits(request)
             fields = convert.request_fields(request)
             engine_request = await self._front.builder.build_off_loop(
-                fields, now=time.monotonic(), time_left_s=context.time_remaining()
+                fields, now=self._front.engine.clock.monotonic(), time_left_s=context.time_remaining()
             )
             live = self._front.engine.submit(engine_request)
             await self._stream(live, fields, context)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncIterable
 from typing import Any
@@ -131,7 +130,9 @@ class Session:
         try:
             builder, time_left_s = self._front.builder, self._context.time_remaining()
             if builder.is_short(fields):
-                self._attach(entry, builder.build(fields, now=time.monotonic(), time_left_s=time_left_s))
+                self._attach(
+                    entry, builder.build(fields, now=self._front.engine.clock.monotonic(), time_left_s=time_left_s)
+                )
             else:
                 entry.task = asyncio.create_task(self._start_long(entry, time_left_s), name="session-tokenize")
         except Exception as exc:
@@ -141,7 +142,7 @@ class Session:
         """Tokenize in a thread; other requests of the session go on meanwhile."""
         try:
             request = await self._front.builder.build_off_loop(
-                entry.fields, now=time.monotonic(), time_left_s=time_left_s
+                entry.fields, now=self._front.engine.clock.monotonic(), time_left_s=time_left_s
             )
             self._attach(entry, request)
         except Exception as exc:

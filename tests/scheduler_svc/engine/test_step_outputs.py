@@ -22,6 +22,7 @@ from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.ports import BestOf, EngineRequest
 from scheduler_svc.requests.detokenizer import TextStream
+from tests.helpers.fake_clock import FakeClock
 from tests.helpers.toy_tokenizers import byte_level
 
 TOKENIZER = byte_level()
@@ -39,7 +40,7 @@ class Stage:
     """An engine that serves one request, whose core is played by the test."""
 
     def __init__(self, *, best_of=None, text=False, **spec):
-        self.engine = Engine(SchedulerConfig(), Scheduler(), NoExecutor())
+        self.engine = Engine(SchedulerConfig(), Scheduler(), NoExecutor(), FakeClock())
         spec = RequestSpec("r", (5, 6, 7), Sampling(num_logprobs=0 if best_of else None), **spec)
         make_text = (lambda: TextStream(TOKENIZER)) if text else None
         self.live = LiveRequest(EngineRequest(spec, make_text, best_of=best_of), arrival_ns=1)

@@ -80,13 +80,13 @@ class Service:
         """Wait for the executor, load the tokenizer, let calls in. Raises ExecutorLostError, TokenizerError."""
         starting = asyncio.create_task(self._engine.start())
         try:
-            await self._begin_tokenizer()
+            await self._start_tokenizer()
             await starting
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
         model = self._engine.model
-        await self._end_tokenizer(model)
+        await self._finish_tokenizer(model)
         max_model_len = min(self._config.max_model_len or model.max_model_len, model.max_model_len)
         _log_choices(model, self._tokenizer, max_model_len)
         if self._config.preemption != "recompute" and not model.num_host_blocks:
@@ -114,7 +114,7 @@ class Service:
         if self._tokenizer is not None:
             self._tokenizer.close()
 
-    async def _begin_tokenizer(self) -> None:
+    async def _start_tokenizer(self) -> None:
         """Do what needs no executor: load the tokenizer if an option names it, else import what it takes."""
         named = self._config.tokenizer
         if self._config.skip_tokenizer_init:
@@ -124,7 +124,7 @@ class Service:
         else:
             self._tokenizer = await _in_thread(lambda: load_tokenizer(named, required=True))
 
-    async def _end_tokenizer(self, model: ModelDescription) -> None:
+    async def _finish_tokenizer(self, model: ModelDescription) -> None:
         if not self._config.skip_tokenizer_init and self._config.tokenizer is None:
             self._tokenizer = await _in_thread(lambda: load_tokenizer(model.tokenizer))
         if self._tokenizer is not None:

@@ -69,7 +69,7 @@ def check_limits(message: Message) -> None:
         _check_prompt(prompt)
 
 
-def check_named(request_id: str) -> None:
+def check_request_id(request_id: str) -> None:
     """Calls about a request must say which; raises RequestRejectedError."""
     if not request_id:
         raise RequestRejectedError("request_id", "must be given")

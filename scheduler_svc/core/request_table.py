@@ -20,11 +20,11 @@ class RequestTable:
         """No request will come for now, so nobody need be waited for."""
         self.groups: dict[RequestKey, SequenceGroup] = {}
         self.lanes: dict[int, Lane] = {}
-        self.suspects: set[SequenceGroup] = set()
+        self.groups_with_failed_steps: set[SequenceGroup] = set()
         """Groups with strikes: they were part of steps that failed."""
         self.num_preemptions = 0
         self._outputs = StepOutputs()
-        self._ended: list[Sequence] = []
+        self._finished: list[Sequence] = []
 
     @property
     def outputs(self) -> StepOutputs:
@@ -36,9 +36,9 @@ class RequestTable:
         outputs, self._outputs = self._outputs, StepOutputs()
         return outputs
 
-    def take_ended(self) -> list[Sequence]:
+    def take_finished(self) -> list[Sequence]:
         """The sequences that ended since the last call."""
-        ended, self._ended = self._ended, []
+        ended, self._finished = self._finished, []
         return ended
 
     def add(self, group: SequenceGroup) -> None:
@@ -48,13 +48,13 @@ class RequestTable:
 
     def admitted(self, group: SequenceGroup) -> None:
         """A group has come in, or those of it that there was room for."""
-        if not group.entrants:
+        if not group.waiting_sequences:
             self.waiting.remove(group)
         if not group.was_admitted:
             group.was_admitted = True
             self.policies.order.admitted(group)
 
-    def wait_again(self, sequence: Sequence, *, swapped: bool = False) -> None:
+    def requeue(self, sequence: Sequence, *, swapped: bool = False) -> None:
         """A sequence that ran waits, in its old place; its tokens stay, those under way too.
 
         Its KV is lost, or swapped.
@@ -62,26 +62,26 @@ class RequestTable:
         if swapped:
             sequence.move(SequenceState.SWAPPED)
         else:
-            sequence.forget_computed()
+            sequence.reset_computed_tokens()
             sequence.move(SequenceState.WAITING)
         if not sequence.group.queued:
             self.waiting.add(sequence.group, again=True)
 
-    def end(self, sequence: Sequence, finish: Finish, *, tell: bool = True) -> None:
+    def end(self, sequence: Sequence, finish: Finish, *, report: bool = True) -> None:
         """End a sequence wherever it is and free what it holds; without `tell` the engine knows already."""
         for lane in self.lanes.values():
-            lane.forget(sequence)
+            lane.drop(sequence)
         group = sequence.group
         sequence.move(SequenceState.FINISHED)
         sequence.finish = finish
-        if group.queued and not group.entrants:
+        if group.queued and not group.waiting_sequences:
             self.waiting.remove(group)
-        self._ended.append(sequence)
-        if tell and sequence.sample_index < group.spec.num_samples:
+        self._finished.append(sequence)
+        if report and sequence.sample_index < group.spec.num_samples:
             self._outputs.finishes[sequence] = finish
         if group.finished:
             del self.groups[group.key]
-            self.suspects.discard(group)
+            self.groups_with_failed_steps.discard(group)
         self.policies.order.ended(sequence)
 
     def end_group(self, group: SequenceGroup, finish: Finish) -> None:

@@ -19,7 +19,7 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.steps.beam_scheduling import cut_short, start_search
+from scheduler_svc.core.steps.beam_scheduling import end_early, start_beam_search
 from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES
 from scheduler_svc.core.steps.planning import plan_step
 from scheduler_svc.core.steps.results import check_result, context_lens, record_failed_step, take_result
@@ -34,7 +34,7 @@ from scheduler_svc.core.types import (
     StepResult,
 )
 
-MAX_STRIKES = 5
+MAX_FAILED_STEPS = 5
 """A group that was part of this many failed steps without getting any further in between is ended."""
 
 
@@ -95,21 +95,21 @@ class Scheduler:
         """The session with an executor ended with plans in flight: all that ran there waits again, in its old place.
 
         Confirmed tokens stay, pending ones are forgotten and will be computed again. Groups of the oldest plan in
-        flight, the one that ran, get a strike; with MAX_STRIKES in a row they end with EXECUTOR_ERROR.
+        flight, the one that ran, get a strike; with MAX_FAILED_STEPS in a row they end with EXECUTOR_ERROR.
         """
         lane = self.lanes[executor_id]
-        suspects = context_lens(lane, lane.inflight[0]) if lane.inflight else {}
+        groups_with_failed_steps = context_lens(lane, lane.inflight[0]) if lane.inflight else {}
         touched = {sequence for step in lane.inflight for sequence in context_lens(lane, step)}
         stranded = [*lane.running, *lane.finishing, *lane.swapped]
         lane.reset()
         for sequence in touched.difference(stranded):
-            sequence.forget_pending()
-            sequence.group.forget_candidates()
+            sequence.drop_pending_tokens()
+            sequence.group.drop_candidates()
         for sequence in stranded:
-            sequence.lose_memory()
-            sequence.group.forget_candidates()
-            self._requests.wait_again(sequence)
-        for group in record_failed_step(self._requests, suspects, MAX_STRIKES):
+            sequence.forget_executor_state()
+            sequence.group.drop_candidates()
+            self._requests.requeue(sequence)
+        for group in record_failed_step(self._requests, groups_with_failed_steps, MAX_FAILED_STEPS):
             self._requests.end_group(group, Finish(FinishDetail.EXECUTOR_ERROR))
         return self.take_outputs()
 
@@ -126,29 +126,29 @@ class Scheduler:
         for index in range(spec.num_sequences):
             self._num_sequences += 1
             group.sequences.append(Sequence(self._num_sequences, group, index, max_model_len))
-        start_search(group)
+        start_beam_search(group)
         self._requests.add(group)
 
     def abort(self, key: RequestKey, detail: FinishDetail) -> StepOutputs:
         """End a request at once, a beam search with its beams as they are; nothing happens if it is not known."""
         group = self.groups.get(key)
         if group is not None:
-            cut_short(self._requests, group, detail)
+            end_early(self._requests, group, detail)
         return self.take_outputs()
 
     def stop_sample(self, key: RequestKey, sample_index: int) -> None:
         """The engine has found a stop string: end a sample quietly, what it holds is freed."""
         group = self.groups.get(key)
         if group is not None and group.sequences[sample_index].state is not SequenceState.FINISHED:
-            self._requests.end(group.sequences[sample_index], Finish(FinishDetail.STOP_STRING), tell=False)
+            self._requests.end(group.sequences[sample_index], Finish(FinishDetail.STOP_STRING), report=False)
 
     def take_outputs(self) -> StepOutputs:
         """What happened to samples since the last call."""
         return self._requests.take_outputs()
 
-    def take_ended(self) -> list[Sequence]:
+    def take_finished(self) -> list[Sequence]:
         """The sequences that ended since the last call."""
-        return self._requests.take_ended()
+        return self._requests.take_finished()
 
     def drain(self, draining: bool) -> None:
         """Say that no request will come for now, or that they may come again: who waits for company need not."""

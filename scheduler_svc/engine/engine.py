@@ -154,7 +154,7 @@ class Engine:
     def detach(self, live: LiveRequest, listener: Listener) -> None:
         """A reader is gone: when nobody listens any more the request is aborted."""
         live.unsubscribe(listener)
-        if not live.attended and not live.ended:
+        if not live.has_listeners and not live.ended:
             self.abort(*live.request.spec.key)
 
     async def drain(self, timeout_s: float | None) -> int:
@@ -252,8 +252,8 @@ class Engine:
         for key, live in touched.items():
             if not live.times.first_token_ns and live.num_completion_tokens:
                 live.times.first_token_ns = now
-            if live.settle():
-                self._retire(key, live, now)
+            if live.finish_if_all_ended():
+                self._close(key, live, now)
             live.notify()
 
     def _extend(
@@ -292,7 +292,7 @@ class Engine:
 
     def on_applied(self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float) -> None:
         """Hand the step to those who watch."""
-        ended = self._core.take_ended()
+        ended = self._core.take_finished()
         if self._recorder.watches:
             contexts = context_lens(self._loop.lane, step, applied=set(outputs.sequences))
             self._recorder.applied(step, contexts, result, ended, now)
@@ -303,9 +303,9 @@ class Engine:
             self._connected_once.set()
         else:
             self._recorder.forget()
-        self._tell_health()
+        self._report_health()
 
-    def _retire(self, key: RequestKey, live: LiveRequest, now_ns: int) -> None:
+    def _close(self, key: RequestKey, live: LiveRequest, now_ns: int) -> None:
         live.ended = True
         live.times.end_ns = now_ns
         del self._live[key]
@@ -333,8 +333,8 @@ class Engine:
         self.draining = draining
         self._core.drain(draining)
         self._loop.wake()
-        self._tell_health()
+        self._report_health()
 
-    def _tell_health(self) -> None:
+    def _report_health(self) -> None:
         for callback in self._health_listeners:
             callback(self.connected and not self.draining)

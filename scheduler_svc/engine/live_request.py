@@ -13,7 +13,7 @@ from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, Token
 from scheduler_svc.engine.ports import EngineRequest, RequestCounts, RequestTimes, StopMatch, TextStream
 
 Listener = Callable[["LiveRequest"], None]
-_CUT_SHORT = frozenset(
+_FAILED_ENDS = frozenset(
     {
         FinishDetail.ABORTED,
         FinishDetail.DEADLINE,
@@ -59,12 +59,12 @@ class LiveSample:
             by_token = finish is not None and finish.detail in (FinishDetail.EOS, FinishDetail.STOP_TOKEN)
             match = self.text.push(token_ids, ends_with_stop_token=by_token)
         if match is not None:
-            self._cut(match)
+            self._truncate(match)
         elif finish is not None:
             self._end(finish)
         return match
 
-    def _cut(self, match: StopMatch) -> None:
+    def _truncate(self, match: StopMatch) -> None:
         for entry in self.logprobs[match.num_tokens :]:
             self.cumulative_logprob -= entry.logprob
         del self.token_ids[match.num_tokens :]
@@ -147,7 +147,7 @@ class LiveRequest:
         """Output tokens over all samples, also those that are drawn and not returned."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
-    def settle(self) -> bool:
+    def finish_if_all_ended(self) -> bool:
         """Have all samples ended? If the client wants the best of them, they are chosen then."""
         if any(sample.finish is None for sample in self.samples):
             return False
@@ -155,7 +155,7 @@ class LiveRequest:
         if best_of is not None and not self.returned:
             # The sort is stable: of equal ones the first drawn goes first.
             self.returned = sorted(self.samples, key=_rank)[: best_of.num_returned]
-            if not best_of.tells_logprobs:
+            if not best_of.returns_logprobs:
                 for sample in self.returned:
                     sample.logprobs = []
         return True
@@ -170,7 +170,7 @@ class LiveRequest:
             self._listeners.remove(listener)
 
     @property
-    def attended(self) -> bool:
+    def has_listeners(self) -> bool:
         """Does anybody listen?"""
         return bool(self._listeners)
 
@@ -182,4 +182,4 @@ class LiveRequest:
 
 def _rank(sample: LiveSample) -> tuple[bool, float]:
     """Smaller is better."""
-    return sample.finish is None or sample.finish.detail in _CUT_SHORT, -sample.cumulative_logprob
+    return sample.finish is None or sample.finish.detail in _FAILED_ENDS, -sample.cumulative_logprob

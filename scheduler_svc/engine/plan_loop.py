@@ -99,7 +99,7 @@ class PlanLoop:
     async def describe(self) -> None:
         """Wait for the executor's description and make its lane; raises LimitsError for limits that cannot work."""
         self.model = await self._executor.describe()
-        self._core.add_executor(self._executor_id, _narrow(self.model, self._config))
+        self._core.add_executor(self._executor_id, _executor_spec(self.model, self._config))
 
     def wake(self) -> None:
         """Something has changed: there may be something to plan."""
@@ -118,7 +118,7 @@ class PlanLoop:
 
     async def _session(self) -> None:
         """Open a session and serve it until it breaks."""
-        self._adopt(await self._executor.describe())
+        self._check_model(await self._executor.describe())
         # Larger at each open, also than those of a scheduler that ran before this one.
         self._epoch = max(self._epoch + 1, self._clock.wall_time_ns() // 1_000_000)
         stream = await self._executor.open(self._epoch)
@@ -142,7 +142,7 @@ class PlanLoop:
             self._set_connected(False)
             self._listener.on_outputs(self._core.executor_lost(self._executor_id, self._clock.monotonic()))
 
-    def _adopt(self, model: ModelDescription) -> None:
+    def _check_model(self, model: ModelDescription) -> None:
         """An executor that came back must run the same model; its cache may be of another size."""
         served = self.model
         if (model.name, model.vocab_size, model.dtype) != (served.name, served.vocab_size, served.dtype):
@@ -152,14 +152,14 @@ class PlanLoop:
             )
         if model.fingerprint != served.fingerprint:
             _LOG.warning("the executor's numerics fingerprint has changed: later tokens of running requests may differ")
-        spec = _narrow(model, self._config)
+        spec = _executor_spec(model, self._config)
         if spec != self.lane.spec:
             self._core.add_executor(self._executor_id, spec)
         self.model = model
 
     async def _send_plans(self, stream: PlanStream) -> None:
         while True:
-            await self._turn()
+            await self._wait_until_due()
             now = self._clock.monotonic()
             plan = self._core.plan_step(self._executor_id, now)
             self._listener.on_outputs(self._core.take_outputs())
@@ -172,7 +172,7 @@ class PlanLoop:
                 self._pacer.started(now)
             await stream.send(plan)
 
-    async def _turn(self) -> None:
+    async def _wait_until_due(self) -> None:
         """Wait until it is time to plan: at once if the executor idles, late in its step if it is busy."""
         inflight = self.lane.inflight
         limit = min(self._config.max_inflight_plans, self.model.max_inflight_plans)
@@ -220,7 +220,7 @@ class PlanLoop:
         self._listener.on_connected(connected)
 
 
-def _narrow(model: ModelDescription, config: SchedulerConfig) -> ExecutorSpec:
+def _executor_spec(model: ModelDescription, config: SchedulerConfig) -> ExecutorSpec:
     """The executor's limits, narrowed by this scheduler's options."""
     return ExecutorSpec(
         block_size=model.block_size,

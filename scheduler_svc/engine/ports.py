@@ -131,7 +131,7 @@ class BestOf:
     """More samples are drawn than the client gets: those with the highest cumulative logprobs."""
 
     num_returned: int
-    tells_logprobs: bool
+    returns_logprobs: bool
     """Are their tokens' logprobs for the client too, or for the choice alone."""
 
 

@@ -52,7 +52,7 @@ class GrpcExecutor:
 
     async def describe(self) -> ModelDescription:
         """Wait until the executor answers; raises ExecutorLostError if it speaks another protocol."""
-        notice = asyncio.create_task(self._tell_of_waiting())
+        notice = asyncio.create_task(self._log_waiting())
         try:
             while True:
                 try:
@@ -88,7 +88,7 @@ class GrpcExecutor:
         """Close the channel; open sessions end."""
         await self._channel.close()
 
-    async def _tell_of_waiting(self) -> None:
+    async def _log_waiting(self) -> None:
         delay, waited = _FIRST_NOTICE_S, 0.0
         while True:
             await asyncio.sleep(delay)

@@ -11,7 +11,7 @@ from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import admin_pb2_grpc as pb_grpc
 from scheduler_svc.convert import admin as convert
 from scheduler_svc.convert.errors import NotServingError, UnknownRequestError
-from scheduler_svc.convert.limits import check_limits, check_named
+from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.front.front import Front, abort_with
 
@@ -36,7 +36,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         """The block tables of a request's live sequences."""
         try:
             self._front.check_serving()
-            check_named(request.request_id)
+            check_request_id(request.request_id)
             check_limits(request)
             tables = self._front.engine.block_tables(request.tenant, request.request_id)
             if tables is None:

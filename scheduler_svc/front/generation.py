@@ -11,7 +11,7 @@ from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc as pb_grpc
 from scheduler_svc.convert import generation as convert
-from scheduler_svc.convert.limits import check_limits, check_named
+from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
@@ -53,7 +53,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         """End a request, whichever stream it came by."""
         await self._builder(context)
         try:
-            check_named(request.request_id)
+            check_request_id(request.request_id)
             check_limits(request)
         except RequestRejectedError as exc:
             await abort_with(context, exc)

@@ -11,7 +11,7 @@ from typing import Any
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.convert.errors import AbortedEarlyError, status_of
-from scheduler_svc.convert.limits import check_limits, check_named
+from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import RequestExistsError, RequestRejectedError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.ports import EngineRequest
@@ -53,7 +53,7 @@ class Session:
         self._outputs: dict[str, _Entry] = {}
         self._errors: deque[pb.SessionEvent] = deque()
         self._wake = asyncio.Event()
-        self._has_room = asyncio.Event()
+        self._errors_drained = asyncio.Event()
         self._input_over = False
 
     async def run(self, requests: AsyncIterable[pb.SessionRequest]) -> None:
@@ -88,8 +88,8 @@ class Session:
             async for request in requests:
                 self._handle(request)
                 while len(self._errors) > _MAX_ERRORS:
-                    self._has_room.clear()
-                    await self._has_room.wait()
+                    self._errors_drained.clear()
+                    await self._errors_drained.wait()
         except Exception:
             # The writer's task is cancelled too when the client is gone; anything else is worth a look.
             _LOG.exception("reading from a session failed")
@@ -156,7 +156,7 @@ class Session:
 
     def _abort(self, request: pb.AbortRequest) -> None:
         try:
-            check_named(request.request_id)
+            check_request_id(request.request_id)
             check_limits(request)
         except RequestRejectedError as exc:
             # Under no id: it must not be taken for the end of the request.
@@ -179,7 +179,7 @@ class Session:
             event = self._errors.popleft()
             num_bytes += event.ByteSize()
             message.events.append(event)
-        self._has_room.set()
+        self._errors_drained.set()
         while self._outputs and num_bytes < MAX_CHUNK_BYTES:
             request_id, entry = next(iter(self._outputs.items()))
             chunk = entry.reader.take(MAX_CHUNK_BYTES - num_bytes) if entry.reader is not None else None

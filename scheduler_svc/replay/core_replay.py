@@ -65,7 +65,7 @@ class CoreReplay:
             error = error_text(exc)
         # As the engine does; they have no effect on plans.
         self._core.take_outputs()
-        self._core.take_ended()
+        self._core.take_finished()
         if error != record.error:
             return [f"error: recorded {record.error or 'none'}, now {error or 'none'}"]
         return self._compare(record, plan) if record.HasField("plan_step") else []

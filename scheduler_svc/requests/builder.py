@@ -246,7 +246,7 @@ def _num_chars(part: PromptFields) -> int:
 def _best_of(sampling: SamplingFields) -> BestOf | None:
     if sampling.num_drawn == sampling.n:
         return None
-    return BestOf(sampling.n, tells_logprobs=sampling.logprobs is not None)
+    return BestOf(sampling.n, returns_logprobs=sampling.logprobs is not None)
 
 
 def _seed(sampling: SamplingFields) -> int:

@@ -16,7 +16,7 @@ from scheduler_svc.core.sequences.decode_batch import DecodeBatch
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, SequenceState, StepResult
 
-_drop: Callable[[int], None] = deque[int](maxlen=0).append
+_discard: Callable[[int], None] = deque[int](maxlen=0).append
 """Takes a token and forgets it."""
 
 
@@ -48,9 +48,9 @@ class Lane:
         """Of these, the ones that have more to compute than a token a step, or have just come in."""
         self.decode_batch = DecodeBatch(spec.block_size)
         """Of these, the ones that decode. The others are beams, or wait for their group's prompt."""
-        self.searches: dict[SequenceGroup, None] = {}
+        self.due_beam_groups: dict[SequenceGroup, None] = {}
         """Groups whose beams have tokens to compute."""
-        self.unwritten: dict[Sequence, bool] = {}
+        self.pending_copy_on_write: dict[Sequence, bool] = {}
         """Those whose next token goes to a block that they share since they forked; does the executor lack it."""
         self.resuming: dict[Sequence, None] = {}
         """Those that have forked, and decode from the next step on."""
@@ -65,16 +65,16 @@ class Lane:
         self.inflight: deque[PlannedStep] = deque()
         self.sequence_at: list[Sequence | None] = [None] * spec.num_slots
         """Who holds a slot, or held it last: what its results belong to until all plans before its release are in."""
-        self.append_at: list[Callable[[int], None]] = [_drop] * spec.num_slots
+        self.append_at: list[Callable[[int], None]] = [_discard] * spec.num_slots
         """Where a slot's token goes."""
-        self.dropping: set[int] = set()
+        self.discarding_slots: set[int] = set()
         """Slots of sequences that have ended, whose tokens may still come."""
         self._known: set[Sequence] = set()
         self._num_with_stop_id: Counter[int] = Counter()
 
-    def too_long(self, sequence: Sequence) -> FinishDetail | None:
+    def length_finish_detail(self, sequence: Sequence) -> FinishDetail | None:
         """Why a waiting sequence has to end here, if it has to: it may have begun when the executor held more."""
-        sequence.limit_to_model(self.spec.max_model_len)
+        sequence.apply_max_model_len(self.spec.max_model_len)
         if sequence.fully_planned:
             return sequence.length_detail
         if self.blocks.num_blocks_for(len(sequence.token_ids)) > self.spec.num_blocks:
@@ -86,20 +86,20 @@ class Lane:
         """Token ids that end one sequence or another of those that have run here and not ended."""
         return self._num_with_stop_id.keys()
 
-    def enter(self, sequence: Sequence) -> None:
+    def start_running(self, sequence: Sequence) -> None:
         """Give a waiting sequence a slot; its blocks are given by whoever lets it in."""
         sequence.move(SequenceState.RUNNING)
         slot = self.slots.take()
         sequence.slot = sequence.last_slot = slot
         self.sequence_at[slot] = sequence
         self.append_at[slot] = sequence.token_ids.append
-        self.dropping.discard(slot)
+        self.discarding_slots.discard(slot)
         self.swapped.pop(sequence, None)
         if sequence not in self._known and not sequence.is_beam:
             self._known.add(sequence)
             self._num_with_stop_id.update(sequence.group.stop_ids)
         self.running.add(sequence)
-        if not (sequence.is_attached or sequence.is_parked):
+        if not (sequence.awaits_fork or sequence.is_spare_beam):
             self.prefilling.add(sequence)
 
     def start_decoding(self, sequence: Sequence) -> None:
@@ -107,25 +107,25 @@ class Lane:
         self.prefilling.discard(sequence)
         self.decode_batch.join(sequence)
 
-    def leave(self, sequence: Sequence, *, keeps_blocks: bool = False, spoiled: bool = False) -> None:
+    def stop_running(self, sequence: Sequence, *, keeps_blocks: bool = False, spoiled: bool = False) -> None:
         """Take the slot of a running sequence back, and its memory, unless it keeps its blocks to be swapped out.
 
         Spoiled KV leaves the prefix cache.
         """
-        if sequence.decodes:
+        if sequence.is_decoding:
             self.decode_batch.leave(sequence)
         else:
             self.prefilling.discard(sequence)
         self.running.remove(sequence)
-        self.unwritten.pop(sequence, None)
+        self.pending_copy_on_write.pop(sequence, None)
         self.resuming.pop(sequence, None)
         if len(sequence.group.sequences) > 1:
-            self._leave_group(sequence)
+            self._release_shared(sequence)
         slot = held_slot(sequence)
         if sequence.described:
             self.slots.release(slot)
         else:
-            self.slots.give_back(slot)
+            self.slots.put_back(slot)
         sequence.slot, sequence.described = None, False
         if not keeps_blocks:
             self.blocks.free(sequence, spoiled=spoiled)
@@ -133,50 +133,50 @@ class Lane:
     def swap_out(self, sequences: list[Sequence]) -> None:
         """Move the KV of running sequences to the host pool, which must have room; they leave."""
         for sequence in sequences:
-            self.leave(sequence, keeps_blocks=True)
+            self.stop_running(sequence, keeps_blocks=True)
             self.swapped[sequence] = None
         if not self.blocks.swap_out(sequences):
             raise InvariantError("the host pool has no room for a group that is swapped out")
 
-    def forget_swapped(self, sequence: Sequence) -> None:
+    def drop_swapped(self, sequence: Sequence) -> None:
         """Drop the KV of a sequence that is swapped out."""
         del self.swapped[sequence]
         self.blocks.free(sequence)
 
-    def _leave_group(self, leaver: Sequence) -> None:
+    def _release_shared(self, leaver: Sequence) -> None:
         """What others share with one that leaves, and that is not there yet, they compute themselves.
 
         Beams leave all together: their turn is over, and what was reserved for them is free.
         """
-        leaver.own_up()
+        leaver.stop_awaiting_kv()
         for sequence in self.prefilling:
-            if sequence.awaits is leaver:
-                sequence.own_up()
-        self.searches.pop(leaver.group, None)
-        self.blocks.give_back(leaver.group.reserve)
+            if sequence.kv_source is leaver:
+                sequence.stop_awaiting_kv()
+        self.due_beam_groups.pop(leaver.group, None)
+        self.blocks.put_back(leaver.group.reserve)
         leaver.group.reserve = []
 
     def retire(self, sequence: Sequence) -> None:
         """All of its tokens are planned: it leaves its slot and blocks to others; its results are awaited."""
-        self.leave(sequence)
+        self.stop_running(sequence)
         self.finishing[sequence] = None
         self.retired.append(sequence)
 
-    def forget(self, sequence: Sequence) -> None:
+    def drop(self, sequence: Sequence) -> None:
         """Drop a sequence that has ended, wherever it is, and what still comes from its slot."""
         if sequence.slot is not None:
-            self.leave(sequence)
+            self.stop_running(sequence)
         elif sequence in self.swapped:
-            self.forget_swapped(sequence)
+            self.drop_swapped(sequence)
         self.finishing.pop(sequence, None)
         if sequence in self._known:
             self._known.discard(sequence)
-            self._forget_stop_ids(sequence.group.stop_ids)
+            self._drop_stop_ids(sequence.group.stop_ids)
         slot = sequence.last_slot
         # It may have had its slot on an executor that held more.
         if slot is not None and slot < self.spec.num_slots and self.sequence_at[slot] is sequence:
-            self.append_at[slot] = _drop
-            self.dropping.add(slot)
+            self.append_at[slot] = _discard
+            self.discarding_slots.add(slot)
 
     @property
     def _groups(self) -> set[SequenceGroup]:
@@ -212,7 +212,7 @@ class Lane:
         num_swapped = 0 if plan.copied else len(plan.swapped_out) + len(plan.swapped_in)
         self.rates.observe(step.total_tokens, num_swapped, result.device_ns, result.moves_ns)
 
-    def _forget_stop_ids(self, stop_ids: Collection[int]) -> None:
+    def _drop_stop_ids(self, stop_ids: Collection[int]) -> None:
         counts = self._num_with_stop_id
         for stop_id in stop_ids:
             if counts[stop_id] == 1:
@@ -230,14 +230,14 @@ class Lane:
         reserved = [block_id for group in self._groups for block_id in group.reserve]
         self.blocks.check_integrity([*self.running, *self.swapped], reserved)
         self.slots.check_integrity([held_slot(sequence) for sequence in self.running])
-        decoding = [sequence for sequence in self.running if sequence.decodes]
+        decoding = [sequence for sequence in self.running if sequence.is_decoding]
         self.decode_batch.check_integrity(decoding)
         prefilling = set(self.prefilling)
         for sequence in self.running:
-            if sequence.decodes and sequence in prefilling:
+            if sequence.is_decoding and sequence in prefilling:
                 raise InvariantError(f"sequence {sequence.sequence_id} prefills and decodes")
-            busy = sequence.decodes or sequence in prefilling
-            if not (busy or sequence.is_attached or sequence.is_beam):
+            busy = sequence.is_decoding or sequence in prefilling
+            if not (busy or sequence.awaits_fork or sequence.is_beam):
                 raise InvariantError(f"sequence {sequence.sequence_id} runs and does nothing")
         if not prefilling.issubset(self.running):
             raise InvariantError("a sequence prefills that does not run")

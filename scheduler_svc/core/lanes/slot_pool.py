@@ -36,7 +36,7 @@ class SlotPool:
         """Give a slot up: the next plan tells the executor."""
         self._to_release.append(slot)
 
-    def give_back(self, slot: int) -> None:
+    def put_back(self, slot: int) -> None:
         """Give up a slot that the executor was never told of, or that nothing is under way for: it is free at once."""
         self._free.append(slot)
 

@@ -94,7 +94,7 @@ class BlockManager:
         """
         return self._tiers.take(count)
 
-    def give_back(self, block_ids: Ids[int]) -> None:
+    def put_back(self, block_ids: Ids[int]) -> None:
         """Free blocks that were taken and are in no table."""
         self._tiers.drop(block_ids)
 
@@ -351,7 +351,7 @@ def _root(sequence: Sequence) -> tuple[str, bytes, int]:
 
 
 def _may_hit(sequence: Sequence) -> bool:
-    return sequence.group.spec.uses_prefix_cache and not sequence.lacks_prompt_logprobs
+    return sequence.group.spec.uses_prefix_cache and not sequence.needs_prompt_logprobs
 
 
 def _clear(sequence: Sequence) -> None:

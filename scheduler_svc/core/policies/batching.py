@@ -74,27 +74,27 @@ class StaticBatching:
 
     batch_size: int
     window_s: float | None = None
-    _num_left: int = 0
+    _num_unfilled: int = 0
     """Places of the running batch that are not taken yet: its prompts may need several steps."""
-    _leaves_some: bool = False
+    _closed_by_memory: bool = False
     """Memory has kept requests out of the batch that ran last."""
 
     def num_admissible(self, lane: Lane, waiting: WaitingQueue, now: float, *, draining: bool) -> int:
         """What is left of the batch; a whole one when none runs and it may start."""
         if not self._is_busy(lane):
             due = self.wakes_at(lane, waiting, now)
-            left = bool(self._leaves_some or self._num_left)
+            left = bool(self._closed_by_memory or self._num_unfilled)
             was_in_one = len(waiting) > 0 and (left or any(group.was_admitted for group in waiting))
             starts = len(waiting) >= self.batch_size or draining or was_in_one or (due is not None and now >= due)
-            self._num_left = min(self.batch_size, len(waiting)) if starts else 0
-            self._leaves_some = False
-        return self._num_left
+            self._num_unfilled = min(self.batch_size, len(waiting)) if starts else 0
+            self._closed_by_memory = False
+        return self._num_unfilled
 
     def joined(self, count: int, *, memory_is_full: bool) -> None:
         """Count them; with memory full the batch is closed."""
-        self._num_left -= count
-        if memory_is_full and self._num_left:
-            self._num_left, self._leaves_some = 0, True
+        self._num_unfilled -= count
+        if memory_is_full and self._num_unfilled:
+            self._num_unfilled, self._closed_by_memory = 0, True
 
     def num_reserved_tokens(self, sequence: Sequence) -> int:
         """As many as it may ever have, without the last: its KV is never needed."""

@@ -29,19 +29,19 @@ class OrderPolicy(Protocol):
     preemptive: bool
     """May a group that waits push out running ones of a higher level."""
 
-    def line(self, group: SequenceGroup) -> str:
-        """The line that a group stands in."""
+    def subqueue(self, group: SequenceGroup) -> str:
+        """The subqueue that a group stands in."""
 
-    def rank(self, line: str) -> float:
-        """The place of a line among the others now: smaller goes first."""
+    def rank(self, subqueue: str) -> float:
+        """The place of a subqueue among the others now: smaller goes first."""
 
     def key(self, group: SequenceGroup) -> OrderKey:
-        """A group's place in its line: smaller goes first. No two groups have the same."""
+        """A group's place in its subqueue: smaller goes first. No two groups have the same."""
 
     def level(self, group: SequenceGroup) -> int:
         """Groups of one level never push each other out; a smaller one may push out a larger one."""
 
-    def arrived(self, group: SequenceGroup, waiting_lines: Iterable[str]) -> None:
+    def arrived(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
         """A group is about to join the lines that are there."""
 
     def admitted(self, group: SequenceGroup) -> None:
@@ -59,11 +59,11 @@ class FcfsOrder:
 
     preemptive = False
 
-    def line(self, group: SequenceGroup) -> str:
+    def subqueue(self, group: SequenceGroup) -> str:
         """One for all."""
         return ""
 
-    def rank(self, line: str) -> float:
+    def rank(self, subqueue: str) -> float:
         """There is only one."""
         return 0.0
 
@@ -75,7 +75,7 @@ class FcfsOrder:
         """All are alike."""
         return 0
 
-    def arrived(self, group: SequenceGroup, waiting_lines: Iterable[str]) -> None:
+    def arrived(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
         """Nothing to note."""
 
     def admitted(self, group: SequenceGroup) -> None:
@@ -113,7 +113,7 @@ class ShortestFirstOrder(FcfsOrder):
         """Output tokens expected when it arrived, then the number of its arrival."""
         return (self._expected[group], group.arrival_number)
 
-    def arrived(self, group: SequenceGroup, waiting_lines: Iterable[str]) -> None:
+    def arrived(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
         """Predict its length, once, so that its place stays."""
         if group in self._expected:
             return
@@ -138,28 +138,28 @@ class FairOrder(FcfsOrder):
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self._served: dict[str, float] = {}
-        self._last_line = ""
+        self._last_subqueue = ""
 
-    def line(self, group: SequenceGroup) -> str:
+    def subqueue(self, group: SequenceGroup) -> str:
         """Its tenant's."""
         return group.spec.tenant
 
-    def rank(self, line: str) -> float:
+    def rank(self, subqueue: str) -> float:
         """What the tenant has been served, over its weight."""
-        return self._served.get(line, 0.0)
+        return self._served.get(subqueue, 0.0)
 
-    def arrived(self, group: SequenceGroup, waiting_lines: Iterable[str]) -> None:
+    def arrived(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
         """Lift the counter of a tenant of whom nobody waits."""
-        tenant, others = group.spec.tenant, list(waiting_lines)
+        tenant, others = group.spec.tenant, list(waiting_subqueues)
         if tenant not in others:
-            least = min(map(self.rank, others), default=self.rank(self._last_line))
+            least = min(map(self.rank, others), default=self.rank(self._last_subqueue))
             if len(self._served) > _MAX_TENANTS:  # who is below will be lifted anyway
                 self._served = {name: cost for name, cost in self._served.items() if cost > least or name in others}
             self._served[tenant] = max(self.rank(tenant), least)
 
     def admitted(self, group: SequenceGroup) -> None:
         """Count its prompt."""
-        self._last_line = group.spec.tenant
+        self._last_subqueue = group.spec.tenant
         self._charge(group.spec.tenant, PROMPT_TOKEN_COST * len(group.spec.prompt_token_ids))
 
     def computed(self, sequences: Iterable[Sequence]) -> None:

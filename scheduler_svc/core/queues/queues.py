@@ -20,7 +20,7 @@ class WaitingQueue:
     def __init__(self, policy: OrderPolicy, max_wait_s: float | None = None) -> None:
         self._policy = policy
         self._max_wait_s = max_wait_s
-        self._lines: dict[str, list[SequenceGroup]] = {}
+        self._subqueues: dict[str, list[SequenceGroup]] = {}
         self._by_arrival: list[SequenceGroup] = []
 
     def __len__(self) -> int:
@@ -51,35 +51,35 @@ class WaitingQueue:
         oldest = self.oldest
         if oldest is None or self.is_overdue(oldest, now):
             return oldest
-        return self._lines[min(self._lines, key=self._place)][0]
+        return self._subqueues[min(self._subqueues, key=self._place)][0]
 
     def add(self, group: SequenceGroup, *, again: bool = False) -> None:
         """Put a group in its place: a new one, or one that has run."""
         if not again:
-            self._policy.arrived(group, self._lines)
-        insort(self._lines.setdefault(self._policy.line(group), []), group, key=self._policy.key)
+            self._policy.arrived(group, self._subqueues)
+        insort(self._subqueues.setdefault(self._policy.subqueue(group), []), group, key=self._policy.key)
         insort(self._by_arrival, group, key=_arrival)
         group.queued = True
 
     def remove(self, group: SequenceGroup) -> None:
         """Take a group out; raises InvariantError if it does not wait."""
-        name = self._policy.line(group)
-        line = self._lines.get(name, [])
-        index = bisect_left(line, self._policy.key(group), key=self._policy.key)
-        if index == len(line) or line[index] is not group:
+        name = self._policy.subqueue(group)
+        subqueue = self._subqueues.get(name, [])
+        index = bisect_left(subqueue, self._policy.key(group), key=self._policy.key)
+        if index == len(subqueue) or subqueue[index] is not group:
             raise InvariantError(f"request {group.spec.request_id} is not in the waiting queue")
-        del line[index]
-        if not line:
-            del self._lines[name]
+        del subqueue[index]
+        if not subqueue:
+            del self._subqueues[name]
         del self._by_arrival[bisect_left(self._by_arrival, group.arrival_number, key=_arrival)]
         group.queued = False
 
-    def _place(self, line: str) -> tuple[float, OrderKey]:
-        return self._policy.rank(line), self._policy.key(self._lines[line][0])
+    def _place(self, subqueue: str) -> tuple[float, OrderKey]:
+        return self._policy.rank(subqueue), self._policy.key(self._subqueues[subqueue][0])
 
 
 class RunningQueue:
-    """Sequences that run on one executor, in the policy's order within a line."""
+    """Sequences that run on one executor, in the policy's order within a subqueue."""
 
     def __init__(self, policy: OrderPolicy) -> None:
         self._policy = policy
@@ -95,13 +95,13 @@ class RunningQueue:
         """All of them, the first victim first; those that are overdue come last."""
         if type(self._policy) is FcfsOrder:
             return self.sequences[::-1]  # who is overdue came before the others
-        return sorted(self.sequences, key=lambda sequence: self._standing(sequence, waiting, now), reverse=True)
+        return sorted(self.sequences, key=lambda sequence: self._victim_key(sequence, waiting, now), reverse=True)
 
-    def _standing(self, sequence: Sequence, waiting: WaitingQueue, now: float) -> OrderKey:
+    def _victim_key(self, sequence: Sequence, waiting: WaitingQueue, now: float) -> OrderKey:
         group = sequence.group
         if waiting.is_overdue(group, now):
             return (0.0, 0.0, float(group.arrival_number), float(sequence.sample_index))
-        return (1.0, self._policy.rank(self._policy.line(group)), *sequence.order_key)
+        return (1.0, self._policy.rank(self._policy.subqueue(group)), *sequence.order_key)
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence in its place, which is settled here and stays."""

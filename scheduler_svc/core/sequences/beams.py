@@ -128,7 +128,7 @@ class BeamSearch:
             return []
         return running
 
-    def limit(self, max_len: int, detail: FinishDetail) -> None:
+    def apply_max_len(self, max_len: int, detail: FinishDetail) -> None:
         """Let beams end with this many tokens, prompt included, for this reason, if they may have more.
 
         The search then is as if it had been started so, where those that run are shorter.

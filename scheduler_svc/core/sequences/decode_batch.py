@@ -20,7 +20,7 @@ class DecodeBatch:
     """Members, by slot, and a calendar of what happens to them. A day of it is a step of the cohort."""
 
     def __init__(self, block_size: int) -> None:
-        self.clock = 0
+        self.num_steps = 0
         """Steps planned so far."""
         self.slots: list[int] = []
         """Of the members, ascending."""
@@ -36,7 +36,7 @@ class DecodeBatch:
         if sequence.num_uncomputed_tokens != 1 or sequence.fully_planned:
             raise InvariantError(f"sequence {sequence.sequence_id} is not ready to decode")
         insort(self.slots, held_slot(sequence))
-        sequence.follow(self)
+        sequence.attach_step_counter(self)
         self._outgrow[self._outgrows_at(sequence)][sequence] = None
         self._last[self._last_at(sequence)][sequence] = None
 
@@ -45,25 +45,25 @@ class DecodeBatch:
         _unschedule(self._outgrow, self._outgrows_at(sequence), sequence)
         _unschedule(self._last, self._last_at(sequence), sequence)
         del self.slots[bisect_left(self.slots, held_slot(sequence))]
-        sequence.unfollow()
+        sequence.detach_step_counter()
 
     @property
     def outgrowing(self) -> list[Sequence]:
         """The members that need one more block for the next step."""
-        return list(self._outgrow.get(self.clock, ()))
+        return list(self._outgrow.get(self.num_steps, ()))
 
-    def give_blocks(self, sequences: list[Sequence], block_ids: list[int]) -> None:
+    def append_blocks(self, sequences: list[Sequence], block_ids: list[int]) -> None:
         """One more block for each of those that outgrow theirs."""
-        later = self._outgrow[self.clock + self._block_size]
-        del self._outgrow[self.clock]
+        later = self._outgrow[self.num_steps + self._block_size]
+        del self._outgrow[self.num_steps]
         for sequence, block_id in zip(sequences, block_ids, strict=True):
             sequence.block_ids.append(block_id)
             later[sequence] = None
 
     def advance(self) -> list[Sequence]:
         """Every member computes one token; returns those for which the step plans the last one."""
-        self.clock += 1
-        return list(self._last.get(self.clock, ()))
+        self.num_steps += 1
+        return list(self._last.get(self.num_steps, ()))
 
     def check_integrity(self, sequences: list[Sequence]) -> None:
         """Prove that the calendar holds these members, each on its days; raises InvariantError."""
@@ -80,11 +80,11 @@ class DecodeBatch:
 
     def _outgrows_at(self, sequence: Sequence) -> int:
         """The clock at which its blocks are full."""
-        return self.clock + len(sequence.block_ids) * self._block_size - sequence.num_computed_tokens
+        return self.num_steps + len(sequence.block_ids) * self._block_size - sequence.num_computed_tokens
 
     def _last_at(self, sequence: Sequence) -> int:
         """The clock after the step that plans its last token."""
-        return self.clock + sequence.max_len - sequence.num_planned_tokens
+        return self.num_steps + sequence.max_len - sequence.num_planned_tokens
 
 
 def _unschedule(calendar: _Calendar, day: int, sequence: Sequence) -> None:

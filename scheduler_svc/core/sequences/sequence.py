@@ -31,28 +31,27 @@ _TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
 _ENTERING = (SequenceState.WAITING, SequenceState.SWAPPED)
 
 
-class Clock(Protocol):
+class StepCounter(Protocol):
     """Counts steps in which a sequence computes one token each."""
 
-    clock: int
+    num_steps: int
 
 
 class Sequence:
     """One sample or beam of a request. Counts are in tokens."""
 
     __slots__ = (
-        "_clock",
-        "_clock_offset",
         "_num_computed",
         "_num_planned",
-        "asks_prompt_logprobs",
-        "awaits",
+        "_step_counter",
+        "_step_offset",
         "block_ids",
         "cache_node",
         "described",
         "finish",
         "group",
         "host_block_ids",
+        "kv_source",
         "last_slot",
         "length_detail",
         "max_len",
@@ -61,6 +60,7 @@ class Sequence:
         "num_prompt_tokens",
         "order_key",
         "prompt_logprobs_end",
+        "requested_prompt_logprobs",
         "sample_index",
         "sequence_id",
         "slot",
@@ -81,14 +81,14 @@ class Sequence:
         self.num_prompt_tokens = len(spec.prompt_token_ids)
         self._num_computed = 0
         self._num_planned = len(spec.prompt_token_ids)
-        self._clock: Clock | None = None
-        self._clock_offset = 0
+        self._step_counter: StepCounter | None = None
+        self._step_offset = 0
         self.slot: int | None = None
         self.last_slot: int | None = None
         """The slot that it has or had last: late tokens of a preempted sequence come from there."""
         self.described = False
         """Does the executor know it under its slot."""
-        self.awaits: Sequence | None = None
+        self.kv_source: Sequence | None = None
         """Who computes the KV that it shares and that is not there yet."""
         self.block_ids: list[int] = []
         self.host_block_ids: list[int] = []
@@ -101,7 +101,7 @@ class Sequence:
         """Tokens whose KV came from the prefix cache when it was last admitted."""
         self.prompt_logprobs_end = 1
         """Prompt tokens before this index have known logprobs, or none: the first one."""
-        self.asks_prompt_logprobs = False
+        self.requested_prompt_logprobs = False
         """Was the executor asked for them when the sequence was last admitted."""
         self.max_len, self.length_detail = _length_limit(spec, max_model_len)
 
@@ -113,12 +113,12 @@ class Sequence:
     @property
     def num_computed_tokens(self) -> int:
         """Tokens whose KV is computed, or will be by plans in flight."""
-        return self._num_computed if self._clock is None else self._clock.clock - self._clock_offset
+        return self._num_computed if self._step_counter is None else self._step_counter.num_steps - self._step_offset
 
     @property
     def num_planned_tokens(self) -> int:
         """Tokens confirmed and pending."""
-        return self._num_planned if self._clock is None else self._clock.clock - self._clock_offset + 1
+        return self._num_planned if self._step_counter is None else self._step_counter.num_steps - self._step_offset + 1
 
     @property
     def num_pending(self) -> int:
@@ -136,29 +136,29 @@ class Sequence:
         return self.num_planned_tokens >= self.max_len
 
     @property
-    def decodes(self) -> bool:
+    def is_decoding(self) -> bool:
         """Does it follow a clock."""
-        return self._clock is not None
+        return self._step_counter is not None
 
     @property
     def is_beam(self) -> bool:
         """Is it one of the beams of a search: it gets its tokens from there."""
-        return self.group.search is not None
+        return self.group.beam_search is not None
 
     @property
-    def is_attached(self) -> bool:
+    def awaits_fork(self) -> bool:
         """Does it wait for its group's first sequence to compute the prompt for both."""
         return self.sample_index > 0 and not self.group.forked
 
     @property
-    def is_parked(self) -> bool:
+    def is_spare_beam(self) -> bool:
         """Is it a beam that runs no more, or not yet: a slot for a later one."""
         return self.is_beam and self.group.forked and self not in self.group.beams
 
     @property
     def may_compute(self) -> bool:
         """Has it tokens to compute, and all that goes before them."""
-        return self.awaits is None and not (self.is_attached or self.is_parked)
+        return self.kv_source is None and not (self.awaits_fork or self.is_spare_beam)
 
     def compute(self, num_tokens: int) -> bool:
         """Plan the KV of the next tokens; True when all are computed then: it samples one more, a beam candidates."""
@@ -167,69 +167,69 @@ class Sequence:
         self._num_planned += samples and not self.is_beam
         return samples
 
-    def share_computed(self, num_tokens: int) -> None:
+    def mark_computed(self, num_tokens: int) -> None:
         """So many of its first tokens have their KV in blocks that it shares, or will have."""
         self._num_computed = num_tokens
 
     @property
     def num_present_tokens(self) -> int:
         """Of its computed tokens those whose KV is there, and not still to come from a sequence that it awaits."""
-        if self.awaits is None:
+        if self.kv_source is None:
             return self.num_computed_tokens
-        return min(self.num_computed_tokens, self.awaits.num_present_tokens)
+        return min(self.num_computed_tokens, self.kv_source.num_present_tokens)
 
-    def own_up(self) -> None:
+    def stop_awaiting_kv(self) -> None:
         """Wait for nobody: of the KV that it shares only what is there counts."""
-        if self.awaits is not None:
+        if self.kv_source is not None:
             self._num_computed = self.num_present_tokens
-            self.awaits = None
+            self.kv_source = None
 
     def fork(self, source: Sequence) -> None:
         """Sample from the row that `source` samples from in this step: all that it has computed counts here too."""
         self._num_computed = source._num_computed
         self._num_planned = source._num_planned
 
-    def become(self, output: list[int]) -> None:
+    def set_output(self, output: list[int]) -> None:
         """Be the beam of this output, of which the last token is still to be computed."""
         self.token_ids[self.num_prompt_tokens :] = output
         self._num_planned = len(self.token_ids)
         self._num_computed = self._num_planned - 1
 
-    def follow(self, clock: Clock) -> None:
+    def attach_step_counter(self, counter: StepCounter) -> None:
         """From now on compute one token with every tick."""
-        self._clock_offset = clock.clock - self._num_computed
-        self._clock = clock
+        self._step_offset = counter.num_steps - self._num_computed
+        self._step_counter = counter
 
-    def unfollow(self) -> None:
+    def detach_step_counter(self) -> None:
         """Leave the clock and keep the counts."""
         self._num_computed, self._num_planned = self.num_computed_tokens, self.num_planned_tokens
-        self._clock = None
+        self._step_counter = None
 
-    def lose_memory(self) -> None:
+    def forget_executor_state(self) -> None:
         """The executor that it ran on is lost, with all that it held there."""
-        if self._clock is not None:
-            self.unfollow()
-        self.forget_pending()
+        if self._step_counter is not None:
+            self.detach_step_counter()
+        self.drop_pending_tokens()
         self.slot, self.described = None, False
         self.group.reserve = []
         self.block_ids, self.host_block_ids = [], []
         self.num_cached_blocks, self.cache_node = 0, None
 
-    def recompute_newest(self) -> None:
+    def recompute_last_token(self) -> None:
         """A beam whose tokens are all computed computes the last again, as what its candidates are is not known."""
         if self.is_beam:
             self._num_computed = min(self._num_computed, len(self.token_ids) - 1)
 
-    def forget_pending(self) -> None:
+    def drop_pending_tokens(self) -> None:
         """What plans in flight were to sample will not come."""
         self._num_planned = len(self.token_ids)
 
-    def limit_to_planned(self, detail: FinishDetail) -> None:
+    def end_after_planned(self, detail: FinishDetail) -> None:
         """Let it end with the tokens that are planned already, for this reason."""
         self.max_len = self.num_planned_tokens
         self.length_detail = detail
 
-    def limit_to_model(self, max_model_len: int) -> None:
+    def apply_max_model_len(self, max_model_len: int) -> None:
         """Let it end with this many tokens, if it may have more."""
         if self.max_len > max_model_len:
             self.max_len, self.length_detail = max_model_len, FinishDetail.MAX_MODEL_LEN
@@ -241,7 +241,7 @@ class Sequence:
         self.state = state
 
     @property
-    def lacks_prompt_logprobs(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         """Are logprobs of the prompt wanted of it, its group's first sequence, that are not known yet."""
         wanted = self.sample_index == 0 and self.group.spec.sampling.num_prompt_logprobs is not None
         return wanted and self.prompt_logprobs_end < self.num_prompt_tokens
@@ -249,11 +249,11 @@ class Sequence:
     def admitted_sampling(self) -> Sampling:
         """What an executor is told at admission: prompt logprobs that are all known are not asked for again."""
         sampling = self.group.spec.sampling
-        self.asks_prompt_logprobs = self.lacks_prompt_logprobs
-        if sampling.num_prompt_logprobs is not None and not self.asks_prompt_logprobs:
+        self.requested_prompt_logprobs = self.needs_prompt_logprobs
+        if sampling.num_prompt_logprobs is not None and not self.requested_prompt_logprobs:
             sampling = replace(sampling, num_prompt_logprobs=None)
-        if self.group.search is not None and not sampling.num_candidates:
-            sampling = replace(sampling, num_candidates=self.group.search.num_candidates)
+        if self.group.beam_search is not None and not sampling.num_candidates:
+            sampling = replace(sampling, num_candidates=self.group.beam_search.num_candidates)
         return sampling
 
     def predicted_prompt_tokens(self, num_tokens: int) -> range:
@@ -269,12 +269,12 @@ class Sequence:
         self.prompt_logprobs_end = end
         return logprobs.rows(start, end)
 
-    def forget_computed(self) -> None:
+    def reset_computed_tokens(self) -> None:
         """Start over: its KV is gone. Tokens stay."""
         self._num_computed = 0
-        self.awaits = None
+        self.kv_source = None
 
-    def stops_with(self, token_id: int) -> Finish | None:
+    def check_stop(self, token_id: int) -> Finish | None:
         """How the sequence ends with this token, its newest, if that is one of its stop ids and may stop it."""
         spec = self.group.spec
         if token_id not in self.group.stop_ids or self.num_output_tokens < spec.sampling.min_tokens:
@@ -297,17 +297,17 @@ class SequenceGroup:
     __slots__ = (
         "arrival",
         "arrival_number",
+        "beam_search",
         "beams",
         "candidates",
         "forked",
-        "furthest",
         "key",
+        "max_failed_context_len",
         "num_awaited",
         "num_failed_steps",
         "num_preemptions",
         "queued",
         "reserve",
-        "search",
         "sequences",
         "spec",
         "stop_ids",
@@ -327,7 +327,7 @@ class SequenceGroup:
         """Is it in the waiting queue."""
         self.forked = spec.num_sequences == 1
         """Have its sequences gone their own ways; before, the first computes the prompt for all."""
-        self.search: BeamSearch | None = None
+        self.beam_search: BeamSearch | None = None
         self.beams: list[Sequence] = []
         """Of a search that has forked: the beams that run, best first."""
         self.candidates: dict[Sequence, Candidates] = {}
@@ -338,7 +338,7 @@ class SequenceGroup:
         """Device blocks that are held for its beams to grow into."""
         self.num_failed_steps = 0
         """Failed steps that it was part of since it last got any further."""
-        self.furthest = 0
+        self.max_failed_context_len = 0
         """Most tokens with KV that one of its sequences had when a step failed."""
 
     @property
@@ -346,7 +346,7 @@ class SequenceGroup:
         """Have all of its sequences ended?"""
         return all(sequence.state is SequenceState.FINISHED for sequence in self.sequences)
 
-    def forget_candidates(self) -> None:
+    def drop_candidates(self) -> None:
         """What plans in flight were to tell of its beams will not come."""
         self.candidates.clear()
         self.num_awaited = 0
@@ -357,20 +357,20 @@ class SequenceGroup:
         return [sequence for sequence in self.sequences if sequence.slot is not None]
 
     @property
-    def entrants(self) -> list[Sequence]:
+    def waiting_sequences(self) -> list[Sequence]:
         """Those that wait for room of their own: before the fork the first one, then all that were put out."""
         first = self.sequences if self.forked else self.sequences[:1]
         return [sequence for sequence in first if sequence.state in _ENTERING]
 
     @property
-    def is_settled(self) -> bool:
+    def has_all_results(self) -> bool:
         """Nothing that plans in flight will tell of those that wait is missing."""
-        return not self.num_awaited and not any(sequence.num_pending for sequence in self.entrants)
+        return not self.num_awaited and not any(sequence.num_pending for sequence in self.waiting_sequences)
 
     @property
-    def may_split(self) -> bool:
+    def can_admit_partially(self) -> bool:
         """Can a part of it run: samples that have forked, whose KV must be computed again."""
-        return self.forked and self.search is None and not self.swapped
+        return self.forked and self.beam_search is None and not self.swapped
 
     @property
     def due_beams(self) -> list[Sequence]:

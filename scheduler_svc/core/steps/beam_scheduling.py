@@ -20,11 +20,11 @@ from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_
 from scheduler_svc.core.types import Candidates, Finish, FinishDetail, SequenceState, SlotError, StepResult
 
 
-def start_search(group: SequenceGroup) -> None:
+def start_beam_search(group: SequenceGroup) -> None:
     """Let a new group with sequences be a beam search, if its request asks for one."""
     spec, first = group.spec, group.sequences[0]
     if spec.beams is not None:
-        group.search = BeamSearch(
+        group.beam_search = BeamSearch(
             spec.beams,
             stop_ids=group.stop_ids,
             eos_token_ids=spec.eos_token_ids,
@@ -52,21 +52,21 @@ def take_candidates(requests: RequestTable, lane: Lane, step: PlannedStep, resul
             beam.group.candidates[beam] = Candidates((), ())
     for group in dict.fromkeys(beam.group for beam in told):
         if not group.finished:
-            _go_on(requests, lane, group)
+            _advance_search(requests, lane, group)
 
 
-def cut_short(requests: RequestTable, group: SequenceGroup, detail: FinishDetail) -> None:
+def end_early(requests: RequestTable, group: SequenceGroup, detail: FinishDetail) -> None:
     """End a group before its time: beams that run count as they are."""
-    if group.search is None or not group.forked:
+    if group.beam_search is None or not group.forked:
         requests.end_group(group, Finish(detail))
         return
-    found = group.search.best(group.spec.num_samples, _outputs(group.beams), detail)
+    found = group.beam_search.best(group.spec.num_samples, _outputs(group.beams), detail)
     _finish(requests, group, found, Finish(detail))
 
 
-def _go_on(requests: RequestTable, lane: Lane, group: SequenceGroup) -> None:
+def _advance_search(requests: RequestTable, lane: Lane, group: SequenceGroup) -> None:
     """One token further, if all beams have been told their candidates."""
-    search, beams = group.search, group.beams if group.forked else group.sequences[:1]
+    search, beams = group.beam_search, group.beams if group.forked else group.sequences[:1]
     if search is None or group.candidates.keys() != set(beams):
         return
     pairs = search.advance(_outputs(beams), [group.candidates[beam] for beam in beams])
@@ -88,7 +88,7 @@ def _reorder(lane: Lane, group: SequenceGroup, beams: list[Sequence], pairs: lis
     children: list[Sequence] = []
     for sequence in others:
         lane.blocks.free(sequence)
-        _forget_slot(lane, sequence)
+        _end_description(lane, sequence)
     for parent in parents:
         child = parent
         if parent in children:
@@ -96,14 +96,14 @@ def _reorder(lane: Lane, group: SequenceGroup, beams: list[Sequence], pairs: lis
             lane.blocks.share_table(parent, child, parent.num_computed_tokens)
         children.append(child)
     for child, output in zip(children, outputs, strict=True):
-        child.become(output)
+        child.set_output(output)
     for sequence in others:
-        sequence.forget_computed()
+        sequence.reset_computed_tokens()
     group.beams, group.forked = children, True
-    lane.searches[group] = None
+    lane.due_beam_groups[group] = None
 
 
-def _forget_slot(lane: Lane, sequence: Sequence) -> None:
+def _end_description(lane: Lane, sequence: Sequence) -> None:
     """The executor is to forget a sequence that keeps its slot: it will be told of another."""
     if sequence.described:
         lane.stale_slots.append(held_slot(sequence))
@@ -125,4 +125,4 @@ def _finish(requests: RequestTable, group: SequenceGroup, found: list[Hypothesis
         requests.outputs.hypotheses.append(output)
     for sequence in group.sequences:
         if sequence.state is not SequenceState.FINISHED:
-            requests.end(sequence, found[0].finish if found else otherwise, tell=False)
+            requests.end(sequence, found[0].finish if found else otherwise, report=False)

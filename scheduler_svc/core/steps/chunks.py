@@ -12,7 +12,7 @@ from scheduler_svc.core.types import AdmittedSequence
 def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequence) -> list[Sequence]:
     """Compute as many of a sequence's tokens as the budget allows. Returns those whose last token that plans."""
     group = sequence.group
-    siblings = group.running[1:] if not group.forked and group.search is None else []
+    siblings = group.running[1:] if not group.forked and group.beam_search is None else []
     num_tokens = min(sequence.num_uncomputed_tokens, budget.chunk)
     if siblings and num_tokens == sequence.num_uncomputed_tokens:
         values = (len(sequence.token_ids) + group.spec.sampling.num_values) * len(siblings)
@@ -25,12 +25,12 @@ def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequ
     if samples and siblings:
         budget.spend(0, num_sequences=len(siblings))
         return _fork(lane, step, sequence, siblings)
-    return _settle(lane, sequence)
+    return _file_after_chunk(lane, sequence)
 
 
 def plan_beams(lane: Lane, step: PlannedStep, budget: StepBudget) -> None:
     """Each beam that has been given a token computes it, and has candidates told."""
-    for group in list(lane.searches):
+    for group in list(lane.due_beam_groups):
         for beam in group.due_beams:
             if beam.described:
                 step.plan.given_slots.append(held_slot(beam))
@@ -40,14 +40,14 @@ def plan_beams(lane: Lane, step: PlannedStep, budget: StepBudget) -> None:
             budget.spend(1)
             _compute(lane, step, beam, 1)
         if not group.due_beams:
-            del lane.searches[group]
+            del lane.due_beam_groups[group]
 
 
 def _compute(lane: Lane, step: PlannedStep, sequence: Sequence, num_tokens: int) -> bool:
     """Enter a chunk into the plan; does the sequence sample, or have candidates told."""
     slot, context_len = held_slot(sequence), sequence.num_computed_tokens
     is_ready = sequence.num_uncomputed_tokens == 1 and not _is_held(sequence)
-    if sequence.asks_prompt_logprobs and (predicted := sequence.predicted_prompt_tokens(num_tokens)):
+    if sequence.requested_prompt_logprobs and (predicted := sequence.predicted_prompt_tokens(num_tokens)):
         step.prompt_logprobs[slot] = sequence, predicted
     samples = sequence.compute(num_tokens)
     step.chunks.append(Chunk(sequence, slot, num_tokens, context_len, samples))
@@ -61,7 +61,7 @@ def _compute(lane: Lane, step: PlannedStep, sequence: Sequence, num_tokens: int)
     return samples
 
 
-def _settle(lane: Lane, sequence: Sequence) -> list[Sequence]:
+def _file_after_chunk(lane: Lane, sequence: Sequence) -> list[Sequence]:
     """Where a sequence goes that has computed a chunk; returned if no token is left to compute for it."""
     if sequence.is_beam:
         if sequence.num_uncomputed_tokens == 0:
@@ -100,9 +100,9 @@ def _fork(lane: Lane, step: PlannedStep, source: Sequence, siblings: list[Sequen
         step.chunks.append(Chunk(sibling, slot, 0, num_computed, samples=True))
     lane.resuming[source] = None
     for sequence in (*siblings, source):
-        ending += _settle(lane, sequence)
+        ending += _file_after_chunk(lane, sequence)
         if not sequence.fully_planned and num_computed % size:
-            lane.unwritten[sequence] = sequence is not source
+            lane.pending_copy_on_write[sequence] = sequence is not source
     return ending
 
 

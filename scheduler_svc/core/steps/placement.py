@@ -33,16 +33,18 @@ class Placement:
 def placements_of(requests: RequestTable, lane: Lane, group: SequenceGroup) -> list[Placement]:
     """Who would come in, and what that takes."""
     if group.swapped:
-        return _returns(lane, [sequence for sequence in group.sequences if sequence.state is SequenceState.SWAPPED])
+        return _swap_in_placements(
+            lane, [sequence for sequence in group.sequences if sequence.state is SequenceState.SWAPPED]
+        )
     if not group.forked:
-        return _first_arrivals(requests, lane, group)
+        return _prompt_placements(requests, lane, group)
     placements: list[Placement] = []
     sources = [sequence for sequence in group.running if sequence.block_ids]
-    for sequence in group.entrants:
-        if sequence.is_parked:
+    for sequence in group.waiting_sequences:
+        if sequence.is_spare_beam:
             placements.append(Placement(sequence, 0))
         else:
-            placements.append(_arrival(requests, lane, sequence, sources))
+            placements.append(_placement(requests, lane, sequence, sources))
             sources.append(sequence)
     return placements
 
@@ -57,12 +59,12 @@ def have_blocks(
     return lane.blocks.can_take(count, alone=alone, num_more=num_more)
 
 
-def _returns(lane: Lane, swapped: list[Sequence]) -> list[Placement]:
+def _swap_in_placements(lane: Lane, swapped: list[Sequence]) -> list[Placement]:
     """They come back with all their blocks, and with one for their next token where they had none of their own."""
     placements: list[Placement] = []
     writers: Counter[int] = Counter()
     for sequence in swapped:
-        num_tokens = 0 if sequence.is_parked else len(sequence.token_ids)
+        num_tokens = 0 if sequence.is_spare_beam else len(sequence.token_ids)
         host_block_ids = sequence.host_block_ids
         num_more = max(0, lane.blocks.num_blocks_for(num_tokens) - len(host_block_ids))
         index = sequence.num_computed_tokens // lane.spec.block_size
@@ -74,10 +76,10 @@ def _returns(lane: Lane, swapped: list[Sequence]) -> list[Placement]:
     return placements
 
 
-def _first_arrivals(requests: RequestTable, lane: Lane, group: SequenceGroup) -> list[Placement]:
+def _prompt_placements(requests: RequestTable, lane: Lane, group: SequenceGroup) -> list[Placement]:
     """The first computes the prompt; the others share its blocks, and get what is reserved for them beyond."""
     first, *others = group.sequences
-    placements = [_arrival(requests, lane, first, [])]
+    placements = [_placement(requests, lane, first, [])]
     num_shared = lane.blocks.num_blocks_for(first.num_prompt_tokens)
     for other in others:
         num_tokens = first.num_prompt_tokens if other.is_beam else _num_reserved(requests, lane, other)
@@ -102,18 +104,18 @@ def _num_reserve(requests: RequestTable, lane: Lane, first: Sequence) -> int:
     return most - lane.blocks.num_blocks_for(num_prompt) if reserves else 0
 
 
-def _arrival(requests: RequestTable, lane: Lane, sequence: Sequence, sources: list[Sequence]) -> Placement:
+def _placement(requests: RequestTable, lane: Lane, sequence: Sequence, sources: list[Sequence]) -> Placement:
     num_tokens = _num_reserved(requests, lane, sequence)
     num_blocks = lane.blocks.num_blocks_for(num_tokens)
     # Only the first of a group asks the cache: what it takes out changes what others would find.
     found = NOTHING if sources else lane.blocks.find(sequence)
-    source, num_shared = _closest(sequence, sources, lane.spec.block_size)
+    source, num_shared = _best_source(sequence, sources, lane.spec.block_size)
     if num_shared:
         return Placement(sequence, num_blocks - num_shared, num_tokens, source=source, num_shared=num_shared)
     return Placement(sequence, found.num_to_take(num_blocks), num_tokens, found)
 
 
-def _closest(sequence: Sequence, sources: list[Sequence], size: int) -> tuple[Sequence | None, int]:
+def _best_source(sequence: Sequence, sources: list[Sequence], size: int) -> tuple[Sequence | None, int]:
     """Of the others the one with which it has the most full blocks in common, and how many these are.
 
     Samples are taken to differ from their first token on, so that one of them is as good as another.

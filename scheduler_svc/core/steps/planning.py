@@ -24,7 +24,7 @@ def plan_step(requests: RequestTable, lane: Lane, plan: StepPlan, now: float) ->
     memory_is_short = preempt_for_decodes(requests, lane, step)
     _resume(lane, step)
     # Those who share KV wait until a plan before this one has computed it.
-    prefilling = [sequence for sequence in lane.prefilling if _has_its_context(sequence)]
+    prefilling = [sequence for sequence in lane.prefilling if _shared_kv_is_computed(sequence)]
     ending = _plan_decodes(lane, step, budget)
     plan_beams(lane, step, budget)
     for sequence in prefilling:
@@ -54,11 +54,11 @@ def _resume(lane: Lane, step: PlannedStep) -> None:
     lane.resuming.clear()
 
 
-def _has_its_context(sequence: Sequence) -> bool:
+def _shared_kv_is_computed(sequence: Sequence) -> bool:
     """Is what it shares computed, so that it may go on from there."""
     if sequence.num_present_tokens == sequence.num_computed_tokens:
-        sequence.awaits = None
-    return sequence.awaits is None
+        sequence.kv_source = None
+    return sequence.kv_source is None
 
 
 def _plan_decodes(lane: Lane, step: PlannedStep, budget: StepBudget) -> list[Sequence]:

@@ -99,8 +99,8 @@ def take_result(requests: RequestTable, lane: Lane, step: PlannedStep, result: S
     for slot, logprobs in result.logprobs.items():
         outputs.logprobs[_held_by(lane, slot)] = logprobs
     requests.policies.order.computed(sequences)
-    if requests.suspects:
-        _clear_suspects(requests, step, set(sequences))
+    if requests.groups_with_failed_steps:
+        _reset_failed_steps(requests, step, set(sequences))
     _end_stopped(requests, lane, sequences, token_ids)
     for sequence in [sequence for sequence in lane.finishing if len(sequence.token_ids) >= sequence.max_len]:
         requests.end(sequence, Finish(sequence.length_detail))
@@ -115,7 +115,7 @@ def _end_failed(requests: RequestTable, lane: Lane, sequence: Sequence, error: S
     finish = Finish(_DETAILS.get(error, FinishDetail.EXECUTOR_ERROR))
     if error is SlotError.NON_FINITE_LOGITS:
         if sequence.slot is not None:
-            lane.leave(sequence, spoiled=True)
+            lane.stop_running(sequence, spoiled=True)
         lane.blocks.spoil(sequence)
     if sequence.is_beam and error is SlotError.NO_ALLOWED_TOKEN:
         return
@@ -130,8 +130,8 @@ def _sampled(lane: Lane, result: StepResult) -> tuple[list[int], list[int]]:
     slots, token_ids = list(result.slots), list(result.token_ids)
     if result.num_tokens:
         slots = [slot for slot, count in zip(slots, result.num_tokens, strict=True) if count]
-    if lane.dropping and not lane.dropping.isdisjoint(slots):
-        pairs = [pair for pair in zip(slots, token_ids, strict=True) if pair[0] not in lane.dropping]
+    if lane.discarding_slots and not lane.discarding_slots.isdisjoint(slots):
+        pairs = [pair for pair in zip(slots, token_ids, strict=True) if pair[0] not in lane.discarding_slots]
         slots, token_ids = [slot for slot, _ in pairs], [token_id for _, token_id in pairs]
     return slots, token_ids
 
@@ -150,20 +150,20 @@ def _end_stopped(requests: RequestTable, lane: Lane, sequences: list[Sequence], 
     if stop_ids.isdisjoint(token_ids):
         return
     for sequence, token_id in zip(sequences, token_ids, strict=True):
-        if token_id in stop_ids and (finish := sequence.stops_with(token_id)) is not None:
+        if token_id in stop_ids and (finish := sequence.check_stop(token_id)) is not None:
             requests.end(sequence, finish)
 
 
-def _clear_suspects(requests: RequestTable, step: PlannedStep, sampled: Collection[Sequence]) -> None:
+def _reset_failed_steps(requests: RequestTable, step: PlannedStep, sampled: Collection[Sequence]) -> None:
     """A group that got further than when its steps failed has no strikes any more."""
     ends = {chunk.sequence: chunk.context_len + chunk.num_tokens for chunk in step.chunks}
-    for group in list(requests.suspects):
+    for group in list(requests.groups_with_failed_steps):
         for sequence in group.sequences:
             done = ends.get(sequence, len(sequence.token_ids) - 1 if sequence in sampled else 0)
-            if done > group.furthest:
+            if done > group.max_failed_context_len:
                 group.num_failed_steps = 0
         if not group.num_failed_steps:
-            requests.suspects.discard(group)
+            requests.groups_with_failed_steps.discard(group)
 
 
 def context_lens(lane: Lane, step: PlannedStep, *, applied: Collection[Sequence] = ()) -> dict[Sequence, int]:
@@ -195,8 +195,8 @@ def record_failed_step(
     for sequence, context_len in contexts.items():
         group = sequence.group
         if not group.finished:
-            group.furthest = max(group.furthest, context_len)
+            group.max_failed_context_len = max(group.max_failed_context_len, context_len)
     for group in {sequence.group for sequence in contexts if not sequence.group.finished}:
         group.num_failed_steps += 1
-        requests.suspects.add(group)
-    return [group for group in requests.suspects if group.num_failed_steps >= max_failed_steps]
+        requests.groups_with_failed_steps.add(group)
+    return [group for group in requests.groups_with_failed_steps if group.num_failed_steps >= max_failed_steps]

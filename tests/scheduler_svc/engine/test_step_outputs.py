@@ -105,7 +105,7 @@ def test_an_aborted_beam_search_has_more_sequences_than_results() -> None:
 
 
 def test_the_best_are_chosen_when_the_last_has_ended() -> None:
-    stage = Stage(num_samples=3, best_of=BestOf(2, tells_logprobs=False))
+    stage = Stage(num_samples=3, best_of=BestOf(2, returns_logprobs=False))
     stage.outputs([(0, 10)], [(0, EOS)], logprob=-3.0)
     stage.outputs([(1, 11)], [(1, EOS)], logprob=-1.0)
     assert stage.live.returned == []

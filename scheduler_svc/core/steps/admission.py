@@ -1,8 +1,8 @@
-"""Groups that wait come in: who of them, with which blocks, and what they share.
+"""Admission of waiting groups.
 
-A group comes in as a whole where it can. Before its fork the first sequence computes the prompt and the others hold a
-slot and a share of its blocks. Afterwards those that were put out come back, each with its own tokens: what they have
-in common with each other, in full blocks, one computes for all.
+A group is admitted as a whole where possible. Before its fork the first sequence computes the prompt, and the others
+hold a slot and share its blocks. After the fork, preempted sequences are admitted again, each with its own tokens: one
+of them computes the full blocks that they have in common.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scheduler_svc.core.types import Finish, FinishDetail, SequenceState
 def admit(
     requests: RequestTable, lane: Lane, step: PlannedStep, budget: StepBudget, num_admissible: int
 ) -> list[Sequence]:
-    """Let waiting groups in while there is room. Returns those whose only token this step plans."""
+    """Admit waiting groups while slots, blocks and budget last; returns sequences whose last token is planned now."""
     ending: list[Sequence] = []
     memory_is_full, num_joined = False, 0
     while num_joined < num_admissible and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:
@@ -60,7 +60,10 @@ def _num_free_slots(lane: Lane) -> int:
 
 
 def _end_oversized(requests: RequestTable, lane: Lane, group: SequenceGroup) -> bool:
-    """End what can never come in, as it may have begun when the executor held more; did anything."""
+    """Finish sequences that this executor can never hold; returns whether there were any.
+
+    They may have started on an executor with larger limits.
+    """
     unfinished = [sequence for sequence in group.sequences if sequence.state is not SequenceState.FINISHED]
     if len(unfinished) > lane.spec.max_num_seqs and not (group.can_admit_partially or group.swapped):
         end_early(requests, group, FinishDetail.EXECUTOR_ERROR)
@@ -80,7 +83,10 @@ def _end_oversized(requests: RequestTable, lane: Lane, group: SequenceGroup) -> 
 
 
 def _shrink_or_end(requests: RequestTable, lane: Lane, group: SequenceGroup) -> None:
-    """With nobody else there it does not fit: samples come back from the host one by one, what else is there ends."""
+    """Handle a group that does not fit into an empty pool.
+
+    Swapped samples lose their KV and are admitted one by one; anything else finishes with KV_CAPACITY.
+    """
     if group.beam_search is not None:
         end_early(requests, group, FinishDetail.KV_CAPACITY)
     elif group.swapped:
@@ -93,7 +99,7 @@ def _shrink_or_end(requests: RequestTable, lane: Lane, group: SequenceGroup) -> 
 
 
 def _place(lane: Lane, step: PlannedStep, placements: list[Placement]) -> None:
-    """Give them slots and blocks."""
+    """Give the placed sequences their slots and blocks."""
     swapped = [placement.sequence for placement in placements if placement.sequence.state is SequenceState.SWAPPED]
     if swapped:
         lane.blocks.swap_in(swapped)

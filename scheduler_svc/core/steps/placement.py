@@ -1,4 +1,4 @@
-"""Who of a group that waits would come in, with which blocks, and what that takes."""
+"""Placements: the sequences of a waiting group that this step can admit, with the blocks that each one needs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from scheduler_svc.core.types import SequenceState
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A sequence that is to come in, and where its blocks come from."""
+    """A sequence to admit, and the origin of its blocks."""
 
     sequence: Sequence
     num_to_take: int
-    """Free device blocks that it takes."""
+    """Number of free device blocks that it takes."""
     num_tokens: int = 0
-    """Tokens that it has blocks for."""
+    """Number of tokens that its blocks hold."""
     found: Found = NOTHING
     source: Sequence | None = None
-    """Another one of its group with which it shares its first blocks."""
+    """Another sequence of its group, whose first blocks it shares."""
     num_shared: int = 0
-    """Blocks that it shares with it."""
+    """Number of blocks shared with `source`."""
     num_reserve: int = 0
-    """Of num_to_take, blocks that are held for its group's beams to grow into."""
+    """Number of blocks, included in num_to_take, reserved for the growth of its group's beams."""
 
 
 def placements_of(requests: RequestTable, lane: Lane, group: SequenceGroup) -> list[Placement]:
-    """Who would come in, and what that takes."""
+    """The sequences of a waiting group that can be admitted, each with its placement."""
     if group.swapped:
         return _swap_in_placements(
             lane, [sequence for sequence in group.sequences if sequence.state is SequenceState.SWAPPED]
@@ -52,15 +52,18 @@ def placements_of(requests: RequestTable, lane: Lane, group: SequenceGroup) -> l
 def have_blocks(
     lane: Lane, group: SequenceGroup, placements: list[Placement], *, alone: bool, num_more: int = 0
 ) -> bool:
-    """Would there be blocks for them: with nobody else there all are theirs; with so many more free than there are."""
+    """Whether there are blocks for these placements.
+
+    `alone`: nothing else runs, so the watermark does not count. `num_more`: additional free blocks to assume.
+    """
     count = sum(placement.num_to_take for placement in placements)
     if not alone and not group.forked and group.sequences[0].num_prompt_tokens % lane.spec.block_size:
-        count += len(placements) - 1  # Their fork will copy the last block.
+        count += len(placements) - 1  # The fork will copy the last block.
     return lane.blocks.can_take(count, alone=alone, num_more=num_more)
 
 
 def _swap_in_placements(lane: Lane, swapped: list[Sequence]) -> list[Placement]:
-    """They come back with all their blocks, and with one for their next token where they had none of their own."""
+    """Swapped sequences return with all their blocks, and one more each for a next token without a block of its own."""
     placements: list[Placement] = []
     writers: Counter[int] = Counter()
     for sequence in swapped:
@@ -77,7 +80,7 @@ def _swap_in_placements(lane: Lane, swapped: list[Sequence]) -> list[Placement]:
 
 
 def _prompt_placements(requests: RequestTable, lane: Lane, group: SequenceGroup) -> list[Placement]:
-    """The first computes the prompt; the others share its blocks, and get what is reserved for them beyond."""
+    """The first sequence computes the prompt; the others share its blocks and get those reserved beyond it."""
     first, *others = group.sequences
     placements = [_placement(requests, lane, first, [])]
     num_shared = lane.blocks.num_blocks_for(first.num_prompt_tokens)
@@ -92,9 +95,9 @@ def _prompt_placements(requests: RequestTable, lane: Lane, group: SequenceGroup)
 
 
 def _num_reserve(requests: RequestTable, lane: Lane, first: Sequence) -> int:
-    """Blocks that a search may need beyond its prompt's, if the policy reserves and the pool could hold them all.
+    """Blocks to reserve for a beam search beyond its prompt; 0 if the policy reserves none or the pool is too small.
 
-    Beams share the full blocks of the prompt, and at worst nothing else.
+    In the worst case, beams share only the full blocks of the prompt.
     """
     wanted, num_prompt = requests.policies.batching.num_reserved_tokens(first), first.num_prompt_tokens
     num_full = num_prompt // lane.spec.block_size
@@ -107,7 +110,7 @@ def _num_reserve(requests: RequestTable, lane: Lane, first: Sequence) -> int:
 def _placement(requests: RequestTable, lane: Lane, sequence: Sequence, sources: list[Sequence]) -> Placement:
     num_tokens = _num_reserved(requests, lane, sequence)
     num_blocks = lane.blocks.num_blocks_for(num_tokens)
-    # Only the first of a group asks the cache: what it takes out changes what others would find.
+    # Only the first of a group looks up the cache: taking its blocks changes what the others would find.
     found = NOTHING if sources else lane.blocks.find(sequence)
     source, num_shared = _best_source(sequence, sources, lane.spec.block_size)
     if num_shared:
@@ -116,9 +119,9 @@ def _placement(requests: RequestTable, lane: Lane, sequence: Sequence, sources: 
 
 
 def _best_source(sequence: Sequence, sources: list[Sequence], size: int) -> tuple[Sequence | None, int]:
-    """Of the others the one with which it has the most full blocks in common, and how many these are.
+    """The source with the most full blocks in common, and their number.
 
-    Samples are taken to differ from their first token on, so that one of them is as good as another.
+    Samples are assumed to differ from their first token on, so any source is as good as another.
     """
     best, most = None, 0
     for source in sources if sequence.is_beam else sources[:1]:
@@ -131,11 +134,11 @@ def _best_source(sequence: Sequence, sources: list[Sequence], size: int) -> tupl
     return best, most
 
 
-def _num_common_blocks(ours: list[int], theirs: list[int], least: int, most: int, size: int) -> int:
-    """Full blocks with the same tokens, `least` to `most` of them: by bisection, as slices compare quickly."""
+def _num_common_blocks(left: list[int], right: list[int], least: int, most: int, size: int) -> int:
+    """Number of leading full blocks with equal tokens, from `least` to `most`: bisection over slice comparisons."""
     while least < most:
         middle = (least + most + 1) // 2
-        if ours[least * size : middle * size] == theirs[least * size : middle * size]:
+        if left[least * size : middle * size] == right[least * size : middle * size]:
             least = middle
         else:
             most = middle - 1
@@ -143,9 +146,9 @@ def _num_common_blocks(ours: list[int], theirs: list[int], least: int, most: int
 
 
 def _num_reserved(requests: RequestTable, lane: Lane, sequence: Sequence) -> int:
-    """Tokens that a newcomer gets blocks for: its own, and what is reserved, as far as the pool could hold that.
+    """Number of tokens to allocate blocks for: its own, and those reserved, as far as the pool can hold them.
 
-    A group gets no more than its own if it could not have all that is reserved for it. For beams see `_num_reserve`.
+    Nothing is reserved for a group whose whole reservation exceeds the pool. For beams see `_num_reserve`.
     """
     wanted = requests.policies.batching.num_reserved_tokens(sequence)
     others = len(sequence.group.sequences) - 1

@@ -111,10 +111,10 @@ class Lane:
         self.prefilling.discard(sequence)
         self.decode_batch.join(sequence)
 
-    def stop_running(self, sequence: Sequence, *, keeps_blocks: bool = False, spoiled: bool = False) -> None:
+    def stop_running(self, sequence: Sequence, *, keeps_blocks: bool = False, invalid_kv: bool = False) -> None:
         """Release the slot of a running sequence, and its blocks unless `keeps_blocks` (for a swap-out).
 
-        `spoiled`: its KV is invalid and leaves the prefix cache.
+        With `invalid_kv` its blocks leave the prefix cache.
         """
         if sequence.is_decoding:
             self.decode_batch.leave(sequence)
@@ -132,7 +132,7 @@ class Lane:
             self.slots.put_back(slot)
         sequence.slot, sequence.described = None, False
         if not keeps_blocks:
-            self.blocks.free(sequence, spoiled=spoiled)
+            self.blocks.free(sequence, invalid_kv=invalid_kv)
 
     def swap_out(self, sequences: list[Sequence]) -> None:
         """Stop running sequences and move their KV to the host pool; InvariantError if it has too few free blocks."""

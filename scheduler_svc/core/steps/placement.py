@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.memory.prefix_cache import NOTHING, Found
+from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import SequenceState
@@ -21,7 +21,7 @@ class Placement:
     """Number of free device blocks that it takes."""
     num_tokens: int = 0
     """Number of tokens that its blocks hold."""
-    found: Found = NOTHING
+    found: CachedPrefix = NO_PREFIX
     source: Sequence | None = None
     """Another sequence of its group, whose first blocks it shares."""
     num_shared: int = 0
@@ -111,7 +111,7 @@ def _placement(requests: RequestTable, lane: Lane, sequence: Sequence, sources: 
     num_tokens = _num_reserved(requests, lane, sequence)
     num_blocks = lane.blocks.num_blocks_for(num_tokens)
     # Only the first of a group looks up the cache: taking its blocks changes what the others would find.
-    found = NOTHING if sources else lane.blocks.find(sequence)
+    found = NO_PREFIX if sources else lane.blocks.find(sequence)
     source, num_shared = _best_source(sequence, sources, lane.spec.block_size)
     if num_shared:
         return Placement(sequence, num_blocks - num_shared, num_tokens, source=source, num_shared=num_shared)

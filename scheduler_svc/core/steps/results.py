@@ -115,8 +115,8 @@ def _end_failed(requests: RequestTable, lane: Lane, sequence: Sequence, error: S
     finish = Finish(_DETAILS.get(error, FinishDetail.EXECUTOR_ERROR))
     if error is SlotError.NON_FINITE_LOGITS:
         if sequence.slot is not None:
-            lane.stop_running(sequence, spoiled=True)
-        lane.blocks.spoil(sequence)
+            lane.stop_running(sequence, invalid_kv=True)
+        lane.blocks.invalidate(sequence)
     if sequence.is_beam and error is SlotError.NO_ALLOWED_TOKEN:
         return
     if sequence.is_beam or not sequence.group.forked:

@@ -192,7 +192,7 @@ def test_the_least_recently_used_goes_first_and_tails_before_heads() -> None:
     assert (num_found(blocks, [1] * 9), num_found(blocks, [2] * 9)) == (0, 8)
     blocks.take(1)
     assert num_found(blocks, [2] * 9) == 4
-    with pytest.raises(InvariantError, match="2 more blocks wanted"):
+    with pytest.raises(InvariantError, match="2 more blocks needed"):
         blocks.take(2)
 
 
@@ -237,7 +237,7 @@ def test_a_chain_that_was_evicted_elsewhere_is_registered_anew() -> None:
 def test_spoiled_blocks_are_found_no_more() -> None:
     blocks = manager()
     sequence, _ = enter(blocks, list(range(10)))
-    blocks.free(sequence, spoiled=True)
+    blocks.free(sequence, invalid_kv=True)
     assert (num_found(blocks, list(range(10))), blocks.num_cached, blocks.num_free) == (0, 0, 20)
 
 
@@ -298,7 +298,7 @@ def test_blocks_out_of_reach_are_not_worth_a_move() -> None:
     two.token_ids += [1] * 3
     two.compute(2)
     blocks.register(two)  # its third block hangs from the second of the other
-    blocks.free(one, spoiled=True)
+    blocks.free(one, invalid_kv=True)
     blocks.free(two)
     assert blocks.num_cached == 1
     blocks.take(8)

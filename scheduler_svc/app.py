@@ -1,6 +1,6 @@
-"""The scheduler as a process: bind, load the tokenizer while the executor loads its model, serve, stop.
+"""The scheduler process: bind, load the tokenizer while the executor loads its model, serve, stop.
 
-At a stop, streams that run end with UNAVAILABLE, so that a client can tell them from finished ones and go elsewhere.
+When it stops, open streams end with UNAVAILABLE, so that clients can distinguish them from finished ones and retry.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SERVICES = (
 
 
 class Service:
-    """The scheduler service over one event loop."""
+    """The scheduler service on one event loop."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -71,13 +71,13 @@ class Service:
         reflection.enable_server_reflection((*_SERVICES, health, reflection.SERVICE_NAME), self._server)
 
     async def start(self) -> str:
-        """Bind and listen; health says NOT_SERVING and calls get UNAVAILABLE. Returns the address; raises OSError."""
+        """Bind and listen; health is NOT_SERVING and calls get UNAVAILABLE. Returns the address; raises OSError."""
         address = bind(self._server, self._config.listen, default_port=SCHEDULER_PORT)
         await self._server.start()
         return address
 
     async def open(self) -> None:
-        """Wait for the executor, load the tokenizer, let calls in. Raises ExecutorLostError, TokenizerError."""
+        """Wait for the executor, load the tokenizer, accept calls. Raises ExecutorLostError, TokenizerError."""
         starting = asyncio.create_task(self._engine.start())
         try:
             await self._start_tokenizer()
@@ -96,14 +96,14 @@ class Service:
         self._health.set(self._engine.connected and not self._engine.draining)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`; raises what has stopped the engine, if it did."""
+        """Serve until `stop`; raises the engine's failure if it stopped by itself."""
         failed = asyncio.create_task(self._engine.fenced.wait())
         await _first_of(stop, failed)
         if self._engine.failure is not None and not stop.is_set():
             raise self._engine.failure
 
     async def stop(self) -> None:
-        """Tell health, end the streams, close the server, the sessions and the channels; safe at any time."""
+        """Update health, end the streams, close the server, the sessions and the channels; safe at any time."""
         self._health.stop()
         self._front.stop()
         await self._server.stop(_STOP_GRACE_S)
@@ -115,7 +115,7 @@ class Service:
             self._tokenizer.close()
 
     async def _start_tokenizer(self) -> None:
-        """Do what needs no executor: load the tokenizer if an option names it, else import what it takes."""
+        """Do what needs no executor: load the tokenizer if an option names it, else import its library."""
         named = self._config.tokenizer
         if self._config.skip_tokenizer_init:
             return
@@ -132,7 +132,7 @@ class Service:
 
 
 async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
-    """Serve until SIGINT or SIGTERM; `report` tells the user, in one line, what went wrong. Returns the exit code."""
+    """Serve until SIGINT or SIGTERM; returns the exit code. `report` prints an error to the user, in one line."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -141,8 +141,8 @@ async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
     try:
         address = await service.start()
         if await _opened(service, stop):
-            # What is loaded lives as long as the process: the collector, which holds up every stream for the 50 ms
-            # that it takes to walk it (measured), need not.
+            # Objects loaded so far live as long as the process; freezing them saves the collector a walk over them,
+            # which would block every stream for 50 ms (measured).
             gc.freeze()
             print(f"ready {address}", flush=True)
             await service.run(stop)
@@ -151,7 +151,7 @@ async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
     except (OSError, TokenizerError, LimitsError) as exc:
         report(str(exc))
     except ExecutorFencedError as exc:
-        report(f"executor {config.executor[0]}: {exc}; another scheduler drives it, so this one stops")
+        report(f"executor {config.executor[0]}: {exc}; another scheduler uses it, so this one stops")
         return EXIT_FENCED
     except ExecutorLostError as exc:
         report(f"executor {config.executor[0]}: {exc}")
@@ -164,7 +164,7 @@ async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
 
 
 async def _opened(service: Service, stop: asyncio.Event) -> bool:
-    """Wait until the service is open; False if `stop` came first."""
+    """Wait until the service is open; False if `stop` was set first."""
     opening = asyncio.create_task(service.open())
     try:
         await _first_of(stop, opening)
@@ -178,7 +178,7 @@ async def _opened(service: Service, stop: asyncio.Event) -> bool:
 
 
 async def _first_of(stop: asyncio.Event, other: asyncio.Task[Any]) -> None:
-    """Return when the event is set or the task done."""
+    """Return when the event is set or the task is done."""
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((stopped, other), return_when=asyncio.FIRST_COMPLETED)
@@ -187,7 +187,7 @@ async def _first_of(stop: asyncio.Event, other: asyncio.Task[Any]) -> None:
 
 
 def _in_thread(work: Callable[[], _T]) -> asyncio.Future[_T]:
-    """Do blocking work in a thread that holds up no exit (asyncio.to_thread's would be waited for at the end)."""
+    """Run blocking work in a daemon thread (the interpreter would wait for asyncio.to_thread's thread at exit)."""
     result: Future[_T] = Future()
 
     def run() -> None:

@@ -1,6 +1,6 @@
-"""The engine: owns the core, between the front that submits requests and the plan loop that runs them.
+"""The engine: owns the core. The front submits requests to it; the plan loop runs them.
 
-Everything here runs on one event loop; the core is called only from here and the plan loop, never across an await.
+Everything here runs on one event loop. The core is called only from here and from the plan loop, never across an await.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FINISHED = SequenceState.FINISHED
 
 
 class Engine:
-    """Requests in, live requests out. Implements PlanLoopListener."""
+    """Turns requests into live requests and feeds them with outputs. Implements PlanLoopListener."""
 
     def __init__(self, config: SchedulerConfig, core: Scheduler, executor: ExecutorPort, clock: Clock) -> None:
         self._config = config
@@ -55,15 +55,15 @@ class Engine:
         self._task: asyncio.Task[None] | None = None
         self.draining = False
         self.fenced = asyncio.Event()
-        """Set when the engine has stopped for good: fenced by another scheduler, or crashed; see `failure`."""
+        """Set when the engine has stopped permanently: fenced by another scheduler, or crashed; see `failure`."""
         self.failure: Exception | None = None
 
-    # --- life --------------------------------------------------------------------------------------------------------
+    # --- start and stop ----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Wait for the executor's description, build the core, open the first session.
+        """Wait for the executor's description, create its lane, open the first session.
 
-        Raises LimitsError for options that cannot work with this executor, ExecutorFencedError if another scheduler
+        Raises LimitsError for options that contradict this executor's limits, ExecutorFencedError if another scheduler
         holds it.
         """
         await self._loop.describe()
@@ -73,7 +73,7 @@ class Engine:
             raise self.failure
 
     async def stop(self) -> None:
-        """End all requests with ABORTED and close the session."""
+        """Finish all requests with ABORTED and close the session."""
         self.draining = True
         for tenant, request_id in list(self._live):
             self.abort(tenant, request_id)
@@ -95,27 +95,27 @@ class Engine:
 
     @property
     def model(self) -> ModelDescription:
-        """What the executor runs; known after `start`."""
+        """The executor's model; known after `start`."""
         return self._loop.model
 
     @property
     def connected(self) -> bool:
-        """Is there a session with the executor now?"""
+        """Whether a session with the executor is open."""
         return self._loop.connected
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since the engine was made."""
+        """Seconds since the engine was created."""
         return (self.clock.monotonic_ns() - self._started_ns) / 1e9
 
     def add_health_listener(self, callback: Callable[[bool], None]) -> None:
-        """Call `callback(healthy)` whenever the executor comes or goes, or a drain begins or ends."""
+        """Call `callback(healthy)` whenever the executor connects or disconnects, or a drain begins or ends."""
         self._health_listeners.append(callback)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> LiveRequest:
-        """Queue a request. Same id and same body while it is known: the same live request.
+        """Queue a request; an unfinished request with the same id and the same body is returned instead.
 
         Raises RequestRejectedError, QueueFullError, RequestExistsError, DrainingError.
         """
@@ -140,11 +140,11 @@ class Engine:
         return live
 
     def find(self, tenant: str, request_id: str) -> LiveRequest | None:
-        """The live request of this id."""
+        """The live request with this id; None if there is none."""
         return self._live.get((tenant, request_id))
 
     def abort(self, tenant: str, request_id: str, detail: FinishDetail = FinishDetail.ABORTED) -> bool:
-        """End a request at once and free what it holds; False if it is not known."""
+        """Finish a request now and free what it holds; False if it is unknown."""
         if (tenant, request_id) not in self._live:
             return False
         self.on_outputs(self._core.abort((tenant, request_id), detail))
@@ -152,13 +152,13 @@ class Engine:
         return True
 
     def detach(self, live: LiveRequest, listener: Listener) -> None:
-        """A reader is gone: when nobody listens any more the request is aborted."""
+        """Remove a reader's listener; a request without listeners is aborted."""
         live.unsubscribe(listener)
         if not live.has_listeners and not live.ended:
             self.abort(*live.request.spec.key)
 
     async def drain(self, timeout_s: float | None) -> int:
-        """Refuse new requests until `resume`, wait for the running ones; returns how many remain at the timeout."""
+        """Reject new requests until `resume` and wait for the others; returns the number left at the timeout."""
         self._set_draining(True)
         try:
             async with self.clock.timeout(timeout_s):
@@ -168,13 +168,13 @@ class Engine:
         return len(self._live)
 
     def resume(self) -> None:
-        """Take new requests again."""
+        """Accept new requests again."""
         self._set_draining(False)
 
-    # --- pictures ----------------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------------
 
     def load(self) -> Load:
-        """Queues and memory now."""
+        """The current state of queues and memory."""
         lane, blocks = self._loop.lane, self._loop.lane.blocks
         used = lane.spec.num_blocks - blocks.num_free
         stored = lane.num_stored_tokens
@@ -203,11 +203,11 @@ class Engine:
         )
 
     def executor_infos(self) -> list[ExecutorState]:
-        """The executors as they are seen from here."""
+        """The state of each executor."""
         return [self._loop.state]
 
     def block_tables(self, tenant: str, request_id: str) -> list[SequenceBlockTable] | None:
-        """The block tables of a request's live sequences; None if it is not known."""
+        """The block tables of a request's unfinished sequences; None if the request is unknown."""
         group = self._core.groups.get((tenant, request_id))
         if group is None:
             return None
@@ -226,13 +226,13 @@ class Engine:
         )
 
     def watch(self, *, include_block_tables: bool = False) -> StepWatch:
-        """Step records from now on."""
+        """A watch that yields the records of all steps from now on."""
         return StepWatch(self._recorder.watches, include_block_tables=include_block_tables)
 
-    # --- what the plan loop says -------------------------------------------------------------------------------------
+    # --- events of the plan loop -------------------------------------------------------------------------------------
 
     def on_outputs(self, outputs: StepOutputs) -> None:
-        """Bring news to the live requests, then wake each one's readers once."""
+        """Apply outputs to the live requests, then notify each one's listeners once."""
         now = self.clock.monotonic_ns()
         touched: dict[RequestKey, LiveRequest] = {}
         for sequence, prompt_logprobs in outputs.prompt_logprobs:
@@ -265,7 +265,7 @@ class Engine:
         finish: Finish | None,
         cumulative_logprob: float | None = None,
     ) -> None:
-        """Bring news to one sample, unless it has ended here already."""
+        """Apply outputs to one sample, unless it has finished here already."""
         key, index = sequence.group.key, sequence.sample_index
         live = self._live.get(key)
         # A beam search has more sequences than results.
@@ -276,14 +276,14 @@ class Engine:
             self._core.stop_sample(key, index)
 
     def on_planned(self, step: PlannedStep) -> None:
-        """Note the times and preemptions of the step's requests."""
+        """Record times and preemption counts of the step's requests."""
         self._recorder.planned(step.plan.step_id)
         now = self.clock.monotonic_ns()
         for sequence in step.joined:
             live = self._live.get(sequence.group.key)
             if live is not None and not live.times.first_plan_ns:
                 live.times.first_plan_ns = now
-                # The first to join computes the prompt, for the other samples too.
+                # The first sample to join computes the prompt for all samples.
                 live.counts.num_cached_tokens = sequence.num_hit_tokens
         for sequence in step.preempted:
             live = self._live.get(sequence.group.key)
@@ -291,14 +291,14 @@ class Engine:
                 live.counts.num_preemptions = sequence.group.num_preemptions
 
     def on_applied(self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float) -> None:
-        """Hand the step to those who watch."""
+        """Record the step for watches."""
         ended = self._core.take_finished()
         if self._recorder.watches:
             contexts = context_lens(self._loop.lane, step, applied=set(outputs.sequences))
             self._recorder.applied(step, contexts, result, ended, now)
 
     def on_connected(self, connected: bool) -> None:
-        """Tell those who report health."""
+        """Report health to the listeners."""
         if connected:
             self._connected_once.set()
         else:
@@ -315,7 +315,7 @@ class Engine:
         if not self._live:
             self._idle.set()
 
-    # --- small things ------------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _set_deadline(self, request: EngineRequest) -> None:
         if request.deadline is None:
@@ -325,7 +325,7 @@ class Engine:
         self._timers[key] = self.clock.call_later(delay, partial(self.abort, *key, FinishDetail.DEADLINE))
 
     def _retry_after_s(self) -> float:
-        """How long until the queue has moved: a second for every full batch that waits."""
+        """Estimated seconds until the queue has moved: one per full batch of waiting requests, between 0.1 and 30."""
         waiting, batch = len(self._core.waiting), self._loop.lane.spec.max_num_seqs
         return min(30.0, max(0.1, waiting / batch))
 

@@ -117,7 +117,7 @@ def _computes(step: PlannedStep, sequence: Sequence) -> range:
         if chunk.sequence is sequence:
             return range(chunk.context_len, chunk.context_len + chunk.num_tokens)
     end = sequence.num_computed_tokens
-    return range(end - sequence.decodes, end)
+    return range(end - sequence.is_decoding, end)
 
 
 def _span(numbers: range) -> str:

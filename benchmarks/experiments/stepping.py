@@ -54,7 +54,7 @@ def step_through(
         now = flight.result_at
         lane.land(now)
         core.apply_result(0, flight.result, now)
-        core.take_ended()
+        core.take_finished()
     return Stepped(now, core.last_step_id, core.num_preemptions)
 
 

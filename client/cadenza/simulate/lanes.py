@@ -36,22 +36,22 @@ class CountingCohort(DecodeBatch):
     @property
     def num_computed(self) -> int:
         """Over all members."""
-        return len(self.slots) * self.clock - self._offsets
+        return len(self.slots) * self.num_steps - self._offsets
 
     def join(self, sequence: Sequence) -> None:
         """Take in a member."""
         super().join(sequence)
-        self._offsets += self.clock - sequence.num_computed_tokens
+        self._offsets += self.num_steps - sequence.num_computed_tokens
 
     def leave(self, sequence: Sequence) -> None:
         """Let one go."""
-        self._offsets -= self.clock - sequence.num_computed_tokens
+        self._offsets -= self.num_steps - sequence.num_computed_tokens
         super().leave(sequence)
 
     def advance(self) -> list[Sequence]:
         """Every member computes one token."""
         ending = super().advance()
-        self.num_read = len(self.slots) * self.clock - self._offsets
+        self.num_read = len(self.slots) * self.num_steps - self._offsets
         return ending
 
 
@@ -128,7 +128,7 @@ class SimulatedLane:
                 num_kv += count + context_len if count else 0  # a fork computes nothing
                 if chunk.samples:
                     starting.append(chunk.sequence)
-                elif chunk.sequence.decodes:
+                elif chunk.sequence.is_decoding:
                     self._joined_decode_batch.append(chunk.sequence)
         num_moved = len(plan.swapped_out) + len(plan.copied) + len(plan.swapped_in)
         forward_ns, sample_ns, moves_ns = self._price(num_tokens, num_read, num_kv, len(slots), num_moved)
@@ -194,7 +194,7 @@ def _candidates(step: PlannedStep) -> dict[int, Candidates]:
     found: dict[int, Candidates] = {}
     for chunk in step.chunks:
         beam = chunk.sequence
-        if not chunk.samples or (search := beam.group.search) is None:
+        if not chunk.samples or (search := beam.group.beam_search) is None:
             continue
         value = _mixed(beam.sequence_id * _GOLDEN + beam.num_planned_tokens)
         ranks = range(search.num_candidates)

@@ -121,7 +121,7 @@ class Ledger:
     def _end(self, group: SequenceGroup, now: float, num_output_tokens: int, error: str) -> None:
         live = self._live.pop(group.key)
         shape, told = live.shape, now + self._reply_s
-        first = now if group.search is not None and num_output_tokens else live.first
+        first = now if group.beam_search is not None and num_output_tokens else live.first
         self._rows.put(
             shape,
             live.num_prompt,

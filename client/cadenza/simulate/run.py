@@ -226,7 +226,7 @@ class Simulation:
         """A result has come."""
         core, flight = self._core, lane.land(now)
         _, outputs = core.apply_result(lane.index, flight.result, now)
-        core.take_ended()
+        core.take_finished()
         if flight.starting:
             self._ledger.started(lane, flight, now)
         if self._keeps_gaps:

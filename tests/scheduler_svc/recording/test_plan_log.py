@@ -289,7 +289,7 @@ def test_the_replayed_core_must_refuse_what_was_refused(tmp_path: Path, capsys: 
     refused.error = ""
     assert replay.main([str(written(path, header(), calls()[0], refused))]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        f"{path}: record 2 (add_request) comes out otherwise:",
+        f"{path}: record 2 (add_request) differs:",
         f"  error: recorded none, now {error}",
     ]
 

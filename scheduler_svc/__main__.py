@@ -48,7 +48,7 @@ def main() -> int:
     logging.basicConfig(
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    for warning in settings.unheard(config, os.environ):
+    for warning in settings.ignored_settings(config, os.environ):
         _LOG.warning(warning)
     sys.modules.setdefault("torch", cast(ModuleType, None))
     # Here, so that wrong options and --help are answered before grpc is loaded.

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cadenza.errors import CadenzaError
-from cadenza.loadtest.caveats import full_batch, of_load, of_server
+from cadenza.loadtest.caveats import full_batch, load_caveats, server_caveats
 from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.driver import Progress, drive, take_back_cancel
-from cadenza.loadtest.failures import Failures, told
+from cadenza.loadtest.driver import Progress, drive, undo_cancellation
+from cadenza.loadtest.failures import Failures, failure_sentences
 from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.rate_search import RateSearch
 from cadenza.loadtest.rate_trial import FIRST_RATE, Judgement, at_rate, judge, limits_of
@@ -25,15 +25,15 @@ from cadenza.loadtest.schedule import (
     DEFAULT_REQUESTS,
     ScheduledRequest,
     check_schedule,
-    cut_to,
     make_schedule,
     planned_points,
+    truncated_to,
     window_of,
 )
 from cadenza.loadtest.settings import LoadSettings
 from cadenza.loadtest.target import ServerFacts, Target
 from cadenza.loadtest.targets import make_target
-from cadenza.loadtest.truncation import Cuts
+from cadenza.loadtest.truncation import Truncations
 from cadenza.loadtest.watch import StepSeries, watch_series
 
 _RUN_SEEDS = 2**32
@@ -82,7 +82,7 @@ async def run_campaign(
     planned = planned_points(settings)
     target = make_target(settings, address)
     server = await target.start()
-    for sentence in (*of_load(settings), *of_server(settings, server)):
+    for sentence in (*load_caveats(settings), *server_caveats(settings, server)):
         view.say(f"! {sentence}")
     runner = Runner(target, server, address, view)
     search = _search_of(settings) if settings.find_max_rate else None
@@ -120,7 +120,7 @@ class Runner:
 
     async def point(self, settings: LoadSettings, swept: Mapping[str, float | str]) -> None:
         """All repetitions with these settings, or those that were begun."""
-        settings = cut_to(settings, self.server.max_model_len)
+        settings = truncated_to(settings, self.server.max_model_len)
         await self._warm_up(settings)
         runs: list[Run] = []
         try:
@@ -142,7 +142,7 @@ class Runner:
         except asyncio.CancelledError:
             if not self.points:
                 raise
-            take_back_cancel()
+            undo_cancellation()
             self._interrupt()
         except CadenzaError as error:
             if not self.points:
@@ -151,8 +151,8 @@ class Runner:
 
     async def _run(self, settings: LoadSettings, seed: int, what: str) -> Run:
         """One run: the schedule is made whole, then sent."""
-        cuts = Cuts()
-        schedule: Iterable[ScheduledRequest] = cuts.noting(make_schedule(settings, seed))
+        truncations = Truncations()
+        schedule: Iterable[ScheduledRequest] = truncations.recording(make_schedule(settings, seed))
         total = None
         if settings.concurrency is None:  # those of a closed loop may have no end
             schedule = list(schedule)
@@ -174,7 +174,7 @@ class Runner:
             started_unix_s=started_unix_s,
             window=None if self.cut_short else window_of(settings, columns),
             slo=settings.limits,
-            cuts=cuts,
+            truncations=truncations,
             messages=failures.messages,
             open_loop=settings.concurrency is None,
         )
@@ -234,7 +234,7 @@ class Runner:
         failures = Failures()
         with self.view.running("warm-up", len(requests)):
             columns = await self._drive(requests, few, few.seed, failures)
-        for sentence in told(failures.errors, failures.messages, len(columns)):
+        for sentence in failure_sentences(failures.errors, failures.messages, len(columns)):
             self.view.say(f"! warm-up: {sentence}")
 
 
@@ -256,11 +256,11 @@ async def _search(runner: Runner, settings: LoadSettings, search: RateSearch) ->
         if not runner.cut_short:
             runs = runner.points[-1].runs
             if not any(run.metrics.num_ok for run in runs):
-                search.tell(rate, False)
+                search.record(rate, False)
                 raise CadenzaError(f"no request ended well at {rate:.3g} requests/s, so no other rate is tried")
             found = judge([run.requests for run in runs], trial)
-            search.tell(rate, found.held)
-            runner.view.say(f"{rate:.3g} requests/s: {_told(found, settings)}")
+            search.record(rate, found.held)
+            runner.view.say(f"{rate:.3g} requests/s: {_judgement_text(found, settings)}")
 
 
 def _max_rate(search: RateSearch, settings: LoadSettings) -> MaxRate:
@@ -277,7 +277,7 @@ def _rate(point: Point) -> float:
     return float(point.swept["request_rate"])
 
 
-def _told(found: Judgement, settings: LoadSettings) -> str:
+def _judgement_text(found: Judgement, settings: LoadSettings) -> str:
     share = f"{found.share:.1%} within {settings.limits}, {settings.slo_share:.0%} wanted"
     return share if found.kept_up else f"{share}; the server did not keep up"
 

@@ -10,7 +10,7 @@ from cadenza.loadtest.target import ServerFacts
 from cadenza.loadtest.workload_readers import read_records
 
 
-def of_load(settings: LoadSettings) -> Iterator[str]:
+def load_caveats(settings: LoadSettings) -> Iterator[str]:
     """Sentences about what is asked for. Raises LoadTestError for a file that cannot be read."""
     if settings.from_file and settings.arrivals != "trace":
         _, first = next(read_records(find_file(settings)))
@@ -18,7 +18,7 @@ def of_load(settings: LoadSettings) -> Iterator[str]:
             yield "the timestamps in the workload's file have no effect without --arrivals trace"
 
 
-def of_server(settings: LoadSettings, server: ServerFacts) -> Iterator[str]:
+def server_caveats(settings: LoadSettings, server: ServerFacts) -> Iterator[str]:
     """Sentences about this load on this server."""
     size = full_batch(server)
     if size > 1 and settings.timeout_s is None:

@@ -18,7 +18,7 @@ DECIMALS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class AsLists:
+class ColumnLists:
     """Says that a field with a dataclass of arrays is an object of lists in JSON.
 
     Each list is made, written and dropped before the next, so that a million rows do not become objects all at once.
@@ -64,8 +64,8 @@ def check_steps(columns: StepColumns) -> None:
     _same_lengths(columns, "planned_s", {"num_dropped"})
 
 
-RequestLists = Annotated[RequestColumns, AsLists(check_requests)]
-StepLists = Annotated[StepColumns, AsLists(check_steps)]
+RequestLists = Annotated[RequestColumns, ColumnLists(check_requests)]
+StepLists = Annotated[StepColumns, ColumnLists(check_steps)]
 
 
 def _column(hint: Any) -> CoreSchema:

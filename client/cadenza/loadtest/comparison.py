@@ -93,7 +93,7 @@ def compare(files: Sequence[LoadTestFile], *, level: float = LEVEL, seed: int = 
     sweeps (of a file that does not sweep it, the setting counts). Raises LoadTestError for fewer than two files."""
     if len(files) < 2:
         raise LoadTestError("a comparison needs two result files or more")
-    labels = tuple(told_apart([file.label for file in files]))
+    labels = tuple(distinct_labels([file.label for file in files]))
     names = sorted({name for file in files for point in file.points for name in point.swept})
     keyed = [{_key(file, point, names): point for point in file.points} for file in files]
     shared = [key for key in keyed[0] if all(key in points for points in keyed)]
@@ -212,7 +212,7 @@ def _replicates(point: Point, seed: int) -> dict[str, Floats]:
     return {name: np.mean([run[name][0] for run in runs], axis=0) for name in runs[0] if all(name in r for r in runs)}
 
 
-def told_apart(labels: Sequence[str]) -> list[str]:
+def distinct_labels(labels: Sequence[str]) -> list[str]:
     """The labels, with a number behind one that was there before."""
     found: list[str] = []
     for label in labels:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from cadenza.loadtest.figures.style import MOST_NAME, Look, look, look_within, words
+from cadenza.loadtest.figures.style import MOST_NAME, Look, drawable, look, look_within
 from cadenza.loadtest.figures.sweeps import Curve
 from cadenza.loadtest.results import LoadTestFile, Point
 from cadenza.loadtest.summary import swept_text
@@ -20,7 +20,7 @@ def curves_of(files: Sequence[LoadTestFile]) -> list[Curve]:
     for place, file in enumerate(files):
         along = _along(file.points)
         for part, (others, points) in enumerate(_groups(file.points, along).items()):
-            named = [words(file.label, MOST_NAME)] if len(files) > 1 or not others else []
+            named = [drawable(file.label, MOST_NAME)] if len(files) > 1 or not others else []
             label = ", ".join([*named, others] if others else named)
             own = look_within(place, part) if len(files) > 1 else look(part)
             curves.append(_curve(label, points, along, file, own))

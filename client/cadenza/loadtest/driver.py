@@ -17,10 +17,10 @@ from typing import Protocol
 
 from cadenza.loadtest.columns import RequestColumns
 from cadenza.loadtest.live import CANCELLED, SKIPPED, TIMEOUT, LiveRequest, Recorder
-from cadenza.loadtest.pacing import Ahead, Unit, units
+from cadenza.loadtest.pacing import PreparedUnits, Unit, units
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.target import Clock, Target
-from cadenza.loadtest.timer import Alarm
+from cadenza.loadtest.timer import Timer
 
 _PROGRESS_S = 0.2
 _STARTS_AT_ONCE = 16
@@ -83,27 +83,27 @@ async def drive(
 
     Raises what the schedule or the prompts raise (LoadTestError), having aborted what runs.
     """
-    alarm = Alarm(clock)
-    driver = _Driver(target, prompts, timeout_s, duration_s, text_prompts, keep_gaps, clock, alarm, on_failed)
-    ahead = Ahead(units(schedule), driver.prompt)
-    ahead.fill()
-    with _no_long_collections(), alarm.set():
+    timer = Timer(clock)
+    driver = _Driver(target, prompts, timeout_s, duration_s, text_prompts, keep_gaps, clock, timer, on_failed)
+    prepared = PreparedUnits(units(schedule), driver.prompt)
+    prepared.fill()
+    with _no_long_collections(), timer.set():
         driver.start_s = clock()
         if on_start is not None:
             on_start(driver.start_s)
         try:
-            async with _telling(driver.progress, on_progress), asyncio.TaskGroup() as group:
+            async with _reporting(driver.progress, on_progress), asyncio.TaskGroup() as group:
                 if concurrency is None:
-                    await driver.open_loop(ahead, group)
+                    await driver.open_loop(prepared, group)
                 else:
                     for _ in range(concurrency):
-                        group.create_task(driver.user(ahead))
+                        group.create_task(driver.user(prepared))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         except asyncio.CancelledError:
             if on_cancelled is None:
                 raise
-            take_back_cancel()
+            undo_cancellation()
             on_cancelled()
     return driver.recorder.columns(driver.start_s)
 
@@ -117,7 +117,7 @@ class _Driver:
     text_prompts: bool
     keep_gaps: bool
     clock: Clock
-    alarm: Alarm
+    timer: Timer
     on_failed: Callable[[str, str], None] | None
     start_s: float = 0.0
     recorder: Recorder = field(default_factory=Recorder)
@@ -126,22 +126,22 @@ class _Driver:
     num_failed: int = 0
     num_output_tokens: int = 0
 
-    async def open_loop(self, ahead: Ahead, group: asyncio.TaskGroup) -> None:
+    async def open_loop(self, prepared: PreparedUnits, group: asyncio.TaskGroup) -> None:
         """The one task that paces: it starts a task for each request when that is due."""
-        while (unit := ahead.take()) is not None:
+        while (unit := prepared.take()) is not None:
             due_s = self.start_s + unit.due_s
             if self._is_over(due_s):
                 return
             if due_s > self.clock():
-                await self.alarm.wait_until(due_s)
+                await self.timer.wait_until(due_s)
             elif self.num_started % _STARTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
             group.create_task(self._run(unit, due_s))
             self.num_started += 1
 
-    async def user(self, ahead: Ahead) -> None:
+    async def user(self, prepared: PreparedUnits) -> None:
         """One of a closed loop."""
-        while not self._is_over(self.clock()) and (unit := ahead.take()) is not None:
+        while not self._is_over(self.clock()) and (unit := prepared.take()) is not None:
             self.num_started += 1
             await self._run(unit, self.clock())
 
@@ -170,7 +170,7 @@ class _Driver:
             if self._is_over(due_s):
                 return
             prompt = self.prompt(shape, _history(prompt, live))
-            await self.alarm.wait_until(due_s)
+            await self.timer.wait_until(due_s)
             self.num_started += 1
             live = await self._send(shape, prompt, due_s, keep_output=place < len(later) - 1)
 
@@ -205,7 +205,7 @@ class _Driver:
         return self.duration_s is not None and due_s - self.start_s > self.duration_s
 
 
-def take_back_cancel() -> None:
+def undo_cancellation() -> None:
     """The present task goes on although it was cancelled."""
     task = asyncio.current_task()
     assert task is not None
@@ -226,17 +226,17 @@ def _history(prompt: list[int] | str, live: LiveRequest) -> list[int] | str:
 
 
 @contextlib.asynccontextmanager
-async def _telling(
+async def _reporting(
     progress: Callable[[], Progress], on_progress: Callable[[Progress], None] | None
 ) -> AsyncIterator[None]:
     if on_progress is None:
         yield
         return
-    tell = on_progress
+    report = on_progress
 
     async def tick() -> None:
         while True:
-            tell(progress())
+            report(progress())
             await asyncio.sleep(_PROGRESS_S)
 
     ticking = asyncio.create_task(tick())
@@ -245,7 +245,7 @@ async def _telling(
     finally:
         ticking.cancel()
         await asyncio.gather(ticking, return_exceptions=True)
-        tell(progress())
+        report(progress())
 
 
 @contextlib.contextmanager

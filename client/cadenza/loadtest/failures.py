@@ -25,7 +25,7 @@ class Failures:
             self.messages[code] = line
 
 
-def told(errors: Mapping[str, int], messages: Mapping[str, str], num_requests: int) -> list[str]:
+def failure_sentences(errors: Mapping[str, int], messages: Mapping[str, str], num_requests: int) -> list[str]:
     """In sentences: how many of `num_requests` failed, and why; empty if none did."""
     if not errors:
         return []

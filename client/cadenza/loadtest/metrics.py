@@ -28,7 +28,7 @@ from cadenza.loadtest.requests import Floats, LoadTestError
 from cadenza.loadtest.slo import Slo as Slo
 from cadenza.loadtest.slo import kept
 from cadenza.loadtest.slo import parse_slo as parse_slo
-from cadenza.loadtest.truncation import Cuts
+from cadenza.loadtest.truncation import Truncations
 from cadenza.loadtest.windows import kept_up
 from cadenza.loadtest.windows import steady_window as steady_window
 
@@ -162,7 +162,7 @@ def measure(
     window: Window | None,
     slo: Slo | None,
     steps: StepColumns | None = None,
-    cuts: Cuts | None = None,
+    truncations: Truncations | None = None,
     open_loop: bool = True,
 ) -> Metrics:
     """All metrics of one run; `window` in seconds of the run, None for all of it. A closed loop offers no rate. Raises
@@ -173,7 +173,9 @@ def measure(
     ended = due & columns.ok
     over = window or (0.0, end_of(columns))
     good = None if slo is None else kept(columns, slo)
-    num_cut_prompts, num_cut_outputs = (None, None) if cuts is None else cuts.among(columns.index[due])
+    num_cut_prompts, num_cut_outputs = (
+        (None, None) if truncations is None else truncations.count_among(columns.index[due])
+    )
     spreads = _spreads(columns, ended)
     return Metrics(
         window_s=window,

@@ -41,7 +41,7 @@ def _unit_key(entry: tuple[float, RequestShape]) -> tuple[int, int]:
     return (shape.session, -1) if shape.session >= 0 else (-1, shape.index)
 
 
-class Ahead:
+class PreparedUnits:
     """Units with their prompts made, some hundreds ahead of the one that is taken.
 
     What goes wrong in making them is raised when their turn comes.

@@ -8,7 +8,7 @@ import numpy as np
 
 from cadenza.loadtest.requests import Ints, LoadTestError, RequestShape
 from cadenza.loadtest.seeds import stream
-from cadenza.loadtest.vocabulary import WORDS
+from cadenza.loadtest.vocabulary import VOCABULARY
 
 _FIRST_ID, _END_ID = 300, 8000
 """Past special tokens and single bytes; within the smallest usual vocabularies. benchmarks/common takes the same."""
@@ -55,7 +55,7 @@ class Prompts:
         self._philox = np.random.Philox(counter=0, key=key)
         self._rng = np.random.Generator(self._philox)
         self._start = self._philox.state
-        self._words = np.array(WORDS)
+        self._vocabulary = np.array(VOCABULARY)
         self._prefix_ids: dict[int, list[int]] = {}
         self._prefix_words: dict[int, list[str]] = {}
 
@@ -112,7 +112,7 @@ class Prompts:
         return ids
 
     def _text(self, part: int, index: int, count: int) -> list[str]:
-        words: list[str] = self._words[self._draw(part, index, 0, len(self._words), count)].tolist()
+        words: list[str] = self._vocabulary[self._draw(part, index, 0, len(self._vocabulary), count)].tolist()
         return words
 
     def _draw(self, part: int, index: int, first: int, end: int, count: int) -> Ints:

@@ -37,7 +37,7 @@ class RateSearch:
             return None
         return math.sqrt(self.held * self.failed)
 
-    def tell(self, rate: float, held: bool) -> None:
+    def record(self, rate: float, held: bool) -> None:
         """What became of a rate."""
         if held:
             self.held = rate if self.held is None else max(self.held, rate)

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 from jinja2 import Environment
 from matplotlib.figure import Figure
 
-from cadenza.loadtest.comparison import Comparison, compare, told_apart
+from cadenza.loadtest.comparison import Comparison, compare, distinct_labels
 from cadenza.loadtest.curves import curves_of
 from cadenza.loadtest.figures.changes import ratios
 from cadenza.loadtest.figures.latency import latency_cdfs, latency_over_time
 from cadenza.loadtest.figures.occupancy import occupancy
 from cadenza.loadtest.figures.sample import Sample, sample_of
 from cadenza.loadtest.figures.saving import inline_svg, save
-from cadenza.loadtest.figures.style import MOST_NAME, Look, look, look_within, words
+from cadenza.loadtest.figures.style import MOST_NAME, Look, drawable, look, look_within
 from cadenza.loadtest.figures.sweeps import Curve, over_swept, rates, throughput_and_latency
 from cadenza.loadtest.metric_names import STATISTICS, describe
 from cadenza.loadtest.requests import LoadTestError
@@ -49,7 +49,7 @@ Named = tuple[str, Figure, str]
 def write_report(files: Sequence[LoadTestFile], path: Path | str) -> Path:
     """Write the page; of two files or more each is held against the first. Raises LoadTestError if it cannot be."""
     path = Path(path)
-    files = _named(files, told_apart([file.label for file in files]))
+    files = _named(files, distinct_labels([file.label for file in files]))
     comparison = compare(files) if len(files) > 1 else None
     text = resources("cadenza.loadtest").joinpath("report.html.j2").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
@@ -76,7 +76,7 @@ def write_figures(files: Sequence[LoadTestFile], folder: Path | str) -> list[Pat
 def figures_of(files: Sequence[LoadTestFile], comparison: Comparison | None = None) -> Iterator[Named]:
     """All figures, made one after the other."""
     if len(files) > 1:
-        files = _named(files, told_apart([words(file.label, MOST_NAME) for file in files]))
+        files = _named(files, distinct_labels([drawable(file.label, MOST_NAME) for file in files]))
     points = [(file, point) for file in files for point in file.points]
     limits = next((point.runs[0].metrics.slo.limits for _, point in points if point.runs[0].metrics.slo), None)
     samples = _samples(files)
@@ -158,7 +158,7 @@ def _samples(files: Sequence[LoadTestFile]) -> list[Sample]:
 def _sample(files: Sequence[LoadTestFile], file: LoadTestFile, point: Point, own: Look | None = None) -> Sample:
     run = point.runs[0]
     # What was swept is short, and what tells points apart: so it is what a long label may not push out.
-    parts = [words(file.label, MOST_NAME)] if len(files) > 1 else []
+    parts = [drawable(file.label, MOST_NAME)] if len(files) > 1 else []
     parts += [swept_text(point.swept)] if point.swept else []
     return sample_of(", ".join(parts) or file.label, run.requests, run.window_s, own)
 
@@ -207,11 +207,16 @@ def _point(point: Point) -> dict[str, Any]:
 
 
 def _row(point: Point, name: str) -> dict[str, str]:
-    told, found = describe(name), point.summary[name]
+    name_info, found = describe(name), point.summary[name]
     interval = ""
     if found.low is not None and found.high is not None:
-        interval = f"{number(found.low * told.scale)} – {number(found.high * told.scale)}"
-    return {"label": told.label, "value": number(found.value * told.scale), "unit": told.unit, "interval": interval}
+        interval = f"{number(found.low * name_info.scale)} – {number(found.high * name_info.scale)}"
+    return {
+        "label": name_info.label,
+        "value": number(found.value * name_info.scale),
+        "unit": name_info.unit,
+        "interval": interval,
+    }
 
 
 def _latency(point: Point, name: str) -> dict[str, Any]:
@@ -274,18 +279,18 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
 
 
 def _change(change: Any) -> dict[str, str]:
-    told = describe(change.metric)
+    name_info = describe(change.metric)
 
     def shown(value: Any, scale: float) -> str:
         interval = f" ({number(value.low * scale)} – {number(value.high * scale)})" if value.low is not None else ""
         return f"{number(value.value * scale)}{interval}"
 
     return {
-        "label": told.label,
-        "unit": told.unit,
-        "base": number(change.base.value * told.scale),
-        "other": number(change.other.value * told.scale),
-        "difference": shown(change.difference, told.scale),
+        "label": name_info.label,
+        "unit": name_info.unit,
+        "base": number(change.base.value * name_info.scale),
+        "other": number(change.other.value * name_info.scale),
+        "difference": shown(change.difference, name_info.scale),
         "ratio": shown(change.ratio, 1.0) if change.ratio else "",
         "verdict": change.verdict,
     }

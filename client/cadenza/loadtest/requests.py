@@ -51,9 +51,9 @@ class RequestShape:
     """Given by a file, in place of token ids."""
     due_s: float | None = None
     """When it arrives, given by a trace, in seconds from the start; None: by the arrival process."""
-    prompt_cut: bool = False
+    prompt_truncated: bool = False
     """Was its prompt, or the turn's part of it, to be longer than fits; so of its outputs."""
-    output_cut: bool = False
+    output_truncated: bool = False
 
     @property
     def num_samples(self) -> int:

@@ -23,7 +23,7 @@ from cadenza.loadtest.latencies import Window, end_of
 from cadenza.loadtest.metric_names import values_of
 from cadenza.loadtest.metrics import Metrics, Slo, measure
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.truncation import Cuts
+from cadenza.loadtest.truncation import Truncations
 from cadenza.loadtest.uncertainty import Estimate, summarise
 
 KIND = "cadenza.loadtest"
@@ -143,7 +143,7 @@ def run_of(
     window: Window | None,
     slo: Slo | None,
     duration_s: float | None = None,
-    cuts: Cuts | None = None,
+    truncations: Truncations | None = None,
     messages: Mapping[str, str] | None = None,
     open_loop: bool = True,
 ) -> Run:
@@ -153,7 +153,7 @@ def run_of(
         started_unix_s=started_unix_s,
         duration_s=end_of(columns) if duration_s is None else duration_s,
         window_s=window,
-        metrics=measure(columns, window=window, slo=slo, steps=steps, cuts=cuts, open_loop=open_loop),
+        metrics=measure(columns, window=window, slo=slo, steps=steps, truncations=truncations, open_loop=open_loop),
         requests=columns,
         steps=steps,
         messages=dict(messages or {}),

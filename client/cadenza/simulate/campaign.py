@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from cadenza.loadtest.caveats import of_load
+from cadenza.loadtest.caveats import load_caveats
 from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.results import CTRL_C, LoadTestFile, MaxRate, Point, Run, point_of, run_of
-from cadenza.loadtest.schedule import cut_to, make_schedule, planned_points, window_of
+from cadenza.loadtest.schedule import make_schedule, planned_points, truncated_to, window_of
 from cadenza.loadtest.settings import LoadSettings
-from cadenza.loadtest.truncation import Cuts
+from cadenza.loadtest.truncation import Truncations
 from cadenza.simulate.capacity import TOLERANCE, Capacity, find_capacity
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.request_log import Watch
 from cadenza.simulate.run import Outcome, Simulation
 from cadenza.simulate.traffic import Traffic
@@ -41,11 +41,11 @@ class View(Protocol):
 class Simulated:
     """What is simulated: executors, as many times as `counts` says, under a scheduler with these options."""
 
-    fleet: tuple[ExecutorKind, ...]
+    fleet: tuple[ExecutorProfile, ...]
     config: SchedulerConfig
     counts: tuple[int, ...] = (1,)
 
-    def times(self, count: int) -> tuple[ExecutorKind, ...]:
+    def times(self, count: int) -> tuple[ExecutorProfile, ...]:
         """All executors, so many times."""
         return self.fleet * count
 
@@ -54,8 +54,8 @@ class Simulated:
         options = self.config.model_dump(mode="json", exclude={"executor", "listen", "config"}, exclude_defaults=True)
         return {
             "kind": "simulation",
-            "model": ", ".join(dict.fromkeys(kind.name for kind in self.fleet)),
-            "executors": [kind.model_dump(mode="json") for kind in self.fleet],
+            "model": ", ".join(dict.fromkeys(profile.name for profile in self.fleet)),
+            "executors": [profile.model_dump(mode="json") for profile in self.fleet],
             "times": list(self.counts),
             "options": {name: str(value) for name, value in options.items()},
         }
@@ -63,7 +63,7 @@ class Simulated:
 
 def simulate(
     settings: LoadSettings,
-    fleet: Sequence[ExecutorKind],
+    fleet: Sequence[ExecutorProfile],
     config: SchedulerConfig,
     seed: int,
     *,
@@ -74,9 +74,9 @@ def simulate(
     for name in _NOT_SIMULATED:
         if getattr(settings, name) is not None:
             raise LoadTestError(f"--{name.replace('_', '-')}: is not simulated")
-    settings = cut_to(settings, max(kind.spec(config).max_model_len for kind in fleet))
-    cuts = Cuts()
-    schedule = cuts.noting(make_schedule(settings, seed))
+    settings = truncated_to(settings, max(profile.spec(config).max_model_len for profile in fleet))
+    truncations = Truncations()
+    schedule = truncations.recording(make_schedule(settings, seed))
     traffic = Traffic(schedule, concurrency=settings.concurrency, duration_s=settings.duration_s)
     prompts = Prompts(seed, _PROMPT_VOCABULARY) if config.enable_prefix_caching and may_share(settings) else None
     outcome = Simulation(
@@ -89,7 +89,7 @@ def simulate(
         watch=watch,
         seed=seed,
     ).run()
-    return replace(outcome, cuts=cuts)
+    return replace(outcome, truncations=truncations)
 
 
 def may_share(settings: LoadSettings) -> bool:
@@ -114,7 +114,7 @@ def run_simulation(
     Ctrl-C keeps the points that were simulated, if there are any, and the file says so. Raises LoadTestError.
     """
     planned = planned_points(settings)
-    for sentence in of_load(settings):
+    for sentence in load_caveats(settings):
         view.say(sentence)
     points: list[Point] = []
     capacities: list[Capacity] = []
@@ -150,7 +150,7 @@ def run_simulation(
 
 
 def _runs(
-    settings: LoadSettings, fleet: Sequence[ExecutorKind], config: SchedulerConfig, view: View
+    settings: LoadSettings, fleet: Sequence[ExecutorProfile], config: SchedulerConfig, view: View
 ) -> list[tuple[int, Outcome]]:
     """All repetitions, each with its seed."""
     runs = []
@@ -166,7 +166,7 @@ def _runs(
     return runs
 
 
-def _search(settings: LoadSettings, fleet: Sequence[ExecutorKind], config: SchedulerConfig, view: View) -> Capacity:
+def _search(settings: LoadSettings, fleet: Sequence[ExecutorProfile], config: SchedulerConfig, view: View) -> Capacity:
     # Gaps of every trial would fill the memory.
     settings = settings.model_copy(
         update={"keep_itl": settings.limits is not None and settings.limits.itl_s is not None}
@@ -203,6 +203,6 @@ def _run(settings: LoadSettings, seed: int, outcome: Outcome) -> Run:
         window=window_of(settings, outcome.requests),
         slo=settings.limits,
         duration_s=outcome.duration_s,
-        cuts=outcome.cuts,
+        truncations=outcome.truncations,
         open_loop=settings.concurrency is None,
     )

@@ -84,7 +84,7 @@ def find_capacity(settings: LoadSettings, num_executors: int, run: RunAt, *, tol
         rate = _rounded(rate)
         trial = at_rate(settings, rate, seconds=TRIAL_S, num_requests=FEWEST_REQUESTS)
         trials.append(_try(trial, rate, limits, run))
-        search.tell(rate, trials[-1].held)
+        search.record(rate, trials[-1].held)
     return Capacity(num_executors, search.held, search.failed, tuple(trials))
 
 

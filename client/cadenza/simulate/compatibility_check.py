@@ -12,7 +12,7 @@ _CLOCKS_S = 60.0
 """So far the clocks of two machines may be apart."""
 
 
-def check_belongs(recording: Recording, file: LoadTestFile, path: str) -> None:
+def check_compatible(recording: Recording, file: LoadTestFile, path: str) -> None:
     """Raises LoadTestError if the first run of the result at `path` cannot be of the recording.
 
     That is with another model or device, begun before the recording, or with requests that the recording does not have,
@@ -20,12 +20,12 @@ def check_belongs(recording: Recording, file: LoadTestFile, path: str) -> None:
 
     What passes may still be of another recording: of the same server, later, with prompts of the same lengths.
     """
-    wrong = _wrong(recording, file)
-    if wrong:
-        raise LoadTestError(f"--loadtest {path}: it is not of this recording: {wrong}")
+    mismatch = _mismatch(recording, file)
+    if mismatch:
+        raise LoadTestError(f"--loadtest {path}: it is not of this recording: {mismatch}")
 
 
-def _wrong(recording: Recording, file: LoadTestFile) -> str:
+def _mismatch(recording: Recording, file: LoadTestFile) -> str:
     server, run = file.server or {}, file.points[0].runs[0]
     model, devices = server.get("model"), [each.get("device") for each in server.get("executors", ())]
     if model is not None and model != recording.model:

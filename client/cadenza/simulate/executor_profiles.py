@@ -49,7 +49,7 @@ class Noise(BaseModel):
     )
 
 
-class KindLimits(BaseModel):
+class ProfileLimits(BaseModel):
     """What an executor can hold; defaults as the executor service has them, on the CPU and for up to 512 sequences."""
 
     model_config = _STRICT
@@ -79,7 +79,7 @@ class KindLimits(BaseModel):
         return self.num_blocks or self.max_num_seqs * -(-self.max_model_len // self.block_size)
 
 
-class ExecutorKind(BaseModel):
+class ExecutorProfile(BaseModel):
     """All that the simulator knows of an executor. As JSON it is a file for `cadenza simulate --executor FILE`."""
 
     model_config = _STRICT
@@ -87,11 +87,11 @@ class ExecutorKind(BaseModel):
     costs: StepCosts = StepCosts()
     overheads: Overheads = Overheads()
     noise: Noise = Noise()
-    limits: KindLimits = KindLimits()
+    limits: ProfileLimits = ProfileLimits()
     name: str = ""
     source: str = Field(default="", description="Where the numbers come from.")
 
-    def changed(self, options: dict[str, Any]) -> ExecutorKind:
+    def changed(self, options: dict[str, Any]) -> ExecutorProfile:
         """The same with limits as the executor's options say: block_size, num_gpu_blocks, num_cpu_blocks, max_…
 
         Blocks of another size hold as many tokens together, fewer larger ones in both pools, and a token's KV takes as
@@ -100,7 +100,7 @@ class ExecutorKind(BaseModel):
         names = {"num_gpu_blocks": "num_blocks", "num_cpu_blocks": "num_host_blocks"}
         given = {names.get(name, name): value for name, value in options.items()}
         try:
-            limits = KindLimits.model_validate({**self.limits.model_dump(), **given})
+            limits = ProfileLimits.model_validate({**self.limits.model_dump(), **given})
         except ValidationError as error:
             raise LoadTestError(f"executor {self.name}: {_first(error)}") from None
         old, new = self.limits.block_size, limits.block_size
@@ -126,7 +126,7 @@ class ExecutorKind(BaseModel):
         )
 
 
-def read_kind(path: str) -> ExecutorKind:
+def read_profile(path: str) -> ExecutorProfile:
     """A kind from a file: an ExecutorKind, or costs alone as `--simulate FILE` of the executor takes them.
 
     Raises LoadTestError that names the file and the field.
@@ -141,16 +141,16 @@ def read_kind(path: str) -> ExecutorKind:
         raise LoadTestError(f"--executor {path}: must be an object with costs, not {type(content).__name__}")
     whole = content if not content or "costs" in content else {"costs": content}
     try:
-        kind = ExecutorKind.model_validate(whole)
+        profile = ExecutorProfile.model_validate(whole)
     except ValidationError as error:
         raise LoadTestError(f"--executor {path}: {_first(error)}") from None
-    return kind if kind.name else kind.model_copy(update={"name": Path(path).stem})
+    return profile if profile.name else profile.model_copy(update={"name": Path(path).stem})
 
 
-def write_kind(path: str, kind: ExecutorKind) -> None:
+def write_profile(path: str, profile: ExecutorProfile) -> None:
     """Write a kind to a file that `read_kind` reads; raises LoadTestError."""
     try:
-        Path(path).write_text(kind.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        Path(path).write_text(profile.model_dump_json(indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise LoadTestError(f"{path}: {(error.strerror or str(error)).lower()}") from None
 

@@ -10,19 +10,19 @@ from scipy.optimize import nnls
 
 from cadenza.loadtest.columns import RequestColumns
 from cadenza.loadtest.requests import Floats, LoadTestError
-from cadenza.simulate.executor_profiles import ExecutorKind, Noise, Overheads
-from cadenza.simulate.host_gaps import between_steps
+from cadenza.simulate.executor_profiles import ExecutorProfile, Noise, Overheads
+from cadenza.simulate.host_gaps import measure_host_gaps
 from cadenza.simulate.recordings import RecordedSteps, Recording
 from executor_svc.simulated.costs import StepCosts, StepWork
 
 _TERMS = ("step_us", "token_us", "context_token_us", "kv_token_us")
-_HELD_UP = 4.0
+_OUTLIER_FACTOR = 4.0
 """A step that took so many times what others of its work take was held up by something else, and is left out."""
 _ROUNDS = 8
 _FEWEST_STEPS = 20
-_ALIKE = 0.9995
+_COLLINEAR = 0.9995
 """Two terms whose columns are correlated like this cannot be told apart."""
-_WORTH_HIDING = 0.9
+_MAX_ERROR_SHARE = 0.9
 """Hidden tokens are believed in if they leave at most this share of the squared error."""
 _HIDDEN = (2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -69,13 +69,13 @@ def fit_costs(recording: Recording) -> Fit:
         hidden_tokens=hidden_tokens,
     )
     modelled, measured = _modelled_ns(costs, steps), steps.total_ns
-    between = between_steps(steps)
+    gaps = measure_host_gaps(steps)
     errors = np.abs(modelled - measured) / measured
     spread = ((measured - measured.mean()) ** 2).sum()
     return Fit(
-        costs=costs.model_copy(update={"step_us": round(costs.step_us + between.gap_us, 6)}),
-        overheads=Overheads(plan_us=between.plan_us, transit_us=between.transit_us),
-        noise=Noise(step_us=_noise_us(measured, modelled), overheads=between.variation),
+        costs=costs.model_copy(update={"step_us": round(costs.step_us + gaps.gap_us, 6)}),
+        overheads=Overheads(plan_us=gaps.plan_us, transit_us=gaps.transit_us),
+        noise=Noise(step_us=_noise_us(measured, modelled), overheads=gaps.variation),
         num_steps=len(steps),
         median_error=float(np.median(errors)),
         p90_error=float(np.quantile(errors, 0.9)),
@@ -99,10 +99,10 @@ def with_clients(fit: Fit, requests: RequestColumns) -> Fit:
     return replace(fit, overheads=fit.overheads.model_copy(update={"request_us": each, "reply_us": each}))
 
 
-def fitted_kind(recording: Recording, fit: Fit, name: str, path: str) -> ExecutorKind:
+def fitted_profile(recording: Recording, fit: Fit, name: str, path: str) -> ExecutorProfile:
     """The kind of executor that was recorded."""
     source = f"fitted to {fit.num_steps} steps of {recording.model} on {recording.device} in {path}"
-    return ExecutorKind(
+    return ExecutorProfile(
         costs=fit.costs,
         overheads=fit.overheads,
         noise=fit.noise,
@@ -126,18 +126,18 @@ def _forward(steps: RecordedSteps, forward_us: Floats, warnings: list[str]) -> t
         "context_token_us": steps.context_tokens,
         "kv_token_us": steps.kv_tokens,
     }
-    _drop_untold(columns, warnings)
+    _drop_undetermined(columns, warnings)
     best, hidden = _weighted_nnls(columns, forward_us), 0.0
     if "token_us" in columns:
         for count in (each for each in _HIDDEN if each < steps.tokens.max()):
             found = _weighted_nnls({**columns, "token_us": np.maximum(0.0, steps.tokens - count)}, forward_us)
-            if found[1] < _WORTH_HIDING * best[1]:
+            if found[1] < _MAX_ERROR_SHARE * best[1]:
                 best, hidden = found, float(count)
     terms = dict(zip(columns, best[0].tolist(), strict=True))
     return {name: terms.get(name, 0.0) for name in _TERMS}, hidden
 
 
-def _drop_untold(columns: dict[str, Floats], warnings: list[str]) -> None:
+def _drop_undetermined(columns: dict[str, Floats], warnings: list[str]) -> None:
     """Leave out terms that the recording cannot tell: without variation, or like another one."""
     for name in list(columns)[1:]:
         column = columns[name]
@@ -146,14 +146,14 @@ def _drop_untold(columns: dict[str, Floats], warnings: list[str]) -> None:
             warnings.append(f"{name} cannot be told: every step had {column[0]:.0f} of them; it is part of step_us")
             continue
         for other in [known for known in columns if known not in ("step_us", name)]:
-            if list(columns).index(other) < list(columns).index(name) and _alike(column, columns[other]):
+            if list(columns).index(other) < list(columns).index(name) and _are_collinear(column, columns[other]):
                 del columns[name]
                 warnings.append(f"{name} cannot be told from {other}: they went together in every step; it is 0")
                 break
 
 
-def _alike(one: Floats, other: Floats) -> bool:
-    return abs(float(np.corrcoef(one, other)[0, 1])) > _ALIKE
+def _are_collinear(one: Floats, other: Floats) -> bool:
+    return abs(float(np.corrcoef(one, other)[0, 1])) > _COLLINEAR
 
 
 def _weighted_nnls(columns: dict[str, Floats], times: Floats) -> tuple[Floats, float]:
@@ -164,7 +164,7 @@ def _weighted_nnls(columns: dict[str, Floats], times: Floats) -> tuple[Floats, f
         roots = np.sqrt(modelled[kept])
         found, error = _scaled_nnls(matrix[kept] / roots[:, None], times[kept] / roots)
         modelled = np.maximum(matrix @ found, 1e-3)
-        kept = times <= _HELD_UP * modelled
+        kept = times <= _OUTLIER_FACTOR * modelled
     return found, error**2 / len(roots)
 
 
@@ -196,7 +196,7 @@ def _moved_block_us(steps: RecordedSteps, warnings: list[str]) -> float:
 
 def _noise_us(measured: Floats, modelled: Floats) -> float:
     """Variance over mean of step times, without steps that were held up: a mean of what each step says of it."""
-    kept = measured <= _HELD_UP * modelled
+    kept = measured <= _OUTLIER_FACTOR * modelled
     squares = (measured[kept] - modelled[kept]) ** 2 / modelled[kept]
     return round(float(squares.mean()) / 1000, 1)
 

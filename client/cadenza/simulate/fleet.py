@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorProfile
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.sequences.sequence import Sequence as CoreSequence
 from scheduler_svc.core.types import RequestSpec
 
 
-def check_fleet(fleet: Sequence[ExecutorKind], config: SchedulerConfig) -> None:
+def check_fleet(fleet: Sequence[ExecutorProfile], config: SchedulerConfig) -> None:
     """Raise LoadTestError for executors that cannot be together, or not with these options."""
     if not fleet:
         raise LoadTestError("--executors: at least one is needed")
-    if len({kind.limits.block_size for kind in fleet}) > 1:
+    if len({profile.limits.block_size for profile in fleet}) > 1:
         raise LoadTestError("--executor: all must have the same block_size; --block-size gives them one")
     if len(fleet) > 1 and config.preemption != "recompute":
         raise LoadTestError(

@@ -20,7 +20,7 @@ _FEWEST = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
+class HostGaps:
     """Means in microseconds, unless said otherwise."""
 
     plan_us: float
@@ -33,14 +33,14 @@ class Between:
     """Coefficient of variation of plan_us and of each transit_us, taken to be the same and independent."""
 
 
-def between_steps(steps: RecordedSteps) -> Between:
+def measure_host_gaps(steps: RecordedSteps) -> HostGaps:
     """From when plans were made, when results came, and what the executor says of its own times."""
     floor_ns = float(np.quantile(steps.queue_ns, _UNDISTURBED))
     beyond_us = (steps.applied_s - steps.planned_s) * 1e6 - (steps.queue_ns - floor_ns + steps.total_ns) / 1000
     late_us = steps.late_s[~np.isnan(steps.late_s)] * 1e6
     (late, late_variance), (beyond, beyond_variance) = _moments(late_us), _moments(beyond_us)
     squares = late**2 + beyond**2 / 2  # of plan_us, and of transit_us twice
-    return Between(
+    return HostGaps(
         plan_us=round(late, 1),
         transit_us=round(beyond / 2, 1),
         gap_us=round(_gap_us(steps, floor_ns), 1),

@@ -14,7 +14,7 @@ from cadenza.local_options import route_options
 from cadenza.settings.names import suggestion
 from cadenza.settings.service import reason
 from cadenza.simulate.campaign import Simulated
-from cadenza.simulate.executor_profiles import ExecutorKind, read_kind
+from cadenza.simulate.executor_profiles import ExecutorProfile, read_profile
 from cadenza.simulate.published import PUBLISHED
 from scheduler_svc.config import SchedulerConfig
 
@@ -52,10 +52,10 @@ def make_simulated(
     given = {name: setting.value for name, setting in settings.items()}
     limits = {name: given[name] for name in EXECUTOR_OPTIONS if name in given}
     chosen = {name: given[name] for name in SCHEDULER_OPTIONS if name in given}
-    base = before or Simulated((find_kind(DEFAULT_EXECUTOR),), scheduler_config({}))
-    kinds = [find_kind(text) for text in executors] or base.fleet
+    base = before or Simulated((find_profile(DEFAULT_EXECUTOR),), scheduler_config({}))
+    profiles = [find_profile(text) for text in executors] or base.fleet
     return Simulated(
-        tuple(kind.changed(limits) for kind in kinds),
+        tuple(profile.changed(limits) for profile in profiles),
         scheduler_config(base.config.model_dump(exclude_defaults=True) | chosen),
         base.counts if counts is None else read_counts(counts),
     )
@@ -77,7 +77,7 @@ def simulated_of(file: LoadTestFile, path: str) -> Simulated:
 class _Facts(BaseModel):
     """`Simulated.facts`, read again."""
 
-    executors: tuple[ExecutorKind, ...] = Field(min_length=1)
+    executors: tuple[ExecutorProfile, ...] = Field(min_length=1)
     times: tuple[Annotated[int, Field(ge=1, le=_MOST_EXECUTORS)], ...] = Field(min_length=1)
     options: dict[str, str]
 
@@ -93,12 +93,12 @@ def scheduler_config(options: Mapping[str, Any]) -> SchedulerConfig:
         raise LoadTestError(f"option {'.'.join(map(str, problem['loc']))}: {reason(problem)}") from None
 
 
-def find_kind(text: str) -> ExecutorKind:
+def find_profile(text: str) -> ExecutorProfile:
     """A kind by its name, or from a file; raises LoadTestError."""
     if text in PUBLISHED:
         return PUBLISHED[text]
     if os.path.exists(text) or text.endswith(".json"):
-        return read_kind(text)
+        return read_profile(text)
     hint = suggestion(text, set(PUBLISHED)) or f"; there are {', '.join(PUBLISHED)}"
     raise LoadTestError(f"--executor {text}: neither a file nor a known kind{hint}")
 

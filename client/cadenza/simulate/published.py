@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cadenza.simulate.executor_profiles import ExecutorKind, KindLimits, Overheads
+from cadenza.simulate.executor_profiles import ExecutorProfile, Overheads, ProfileLimits
 from executor_svc.simulated.costs import StepCosts
 
 _BLOCK_SIZE = 16
@@ -97,9 +97,9 @@ LLAMA_3_1_8B = Model(
 )  # fmt: skip
 
 
-def published_kind(
+def published_profile(
     device: Device, model: Model, *, max_num_seqs: int, max_num_batched_tokens: int, kv_bytes: float | None = None
-) -> ExecutorKind:
+) -> ExecutorProfile:
     """An executor of this model on this device; `kv_bytes`: its KV pool, without it what 0.9 of the memory leaves."""
     bandwidth = device.memory_bytes_per_s * _MEMORY_SHARE
     step_us = 1e6 * model.read_bytes / bandwidth
@@ -115,7 +115,7 @@ def published_kind(
         hidden_tokens=round(step_us / token_us, 1),
         moved_block_us=round(moved_block_us, 1),
     )
-    limits = KindLimits(
+    limits = ProfileLimits(
         block_size=_BLOCK_SIZE,
         num_blocks=int(kv_bytes / model.kv_bytes) // _BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
@@ -123,19 +123,19 @@ def published_kind(
         max_model_len=model.max_model_len,
     )
     source = f"{device.name} ({device.sheet}) with {model.name} ({model.shape}) in 16 bits; cadenza.simulate.published"
-    return ExecutorKind(costs=costs, overheads=_OVERHEADS, limits=limits, source=source)
+    return ExecutorProfile(costs=costs, overheads=_OVERHEADS, limits=limits, source=source)
 
 
 _KV_40GB = 15_700 * OPT_13B.kv_bytes
 """15.7K slots of 800 KB: Table 1 and section 3 of https://arxiv.org/abs/2309.06180, whose experiments ran so."""
-PUBLISHED: dict[str, ExecutorKind] = {
-    name: kind.model_copy(update={"name": name})
-    for name, kind in {
-        "a100-40gb-opt-13b": published_kind(
+PUBLISHED: dict[str, ExecutorProfile] = {
+    name: profile.model_copy(update={"name": name})
+    for name, profile in {
+        "a100-40gb-opt-13b": published_profile(
             A100_40GB, OPT_13B, max_num_seqs=256, max_num_batched_tokens=2048, kv_bytes=_KV_40GB
         ),
-        "a100-80gb-opt-13b": published_kind(A100_80GB, OPT_13B, max_num_seqs=256, max_num_batched_tokens=2048),
-        "h200-llama-3.1-8b": published_kind(H200, LLAMA_3_1_8B, max_num_seqs=512, max_num_batched_tokens=8192),
+        "a100-80gb-opt-13b": published_profile(A100_80GB, OPT_13B, max_num_seqs=256, max_num_batched_tokens=2048),
+        "h200-llama-3.1-8b": published_profile(H200, LLAMA_3_1_8B, max_num_seqs=512, max_num_batched_tokens=8192),
     }.items()
 }
 """Kinds by name, for `cadenza simulate --executor NAME`."""

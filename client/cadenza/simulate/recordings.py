@@ -10,7 +10,7 @@ import numpy as np
 
 from cadenza.loadtest.requests import Floats, LoadTestError
 from cadenza.plan_log import PlanLogError, PlanLogReader
-from cadenza.simulate.executor_profiles import KindLimits
+from cadenza.simulate.executor_profiles import ProfileLimits
 from cadenza.v1.planlog_pb2 import ApplyResultCall, PlanLogHeader, PlanLogRecord, PlanStepCall
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.engine.pacing import StepPacer
@@ -49,7 +49,7 @@ class Recording:
     """A plan log as `fit` wants it."""
 
     steps: RecordedSteps
-    limits: KindLimits
+    limits: ProfileLimits
     model: str
     device: str
     num_cut_bytes: int
@@ -164,9 +164,9 @@ class _Follower(CoreReplay):
         self._last_applied = call.now
 
 
-def _limits(header: PlanLogHeader) -> KindLimits:
+def _limits(header: PlanLogHeader) -> ProfileLimits:
     executor = header.executor
-    return KindLimits(
+    return ProfileLimits(
         block_size=executor.kv.block_size,
         num_blocks=executor.kv.num_device_blocks,
         num_host_blocks=executor.kv.num_host_blocks,

@@ -16,13 +16,13 @@ from typing import Protocol
 
 from cadenza.loadtest.columns import RequestColumns, StepColumns
 from cadenza.loadtest.requests import LoadTestError, RequestShape
-from cadenza.loadtest.truncation import Cuts
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.loadtest.truncation import Truncations
+from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.fleet import check_fleet, check_grows, check_preempted
 from cadenza.simulate.lanes import TOKEN, SimulatedLane
-from cadenza.simulate.request_log import Ledger, Watch
+from cadenza.simulate.request_log import RequestLog, Watch
 from cadenza.simulate.rows import StepRows
-from cadenza.simulate.traffic import Asked, Traffic
+from cadenza.simulate.traffic import DueRequest, Traffic
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import LimitsError, RequestRejectedError
 from scheduler_svc.core.lanes.planned_step import PlannedStep
@@ -56,7 +56,7 @@ class Outcome:
     num_preemptions: int
     ended_early: bool
     """By its watch."""
-    cuts: Cuts | None = None
+    truncations: Truncations | None = None
     """Requests whose lengths were cut, if that was noted."""
 
 
@@ -65,7 +65,7 @@ class Simulation:
 
     def __init__(
         self,
-        fleet: Sequence[ExecutorKind],
+        fleet: Sequence[ExecutorProfile],
         config: SchedulerConfig,
         traffic: Traffic,
         *,
@@ -82,19 +82,19 @@ class Simulation:
         check_fleet(fleet, config)
         policies = policies_from_options(config)
         self._core = _Core(policies if prompts is not None else replace(policies, prefix_caching=False))
-        for index, kind in enumerate(fleet):
+        for index, profile in enumerate(fleet):
             try:
-                self._core.add_executor(index, kind.spec(config))
+                self._core.add_executor(index, profile.spec(config))
             except LimitsError as error:
-                raise LoadTestError(f"executor {kind.name}: {error}") from None
+                raise LoadTestError(f"executor {profile.name}: {error}") from None
         cores = self._core.lanes
         self._lanes = [
-            SimulatedLane(index, kind, cores[index], config.max_inflight_plans, seed)
-            for index, kind in enumerate(fleet)
+            SimulatedLane(index, profile, cores[index], config.max_inflight_plans, seed)
+            for index, profile in enumerate(fleet)
         ]
         overheads = fleet[0].overheads
         self._request_s = overheads.request_us / 1e6
-        self._ledger = Ledger(traffic, self._lanes, overheads.reply_us / 1e6, keep_gaps=keep_gaps, watch=watch)
+        self._request_log = RequestLog(traffic, self._lanes, overheads.reply_us / 1e6, keep_gaps=keep_gaps, watch=watch)
         self._keeps_gaps = keep_gaps
         self._max_queued = config.max_queued_requests
         self._traffic = traffic
@@ -114,24 +114,24 @@ class Simulation:
             self._run()
         steps = self._steps
         return Outcome(
-            requests=self._ledger.columns(),
+            requests=self._request_log.columns(),
             steps=None if steps is None else steps.columns(),
             step_stride=1 if steps is None else steps.stride,
             duration_s=self._now,
             num_steps=self._core.last_step_id,
             num_preemptions=self._core.num_preemptions,
-            ended_early=self._ledger.stopped,
+            ended_early=self._request_log.stopped,
         )
 
     def _run(self) -> None:
-        lanes, traffic, ledger, request_s = self._lanes, self._traffic, self._ledger, self._request_s
+        lanes, traffic, request_log, request_s = self._lanes, self._traffic, self._request_log, self._request_s
         alone = lanes[0] if len(lanes) == 1 else None
-        while not ledger.stopped:
+        while not request_log.stopped:
             lane = alone or min(lanes, key=_next_at)
-            flights, now = lane.flights, lane.plan_at
-            applies = flights and flights[0].result_at <= now
+            inflight_steps, now = lane.inflight_steps, lane.plan_at
+            applies = inflight_steps and inflight_steps[0].result_at <= now
             if applies:
-                now = flights[0].result_at
+                now = inflight_steps[0].result_at
             arrives = traffic.due + request_s
             if arrives <= now:
                 if arrives == math.inf:
@@ -168,14 +168,14 @@ class Simulation:
 
     def _arrive(self, now: float) -> None:
         """A request has come to the queue, or is refused."""
-        asked, core = self._traffic.take(), self._core
-        shape = asked.shape
+        request, core = self._traffic.take(), self._core
+        shape = request.shape
         if len(core.waiting) >= self._max_queued:
-            self._ledger.refuse(asked, now, "RESOURCE_EXHAUSTED")
+            self._request_log.refuse(request, now, "RESOURCE_EXHAUSTED")
             return
         spec = RequestSpec(
             str(shape.index),
-            self._prompt(asked),
+            self._prompt(request),
             _GREEDY,
             shape.num_output_tokens,
             num_samples=1 if shape.beam_width else shape.n,
@@ -187,17 +187,17 @@ class Simulation:
         try:
             core.add_request(spec, now)
         except RequestRejectedError:
-            self._ledger.refuse(asked, now, "INVALID_ARGUMENT")
+            self._request_log.refuse(request, now, "INVALID_ARGUMENT")
             return
         self._has_beams = self._has_beams or bool(shape.beam_width)
         self._all_alone = self._all_alone and spec.num_sequences == 1
-        self._ledger.accept(spec.key, asked, now, spec.prompt_token_ids)
+        self._request_log.accept(spec.key, request, now, spec.prompt_token_ids)
         self._wake(now)
 
-    def _prompt(self, asked: Asked) -> tuple[int, ...]:
+    def _prompt(self, request: DueRequest) -> tuple[int, ...]:
         if self._prompts is not None:
-            return tuple(self._prompts.token_ids(asked.shape, asked.history))
-        length = len(asked.history) + asked.shape.num_prompt_tokens
+            return tuple(self._prompts.token_ids(request.shape, request.history))
+        length = len(request.history) + request.shape.num_prompt_tokens
         return self._filler[:length] if length <= len(self._filler) else (TOKEN,) * length
 
     def _plan(self, lane: SimulatedLane, now: float) -> None:
@@ -206,7 +206,7 @@ class Simulation:
         self._free_at = now + lane.plan_s
         plan = core.plan_step(lane.index, now)
         if core.has_outputs:
-            self._ledger.tell(core.take_outputs(), now)
+            self._request_log.record_outputs(core.take_outputs(), now)
         lane.idle = plan is None
         if plan is None:
             wakes = core.wakes_at(lane.index, now)
@@ -214,41 +214,41 @@ class Simulation:
             return
         step = lane.core.inflight[-1]
         if step.joined:
-            self._ledger.planned(step, now)
+            self._request_log.planned(step, now)
         if step.preempted and len(self._lanes) > 1:
             check_preempted(step.preempted)
-        flight = lane.launch(step, now, beams=self._has_beams)
+        inflight_step = lane.launch(step, now, beams=self._has_beams)
         if self._steps is not None and self._steps.is_due(len(step.preempted)):
-            flight.row = self._load(lane, step)
+            inflight_step.row = self._load(lane, step)
         lane.pace(now)
 
     def _apply(self, lane: SimulatedLane, now: float) -> None:
         """A result has come."""
-        core, flight = self._core, lane.land(now)
-        _, outputs = core.apply_result(lane.index, flight.result, now)
+        core, inflight_step = self._core, lane.take_result(now)
+        _, outputs = core.apply_result(lane.index, inflight_step.result, now)
         core.take_ended()
-        if flight.starting:
-            self._ledger.started(lane, flight, now)
+        if inflight_step.starting:
+            self._request_log.started(lane, inflight_step, now)
         if self._keeps_gaps:
             lane.applied.append(now)
         if outputs.finishes or outputs.hypotheses:
-            self._ledger.tell(outputs, now)
-        if flight.row is not None and self._steps is not None:
-            self._steps.put((*flight.row[:2], now, *flight.row[2:]))
+            self._request_log.record_outputs(outputs, now)
+        if inflight_step.row is not None and self._steps is not None:
+            self._steps.put((*inflight_step.row[:2], now, *inflight_step.row[2:]))
         lane.pace(now)
 
     def _load(self, lane: SimulatedLane, step: PlannedStep) -> tuple[float, ...]:
         """Queues and memory as a step is planned: a row of StepColumns without its end and what was preempted."""
-        core, books, result = self._core, lane.core, lane.flights[-1].result
-        num_running = len(books.running) + len(books.finishing)
+        core, core_lane, result = self._core, lane.core, lane.inflight_steps[-1].result
+        num_running = len(core_lane.running) + len(core_lane.finishing)
         if not self._all_alone:
-            num_running = len({sequence.group for sequence in (*books.running, *books.finishing)})
-        num_blocks, num_swapped = books.spec.num_blocks, core.num_swapped
+            num_running = len({sequence.group for sequence in (*core_lane.running, *core_lane.finishing)})
+        num_blocks, num_swapped = core_lane.spec.num_blocks, core.num_swapped
         return (
             lane.index, step.planned_at, result.device_ns / 1e9,
             len(step.decode_slots) + len(step.chunks), step.total_tokens, len(result.slots),
             len(core.waiting) - num_swapped, num_running, num_swapped,
-            num_blocks - books.blocks.num_free, num_blocks, lane.num_stored_tokens(alone=self._all_alone),
+            num_blocks - core_lane.blocks.num_free, num_blocks, lane.num_stored_tokens(alone=self._all_alone),
         )  # fmt: skip
 
 

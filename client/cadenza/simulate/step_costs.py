@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from executor_svc.simulated.costs import StepCosts
 
-Price = Callable[[int, int, int, int, int], tuple[int, int, int]]
+StepCostFunction = Callable[[int, int, int, int, int], tuple[int, int, int]]
 
 
-def price_of(costs: StepCosts) -> Price:
+def step_cost_function(costs: StepCosts) -> StepCostFunction:
     """A function of tokens, context_tokens, kv_tokens, samples, moved_blocks (as in `StepWork`).
 
     It gives nanoseconds, as (forward_ns, sample_ns, move_ns) of the costs give them.

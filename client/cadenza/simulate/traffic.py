@@ -13,7 +13,7 @@ NO_TOKENS: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
-class Asked:
+class DueRequest:
     """A request that is due."""
 
     due_s: float
@@ -44,8 +44,8 @@ class Traffic:
         self._closed = concurrency is not None
         self._duration_s = math.inf if duration_s is None else duration_s
         self._upcoming = next(schedule, None)
-        self._first: Asked | None = None
-        self._later: list[tuple[float, int, Asked]] = []
+        self._first: DueRequest | None = None
+        self._later: list[tuple[float, int, DueRequest]] = []
         """A heap of what is due because something else has ended; equal moments in the order of the workload."""
         self._turns: dict[int, list[RequestShape]] = {}
         """Turns that are still to come, by session, the next one last."""
@@ -55,15 +55,15 @@ class Traffic:
             self._next_user(0.0)
         self._settle()
 
-    def take(self) -> Asked:
+    def take(self) -> DueRequest:
         """The request that is due next; there must be one."""
         if self._later and self._later[0][0] == self.due:
-            asked = heapq.heappop(self._later)[2]
+            request = heapq.heappop(self._later)[2]
         else:
             assert self._first is not None, "nothing is due"
-            asked, self._first = self._first, self._draw()
+            request, self._first = self._first, self._draw()
         self._settle()
-        return asked
+        return request
 
     def has_next_turn(self, shape: RequestShape) -> bool:
         """Does a turn of the same session follow."""
@@ -76,7 +76,7 @@ class Traffic:
             following = turns.pop()
             if not turns:
                 del self._turns[shape.session]
-            self._push(Asked(at_s + following.think_s, following, history))
+            self._push(DueRequest(at_s + following.think_s, following, history))
         elif self._closed:
             self._next_user(at_s)
         else:
@@ -91,7 +91,7 @@ class Traffic:
             self._settle()
         return skipped
 
-    def _draw(self) -> Asked | None:
+    def _draw(self) -> DueRequest | None:
         """The next first turn of the schedule; the turns that follow it are put aside."""
         if self._upcoming is None:
             return None
@@ -104,16 +104,16 @@ class Traffic:
                 following = next(self._schedule, None)
             self._turns[shape.session] = turns[::-1]
         self._upcoming = following
-        return Asked(due_s, shape)
+        return DueRequest(due_s, shape)
 
     def _next_user(self, at_s: float) -> None:
         """A user is free, and asks for the next of the schedule."""
-        if at_s <= self._duration_s and (asked := self._draw()) is not None:
-            asked.due_s = at_s
-            self._push(asked)
+        if at_s <= self._duration_s and (request := self._draw()) is not None:
+            request.due_s = at_s
+            self._push(request)
 
-    def _push(self, asked: Asked) -> None:
-        heapq.heappush(self._later, (asked.due_s, asked.shape.index, asked))
+    def _push(self, request: DueRequest) -> None:
+        heapq.heappush(self._later, (request.due_s, request.shape.index, request))
 
     def _settle(self) -> None:
         first = math.inf if self._first is None else self._first.due_s

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.path import Path
 from matplotlib.transforms import Bbox
 
-from cadenza.loadtest.figures.style import MUTED, words
+from cadenza.loadtest.figures.style import MUTED, drawable
 
 _MOST = 14
 _PLACES = (("center", 0), ("left", 4), ("right", -4))
@@ -35,7 +35,7 @@ def put_names(axes: Axes, points: Sequence[Named]) -> None:
         if not (math.isfinite(x) and math.isfinite(y)):
             continue
         for align, shift in _PLACES:
-            text = axes.annotate(words(name, _MOST), (x, y), (shift, 3), textcoords="offset points", ha=align,
+            text = axes.annotate(drawable(name, _MOST), (x, y), (shift, 3), textcoords="offset points", ha=align,
                                  fontsize=7.5, color=MUTED, in_layout=False)  # fmt: skip
             box = text.get_window_extent()
             if _is_within(box, panel) and not (

@@ -117,7 +117,7 @@ def _charmap() -> Mapping[int, int]:
     return charmap
 
 
-def words(text: str, most: int = _MAX_LABEL) -> str:
+def drawable(text: str, most: int = _MAX_LABEL) -> str:
     """A label that can be drawn: one line, no longer than `most`, a box for what the font does not have."""
     known = _charmap()
     text = " ".join(text.split())
@@ -144,7 +144,7 @@ def _put_title(figure: Figure, title: str) -> None:
     """As much of it as fits in one line."""
     text = figure.suptitle("", x=0.012, ha="left", fontsize=11.5, fontweight="bold")
     for most in range(96, 16, -4):
-        text.set_text(words(title, most))
+        text.set_text(drawable(title, most))
         if _extent(figure, text).width <= 0.976 * figure.get_figwidth() * figure.dpi:
             return
 
@@ -155,7 +155,7 @@ def say(axes: Axes, sentence: str) -> None:
     axes.text(
         0.5,
         0.5,
-        textwrap.fill(words(sentence, 200), 38),
+        textwrap.fill(drawable(sentence, 200), 38),
         transform=axes.transAxes,
         ha="center",
         va="center",
@@ -165,7 +165,7 @@ def say(axes: Axes, sentence: str) -> None:
 
 def line_handle(label: str, colour: str = MUTED, **style: object) -> Line2D:
     """An entry of a legend."""
-    return Line2D([], [], color=colour, label=words(label), **style)  # type: ignore[arg-type]
+    return Line2D([], [], color=colour, label=drawable(label), **style)  # type: ignore[arg-type]
 
 
 def put_legend(figure: Figure, handles: Sequence[Artist]) -> None:

@@ -1,4 +1,4 @@
-"""A simulation from its settings to its file: every number of executors, every point, every repetition."""
+"""Runs a simulation from its settings to its file: every number of executors, every point, every repetition."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from cadenza.simulate.traffic import Traffic
 from scheduler_svc.config import SchedulerConfig
 
 SHARING = ("shared-prefix", "multi-turn")
-"""Workloads whose prompts begin alike; those of the others share no block, and the prefix cache finds nothing."""
+"""Workloads whose prompts share prefixes; in the others no block is shared and the prefix cache has no hits."""
 MAX_KEPT_GAPS = 100_000
-"""Requests of a run whose inter-token latencies are kept without being asked for."""
+"""Most requests of a run whose inter-token latencies are kept by default."""
 _NOT_SIMULATED = ("timeout_s", "url")
 _PROMPT_VOCABULARY = 32_768
 
 
 class View(Protocol):
-    """Who is told how it goes on."""
+    """Receives messages about the simulation's progress."""
 
     def say(self, text: str) -> None:
-        """A sentence."""
+        """Show a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What is simulated: executors, as many times as `counts` says, under a scheduler with these options."""
+    """The simulated system: the fleet, repeated `counts` times, under a scheduler with this config."""
 
     fleet: tuple[ExecutorProfile, ...]
     config: SchedulerConfig
     counts: tuple[int, ...] = (1,)
 
     def times(self, count: int) -> tuple[ExecutorProfile, ...]:
-        """All executors, so many times."""
+        """All executors, repeated `count` times."""
         return self.fleet * count
 
     def facts(self) -> dict[str, Any]:
-        """For the result file: what a server says of itself elsewhere."""
+        """Facts for the result file, in place of a server's own."""
         options = self.config.model_dump(mode="json", exclude={"executor", "listen", "config"}, exclude_defaults=True)
         return {
             "kind": "simulation",
@@ -70,10 +70,10 @@ def simulate(
     watch: Watch | None = None,
     keep_steps: bool = True,
 ) -> Outcome:
-    """One run of these settings with this seed; raises LoadTestError for what cannot be simulated."""
+    """Run these settings with this seed; raises LoadTestError for settings that cannot be simulated."""
     for name in _NOT_SIMULATED:
         if getattr(settings, name) is not None:
-            raise LoadTestError(f"--{name.replace('_', '-')}: is not simulated")
+            raise LoadTestError(f"--{name.replace('_', '-')}: cannot be simulated")
     settings = truncated_to(settings, max(profile.spec(config).max_model_len for profile in fleet))
     truncations = Truncations()
     schedule = truncations.recording(make_schedule(settings, seed))
@@ -93,12 +93,12 @@ def simulate(
 
 
 def may_share(settings: LoadSettings) -> bool:
-    """May prompts begin alike: made-up ones of independent tokens do not, and need not be made then."""
+    """Whether prompts may share prefixes; synthetic prompts of independent tokens do not, so they need not be made."""
     return settings.from_file or settings.workload in SHARING
 
 
 def keeps_gaps(settings: LoadSettings) -> bool:
-    """Are inter-token latencies kept: if they are asked for, or there are not too many requests."""
+    """Whether inter-token latencies are kept: if requested, or if there are few enough requests."""
     many = settings.num_requests
     if many is None and settings.duration_s is not None and settings.request_rate != math.inf:
         many = math.ceil(settings.duration_s * settings.request_rate)
@@ -109,9 +109,10 @@ def keeps_gaps(settings: LoadSettings) -> bool:
 def run_simulation(
     settings: LoadSettings, simulated: Simulated, view: View, *, label: str = "", command: Sequence[str] = ()
 ) -> tuple[LoadTestFile, list[Capacity]]:
-    """Everything that the settings ask for, for each number of executors; capacities only of `find_max_rate`.
+    """Run everything that the settings request for each number of executors; capacities are found for `find_max_rate`
+    only.
 
-    Ctrl-C keeps the points that were simulated, if there are any, and the file says so. Raises LoadTestError.
+    Ctrl-C keeps the points that were simulated, if there are any, and the file states it. Raises LoadTestError.
     """
     planned = planned_points(settings)
     for sentence in load_caveats(settings):
@@ -152,7 +153,7 @@ def run_simulation(
 def _runs(
     settings: LoadSettings, fleet: Sequence[ExecutorProfile], config: SchedulerConfig, view: View
 ) -> list[tuple[int, Outcome]]:
-    """All repetitions, each with its seed."""
+    """Run all repetitions; returns each with its seed."""
     runs = []
     for index in range(settings.repetitions):
         seed, began = settings.seed + index, time.perf_counter()
@@ -167,7 +168,7 @@ def _runs(
 
 
 def _search(settings: LoadSettings, fleet: Sequence[ExecutorProfile], config: SchedulerConfig, view: View) -> Capacity:
-    # Gaps of every trial would fill the memory.
+    # The gaps of all trials together would fill the memory.
     settings = settings.model_copy(
         update={"keep_itl": settings.limits is not None and settings.limits.itl_s is not None}
     )

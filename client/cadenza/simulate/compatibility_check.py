@@ -1,4 +1,4 @@
-"""Whether a load test is of what was recorded, by what both know."""
+"""Checks that a load test and a recording are of the same server run, by the facts that both hold."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from cadenza.loadtest.results import LoadTestFile
 from cadenza.simulate.recordings import Recording
 
 _CLOCKS_S = 60.0
-"""So far the clocks of two machines may be apart."""
+"""Allowed difference between the clocks of two machines."""
 
 
 def check_compatible(recording: Recording, file: LoadTestFile, path: str) -> None:
-    """Raises LoadTestError if the first run of the result at `path` cannot be of the recording.
+    """Raises LoadTestError if the first run of the result at `path` cannot be part of the recording.
 
-    That is with another model or device, begun before the recording, or with requests that the recording does not have,
-    by the lengths of their prompts.
+    That is: its model or device differs, it began before the recording, or it has requests whose prompt lengths the
+    recording lacks.
 
-    What passes may still be of another recording: of the same server, later, with prompts of the same lengths.
+    A result that passes may still be of another recording: of the same server, later, with prompts of the same lengths.
     """
     mismatch = _mismatch(recording, file)
     if mismatch:
-        raise LoadTestError(f"--loadtest {path}: it is not of this recording: {mismatch}")
+        raise LoadTestError(f"--loadtest {path}: does not match the recording: {mismatch}")
 
 
 def _mismatch(recording: Recording, file: LoadTestFile) -> str:
@@ -38,7 +38,7 @@ def _mismatch(recording: Recording, file: LoadTestFile) -> str:
     missing = sent - Counter(recording.prompt_lens)
     if missing:
         return (
-            f"{missing.total()} of its {sent.total()} requests that ended well are not in it, as one with a prompt of "
-            f"{next(iter(missing))} tokens"
+            f"{missing.total()} of its {sent.total()} completed requests are not in the recording, such as one with a "
+            f"prompt of {next(iter(missing))} tokens"
         )
     return ""

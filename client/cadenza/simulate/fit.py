@@ -1,4 +1,5 @@
-"""Costs from a recording: what of a step's time its work explains, and what lies between the services."""
+"""Fits step costs to a recording: the part of a step's time that its work explains, and the gaps between the
+services."""
 
 from __future__ import annotations
 
@@ -17,40 +18,41 @@ from executor_svc.simulated.costs import StepCosts, StepWork
 
 _TERMS = ("step_us", "token_us", "context_token_us", "kv_token_us")
 _OUTLIER_FACTOR = 4.0
-"""A step that took so many times what others of its work take was held up by something else, and is left out."""
+"""A step that took this many times the modelled time was delayed by something else and is left out."""
 _ROUNDS = 8
 _FEWEST_STEPS = 20
 _COLLINEAR = 0.9995
-"""Two terms whose columns are correlated like this cannot be told apart."""
+"""Two terms whose columns have at least this correlation cannot be distinguished."""
 _MAX_ERROR_SHARE = 0.9
-"""Hidden tokens are believed in if they leave at most this share of the squared error."""
+"""Hidden tokens are accepted if they leave at most this share of the squared error."""
 _HIDDEN = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Costs, how well they say how long the recorded steps took, and what could not be told."""
+    """Fitted costs, how well they predict the recorded step times, and which terms the recording could not
+    determine."""
 
     costs: StepCosts
     overheads: Overheads
     noise: Noise
     num_steps: int
     median_error: float
-    """Of |modelled - measured| / measured over the steps; so is p90_error."""
+    """Median of |modelled - measured| / measured over the steps; p90_error is its 90th percentile."""
     p90_error: float
     explained: float
     """Share of the variance of step times that the costs explain."""
     total_ratio: float
-    """Modelled over measured time of all steps."""
+    """Modelled time of all steps over their measured time."""
     warnings: tuple[str, ...]
 
 
 def fit_costs(recording: Recording) -> Fit:
-    """Fit a recording's steps; raises LoadTestError where there are too few.
+    """Fit a recording's steps; raises LoadTestError if there are too few.
 
-    Non-negative least squares (Lawson and Hanson, Solving Least Squares Problems, chapter 23), repeated with weights
-    from the model before: a step's variance is taken to be in proportion to its time, as it is where interruptions come
-    at random. Steps that took four times as long as modelled are left out.
+    The method is non-negative least squares (Lawson and Hanson, Solving Least Squares Problems, chapter 23), repeated
+    with weights from the previous model: a step's variance is assumed to be proportional to its time, as it is where
+    interruptions come at random. Steps that took more than four times their modelled time are left out.
     """
     steps = _with_times(recording.steps)
     if len(steps) < _FEWEST_STEPS:
@@ -59,7 +61,7 @@ def fit_costs(recording: Recording) -> Fit:
     sample_us = _rate(steps.sample_ns, steps.samples)
     sample_rest_ns = np.maximum(0.0, steps.sample_ns - 1000 * sample_us * steps.samples)
     moved_block_us = _moved_block_us(steps, warnings)
-    # All that is neither sampling nor moving belongs to the forward pass, the executor's own work included.
+    # Everything that is neither sampling nor moving counts as forward pass, including the executor's own work.
     forward_us = (steps.total_ns - steps.sample_ns - steps.moves_ns + sample_rest_ns) / 1000
     terms, hidden_tokens = _forward(steps, forward_us, warnings)
     costs = StepCosts(
@@ -86,10 +88,10 @@ def fit_costs(recording: Recording) -> Fit:
 
 
 def with_clients(fit: Fit, requests: RequestColumns) -> Fit:
-    """The same with what lies between clients and the queue, from a load test of what was recorded.
+    """The same fit with the overheads between clients and the queue, from a load test of the recorded server.
 
-    It is what a client's TTFT has over the server's own, half of it on the way there and half on the way back. Raises
-    LoadTestError if the server has told no times.
+    They are the difference of the client's TTFT and the server's own, half on the way there and half on the way back.
+    Raises LoadTestError if the server reported no times.
     """
     beyond_s = (requests.first_s - requests.sent_s - requests.server_first_s)[requests.ok]
     known_us = 1e6 * beyond_s[~np.isnan(beyond_s)]
@@ -100,7 +102,7 @@ def with_clients(fit: Fit, requests: RequestColumns) -> Fit:
 
 
 def fitted_profile(recording: Recording, fit: Fit, name: str, path: str) -> ExecutorProfile:
-    """The kind of executor that was recorded."""
+    """The profile of the recorded executor."""
     source = f"fitted to {fit.num_steps} steps of {recording.model} on {recording.device} in {path}"
     return ExecutorProfile(
         costs=fit.costs,
@@ -113,13 +115,13 @@ def fitted_profile(recording: Recording, fit: Fit, name: str, path: str) -> Exec
 
 
 def _with_times(steps: RecordedSteps) -> RecordedSteps:
-    """Those that computed something and took time."""
+    """The steps that computed tokens and took time."""
     rows = (steps.tokens > 0) & (steps.total_ns > 0)
     return RecordedSteps(*(getattr(steps, field.name)[rows] for field in fields(steps)))
 
 
 def _forward(steps: RecordedSteps, forward_us: Floats, warnings: list[str]) -> tuple[dict[str, float], float]:
-    """The forward pass's terms, and the tokens that are hidden behind its fixed part."""
+    """The terms of the forward pass, and the number of tokens hidden behind its fixed part."""
     columns = {
         "step_us": np.ones(len(steps)),
         "token_us": steps.tokens,
@@ -138,17 +140,19 @@ def _forward(steps: RecordedSteps, forward_us: Floats, warnings: list[str]) -> t
 
 
 def _drop_undetermined(columns: dict[str, Floats], warnings: list[str]) -> None:
-    """Leave out terms that the recording cannot tell: without variation, or like another one."""
+    """Remove the terms that the recording cannot determine: constant columns, and columns like another one."""
     for name in list(columns)[1:]:
         column = columns[name]
         if np.ptp(column) == 0:
             del columns[name]
-            warnings.append(f"{name} cannot be told: every step had {column[0]:.0f} of them; it is part of step_us")
+            warnings.append(f"{name} cannot be fitted: every step had {column[0]:.0f} of them; it is part of step_us")
             continue
         for other in [known for known in columns if known not in ("step_us", name)]:
             if list(columns).index(other) < list(columns).index(name) and _are_collinear(column, columns[other]):
                 del columns[name]
-                warnings.append(f"{name} cannot be told from {other}: they went together in every step; it is 0")
+                warnings.append(
+                    f"{name} cannot be distinguished from {other}: they vary together in every step; it is 0"
+                )
                 break
 
 
@@ -157,7 +161,7 @@ def _are_collinear(one: Floats, other: Floats) -> bool:
 
 
 def _weighted_nnls(columns: dict[str, Floats], times: Floats) -> tuple[Floats, float]:
-    """Coefficients of weighted least squares, and the mean of the weighted squared errors left."""
+    """Coefficients of weighted least squares, and the mean of the remaining weighted squared errors."""
     matrix = np.stack(list(columns.values()), axis=1)
     modelled, kept = times, np.ones(len(times), bool)
     for _ in range(_ROUNDS):
@@ -169,7 +173,7 @@ def _weighted_nnls(columns: dict[str, Floats], times: Floats) -> tuple[Floats, f
 
 
 def _scaled_nnls(matrix: npt.NDArray[np.float64], target: Floats) -> tuple[Floats, float]:
-    """nnls on columns of equal size, as their units differ by orders of magnitude."""
+    """nnls on columns scaled to equal norms, because their units differ by orders of magnitude."""
     sizes = np.sqrt((matrix**2).sum(0))
     sizes[sizes == 0] = 1.0
     found, error = nnls(matrix / sizes, target)
@@ -177,7 +181,7 @@ def _scaled_nnls(matrix: npt.NDArray[np.float64], target: Floats) -> tuple[Float
 
 
 def _rate(times_ns: Floats, counts: Floats) -> float:
-    """Microseconds for each, by a fit with a fixed part, which belongs elsewhere."""
+    """Microseconds per item, by a fit with a constant term, which is accounted for elsewhere."""
     rows = counts > 0
     if not rows.any() or not times_ns[rows].any():
         return 0.0
@@ -186,16 +190,16 @@ def _rate(times_ns: Floats, counts: Floats) -> float:
 
 
 def _moved_block_us(steps: RecordedSteps, warnings: list[str]) -> float:
-    """A quotient of sums: large moves tell more than small ones."""
+    """Microseconds per moved block: a quotient of sums, so that large moves weigh more than small ones."""
     moved = steps.moved_blocks.sum()
     if not moved:
-        warnings.append("moved_block_us cannot be told: no block was swapped or copied; it is 0")
+        warnings.append("moved_block_us cannot be fitted: no block was swapped or copied; it is 0")
         return 0.0
     return float(steps.moves_ns.sum() / moved / 1000)
 
 
 def _noise_us(measured: Floats, modelled: Floats) -> float:
-    """Variance over mean of step times, without steps that were held up: a mean of what each step says of it."""
+    """Variance over mean of step times without outliers: the mean of the single steps' estimates."""
     kept = measured <= _OUTLIER_FACTOR * modelled
     squares = (measured[kept] - modelled[kept]) ** 2 / modelled[kept]
     return round(float(squares.mean()) / 1000, 1)

@@ -1,4 +1,5 @@
-"""An executor in virtual time, for one lane of the core: what a step takes, what it answers, and when."""
+"""An executor in virtual time for one lane of the core: how long a step takes, its result, and when the result
+arrives."""
 
 from __future__ import annotations
 
@@ -18,33 +19,33 @@ from scheduler_svc.core.types import Candidates, StepResult
 from scheduler_svc.engine.pacing import StepPacer
 
 TOKEN = 1
-"""What every sequence samples: what tokens there are makes no difference to a cost model."""
+"""The token that every sequence samples: token values make no difference to a cost model."""
 _VOCAB_SIZE = 32_768
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class CountingDecodeBatch(DecodeBatch):
-    """A cohort that knows how many tokens its members have computed together, without asking each of them."""
+    """A decode batch that keeps the sum of its members' computed tokens, without a loop over them."""
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
         self.num_read = 0
-        """Positions that the members' tokens of the newest step read, each its own included."""
+        """Positions that the members' tokens of the newest step read, each token's own included."""
         self._offsets = 0
 
     @property
     def num_computed(self) -> int:
-        """Over all members."""
+        """Computed tokens, summed over all members."""
         return len(self.slots) * self.clock - self._offsets
 
     def join(self, sequence: Sequence) -> None:
-        """Take in a member."""
+        """Add a member."""
         super().join(sequence)
         self._offsets += self.clock - sequence.num_computed_tokens
 
     def leave(self, sequence: Sequence) -> None:
-        """Let one go."""
+        """Remove a member."""
         self._offsets -= self.clock - sequence.num_computed_tokens
         super().leave(sequence)
 
@@ -63,17 +64,17 @@ class InflightStep:
     def __init__(self, result: StepResult, result_at: float, num_tokens: int, duration_s: float) -> None:
         self.result = result
         self.result_at = result_at
-        """When the scheduler has it."""
+        """When the scheduler receives the result."""
         self.num_tokens = num_tokens
         self.duration_s = duration_s
         self.starting: list[Sequence] = []
-        """Those whose first token, since they came in, is in the result."""
+        """Sequences whose first token since they joined the batch is in the result."""
         self.row: tuple[float, ...] | None = None
-        """What is to be kept of it: a row of StepRows, but for its end."""
+        """The step's row of StepRows without the time of its end, if it is kept."""
 
 
 class SimulatedLane:
-    """An executor, and what the plan loop knows of it."""
+    """A simulated executor, and the plan loop's state for it."""
 
     def __init__(
         self, index: int, profile: ExecutorProfile, core: Lane, max_inflight_plans: int, seed: int = 0
@@ -88,12 +89,12 @@ class SimulatedLane:
         self.pacer = StepPacer()
         self.inflight_steps: deque[InflightStep] = deque()
         self.plan_at = math.inf
-        """When the plan loop plans next; inf: when it hears of something."""
+        """When the plan loop plans next; inf: after the next event."""
         self.idle = True
-        """Did it find nothing to plan when it last looked."""
+        """Whether the last attempt found nothing to plan."""
         self.num_applied = 0
         self.applied = array("d")
-        """When each step's result was taken in; filled only where gaps are kept."""
+        """When each step's result was applied; filled only if gaps are kept."""
         self._step_cost = step_cost_function(profile.costs)
         self._free_at = 0.0
         noise = profile.noise
@@ -102,18 +103,19 @@ class SimulatedLane:
         self._transit_s = profile.overheads.transit_us / 1e6
         self._tokens = [TOKEN] * profile.limits.max_num_seqs
         self._joined_decode_batch: list[Sequence] = []
-        """Those that decode from the next step on without having sampled before: of their chunk one token was left."""
+        """Sequences that decode from the next step on without having sampled before: one token of their prompt was
+        left."""
 
     @property
     def next_at(self) -> float:
-        """When something happens here next."""
+        """When the next event of this lane happens."""
         inflight_steps = self.inflight_steps
         if inflight_steps and inflight_steps[0].result_at <= self.plan_at:
             return inflight_steps[0].result_at
         return self.plan_at
 
     def launch(self, step: PlannedStep, planned_at: float, *, beams: bool) -> InflightStep:
-        """Run a step; `beams`: may there be some in it."""
+        """Start a step; `beams`: whether the step may hold beams."""
         decode_batch, slots, plan = self.decode_batch, step.decode_slots, step.plan
         num_tokens = len(slots)
         num_read = num_kv = decode_batch.num_read if num_tokens else 0
@@ -166,7 +168,7 @@ class SimulatedLane:
         return inflight_step
 
     def take_result(self, now: float) -> InflightStep:
-        """Take in the first result, which has come."""
+        """Remove and return the first step, whose result has arrived."""
         inflight_step = self.inflight_steps.popleft()
         self.num_applied += 1
         self.pacer.observe(inflight_step.num_tokens, inflight_step.duration_s)
@@ -174,7 +176,7 @@ class SimulatedLane:
         return inflight_step
 
     def pace(self, now: float) -> None:
-        """Settle when to plan next, as PlanLoop does: at once if the executor idles, late in its step if it is busy."""
+        """Set when to plan next, as PlanLoop does: at once if the executor is idle, late in its step if it is busy."""
         inflight_steps = self.inflight_steps
         if not inflight_steps:
             self.plan_at = now
@@ -184,7 +186,7 @@ class SimulatedLane:
             self.plan_at = math.inf
 
     def num_stored_tokens(self, *, alone: bool) -> int:
-        """Tokens whose KV the pool stores for those that run; `alone`: is each of them all of its request."""
+        """Tokens whose KV the pool stores for running sequences; `alone`: whether every request has one sequence."""
         core = self.core
         if not alone or core.blocks.num_shared_refs:
             return core.num_stored_tokens
@@ -192,7 +194,7 @@ class SimulatedLane:
 
 
 def _candidates(step: PlannedStep) -> dict[int, Candidates]:
-    """Made-up candidates of the beams that ask for them, as likely as the simulated executor's are."""
+    """Synthetic candidates for the step's beams, with the same logprobs as the simulated executor's."""
     found: dict[int, Candidates] = {}
     for chunk in step.chunks:
         beam = chunk.sequence

@@ -1,4 +1,4 @@
-"""The requests that are served, and what became of each: what clients would have seen, and the service's own times."""
+"""The log of a run's requests: what clients would have seen, and the service's own times."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _FAILURES = frozenset({FinishDetail.ABORTED, FinishDetail.DEADLINE, FinishDetail
 
 
 class Watch(Protocol):
-    """Who may end a run early."""
+    """May end a run early."""
 
     def ended(
         self, shape: RequestShape, due_s: float, first_s: float, last_s: float, num_output_tokens: int, error: str
     ) -> bool:
-        """A request has ended, so; NaN where it never came so far. Is the run to end now."""
+        """Take a request that has ended, with its times (NaN: not reached); returns whether the run is to end now."""
 
 
 class _LiveRequest:
@@ -46,19 +46,19 @@ class _LiveRequest:
         self.num_cached = 0
         self.num_prompt = num_prompt
         self.prompt = prompt
-        """Kept only if another turn follows."""
+        """Kept only if another turn follows in the session."""
         self.spans: list[tuple[int, int, int, int]] = []
-        """Runs of steps in which a sample got a token each: sample, lane, first step, tokens that it had before."""
+        """Ranges of steps that each gave a sample one token: sample, lane, first step, tokens that it had before."""
 
 
 class RequestLog:
-    """Keeps the books of a run. Times are in seconds of virtual time."""
+    """Records the requests of a run. Times are in seconds of virtual time."""
 
     def __init__(
         self, traffic: Traffic, lanes: Sequence[SimulatedLane], reply_s: float, *, keep_gaps: bool, watch: Watch | None
     ) -> None:
         self.stopped = False
-        """Has the watch ended the run."""
+        """Whether the watch has ended the run."""
         self._traffic = traffic
         self._lanes = lanes
         self._reply_s = reply_s
@@ -72,12 +72,12 @@ class RequestLog:
         return self._rows.columns()
 
     def accept(self, key: RequestKey, request: DueRequest, now: float, prompt: tuple[int, ...]) -> None:
-        """A request is in the queue."""
+        """The scheduler accepted a request into its queue."""
         kept = prompt if self._traffic.has_next_turn(request.shape) else NO_TOKENS
         self._live[key] = _LiveRequest(request, now, len(prompt), kept)
 
     def refuse(self, request: DueRequest, now: float, error: str) -> None:
-        """A request was refused at the door; the later turns of its session are never sent."""
+        """The scheduler refused a request; the later turns of its session are never sent."""
         shape = request.shape
         num_prompt_tokens = len(request.history) + shape.num_prompt_tokens
         self._rows.put(shape, num_prompt_tokens, due_s=request.due_s, sent_s=request.due_s, error=error)
@@ -86,7 +86,7 @@ class RequestLog:
             self.stopped |= self._watch.ended(shape, request.due_s, math.nan, math.nan, 0, error)
 
     def planned(self, step: PlannedStep, now: float) -> None:
-        """A step was planned: those who join for the first time have waited until now."""
+        """A step was planned: the queue time of sequences that join for the first time ends now."""
         for sequence in step.joined:
             live = self._live.get(sequence.group.key)
             if live is not None and math.isnan(live.planned):
@@ -94,7 +94,7 @@ class RequestLog:
                 live.num_cached = sequence.num_hit_tokens
 
     def started(self, lane: SimulatedLane, inflight_step: InflightStep, now: float) -> None:
-        """A result was taken in: some got their first token with it, or their first since they were preempted."""
+        """A result was applied: it has the first tokens of some sequences, or their first since a preemption."""
         for sequence in inflight_step.starting:
             live = self._live.get(sequence.group.key)
             if live is None or sequence.is_beam:
@@ -106,7 +106,7 @@ class RequestLog:
                 live.spans.append((sequence.sample_index, lane.index, lane.num_applied - 1, before))
 
     def record_outputs(self, outputs: StepOutputs, now: float) -> None:
-        """Close the requests that have ended with this news."""
+        """Close the requests that end with these outputs."""
         lengths: dict[SequenceGroup, int] = {}
         for beam in outputs.hypotheses:
             lengths[beam.group] = lengths.get(beam.group, 0) + len(beam.token_ids)
@@ -152,7 +152,7 @@ class RequestLog:
             self._rows.put(skipped, skipped.num_prompt_tokens, due_s=at_s, error="SKIPPED")
 
     def _gaps(self, live: _LiveRequest, group: SequenceGroup) -> npt.NDArray[np.float32]:
-        """Times between the messages of a request: a step gives each sample that runs there one token."""
+        """Times between the messages of a request: each step gives each of its running samples one token."""
         if len(live.spans) == 1:
             ((_, lane, start, _),) = live.spans
             run = self._lanes[lane].applied[start : start + group.sequences[0].num_output_tokens]

@@ -1,8 +1,9 @@
-"""The event loop in virtual time: requests come, steps are planned, results are taken in; nothing sleeps.
+"""The event loop in virtual time: requests arrive, steps are planned, results are applied; nothing sleeps.
 
-The core is the services' own, and each lane is driven as `engine.plan_loop` does it: plan k+1 is made before
-result k is in, as late as the pacer says. What the service does around the core is done here too: a full queue refuses
-with RESOURCE_EXHAUSTED, a prompt that is too long with INVALID_ARGUMENT, beams tell nothing before they are done.
+The core is the services' own, and each lane is driven as `engine.plan_loop` does it: plan k+1 is made before result k
+arrives, as late as the pacer allows. The service's behaviour around the core is modelled too: a full queue refuses with
+RESOURCE_EXHAUSTED, a prompt that is too long is refused with INVALID_ARGUMENT, and beams give no output before they
+end.
 """
 
 from __future__ import annotations
@@ -32,32 +33,32 @@ from scheduler_svc.engine.policies_from_options import policies_from_options
 
 _GREEDY = Sampling(temperature=0.0)
 MAX_STEP_ROWS = 65_536
-"""Rows of steps that are kept: of longer runs every second step, or every fourth, …"""
+"""Most step rows that are kept; longer runs keep every second step, or every fourth, …"""
 
 
 class PromptMaker(Protocol):
     """`cadenza.loadtest.prompts.Prompts`."""
 
     def token_ids(self, shape: RequestShape, history: Sequence[int] = ()) -> list[int]:
-        """The tokens of a prompt, those of the session's turns before in front."""
+        """The tokens of a prompt, after the `history` of the session's earlier turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run gave."""
+    """The result of a run."""
 
     requests: RequestColumns
     steps: StepColumns | None
     step_stride: int
-    """`steps` has a row for so many steps."""
+    """Steps per row of `steps`."""
     duration_s: float
     """Virtual time from the start to the last event."""
     num_steps: int
     num_preemptions: int
     ended_early: bool
-    """By its watch."""
+    """Whether the watch ended the run."""
     truncations: Truncations | None = None
-    """Requests whose lengths were cut, if that was noted."""
+    """Requests whose lengths were truncated; None: not recorded."""
 
 
 class Simulation:
@@ -75,9 +76,9 @@ class Simulation:
         watch: Watch | None = None,
         seed: int = 0,
     ) -> None:
-        """`prompts` makes token ids, so that the prefix cache finds what is alike; None: no prompt is like another,
-        and the cache is off. `seed` is of the executors' noise. Raises LoadTestError for options that do not fit the
-        executors, or each other.
+        """`prompts` makes token ids, so that the prefix cache finds shared prefixes; None: no prompts share a prefix,
+        and the cache is off. `seed` seeds the executors' noise. Raises LoadTestError for options that do not fit the
+        executors or each other.
         """
         check_fleet(fleet, config)
         policies = policies_from_options(config)
@@ -103,13 +104,13 @@ class Simulation:
         self._steps = StepRows(MAX_STEP_ROWS) if keep_steps else None
         self._has_beams = False
         self._all_alone = True
-        """Has every request been of one sample."""
+        """Whether every request so far has one sample."""
         self._free_at = 0.0
-        """When the scheduler, which does one thing at a time, is done with the plan that it makes."""
+        """When the scheduler, which makes one plan at a time, has finished the current one."""
         self._now = 0.0
 
     def run(self) -> Outcome:
-        """Let everything happen, until all requests have ended; once only."""
+        """Run until all requests have ended. Call it once only."""
         with _calm_collector():
             self._run()
         steps = self._steps
@@ -150,24 +151,24 @@ class Simulation:
                 self._plan(lane, now)
 
     def _drain(self) -> bool:
-        """Nothing happens by itself any more: a batch that waits for company is told that none will come."""
+        """No event is left: end the wait of an incomplete static batch. Returns False if no request is left."""
         core = self._core
         if not core.groups:
             return False
         if core.draining:
-            raise LoadTestError(f"{len(core.groups)} requests wait for ever: this is a mistake of the simulator")
+            raise LoadTestError(f"{len(core.groups)} requests wait forever: this is a bug of the simulator")
         core.drain(True)
         self._wake(self._now)
         return True
 
     def _wake(self, now: float) -> None:
-        """Lanes that found nothing to plan look again, when it is time to."""
+        """Schedule another planning attempt of the idle lanes."""
         for lane in self._lanes:
             if lane.idle:
                 lane.pace(now)
 
     def _arrive(self, now: float) -> None:
-        """A request has come to the queue, or is refused."""
+        """A request arrives: it is queued or refused."""
         request, core = self._traffic.take(), self._core
         shape = request.shape
         if len(core.waiting) >= self._max_queued:
@@ -201,7 +202,7 @@ class Simulation:
         return self._filler[:length] if length <= len(self._filler) else (TOKEN,) * length
 
     def _plan(self, lane: SimulatedLane, now: float) -> None:
-        """The plan loop's turn: a plan is made and sent, or there is nothing to plan."""
+        """The plan loop's turn: make and send a plan, if there is anything to plan."""
         core = self._core
         self._free_at = now + lane.plan_s
         plan = core.plan_step(lane.index, now)
@@ -223,7 +224,7 @@ class Simulation:
         lane.pace(now)
 
     def _apply(self, lane: SimulatedLane, now: float) -> None:
-        """A result has come."""
+        """A result has arrived."""
         core, inflight_step = self._core, lane.take_result(now)
         _, outputs = core.apply_result(lane.index, inflight_step.result, now)
         core.take_ended()
@@ -238,7 +239,7 @@ class Simulation:
         lane.pace(now)
 
     def _load(self, lane: SimulatedLane, step: PlannedStep) -> tuple[float, ...]:
-        """Queues and memory as a step is planned: a row of StepColumns without its end and what was preempted."""
+        """Queues and memory when a step is planned: a row of StepColumns without its end and its preemptions."""
         core, core_lane, result = self._core, lane.core, lane.inflight_steps[-1].result
         num_running = len(core_lane.running) + len(core_lane.finishing)
         if not self._all_alone:
@@ -253,16 +254,16 @@ class Simulation:
 
 
 class _Core(Scheduler):
-    """The core, with two looks inside that cost nothing."""
+    """The core with two cheap views of its state."""
 
     @property
     def has_outputs(self) -> bool:
-        """Has planning ended a request."""
+        """Whether planning has ended a request."""
         return bool(self._requests.outputs.finishes)
 
     @property
     def draining(self) -> bool:
-        """Was it told that no request will come."""
+        """Whether the core drains: no further request will arrive."""
         return self._requests.draining
 
 
@@ -272,9 +273,9 @@ def _next_at(lane: SimulatedLane) -> float:
 
 @contextlib.contextmanager
 def _calm_collector() -> Iterator[None]:
-    """Let the collector look at young objects only now and then, and never at what was there before.
+    """Run the garbage collector rarely, and never on objects that existed before.
 
-    A request's objects refer to each other, so they need it; but nothing else here makes garbage of that kind.
+    The objects of a request refer to each other, so collection is needed; nothing else here makes reference cycles.
     """
     thresholds, enabled = gc.get_threshold(), gc.isenabled()
     gc.collect()

@@ -1,4 +1,4 @@
-"""What comes when: first turns by the schedule or as users become free, later turns when the one before has ended."""
+"""Traffic: first turns arrive by the schedule or when a user becomes free, later turns after the previous one ended."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ class DueRequest:
     due_s: float
     shape: RequestShape
     history: tuple[int, ...] = NO_TOKENS
-    """Tokens of the session's turns before: prompts and outputs."""
+    """Tokens of the session's earlier turns: prompts and outputs."""
 
 
 class Traffic:
     """Requests in the order in which they are due, from `cadenza.loadtest.schedule.make_schedule`.
 
-    Turns of a session follow each other there; what it says of when later ones are due means nothing: they are when the
-    one before has ended and their `think_s` have passed. With `concurrency` the loop is closed: so many users, each of
-    whom asks for the next when the last request, or session, has ended, until `duration_s`.
+    The schedule lists the turns of a session one after the other. The due times that it gives later turns are ignored:
+    a later turn is due when the previous one has ended and its `think_s` have passed. With `concurrency` the loop is
+    closed: that many users each send the next request when their last request, or session, has ended, until
+    `duration_s`.
     """
 
     due: float
-    """When the next request is due; inf: none is, as things are."""
+    """When the next request is due; inf: no request is due until another one ends."""
 
     def __init__(
         self,
@@ -46,9 +47,10 @@ class Traffic:
         self._upcoming = next(schedule, None)
         self._first: DueRequest | None = None
         self._later: list[tuple[float, int, DueRequest]] = []
-        """A heap of what is due because something else has ended; equal moments in the order of the workload."""
+        """A heap of the requests that became due when another one ended; equal times are in the order of the
+        workload."""
         self._turns: dict[int, list[RequestShape]] = {}
-        """Turns that are still to come, by session, the next one last."""
+        """Turns not yet sent, by session, the next one last."""
         if concurrency is None:
             self._first = self._draw()
         for _ in range(concurrency or 0):
@@ -56,7 +58,7 @@ class Traffic:
         self._settle()
 
     def take(self) -> DueRequest:
-        """The request that is due next; there must be one."""
+        """Remove and return the request that is due next; there must be one."""
         if self._later and self._later[0][0] == self.due:
             request = heapq.heappop(self._later)[2]
         else:
@@ -66,11 +68,11 @@ class Traffic:
         return request
 
     def has_next_turn(self, shape: RequestShape) -> bool:
-        """Does a turn of the same session follow."""
+        """Whether another turn of the same session follows."""
         return shape.session in self._turns
 
     def ended(self, shape: RequestShape, at_s: float, history: tuple[int, ...] = NO_TOKENS) -> None:
-        """A request has ended well; `history`: its prompt and output, if a turn follows."""
+        """A request has completed; `history` is its prompt and output, if a turn follows."""
         turns = self._turns.get(shape.session)
         if turns:
             following = turns.pop()
@@ -84,7 +86,7 @@ class Traffic:
         self._settle()
 
     def failed(self, shape: RequestShape, at_s: float) -> list[RequestShape]:
-        """A request was refused, or failed: its session ends. Returns the turns that are never sent, in order."""
+        """A request was refused or failed, which ends its session. Returns the turns that are never sent, in order."""
         skipped = self._turns.pop(shape.session, [])[::-1]
         if self._closed:
             self._next_user(at_s)
@@ -92,7 +94,7 @@ class Traffic:
         return skipped
 
     def _draw(self) -> DueRequest | None:
-        """The next first turn of the schedule; the turns that follow it are put aside."""
+        """The next first turn of the schedule; keeps the turns that follow it for later."""
         if self._upcoming is None:
             return None
         due_s, shape = self._upcoming
@@ -107,7 +109,7 @@ class Traffic:
         return DueRequest(due_s, shape)
 
     def _next_user(self, at_s: float) -> None:
-        """A user is free, and asks for the next of the schedule."""
+        """A user is free and takes the next request of the schedule."""
         if at_s <= self._duration_s and (request := self._draw()) is not None:
             request.due_s = at_s
             self._push(request)

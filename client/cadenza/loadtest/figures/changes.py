@@ -1,4 +1,4 @@
-"""A comparison: how many times the first file's value each metric is, with its interval."""
+"""The figure of a comparison: each metric's ratio to the first file's value, with its interval."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _LOOKS = {
     "no difference shown": (MUTED, True),
     "not known": (MUTED, False),
 }
-"""By what is said of a change: its colour, and whether its mark is filled."""
+"""Colour by label of a change, and whether its mark is filled."""
 _ROW = 0.27
 """Inches."""
 
 
 @styled()
 def ratios(changes: Sequence[Change], title: str) -> Figure:
-    """A row for each metric with a ratio; the legend says what of it is better, worse, or was not shown at all."""
+    """A row for each metric with a ratio; the legend labels each as better, worse, or without a shown difference."""
     rows = [change for change in changes if change.ratio is not None][::-1]
     figure, (axes,) = new_figure(title, height=1.5 + _ROW * max(3, len(rows)))
     if not rows:
-        say(axes, "There is nothing whose ratio is known.")
+        say(axes, "No ratio is known.")
         return figure
     for place, change in enumerate(rows):
         ratio = change.ratio
@@ -60,7 +60,7 @@ def ratios(changes: Sequence[Change], title: str) -> Figure:
 
 
 def _set_scale(axes: Axes, rows: Sequence[Change]) -> None:
-    """Logarithmic, so that twice and half are equally far from 1; intervals that reach 0 are cut."""
+    """Set a logarithmic scale, on which 2 and 1/2 are equally far from 1; intervals that reach 0 are truncated."""
     ratios = [change.ratio for change in rows if change.ratio is not None]
     values = [each.value for each in ratios if each.value > 0]
     ends = [end for each in ratios for end in (each.low, each.high) if end is not None and end > 0]

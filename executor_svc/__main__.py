@@ -62,7 +62,7 @@ def main() -> int:
     logging.basicConfig(
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    for warning in settings.unheard(config, os.environ):
+    for warning in settings.ignored_settings(config, os.environ):
         _LOG.warning(warning)
     # Imported here, so that wrong options and --help do not wait for torch.
     from executor_svc.app import serve

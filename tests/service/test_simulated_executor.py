@@ -79,7 +79,7 @@ async def test_thousands_of_requests_end_with_their_expected_tokens() -> None:
         assert {output.outputs[0].finish_reason for output in outputs} == {"stop", "length"}
         await executor.stop()
     assert executor.process.returncode == 0
-    assert executor.last_words == "imported:\n"
+    assert executor.exit_reason == "imported:\n"
 
 
 async def test_logprobs_reach_the_client() -> None:

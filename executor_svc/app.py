@@ -45,7 +45,7 @@ def _build_for_good(config: ExecutorConfig, described: Future[Description]) -> E
     gc.disable()
     try:
         if config.simulate is None:
-            import executor_svc.build.model  # noqa: F401
+            import executor_svc.startup.model  # noqa: F401
     finally:
         gc.freeze()
         gc.enable()
@@ -58,7 +58,7 @@ def _build(config: ExecutorConfig) -> tuple[Executor, Description]:
         from executor_svc.simulated.build import build_simulated
 
         return build_simulated(config)
-    from executor_svc.build.model import build_model
+    from executor_svc.startup.model import build_model
 
     return build_model(config)
 

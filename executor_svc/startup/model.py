@@ -9,15 +9,15 @@ from functools import partial
 import torch
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.plan.description import Description, describe, limits_of
+from executor_svc.cpu.runner import ModelRunner
 from executor_svc.device.interface import Device, DeviceError
-from executor_svc.build.device import make_device
-from executor_svc.worker.eager_runner import EagerRunner
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.models.loading import LoadedModel, load_model
-from executor_svc.cpu.runner import ModelRunner
-from executor_svc.build.fingerprint import fingerprint
+from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.plan.plan import Limits
+from executor_svc.startup.device import make_device
+from executor_svc.startup.fingerprint import fingerprint
+from executor_svc.worker.eager_runner import EagerRunner
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.step_work import is_out_of_memory
 from executor_svc.worker.worker import Executor

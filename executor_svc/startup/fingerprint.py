@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from executor_svc.plan.description import Fingerprint
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
+from executor_svc.plan.description import Fingerprint
 
 if TYPE_CHECKING:
     from executor_svc.models.loading import LoadedModel

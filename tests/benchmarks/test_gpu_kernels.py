@@ -1,8 +1,9 @@
-"""The benchmarks for a GPU, without one: wheels, shapes, cases, rows and tables, and what breaks and goes on."""
+"""The GPU benchmarks' kernels without a GPU: shapes, cases, processes, rows, tables, and tiny runs."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -15,57 +16,20 @@ import pytest
 import torch
 
 from benchmarks.common.rows import ROOT, BenchmarkError
-from benchmarks.gpu import attention_cases, downloading, group_process, kernels, prepare, results
-from benchmarks.gpu.attention_runs import Sizes
-from benchmarks.gpu.cases import Bench, Case, Ceilings, Goal, Group, NotHere, Outcome, run_cases
-from benchmarks.gpu.ceilings import ceilings_of
-from benchmarks.gpu.groups import GROUPS, ORDER
-from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B, SHAPES, write_config
-from benchmarks.gpu.step_cases import driver_options
-from benchmarks.gpu.timing import HostClock
+from benchmarks.gpu.common import results
+from benchmarks.gpu.common.cases import Bench, Case, Ceilings, Goal, Group, Outcome, Unavailable, run_cases
+from benchmarks.gpu.common.shapes import LLAMA_8B, QWEN3_06B, SHAPES, write_config
+from benchmarks.gpu.common.timing import HostClock
+from benchmarks.gpu.kernels import attention, group_process, part
+from benchmarks.gpu.kernels.attention_launch import Sizes
+from benchmarks.gpu.kernels.ceilings import ceilings_of
+from benchmarks.gpu.kernels.groups import GROUPS, ORDER
+from benchmarks.gpu.kernels.steps import driver_options
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.registry import ARCHITECTURES
 
 FAR = time.monotonic() + 1e6
-
-
-# ---------------------------------------------------------------- wheels
-
-
-def test_wheels_have_the_versions_of_the_constraints() -> None:
-    names = prepare.names_in((prepare.HERE / "wheels.txt").read_text(encoding="utf-8"))
-    found = prepare.pinned(names, (ROOT / "constraints.txt").read_text(encoding="utf-8"))
-    assert len(found) == len(names) > 10
-    assert "grpcio-status==1.76.0" in found
-    assert "pydantic_core==2.50.4" in prepare.pinned(["pydantic-core"], "pydantic_core==2.50.4\n")
-    for name, match in (("torch", "not to be carried"), ("nothing-there", "no version")):
-        with pytest.raises(prepare.PrepareError, match=match):
-            prepare.pinned([name], "torch==2.13.0")
-
-
-def test_wheels_are_for_the_lent_machine() -> None:
-    asked = downloading.command(["a==1"], Path("folder"))
-    assert {"--no-deps", "--only-binary=:all:", "3.12", "manylinux2014_x86_64", "a==1"} <= set(asked)
-    assert ".wheels/" in (prepare.HERE / ".gitignore").read_text(encoding="utf-8").splitlines()
-
-
-def test_wheels_are_one_of_each_and_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a_b-1.0-py3-none-any.whl").write_bytes(b"12345")
-    assert prepare.check(tmp_path, ["a-b"]) == 5
-    with pytest.raises(prepare.PrepareError, match=r"wheels\.txt: c"):
-        prepare.check(tmp_path, ["a-b", "c"])
-    monkeypatch.setattr(prepare, "MAX_BYTES", 4)
-    with pytest.raises(prepare.PrepareError, match="more than 4"):
-        prepare.check(tmp_path, ["a-b"])
-    (tmp_path / "a_b-2.0-py3-none-any.whl").touch()
-    with pytest.raises(prepare.PrepareError, match="several versions"):
-        prepare.check(tmp_path, ["a-b"])
-
-
-def test_the_script_says_what_it_takes() -> None:
-    done = subprocess.run([prepare.HERE / "run.sh", "other"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert all(part in done.stderr for part in ("prepare", "tests", "kernels", "serve"))
+CPU = torch.device("cpu")
 
 
 # ---------------------------------------------------------------- shapes
@@ -109,8 +73,8 @@ def test_cases_have_names_and_parameters_of_their_own(tiny: bool) -> None:
     assert list(GROUPS)[:3] == ["ceilings", "decode", "prefill"]
 
 
-def test_decode_covers_the_goals_table() -> None:
-    params = [case.params for case in attention_cases.decode_cases(False)]
+def test_decode_covers_all_batches() -> None:
+    params = [case.params for case in attention.decode_cases(False)]
     found = {(each["kv"], each["gqa"], each["batch"], each["context"]) for each in params}
     assert len(found) == 2 * 2 * 5 * 4
     assert {("bf16", 8, 256, 32768), ("fp8", 4, 1, 1024)} <= found
@@ -120,18 +84,19 @@ def test_decode_covers_the_goals_table() -> None:
 @pytest.mark.slow
 def test_listing_cases_imports_no_kernel() -> None:
     code = (
-        "import sys; from benchmarks.gpu.groups import ORDER; [g.cases(t) for g in ORDER for t in (False, True)]; "
+        "import sys; from benchmarks.gpu.kernels.groups import ORDER; "
+        "[g.cases(t) for g in ORDER for t in (False, True)]; "
         "sys.exit('executor_svc.gpu.kernels.attention.attention' in sys.modules or 'triton' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_what_attention_computes_is_counted() -> None:
+def test_operations_and_bytes_of_attention() -> None:
     whole = Sizes(1, 1024, num_tokens=1024)
-    assert attention_cases.flops(whole) == 4 * 32 * 128 * 1024 * 1025 // 2
+    assert attention.flops(whole) == 4 * 32 * 128 * 1024 * 1025 // 2
     # Two chunks are the whole.
     parts = (Sizes(1, 512, num_tokens=512), Sizes(1, 1024, num_tokens=512))
-    assert sum(attention_cases.flops(part) for part in parts) == attention_cases.flops(whole)
+    assert sum(attention.flops(part) for part in parts) == attention.flops(whole)
     assert Sizes(4, 1000, fp8=True).kv_bytes * 2 == Sizes(4, 1000).kv_bytes == 4 * 1000 * 4096
 
 
@@ -142,7 +107,7 @@ def test_goals_are_judged() -> None:
     assert Goal("a", at_most=2).judge({"b": 1.0}) == ""
 
 
-def test_ceilings_that_were_not_measured_are_known_ones() -> None:
+def test_ceilings_that_were_not_measured_are_defaults() -> None:
     assert not ceilings_of({"copy": {"tb_per_s": 4.0}}).measured
     found = ceilings_of({"copy": {"tb_per_s": 4.0}, "read": {"tb_per_s": 4.5}, "matmul": {"tflop_per_s": 700.0}})
     assert (found.copy, found.read, found.matmul, found.measured) == (4e12, 4.5e12, 7e14, True)
@@ -183,7 +148,7 @@ def test_a_lost_device_leaves_the_rest_to_another_process(error: Exception) -> N
     assert [index for index, _ in found] == [0, 0]
 
 
-def test_cases_without_time_are_skipped_and_may_be_shared() -> None:
+def test_cases_without_time_are_skipped_and_processes_share_cases() -> None:
     found = [outcome for _, outcome in run_cases(group_of(fine, fine), bench(), 1, time.monotonic() + 0.5) if outcome]
     assert [outcome.case for outcome in found] == ["case 1"]
     assert "it takes 1" in found[0].skipped
@@ -191,17 +156,17 @@ def test_cases_without_time_are_skipped_and_may_be_shared() -> None:
     assert every_second == ["case 1", "case 3"]
 
 
-def test_what_all_cases_lack_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = failing(NotHere("no module"))
+def test_what_every_case_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = failing(Unavailable("no module"))
     found = [outcome for _, outcome in run_cases(group_of(lacking, lacking), bench(), 0, FAR) if outcome]
     assert [(outcome.skipped, outcome.ends_group) for outcome in found] == [("no module", True)]
-    said = {"begun": 0}, {"done": 0, "metrics": {}, "skipped": "no module", "ends_group": True}
-    assert told(monkeypatch, 2, Process(LOADED, *said, None)) == [
+    messages = {"begun": 0}, {"done": 0, "metrics": {}, "skipped": "no module", "ends_group": True}
+    assert outcomes(monkeypatch, 2, Process(LOADED, *messages, None)) == [
         Outcome("group", "case 0", {"index": 0}, skipped="no module", ends_group=True)
     ]
 
 
-def test_what_could_not_be_made_is_not_tried_again() -> None:
+def test_an_object_that_could_not_be_made_is_not_tried_again() -> None:
     kept, tries = bench(), []
 
     def make() -> int:
@@ -210,17 +175,17 @@ def test_what_could_not_be_made_is_not_tried_again() -> None:
 
     for _ in range(2):
         with pytest.raises(BenchmarkError, match="no"):
-            kept.keep("it", make)
+            kept.cached("it", make)
     assert len(tries) == 1
 
 
 class Process:
-    """Stands in for a group's process: says these lines, then ends, or says nothing more."""
+    """Stands in for a group's process: sends these messages, then ends (None) or hangs."""
 
     def __init__(self, *lines: dict[str, Any] | None) -> None:
         self._lines: Iterator[dict[str, Any] | None] = iter(lines)
 
-    def say(self, timeout_s: float) -> dict[str, Any] | None:
+    def receive(self, timeout_s: float) -> dict[str, Any] | None:
         line = next(self._lines, {"silent": True})
         if line == {"silent": True}:
             raise TimeoutError
@@ -235,7 +200,7 @@ class Process:
         return -9
 
 
-def told(monkeypatch: pytest.MonkeyPatch, num_cases: int, *processes: Process) -> list[Outcome]:
+def outcomes(monkeypatch: pytest.MonkeyPatch, num_cases: int, *processes: Process) -> list[Outcome]:
     waiting = iter(processes)
     monkeypatch.setattr(group_process, "GroupProcess", lambda *arguments: next(waiting))
     return [outcome for _, outcome in group_process.outcomes(group_of(*[fine] * num_cases), True, Ceilings(), FAR)]
@@ -248,32 +213,32 @@ def done(index: int, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"begun": index}, {"done": index, "metrics": {"ms": 1.0}, **fields}
 
 
-def test_a_process_that_dies_costs_its_case_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_fails_its_case_only(monkeypatch: pytest.MonkeyPatch) -> None:
     first = Process(LOADED, *done(0), {"begun": 1}, None)
     second = Process(LOADED, *done(2), None)
-    found = told(monkeypatch, 3, first, second)
+    found = outcomes(monkeypatch, 3, first, second)
     assert [outcome.metrics for outcome in found] == [{"ms": 1.0}, {}, {"ms": 1.0}]
     assert found[1].error == "the process ended, with -11"
 
 
 def test_a_process_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = told(monkeypatch, 2, Process(LOADED, {"begun": 0}), Process(LOADED, *done(1), None))
+    found = outcomes(monkeypatch, 2, Process(LOADED, {"begun": 0}), Process(LOADED, *done(1), None))
     assert [bool(outcome.error) for outcome in found] == [True, False]
-    assert "nothing was heard" in found[0].error
+    assert "no message" in found[0].error
 
 
 def test_a_process_that_ends_after_an_error_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = {"metrics": {}, "error": "AcceleratorError: …"}
     first = Process(LOADED, {"begun": 0}, {"done": 0, **lost}, None)
-    found = told(monkeypatch, 2, first, Process(LOADED, *done(1), None))
+    found = outcomes(monkeypatch, 2, first, Process(LOADED, *done(1), None))
     assert [outcome.error for outcome in found] == ["AcceleratorError: …", ""]
 
 
-def test_a_group_that_can_not_load_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = told(monkeypatch, 2, Process(None), Process(None))
+def test_a_group_that_cannot_load_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = outcomes(monkeypatch, 2, Process(None), Process(None))
     assert all("while it loaded" in outcome.error for outcome in found)
     # Still loading when time is up.
-    assert [outcome.skipped for outcome in told(monkeypatch, 1, Process())] == ["no time was left"]
+    assert [outcome.skipped for outcome in outcomes(monkeypatch, 1, Process())] == ["no time was left"]
 
 
 # ---------------------------------------------------------------- rows and tables
@@ -282,16 +247,14 @@ def test_a_group_that_can_not_load_is_told_of(monkeypatch: pytest.MonkeyPatch) -
 OUTCOME = Outcome("decode", "a case", {"batch": 4}, {"us": 12.345678, "percent_of_copy": 91.0})
 
 
-def test_a_row_is_one_line_with_all_that_is_needed_to_judge_it() -> None:
-    row = json.loads(results.json_line(results.KERNELS, OUTCOME, 7, 0.5))
+def test_a_row_names_case_machine_and_versions() -> None:
+    row = json.loads(results.row_of("gpu_kernels", OUTCOME, 7, 0.5).to_json())
     assert row["benchmark"] == "gpu_kernels"
     assert row["params"] == {"group": "decode", "case": "a case", "batch": 4}
     assert row["medians"] == {"us": 12.35, "percent_of_copy": 91.0}
     assert {"gpu", "cpu"} <= row["machine"].keys()
     assert {"torch", "triton", "commit"} <= row["versions"].keys()
     assert row["note"].startswith("disturbed")
-    failed = json.loads(results.json_line(results.KERNELS, replace(OUTCOME, metrics={}, error="why"), 7))
-    assert (failed["error"], failed["case"], "medians" in failed) == ("why", "a case", False)
 
 
 def test_a_table_has_all_metrics_goals_and_failures() -> None:
@@ -304,7 +267,7 @@ def test_a_table_has_all_metrics_goals_and_failures() -> None:
     assert "met: percent_of_copy >= 90" in lines[2]
     assert lines[3].split() == ["slow", "100000", "0.2500"]
     assert lines[4] == "decode: broken: FAILED: why"
-    assert results.said(OUTCOME, goal).endswith("(goal met)")
+    assert results.as_line(OUTCOME, goal).endswith("(goal met)")
 
 
 @pytest.mark.parametrize(
@@ -322,9 +285,65 @@ def test_the_best_tiles_are_named() -> None:
     assert results.best_of(rows, ["batch"], "x") == ["best: 1 64, x 3.000", "best: 4 32, x 9.000"]
 
 
-def test_the_whole_of_it_is_summed_up() -> None:
+def test_all_groups_are_summed_up() -> None:
     broken = replace(OUTCOME, metrics={}, error="why")
-    table = kernels.tables([(GROUPS["decode"], case, OUTCOME) for case in attention_cases.decode_cases(True)])
+    table = part.tables([(GROUPS["decode"], case, OUTCOME) for case in attention.decode_cases(True)])
     assert table.startswith("== decode: decode attention")
     assert table.endswith("2 cases: 0 failed, 0 skipped; goals: 2 met, 0 missed")
-    assert "1 cases: 1 failed" in kernels.summary([(broken, None)])
+    assert "1 cases: 1 failed" in results.summary([(broken, None)])
+
+
+# ---------------------------------------------------------------- tiny runs
+
+
+def child(*arguments: str, packages: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """The messages of a group's process under Triton's interpreter; `packages` are folders that are searched first."""
+    path = os.pathsep.join(map(str, (*packages, ROOT, ROOT / "client")))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    message = json.dumps({"ceilings": {"copy": 1e9, "read": 1e9, "matmul": 1e9}, "end_at": FAR})
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.kernels.child", *arguments, "--tiny"],
+        input=message + "\n", capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("group", "metric"), [("prefill", "tflop_per_s"), ("tune-decode", "us"), ("linears", "speedup"), ("ceilings", "ms")]
+)
+def test_kernels_run_in_a_separate_process(group: str, metric: str) -> None:
+    lines = child(group)
+    assert lines[:2] == [{"loaded": True}, {"begun": 0}]
+    found = [line for line in lines if "done" in line]
+    assert len(found) == len(GROUPS[group].cases(True))
+    assert all(line["metrics"][metric] > 0 and "error" not in line for line in found)
+
+
+@pytest.mark.slow
+def test_whole_steps_run_in_a_separate_process() -> None:
+    # Only the first and the last of the timed cases: a decode of one sequence, and one beside a prompt.
+    lines = child("steps-0.6b", "--every", "4")
+    assert [line for line in lines if "done" not in line] == [{"loaded": True}, {"begun": 0}, {"begun": 4}]
+    found = [line for line in lines if "done" in line]
+    assert all(line["metrics"]["percent_of_limit"] > 0 and "error" not in line for line in found)
+
+
+@pytest.mark.slow
+def test_traces_of_whole_steps_need_a_device() -> None:
+    found = [line for line in child("steps-0.6b", "--start", "5", "--every", "8") if "done" in line]
+    assert [line["skipped"] for line in found] == ["the trace has no work of a device"]
+
+
+@pytest.mark.slow
+def test_decode_is_measured_beside_flashinfer(tmp_path: Path) -> None:
+    wrapper = "from tests.helpers.stand_in_flashinfer import BatchDecodeWithPagedKVCacheWrapper\n"
+    (tmp_path / "flashinfer.py").write_text(wrapper, encoding="utf-8")
+    lines = child("flashinfer", packages=(tmp_path,))
+    found = [line["metrics"] for line in lines if "done" in line]
+    assert len(found) == 2
+    for each in found:
+        best = min(each["cuda_cores_us"], each["tensor_cores_us"])
+        assert each["ratio"] == pytest.approx(each["us"] / best)
+        assert each["flashinfer_percent_of_copy"] == pytest.approx(each["percent_of_copy"] * each["ratio"])

@@ -17,11 +17,11 @@ import torch
 
 from benchmarks.common.rows import ROOT, BenchmarkError
 from benchmarks.gpu.common import results
+from benchmarks.gpu.common.attention_sizes import Sizes
 from benchmarks.gpu.common.cases import Bench, Case, Ceilings, Goal, Group, Outcome, Unavailable, run_cases
 from benchmarks.gpu.common.shapes import LLAMA_8B, QWEN3_06B, SHAPES, write_config
 from benchmarks.gpu.common.timing import HostClock
 from benchmarks.gpu.kernels import attention, group_process, part
-from benchmarks.gpu.kernels.attention_launch import Sizes
 from benchmarks.gpu.kernels.ceilings import ceilings_of
 from benchmarks.gpu.kernels.groups import GROUPS, ORDER
 from benchmarks.gpu.kernels.steps import driver_options

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.gpu.common.attention_sizes import Sizes
 from benchmarks.gpu.common.cases import Bench, Case, Group, Metrics
 from benchmarks.gpu.kernels.attention import (
     BLOCK_SIZES,
@@ -18,7 +19,7 @@ from benchmarks.gpu.kernels.attention import (
     bandwidth,
     flops,
 )
-from benchmarks.gpu.kernels.attention_launch import Inputs, Sizes, arch_and_sms, check, launch, make_inputs
+from benchmarks.gpu.kernels.attention_launch import Inputs, arch_and_sms, check, launch, make_inputs
 from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, DECODE_ROWS, AttentionConfig
 
 if TYPE_CHECKING:

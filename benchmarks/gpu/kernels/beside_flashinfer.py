@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from benchmarks.gpu.common.attention_sizes import Sizes
 from benchmarks.gpu.common.cases import Bench, Case, Group, Metrics
 from benchmarks.gpu.kernels.attention import decode_case, decode_sizes
-from benchmarks.gpu.kernels.attention_launch import Sizes, launch, make_inputs
+from benchmarks.gpu.kernels.attention_launch import launch, make_inputs
 
 _TOLERANCE = 0.02
 """Relative error of a head: both round weights and outputs to bf16."""

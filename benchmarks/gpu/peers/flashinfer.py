@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.benchmark import progress
+from benchmarks.gpu.common.attention_sizes import Sizes
 from benchmarks.gpu.common.cases import Unavailable, one_line
-from benchmarks.gpu.kernels.attention_launch import Sizes
 
 _WORKSPACE_BYTES = 256 << 20
 """Twice what FlashInfer recommends."""

@@ -1,4 +1,4 @@
-"""Finds every variant of every kernel of this package: what is compiled ahead of time, and named in docs/kernels.md."""
+"""Finds every variant of every kernel of this package, all of which are compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def kernel_modules(package: str = PACKAGE) -> list[str]:
     Raises RegistryError for a module that cannot be imported.
     """
     found = pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
-    return sorted(info.name for info in found if hasattr(_imported(info.name), "variants"))
+    return sorted(info.name for info in found if callable(getattr(_imported(info.name), "variants", None)))
 
 
 def entries(modules: Iterable[str] | None = None) -> dict[str, Entry]:

@@ -88,3 +88,18 @@ def test_the_evenings_reading_is_as_long_as_stated() -> None:
     assert total == sum(files.values())
     assert sum(_lines(ROOT / name) for name in files) == pytest.approx(total, rel=0.1)
     assert sum(_lines(path) for path in ROOT.glob("scheduler_svc/core/**/*.py")) == pytest.approx(core, rel=0.1)
+
+
+def test_the_way_of_a_parameter_names_what_is_there_and_enters_no_folder_twice() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.split("## The way of one parameter")[1].split("\n## ")[0]
+    drawings = _BLOCK.findall(section)
+    assert len(drawings) == 3
+    for drawing in drawings:
+        folders: list[Path] = []
+        for indent, folder, file in re.findall(r"^( +)((?:[\w/]+(?=  ))?) +([\w/]+\.py)  ", drawing, re.M):
+            if folder:
+                folders.append(folders[-1] / folder if len(indent) > 1 and folders else ROOT / folder)
+            assert (folders[-1] / file).is_file(), f"{folders[-1]}: no {file}"
+        assert len(folders) >= 2
+        assert len(set(folders)) == len(folders)

@@ -1,4 +1,4 @@
-"""The structure of a decoder-only transformer, read from config.json by `models.families`, built by `models.decoder`."""
+"""The structure of a decoder-only transformer: `models.families` read it from config.json."""
 
 from __future__ import annotations
 

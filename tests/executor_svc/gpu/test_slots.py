@@ -280,7 +280,7 @@ def test_steps_that_do_not_fit_are_refused(device: torch.device) -> None:
         DeviceSlots(LIMITS, device, MOST, LEAST_STAGING - 1)
     with pytest.raises(ValueError, match="target is no view"):
         slots.write(torch.zeros(4, dtype=torch.int32, device=device), ints(1))
-    with pytest.raises(ValueError, match="no room for 2 words"):
+    with pytest.raises(ValueError, match="too small for 2 words"):
         slots.write(slots.state.token_ids[0, :1], ints(1, 2))
 
 

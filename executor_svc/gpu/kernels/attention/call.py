@@ -1,4 +1,4 @@
-"""What a launch of attention is given, checked: the same for both of its kernels."""
+"""The checked arguments of attention, the same for both of its kernels."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Causal attention of T tokens of S sequences over the paged cache: what `reference.attention` means."""
+    """Causal attention of T tokens of S sequences over the paged cache, as defined by `device.reference.attention`."""
 
     q: Tensor
-    """[T, H, D], a row a view of any stride that is a multiple of 16."""
+    """[T, H, D]; the stride of rows is any multiple of 16."""
     kv_layer: Tensor
-    """[N, 2, KVH, B, D] in the dtype of q, or float8_e4m3fn with scales; q is 16 bits wide then."""
+    """[N, 2, KVH, B, D] in the dtype of q, or float8_e4m3fn with scales and a 16-bit q."""
     query_start_loc: Tensor
     """[S + 1] int32."""
     seq_lens: Tensor
-    """[S] int32; 0: padding, its tokens get zeros."""
+    """[S] int32; 0: padding, whose outputs are zeros."""
     block_tables: Tensor
     """[S, max_blocks] int32, rows of any stride."""
     out: Tensor

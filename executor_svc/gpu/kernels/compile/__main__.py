@@ -12,7 +12,7 @@ from executor_svc.gpu.kernels.compile.registry import RegistryError, entries
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compile what the command line names; exit with 1 and a list if anything is refused."""
+    """Compile the kernels of the command line; exit with 1 and a list of errors if any is refused."""
     parser = argparse.ArgumentParser(prog="python -m executor_svc.gpu.kernels.compile", description=__doc__)
     parser.add_argument("--module", action="append", help="full name of a module with variants; default: all of them")
     parser.add_argument("--only", default="", help="variants whose name has this in it")

@@ -149,7 +149,7 @@ class GpuDevice:
         )
 
     def _bytes_for_kv(self, config: ExecutorConfig, beside: int) -> int:
-        """Return the bytes left for the pool, beside `beside` bytes and everything in memory."""
+        """Return the bytes left for the pool, after `beside` bytes and everything in memory."""
         free = self.free_memory_bytes()
         total = free if self._interpreted else torch.cuda.mem_get_info(self.torch_device)[1]
         left = 0 if self._interpreted else _BYTES_FOR_GRAPHS

@@ -198,7 +198,7 @@ class GpuStepExecutor:
     def _wanted_by(self, slots: IntArray) -> Wanted:
         """Return the sampling needs of these slots.
 
-        Reuse the last step's for the same slots without admissions since.
+        Reuses the last step's needs for the same slots without admissions since.
         """
         if self._wanted is None or not np.array_equal(self._wanted.slots, slots):
             self._wanted = Wanted.by(slots, self.slots.sampling, self._sampling.without_room, self.limits.vocab_size)

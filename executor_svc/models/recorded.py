@@ -41,14 +41,14 @@ class RecordedModel:
             self.best = kernels.argmax(self.sampled_logits)
             self._forward = recording.program()
         with kernels.recording() as recording:
-            recording.rows = "asked"
+            recording.rows = "requested"
             self.requested_logits = model.logits(kernels.take_rows(self.hidden, self.requested))
             self._logits = recording.program()
 
     def run(self, num_tokens: int, num_sampled: int) -> None:
-        """Compute hidden states of num_tokens tokens, then logits and most likely tokens of num_sampled rows.
+        """Compute hidden states of num_tokens tokens, then logits and best tokens of num_sampled rows.
 
-        0: skip.
+        0 skips a part.
         """
         tiles = {plan.name: plan.num_tiles for plan in self.plans}
         self._forward.run(rows=num_tokens, sampled=num_sampled, **tiles)

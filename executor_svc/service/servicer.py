@@ -174,7 +174,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                     problem = "a session can be opened once only" if kind == "open" else "a message must hold something"
                     break
         except Exception as exc:
-            # The stream cannot be read on after an undecodable message: left open, it would wait for ever.
+            # An undecodable message ends the reading; an open stream would then wait for ever.
             problem = f"a message cannot be read: {exc}"
         refusal = _Refusal(grpc.StatusCode.INVALID_ARGUMENT, problem) if problem else None
         outbox.put_nowait(_EndOfPlans(num_plans, refusal))

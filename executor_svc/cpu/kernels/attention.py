@@ -191,10 +191,10 @@ class _AttentionKernel:
             part = min(most, rows - start)
             at_once = max(1, min(4, most // part)) if self._block <= LANES else 1
             several = low + (high - low) // at_once * at_once
-            asked, into = queries + start * self._width * _FLOAT, scores + start * self._score_bytes
-            self._score_blocks(emit, work, asked, into, (part, at_once), low, several)
+            part_queries, into = queries + start * self._width * _FLOAT, scores + start * self._score_bytes
+            self._score_blocks(emit, work, part_queries, into, (part, at_once), low, several)
             if at_once > 1:
-                self._score_blocks(emit, work, asked, into, (part, 1), several, high)
+                self._score_blocks(emit, work, part_queries, into, (part, 1), several, high)
 
     def _score_blocks(
         self, emit: Emitter, work: _Work, queries: Int, scores: Int, size: tuple[int, int], begin: Int, end: Int

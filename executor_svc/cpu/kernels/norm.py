@@ -132,7 +132,7 @@ def sum_of_squares(emit: Emitter, x: Int, dtype: Dtype, length: int) -> Vec:
 def each_piece(emit: Emitter, length: int, body: Callable[[Int, int], None]) -> None:
     """Call body(offset, count) for the vectors that cover `length` numbers.
 
-    Count is LANES, perhaps less for the last.
+    count is LANES, perhaps less for the last vector.
     """
     whole = length // LANES * LANES
     emit.loop(0, whole, LANES, lambda offset, _: body(offset, LANES))

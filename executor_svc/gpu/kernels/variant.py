@@ -23,10 +23,7 @@ class Variant:
     constants: Mapping[str, Any]
     """Value of every constexpr argument by name."""
     divisible: tuple[str, ...] = ()
-    """Arguments that are multiples of 16 in every launch, as addresses and most strides are.
-
-    Triton specializes on it.
-    """
+    """Arguments that are multiples of 16 in every launch, as addresses and most strides: Triton specializes on it."""
     num_warps: int = 4
     num_stages: int = 2
     fp_fusion: bool = True

@@ -69,7 +69,7 @@ def build(
 @contextmanager
 def _as_loader_errors(choice: Choice, folder: Path) -> Iterator[None]:
     """Turn errors of a model's code into LoaderError."""
-    prefix = f"model folder {folder}: {choice.architecture} can not run through transformers here"
+    prefix = f"model folder {folder}: {choice.architecture} cannot run through transformers here"
     try:
         yield
     except LoaderError:
@@ -139,7 +139,7 @@ def _load(choice: Choice, folder: Path, implementation: str, builder: Builder, d
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise LoaderError(f"model folder {folder}: transformers can not load it: {error}") from error
+        raise LoaderError(f"model folder {folder}: transformers cannot load it: {error}") from error
     _check_report(folder, report)
     return model.to(builder.torch_device)
 

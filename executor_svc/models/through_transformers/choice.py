@@ -49,14 +49,14 @@ def choose(folder: Path, architecture: str) -> Choice:
         model_class = getattr(transformers, architecture)
     except (ValueError, TypeError, KeyError, AttributeError, OSError, ImportError, StrictDataclassError) as error:
         message = " ".join(str(error).split())
-        raise LoaderError(f"model folder {folder}: transformers can not read config.json: {message}") from error
+        raise LoaderError(f"model folder {folder}: transformers cannot read config.json: {message}") from error
     try:
         _drop_kv_quantization(config)
     except ModelConfigError as error:
         raise LoaderError(f"model folder {folder}: {error}") from error
     reason = _config_reason(config) or _class_reason(model_class, config)
     if reason is not None:
-        raise LoaderError(f"model folder {folder}: {architecture} can not run through transformers here: {reason}")
+        raise LoaderError(f"model folder {folder}: {architecture} cannot run through transformers here: {reason}")
     return Choice(architecture, model_class, config)
 
 

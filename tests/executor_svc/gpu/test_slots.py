@@ -372,9 +372,9 @@ def test_changes_are_the_same_in_any_number_of_pieces(
         changes.write(int(start), wanted[start:end])
     singles = np.arange(ends[-1], total)
     changes.write_singles(singles, wanted[singles])
-    changes.give(np.arange(num_given), np.arange(num_given) + 7)
+    changes.give_tokens(np.arange(num_given), np.arange(num_given) + 7)
     words, given_pairs = np.zeros(total, np.int64), []
-    for piece in changes.cut(room):
+    for piece in changes.split(room):
         assert piece
         assert piece.num_words() <= room
         buffer = np.full(first + room, -1, np.int32)

@@ -66,7 +66,7 @@ class Code:
     def helper(self, name: str, num_arguments: int, body: Callable[..., None]) -> Callable[..., None]:
         """Add void name(integers…), for kernels to call.
 
-        Return a function that emits a call: call(emitter, *integers).
+        Returns a function that emits a call: call(emitter, *integers).
         """
         function = self._module.globals.get(name)
         if function is None:

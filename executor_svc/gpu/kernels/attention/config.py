@@ -111,7 +111,7 @@ _DECODE_SOFTCAP = _DECODE | {
     ("16", 64): AttentionConfig(DECODE_ROWS, 64, 8, 3),
     ("16", 128): AttentionConfig(DECODE_ROWS, 64, 8, 3),
 }
-"""With 4 warps some kernels spill, by 4 bytes."""
+"""With 4 warps, some kernels spill 4 bytes."""
 _HOPPER_WIDE = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(128, 64, 8, 2),

@@ -100,7 +100,7 @@ def compile_variant(variant: Variant, arch: int) -> Build:
 def build_errors(variant: Variant, build: Build) -> list[str]:
     """Return the reasons that a build cannot be launched or misses a requirement of its variant.
 
-    Empty if there is none.
+    The list is empty if there is none.
     """
     found = []
     if variant.no_spills and build.spills:

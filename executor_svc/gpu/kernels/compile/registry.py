@@ -39,7 +39,8 @@ def kernel_modules(package: str = PACKAGE) -> list[str]:
     Raises RegistryError for a module that cannot be imported.
     """
     found = pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
-    return sorted(info.name for info in found if hasattr(_imported(info.name), "variants"))
+    # Not packages: a submodule `variants` is an attribute of its package.
+    return sorted(info.name for info in found if not info.ispkg and hasattr(_imported(info.name), "variants"))
 
 
 def entries(modules: Iterable[str] | None = None) -> dict[str, Entry]:
@@ -64,7 +65,7 @@ def short_name(module: str) -> str:
 def variant_errors(variant: Variant) -> list[str]:
     """Return the errors of a variant: mismatches with its kernel's arguments, impossible options.
 
-    Empty if there are none.
+    The list is empty if there are none.
     """
     parameters = inspect.signature(getattr(variant.kernel, "fn", variant.kernel)).parameters
     fixed = {name for name, kind in variant.signature.items() if kind == "constexpr"}

@@ -19,31 +19,31 @@ _log = logging.getLogger(__name__)
 _DECODE_SEQS = (1, 2, 4, 8, *range(16, 257, 8), *range(272, 513, 16))
 _MIXED_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _MIXED_SEQS = (16, 64, 256, 1024)
-_MOST_OPERATIONS = 4e12
+_MAX_OPERATIONS = 4e12
 """Operations of a step's matrix products, two per parameter and token, that a Hopper GPU computes in some 8 ms. The
 host is estimated to need as long to launch a small model's 300 kernels one by one; a longer step hides its launches."""
 
 
-def decode_sizes(most_seqs: int) -> list[StepSizes]:
+def decode_sizes(max_seqs: int) -> list[StepSizes]:
     """Return the sizes of decode steps with a graph, ascending: 1, 2, 4, 8, then by 8 to 256 and by 16 to 512.
 
-    The last size holds most_seqs sequences, if that is at most 512.
+    The last size holds max_seqs sequences, if that is at most 512.
     """
-    return [StepSizes.decode(size) for size in sizes_up_to(_DECODE_SEQS, most_seqs)]
+    return [StepSizes.decode(size) for size in sizes_up_to(_DECODE_SEQS, max_seqs)]
 
 
-def mixed_sizes(most_tokens: int, most_seqs: int, num_parameters: int) -> list[StepSizes]:
+def mixed_sizes(max_tokens: int, max_seqs: int, num_parameters: int) -> list[StepSizes]:
     """Return the sizes of other steps whose hidden states have a graph, ascending: 32 to 2,048 tokens.
 
     Only sizes whose launches would take longer than their work, with a model of num_parameters parameters.
     """
-    most_tokens = min(most_tokens, int(_MOST_OPERATIONS / (2 * max(1, num_parameters))) // 16 * 16)
-    if most_tokens < _MIXED_TOKENS[0]:
+    max_tokens = min(max_tokens, int(_MAX_OPERATIONS / (2 * max(1, num_parameters))) // 16 * 16)
+    if max_tokens < _MIXED_TOKENS[0]:
         return []
     pairs = (
         (tokens, min(seqs, tokens))
-        for tokens in sizes_up_to(_MIXED_TOKENS, most_tokens)
-        for seqs in sizes_up_to(_MIXED_SEQS, most_seqs)
+        for tokens in sizes_up_to(_MIXED_TOKENS, max_tokens)
+        for seqs in sizes_up_to(_MIXED_SEQS, max_seqs)
     )
     return [StepSizes(tokens, seqs, 0, 0) for tokens, seqs in dict.fromkeys(pairs)]
 

@@ -27,12 +27,12 @@ _NUM_PARTS = 4
 """Parts of the staging buffer: while a kernel fills or empties one, the copy engine copies others."""
 
 
-def staging_blocks(num_host_blocks: int, block_bytes: int, most_bytes: int = STAGING_BYTES) -> int:
-    """Return the blocks of the staging buffer: at most most_bytes, but at least one block per part."""
+def staging_blocks(num_host_blocks: int, block_bytes: int, max_bytes: int = STAGING_BYTES) -> int:
+    """Return the blocks of the staging buffer: at most max_bytes, but at least one block per part."""
     if not num_host_blocks:
         return 0
     enough = -(-num_host_blocks // _NUM_PARTS)
-    return _NUM_PARTS * max(1, min(enough, most_bytes // (_NUM_PARTS * block_bytes)))
+    return _NUM_PARTS * max(1, min(enough, max_bytes // (_NUM_PARTS * block_bytes)))
 
 
 class Streams(Protocol):

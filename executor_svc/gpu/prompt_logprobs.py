@@ -50,16 +50,16 @@ class GpuPromptLogprobs:
     def __init__(self, logits: Callable[[Tensor], Tensor], workspace: SamplingWorkspace, prompt_failed: Tensor) -> None:
         """logits: returns [R, vocab] float32 for rows [R] int64 of the step; prompt_failed: [n] int32 by slot."""
         self._logits, self._workspace, self._prompt_failed = logits, workspace, prompt_failed
-        self._most_rows = workspace.best.shape[0]
-        self._download = Download(DeviceLogprobs.num_words(self._most_rows, most_top(1)), prompt_failed.device)
+        self._max_rows = workspace.best.shape[0]
+        self._download = Download(DeviceLogprobs.num_words(self._max_rows, most_top(1)), prompt_failed.device)
 
     def compute(self, wanted: PromptRows) -> PendingPrompts:
         """Enqueue the computation of all wanted logprobs, and their copy to the host."""
         most = most_top(int(wanted.num_top.max()))
         owners, num_top = np.repeat(wanted.slots, wanted.counts), np.repeat(wanted.num_top, wanted.counts)
         pieces = []
-        for start in range(0, len(wanted.rows), self._most_rows):
-            piece = slice(start, start + self._most_rows)
+        for start in range(0, len(wanted.rows), self._max_rows):
+            piece = slice(start, start + self._max_rows)
             found = self._compute_piece(
                 wanted.rows[piece], wanted.token_ids[piece], owners[piece], num_top[piece], most
             )

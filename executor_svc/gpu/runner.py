@@ -34,7 +34,7 @@ class GpuRunner:
         """Record the model over the tensors of `slots`; captures: with CUDA graphs for steps of fixed sizes."""
         self._model = loaded.model
         self._slots = slots
-        self._most_logits = limits.max_num_seqs
+        self._max_logits = limits.max_num_seqs
         self._most = slots.buffers.most
         inputs = slots.inputs(self._most)
         self._recorded = RecordedModel(
@@ -90,8 +90,8 @@ class GpuRunner:
     def logits(self, rows: Tensor) -> Tensor:
         """Return the logits [R, vocab_size] fp32 of these rows [R] int64 of the last step's hidden states."""
         num_rows = rows.shape[0]
-        if num_rows > self._most_logits:
-            return torch.cat([self.logits(part).clone() for part in rows.split(self._most_logits)])
+        if num_rows > self._max_logits:
+            return torch.cat([self.logits(part).clone() for part in rows.split(self._max_logits)])
         self._recorded.requested[:num_rows].copy_(rows, non_blocking=True)
         self._recorded.run_logits(num_rows)
         return self._recorded.requested_logits[:num_rows]

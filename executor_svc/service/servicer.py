@@ -28,7 +28,7 @@ from executor_svc.worker.worker import RejectedPlan, Session, Worker
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.5
-MOST_TRACED_STEPS = 1000
+MAX_TRACED_STEPS = 1000
 
 _process = psutil.Process()
 
@@ -247,8 +247,8 @@ class ExecutorAdminServicer(admin_pb2_grpc.ExecutorAdminServiceServicer):
 
     async def Profile(self, request: admin_pb2.ProfileRequest, context: _Context) -> admin_pb2.ProfileResponse:
         """Return a trace of the next num_steps steps once they have run; cancelling the call cancels the trace."""
-        if not 1 <= request.num_steps <= MOST_TRACED_STEPS:
-            message = f"num_steps must be in 1 to {MOST_TRACED_STEPS}, not {request.num_steps}"
+        if not 1 <= request.num_steps <= MAX_TRACED_STEPS:
+            message = f"num_steps must be in 1 to {MAX_TRACED_STEPS}, not {request.num_steps}"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
         try:
             traced = self._worker.trace(request.num_steps)

@@ -15,26 +15,26 @@ _Ints = NDArray[np.int64]
 TILE_FIELDS = 4
 """Fields of a query tile: first row, number of tokens, position of the first token, sequence."""
 
-_MOST_ROWS = 12
+_MAX_ROWS = 12
 _names = itertools.count()
 
 
 def tile_tokens(shape: AttentionShape) -> int:
     """Return the tokens of a query tile: they share each loaded key, with all query heads of its KV head."""
-    return max(1, _MOST_ROWS // shape.group)
+    return max(1, _MAX_ROWS // shape.group)
 
 
 class CpuAttentionPlan:
     """Query tiles, block tables and slots of a step, at fixed addresses for launches; `fill` sets them for a step."""
 
     def __init__(
-        self, shape: AttentionShape, max_model_len: int, most_tokens: int, num_threads: int, scratch: Tensor
+        self, shape: AttentionShape, max_model_len: int, max_tokens: int, num_threads: int, scratch: Tensor
     ) -> None:
         """scratch: `attention.scratch_bytes` of memory for every thread."""
         self.name = f"tiles{next(_names)}"
         self.max_model_len = max_model_len
         self.num_tiles = 0
-        self.slots = np.zeros(most_tokens, np.int64)
+        self.slots = np.zeros(max_tokens, np.int64)
         self.table = np.zeros(5, np.int64)
         """Addresses of tiles and block tables, bytes of a row of the block tables, address of the scratch memory, and
         the distance in items to the item that a thread will probably process next."""

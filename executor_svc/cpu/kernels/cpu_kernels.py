@@ -67,12 +67,12 @@ class CpuKernels:
         return -(-head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
 
     def new_attention_plan(
-        self, shape: AttentionShape, max_model_len: int, most_tokens: int, most_seqs: int | None = None
+        self, shape: AttentionShape, max_model_len: int, max_tokens: int, max_seqs: int | None = None
     ) -> CpuAttentionPlan:
-        """Return a plan for steps of at most most_tokens tokens."""
+        """Return a plan for steps of at most max_tokens tokens."""
         num_threads = self._team.num_threads
         scratch = torch.empty(cpu_attention.scratch_bytes(shape, max_model_len) * num_threads, dtype=torch.uint8)
-        return CpuAttentionPlan(shape, max_model_len, most_tokens, num_threads, scratch)
+        return CpuAttentionPlan(shape, max_model_len, max_tokens, num_threads, scratch)
 
     # ------------------------------------------------------------------ operations
 

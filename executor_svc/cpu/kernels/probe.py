@@ -10,7 +10,7 @@ import torch
 from executor_svc.cpu.kernels.linear import CpuLinear
 
 _ROW_COUNTS = (1, 2, 3, 7, 12, 16, 25)
-_MOST_ROWS = 97
+_MAX_ROWS = 97
 
 
 def probe_linear(linear: CpuLinear, dtype: torch.dtype, max_rows: int) -> str | None:
@@ -19,7 +19,7 @@ def probe_linear(linear: CpuLinear, dtype: torch.dtype, max_rows: int) -> str | 
     Returns an error message, or None if all rows are equal.
     """
     generator = torch.Generator().manual_seed(0)
-    most = min(max_rows, _MOST_ROWS)
+    most = min(max_rows, _MAX_ROWS)
     x = torch.randn(most, linear.in_features, generator=generator).to(dtype)
     expected = linear(x)
     for count in (count for count in _ROW_COUNTS if count < most):

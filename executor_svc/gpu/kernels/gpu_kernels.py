@@ -85,10 +85,10 @@ class GpuKernels:
         raise StartError(f"--device cuda: heads of {head_size} numbers, at most {HEAD_SIZES[-1]} are possible on a GPU")
 
     def new_attention_plan(
-        self, shape: AttentionShape, max_model_len: int, most_tokens: int, most_seqs: int | None = None
+        self, shape: AttentionShape, max_model_len: int, max_tokens: int, max_seqs: int | None = None
     ) -> GpuAttentionPlan:
-        most_seqs = most_tokens if most_seqs is None else most_seqs
-        return GpuAttentionPlan(shape, max_model_len, most_tokens, most_seqs, self._device, self._arch, self._num_sms)
+        max_seqs = max_tokens if max_seqs is None else max_seqs
+        return GpuAttentionPlan(shape, max_model_len, max_tokens, max_seqs, self._device, self._arch, self._num_sms)
 
     # ------------------------------------------------------------------ operations
 

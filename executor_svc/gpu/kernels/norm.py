@@ -16,8 +16,8 @@ LARGEST_HIDDEN = 16384
 """Largest hidden size: a program keeps a whole row in its registers."""
 
 _LEAST_ELEMENTS = 512
-_MOST_WARPS = 8
-_MOST_WIDE_WARPS = 16
+_MAX_WARPS = 8
+_MAX_WIDE_WARPS = 16
 _WIDE = 8192
 
 
@@ -145,7 +145,7 @@ def tile_constants(hidden: int) -> dict[str, int]:
 
 def tile_options(constants: dict[str, int]) -> dict[str, Any]:
     """Return the launch options of the kernels; wider rows have more warps."""
-    most = _MOST_WIDE_WARPS if constants["BLOCK"] >= _WIDE else _MOST_WARPS
+    most = _MAX_WIDE_WARPS if constants["BLOCK"] >= _WIDE else _MAX_WARPS
     return options(constants["ROWS"] * constants["BLOCK"], most)
 
 

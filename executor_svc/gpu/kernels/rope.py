@@ -24,8 +24,8 @@ FP8 = torch.float8_e4m3fn
 FP8_LARGEST = tl.constexpr(448.0)
 
 _HEAD_MULTIPLE = 8
-_MOST_ELEMENTS = 2048
-_MOST_WARPS = 4
+_MAX_ELEMENTS = 2048
+_MAX_WARPS = 4
 _FP8_ARCHS = (90,)
 
 
@@ -242,7 +242,7 @@ def rope_constants(
     num_heads, kv_heads = heads
     half = max(1, triton.next_power_of_2(rotated // 2))
     rest = triton.next_power_of_2(head_size - rotated) if rotated < head_size else 0
-    most = _MOST_ELEMENTS // triton.next_power_of_2(2 * half + rest)
+    most = _MAX_ELEMENTS // triton.next_power_of_2(2 * half + rest)
     return {
         "H": num_heads,
         "KVH": kv_heads,
@@ -269,7 +269,7 @@ def programs_per_token(constants: Mapping[str, Any]) -> int:
 
 def _launch_options(constants: Mapping[str, Any]) -> dict[str, Any]:
     columns = triton.next_power_of_2(2 * constants["HALF"] + constants["REST"])
-    return options(constants["Q_HEADS"] * columns // 2, _MOST_WARPS)
+    return options(constants["Q_HEADS"] * columns // 2, _MAX_WARPS)
 
 
 def _check_shapes(

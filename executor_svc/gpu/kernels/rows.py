@@ -70,9 +70,9 @@ def chunks(width: int, chunk: int) -> int:
     return -(-width // chunk)
 
 
-def options(elements: int, most_warps: int = 32) -> dict[str, Any]:
+def options(elements: int, max_warps: int = 32) -> dict[str, Any]:
     """Return the launch options of a kernel with `elements` elements per program, a power of two, at eight per lane."""
-    num_warps = max(1, min(most_warps, elements // (32 * _LANE_ELEMENTS)))
+    num_warps = max(1, min(max_warps, elements // (32 * _LANE_ELEMENTS)))
     return {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False}
 
 

@@ -38,7 +38,7 @@ class HostedModel:
         self._base.forward = self._base_forward
 
     def new_ropes(self, positions: Tensor) -> list[Rope]:
-        """Return one rope that rotates nothing, for tokens at `positions` [most tokens] int64; steps fill positions."""
+        """Return one rope that rotates nothing, for tokens at `positions` [max_tokens] int64; steps fill positions."""
         none = torch.empty(0, 0, dtype=self._model.dtype, device=self._model.device)
         return [Rope(none, none, positions)]
 

@@ -24,24 +24,24 @@ class GpuAttentionPlan:
         self,
         shape: AttentionShape,
         max_model_len: int,
-        most_tokens: int,
-        most_seqs: int,
+        max_tokens: int,
+        max_seqs: int,
         device: torch.device,
         arch: int,
         num_sms: int,
     ) -> None:
-        """Allocate memory for steps of up to most_tokens tokens and most_seqs sequences."""
+        """Allocate memory for steps of up to max_tokens tokens and max_seqs sequences."""
         self.name = f"tokens{next(_names)}"
         self.num_tiles = 0
-        self.slot_mapping = torch.full((most_tokens,), -1, dtype=torch.int64, device=device)
+        self.slot_mapping = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
         self._shape = shape
         self._arch = arch
         self._num_sms = num_sms
         self._max_model_len = max_model_len
         width = -(-max_model_len // _SMALLEST_BLOCK)
-        self._starts = torch.zeros(most_seqs + 1, dtype=torch.int32, device=device)
-        self._lens = torch.zeros(most_seqs, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(most_seqs, width, dtype=torch.int32, device=device)
+        self._starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
+        self._lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(max_seqs, width, dtype=torch.int32, device=device)
         size = scratch_floats(shape.num_heads, shape.num_kv_heads, shape.padded_head_size, num_sms)
         self._scratch = torch.empty(size, dtype=torch.float32, device=device)
         ones = torch.ones(shape.num_kv_heads, dtype=torch.float32, device=device)

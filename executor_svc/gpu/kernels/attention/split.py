@@ -48,8 +48,8 @@ def wants_split(num_seqs: int, num_kv_heads: int, max_query_len: int, max_seq_le
 
 def scratch_floats(num_heads: int, num_kv_heads: int, head_size: int, num_sms: int) -> int:
     """Return the floats of scratch memory that any batch with `wants_split` needs at most."""
-    most_seqs = _PROGRAMS_PER_SM * num_sms // (2 * num_kv_heads)
-    return most_seqs * num_heads * max_segments(num_kv_heads, num_sms) * (head_size + 2)
+    max_seqs = _PROGRAMS_PER_SM * num_sms // (2 * num_kv_heads)
+    return max_seqs * num_heads * max_segments(num_kv_heads, num_sms) * (head_size + 2)
 
 
 def _parts(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:

@@ -38,7 +38,7 @@ from executor_svc.gpu.kernels.variant import Variant
 _TOKENS = 128
 _LISTED = 128
 _TABLE = 1024
-_MOST_TABLE_PROGRAMS = 256
+_MAX_TABLE_PROGRAMS = 256
 """Maximum programs for all block tables, at least one per sequence: two per multiprocessor of a Hopper GPU."""
 _WARPS = 4
 _POINTERS = {
@@ -219,7 +219,7 @@ _TILES = {"TOKENS": _TOKENS, "TABLE": _TABLE, "LISTED": _LISTED}
 
 def _table_parts(num_seqs: int, max_blocks_per_seq: int) -> int:
     """Return the number of programs per block table. Results do not depend on it."""
-    return max(1, min(-(-max_blocks_per_seq // _TABLE), _MOST_TABLE_PROGRAMS // max(num_seqs, 1)))
+    return max(1, min(-(-max_blocks_per_seq // _TABLE), _MAX_TABLE_PROGRAMS // max(num_seqs, 1)))
 
 
 def variants() -> list[Variant]:

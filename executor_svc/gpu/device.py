@@ -124,7 +124,7 @@ class GpuDevice:
             if blocks < 1:
                 raise DeviceError(
                     f"not one KV block of {size} bytes fits into what --gpu-memory-utilization "
-                    f"{config.gpu_memory_utilization or _SHARE} leaves of the GPU's memory beside weights and steps"
+                    f"{config.gpu_memory_utilization or _SHARE} leaves of the GPU's memory after weights and steps"
                 )
         elif blocks * size + beside > self.free_memory_bytes():
             raise DeviceError(

@@ -54,19 +54,19 @@ class Int:
         return Int(self.emit, self.emit.builder.mul(self.value, self.emit.integer(other).value))
 
     def __floordiv__(self, other: Int | int) -> Int:
-        """Unsigned."""
+        """Return the quotient of unsigned integers."""
         return Int(self.emit, self.emit.builder.udiv(self.value, self.emit.integer(other).value))
 
     def __mod__(self, other: Int | int) -> Int:
-        """Unsigned."""
+        """Return the remainder of unsigned integers."""
         return Int(self.emit, self.emit.builder.urem(self.value, self.emit.integer(other).value))
 
     def less(self, other: Int | int) -> Any:
-        """Signed comparison, a condition."""
+        """Return the condition self < other, of signed integers."""
         return self.emit.builder.icmp_signed("<", self.value, self.emit.integer(other).value)
 
     def equals(self, other: Int | int) -> Any:
-        """A condition."""
+        """Return the condition self == other."""
         return self.emit.builder.icmp_signed("==", self.value, self.emit.integer(other).value)
 
     def least(self, other: Int | int) -> Int:
@@ -220,7 +220,7 @@ class Emitter:
         return Vec(self, raw if dtype == "float32" else self.widened(raw))
 
     def load_some(self, address: Int, dtype: Dtype, count: Int) -> Vec:
-        """The same for a count that is known only when the kernel runs; it may be negative or more than LANES."""
+        """Read `count` numbers, a count known only at run time; it may be negative or more than LANES."""
         kind = _kind(dtype)
         function = self.declare(_masked("load", dtype), kind, [kind.as_pointer(), _I32, _VI1, kind])
         zeros = ir.Constant(kind, [0.0 if dtype == "float32" else 0] * LANES)
@@ -259,7 +259,7 @@ class Emitter:
         self.builder.store(raw, self.pointer(address, _kind(dtype))).align = ITEM_BYTES[dtype]
 
     def store_some(self, vector: Vec, address: Int, dtype: Dtype, count: Int) -> None:
-        """The same for a count that is known only when the kernel runs; it may be negative or more than LANES."""
+        """Write the first `count` lanes, a count known only at run time; it may be negative or more than LANES."""
         kind = _kind(dtype)
         raw = vector.value if dtype == "float32" else self.narrowed(vector)
         function = self.declare(_masked("store", dtype), ir.VoidType(), [kind, kind.as_pointer(), _I32, _VI1])

@@ -243,14 +243,14 @@ class Slots:
         if over.any():
             i = over.argmax()
             raise InvalidPlan(
-                f"scheduled: slot {part.slots[i]} is to compute {part.num_tokens[i]} tokens, but only {left[i]} of its "
+                f"scheduled: slot {part.slots[i]} would compute {part.num_tokens[i]} tokens, but only {left[i]} of its "
                 "known tokens are not computed"
             )
         early = running & part.samples & ((part.num_tokens < left) | (part.num_tokens == 0))
         if early.any():
             i = early.argmax()
             raise InvalidPlan(
-                f"scheduled: slot {part.slots[i]} is to sample after {part.num_tokens[i]} of {left[i]} tokens that are "
+                f"scheduled: slot {part.slots[i]} would sample after {part.num_tokens[i]} of {left[i]} tokens that are "
                 "not computed: it must compute all its known tokens, and one at least"
             )
 

@@ -163,5 +163,5 @@ class CpuDevice:
             if found is not None:
                 raise NumericsError(
                     f"linear {name} (in {linear.in_features}, out {linear.out_features}, {self.dtype}): {found}; "
-                    "exact numerics can not be held on this CPU, use --numerics fast"
+                    "this CPU cannot guarantee exact numerics, use --numerics fast"
                 )

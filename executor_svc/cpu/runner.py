@@ -28,14 +28,14 @@ class ModelRunner:
         sizes = (limits.max_num_batched_tokens, limits.max_num_batched_tokens, limits.max_num_seqs)
         tensors = (torch.zeros(size, dtype=torch.int64) for size in sizes)
         self._recorded = RecordedModel(loaded.model, device.kernels, kv_cache, limits, *tensors)
-        self._most_logits = limits.max_num_seqs
+        self._max_logits = limits.max_num_seqs
         self._batch_rows = self._recorded.sampled[:0]
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Write the batch's keys and values to the cache and return the hidden states [T, hidden] of its tokens."""
         recorded, num_tokens, num_sampled = self._recorded, len(batch.token_ids), len(batch.logits_rows)
-        if num_sampled > self._most_logits:
+        if num_sampled > self._max_logits:
             num_sampled = 0
         self._batch_rows = batch.logits_rows
         # Through numpy: PyTorch's copy releases the interpreter's lock, and the step would wait to get it back.
@@ -54,8 +54,8 @@ class ModelRunner:
         A row's bits do not depend on the other rows, so many rows are computed in pieces.
         """
         recorded, num_rows = self._recorded, rows.shape[0]
-        if num_rows > self._most_logits:
-            return torch.cat([self.logits(hidden, part).clone() for part in rows.split(self._most_logits)])
+        if num_rows > self._max_logits:
+            return torch.cat([self.logits(hidden, part).clone() for part in rows.split(self._max_logits)])
         if rows is self._batch_rows:
             return recorded.sampled_logits[:num_rows]
         recorded.requested[:num_rows] = rows

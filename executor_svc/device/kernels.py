@@ -129,9 +129,9 @@ class Kernels(Protocol):
         ...
 
     def new_attention_plan(
-        self, shape: AttentionShape, max_model_len: int, most_tokens: int, most_seqs: int | None = None
+        self, shape: AttentionShape, max_model_len: int, max_tokens: int, max_seqs: int | None = None
     ) -> AttentionPlan:
-        """Return a plan for steps of at most most_tokens tokens and most_seqs sequences (None: most_tokens)."""
+        """Return a plan for steps of at most max_tokens tokens and max_seqs sequences (None: max_tokens)."""
         ...
 
     def recording(self) -> AbstractContextManager[Recording]:

@@ -46,7 +46,7 @@ class CausalLM(Protocol):
     vocab_size: int
 
     def new_ropes(self, positions: Tensor) -> list[Rope]:
-        """Return each kind of rotary embedding, for tokens at `positions` [most tokens] int64; steps fill positions."""
+        """Return each kind of rotary embedding, for tokens at `positions` [max_tokens] int64; steps fill positions."""
         ...
 
     def fill_ropes(self, positions: Tensor, rope_lens: Tensor, ropes: Sequence[Rope]) -> None:

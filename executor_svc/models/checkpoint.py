@@ -131,7 +131,7 @@ class SafetensorsWeights(Weights):
         try:
             tensor: Tensor = self._open_file[1].get_tensor(name)
         except SafetensorError as error:
-            raise LoaderError(f"{path}: tensor {name} can not be read: {error}") from error
+            raise LoaderError(f"{path}: tensor {name} cannot be read: {error}") from error
         return tensor
 
     def check_all_used(self, ignored: Callable[[str], bool]) -> None:
@@ -174,6 +174,6 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         found = f", and {others[0]} is not read" if others else ""
         raise LoaderError(
             f"model folder {folder}: no weights: neither model.safetensors nor model.safetensors.index.json is there"
-            f"{found} (--load-format dummy takes random ones)"
+            f"{found} (--load-format dummy uses random weights)"
         )
     return dict.fromkeys(_open(single).keys(), single)

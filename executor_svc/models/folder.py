@@ -44,7 +44,7 @@ def _download(model: str, patterns: list[str]) -> Path:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise LoaderError(
             f"--model {model}: no such folder, and as a hub id it is not in the local cache and the Hugging Face hub "
-            "can not be reached (offline?)"
+            "cannot be reached (offline?)"
         ) from error
     except (HfHubHTTPError, ValueError, OSError) as error:
         raise LoaderError(f"--model {model}: no such folder, and the Hugging Face hub says: {error}") from error
@@ -60,7 +60,7 @@ def read_json(folder: Path, name: str, required: bool) -> dict[str, Any]:
             return {}
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise LoaderError(f"model folder {folder}: {name} can not be read: {error}") from error
+        raise LoaderError(f"model folder {folder}: {name} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise LoaderError(f"model folder {folder}: {name} holds no JSON object")
     return content

@@ -230,7 +230,7 @@ def _max_model_len(config: ExecutorConfig, limit: int | None) -> int:
             )
         return requested
     if requested is not None and requested > limit:
-        raise LoaderError(f"--max-model-len {requested}: the model was made for at most {limit} positions")
+        raise LoaderError(f"--max-model-len {requested}: the model supports at most {limit} positions")
     return limit if requested is None else requested
 
 

@@ -24,15 +24,15 @@ class RecordedModel:
         positions: Tensor,
         sampled: Tensor,
     ) -> None:
-        """Record steps over token_ids and positions [most tokens], and logits of the rows `sampled`; all int64."""
-        most, most_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
+        """Record steps over token_ids and positions [max_tokens], and logits of the rows `sampled`; all int64."""
+        most, max_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         self.kv_cache = kv_cache  # kept alive: the programs hold its addresses
         self.token_ids, self.positions = token_ids, positions
         self.sampled, self.requested = sampled, torch.zeros_like(sampled)
         """Rows of hidden states: those whose logits the step computes, and those requested after it."""
         self.ropes = model.new_ropes(self.positions)
         self.plans = [
-            kernels.new_attention_plan(shape, limits.max_model_len, most, most_seqs) for shape in model.attention_shapes
+            kernels.new_attention_plan(shape, limits.max_model_len, most, max_seqs) for shape in model.attention_shapes
         ]
         with kernels.recording() as recording:
             self.hidden = model.forward(self.token_ids, self.ropes, kv_cache.layers, self.plans)
@@ -41,14 +41,14 @@ class RecordedModel:
             self.best = kernels.argmax(self.sampled_logits)
             self._forward = recording.program()
         with kernels.recording() as recording:
-            recording.rows = "asked"
+            recording.rows = "requested"
             self.requested_logits = model.logits(kernels.take_rows(self.hidden, self.requested))
             self._logits = recording.program()
 
     def run(self, num_tokens: int, num_sampled: int) -> None:
-        """Compute hidden states of num_tokens tokens, then logits and most likely tokens of num_sampled rows.
+        """Compute hidden states of num_tokens tokens, then logits and best tokens of num_sampled rows.
 
-        0: skip.
+        0 skips a part.
         """
         tiles = {plan.name: plan.num_tiles for plan in self.plans}
         self._forward.run(rows=num_tokens, sampled=num_sampled, **tiles)

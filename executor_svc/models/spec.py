@@ -1,4 +1,4 @@
-"""Structure of a decoder-only transformer: `models.families` reads it from config.json, `models.decoder` builds it."""
+"""The structure of a decoder-only transformer: `models.families` read it from config.json."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from executor_svc.worker.worker import RejectedPlan, Session, Worker
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.5
-MOST_TRACED_STEPS = 1000
+MAX_TRACED_STEPS = 1000
 
 _process = psutil.Process()
 
@@ -174,7 +174,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                     problem = "a session can be opened once only" if kind == "open" else "a message must hold something"
                     break
         except Exception as exc:
-            # The stream cannot be read on after an undecodable message: left open, it would wait for ever.
+            # An undecodable message ends the reading; an open stream would then wait for ever.
             problem = f"a message cannot be read: {exc}"
         refusal = _Refusal(grpc.StatusCode.INVALID_ARGUMENT, problem) if problem else None
         outbox.put_nowait(_EndOfPlans(num_plans, refusal))
@@ -247,8 +247,8 @@ class ExecutorAdminServicer(admin_pb2_grpc.ExecutorAdminServiceServicer):
 
     async def Profile(self, request: admin_pb2.ProfileRequest, context: _Context) -> admin_pb2.ProfileResponse:
         """Return a trace of the next num_steps steps once they have run; cancelling the call cancels the trace."""
-        if not 1 <= request.num_steps <= MOST_TRACED_STEPS:
-            message = f"num_steps must be in 1 to {MOST_TRACED_STEPS}, not {request.num_steps}"
+        if not 1 <= request.num_steps <= MAX_TRACED_STEPS:
+            message = f"num_steps must be in 1 to {MAX_TRACED_STEPS}, not {request.num_steps}"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
         try:
             traced = self._worker.trace(request.num_steps)

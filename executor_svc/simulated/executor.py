@@ -116,7 +116,7 @@ class SimulatedStepExecutor:
     def _choose(self, scheduled: Scheduled, hashes: U64) -> SampledTokens:
         """Choose a token, or candidates where requested, for each of scheduled.sampling_slots.
 
-        hashes: [R], of logits.
+        hashes: [R], logits hashes.
         """
         rows, candidate_rows, sampling = scheduled.sampling_slots, scheduled.candidates, self.slots.sampling
         logits, edits = Ranking(hashes, self.limits.vocab_size), logits_edits(self.slots, rows)

@@ -32,7 +32,7 @@ def choose(ranking: Ranking, edits: LogitsEdits | None) -> tuple[IntArray, IntAr
 def best_ranks(ranking: Ranking, wanted: IntArray, edits: LogitsEdits | None) -> tuple[IntArray, IntArray]:
     """Return (row, rank) of each row's wanted[row] best allowed tokens, by row, best first.
 
-    Fewer if fewer are allowed.
+    A row has fewer if fewer are allowed.
     """
     n, size = len(wanted), ranking.vocab_size
     allowed = RowTokens.none() if edits is None else RowTokens(edits.rows[edits.allowed.rows], edits.allowed.ids)

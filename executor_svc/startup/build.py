@@ -54,7 +54,7 @@ def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig) -> No
             raise
         raise DeviceError(
             f"steps of --max-num-batched-tokens {config.max_num_batched_tokens} and --max-num-seqs "
-            f"{config.max_num_seqs} do not fit into the GPU's memory beside the weights: {error}"
+            f"{config.max_num_seqs} do not fit into the GPU's memory together with the weights: {error}"
         ) from error
 
 
@@ -79,7 +79,7 @@ def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
         from executor_svc.gpu.memory import peak_bytes_of
 
         step_bytes = peak_bytes_of(partial(run_trial, loaded, device, config), device.torch_device)
-        _log.info("steps take %d bytes on the device beside weights and KV blocks", step_bytes)
+        _log.info("steps need %d bytes on the device, in addition to weights and KV blocks", step_bytes)
     pools = device.new_kv_cache(geometry, config, step_bytes)
     prints = fingerprint(loaded, device, pools)
     limits = limits_of(config, geometry, pools)

@@ -23,12 +23,12 @@ class EagerRunner:
         self._model = model
         self._torch_device = device.torch_device
         self._kv_layers = kv_cache.layers
-        self._most_logits = limits.max_num_seqs
+        self._max_logits = limits.max_num_seqs
         self._positions = torch.zeros(most, dtype=torch.int64, device=device.torch_device)
         self._ropes = model.new_ropes(self._positions)
-        max_model_len, most_seqs = loaded.geometry.max_model_len, limits.max_num_seqs
+        max_model_len, max_seqs = loaded.geometry.max_model_len, limits.max_num_seqs
         self._plans = [
-            device.kernels.new_attention_plan(shape, max_model_len, most, most_seqs) for shape in model.attention_shapes
+            device.kernels.new_attention_plan(shape, max_model_len, most, max_seqs) for shape in model.attention_shapes
         ]
 
     @torch.inference_mode()
@@ -48,7 +48,7 @@ class EagerRunner:
             return torch.empty(0, self._model.vocab_size, device=hidden.device)
         taken = hidden[rows.to(hidden.device)]
         # In pieces: this limits memory to the logits of a full step of decodes.
-        parts = [self._model.logits(part) for part in taken.split(self._most_logits)]
+        parts = [self._model.logits(part) for part in taken.split(self._max_logits)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def argmax(self, logits: Tensor) -> IntArray:

@@ -33,7 +33,7 @@ class Rotary(Protocol):
     """cos and sin by position: a pure function of position and length, independent of batch and chunk."""
 
     def new(self, positions: Tensor) -> Rope:
-        """Return the tensors that kernels read, for tokens at `positions` [most tokens] int64, which the caller fills.
+        """Return the tensors that kernels read, for tokens at `positions` [max_tokens] int64, which the caller fills.
 
         The rotation of x is x * cos + swap_halves(x) * sin.
         """

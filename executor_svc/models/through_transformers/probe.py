@@ -1,6 +1,6 @@
-"""A look at a transformers model in action: which attention each layer asks for, and where its hidden states come out.
+"""Probes a transformers model: finds the attention of each layer, and the module that returns the hidden states.
 
-One small forward pass tells what no field of config.json tells for all architectures alike.
+One small forward pass shows what no field of config.json specifies for all architectures alike.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from executor_svc.models.through_transformers.attention_patches import Attention
 _NUM_TOKENS = 3
 
 _UNSUPPORTED = ("s_aux", "sinks", "position_bias", "head_mask")
-"""Arguments that change what attention computes, and that our kernels do not have."""
+"""Arguments that change the result of attention, and that Cadenza's kernels do not have."""
 
 _HARMLESS = ("position_ids", "cache_position")
-"""Tensors that attention may be given; any other one is taken for a part of what it computes."""
+"""Tensor arguments without effect on attention; any other tensor is assumed to have an effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """The attention that one layer asks for."""
+    """The attention of one layer."""
 
     num_heads: int
     num_kv_heads: int
     head_size: int
-    """The larger one of keys' and values'."""
+    """The larger of the head sizes of keys and values."""
     scale: float
     window: int | None
     softcap: float | None
@@ -40,19 +40,19 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What one forward pass of a model has shown."""
+    """The findings of one forward pass of a model."""
 
     layers: tuple[LayerAttention, ...]
     names: tuple[str, ...]
-    """Of each layer's attention, as the checkpoint's tensors have it before theirs."""
+    """Name of each layer's attention: the prefix of its tensors' names in the checkpoint."""
     base: nn.Module
-    """The part that gives hidden states to the head: its output has `last_hidden_state`."""
+    """The module that computes the head's hidden states: its output has `last_hidden_state`."""
     hidden_size: int
     vocab_size: int
 
 
 _masks: dict[int, tuple[Tensor, int | None]] = {}
-"""What stands in for the masks of the running probe, and the window of each, by the address of its numbers."""
+"""Placeholders for the masks of the running probe, with the window of each, by the address of its data."""
 
 
 def describe_mask(
@@ -63,14 +63,14 @@ def describe_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor:
-    """Stand in for transformers' mask makers while a model is looked at: remember the window."""
+    """Replace transformers' mask functions during a probe: return a placeholder and record its window."""
     mask = torch.zeros(1, 1, q_length, kv_length, dtype=dtype, device=device)
     _masks[mask.data_ptr()] = mask, local_size
     return mask
 
 
 class _Recorder:
-    """Writes down what layers ask for, and gives them zeros."""
+    """Records the attention of layers, and returns zeros to them."""
 
     def __init__(self) -> None:
         self.layers: list[LayerAttention] = []
@@ -97,20 +97,20 @@ def _layer(
     unknown = [name for name in _UNSUPPORTED if options.get(name) is not None]
     unknown += [name for name, option in options.items() if isinstance(option, Tensor) and name not in _HARMLESS]
     if unknown:
-        raise ModelConfigError(f"{where} asks for {unknown[0]} in attention, which Cadenza's does not have")
+        raise ModelConfigError(f"{where} needs {unknown[0]} in attention, which Cadenza's does not have")
     if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
         raise ModelConfigError(f"{where} is not causal")
     heads, kv_heads = query.shape[1], key.shape[1]
     tokens = (1, _NUM_TOKENS)
     if {(x.shape[0], x.shape[2]) for x in (query, key, value)} != {tokens} or heads % kv_heads:
         shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
-        raise ModelConfigError(f"{where} gives attention queries, keys and values of shapes {shapes}")
+        raise ModelConfigError(f"{where} calls attention with queries, keys and values of shapes {shapes}")
     scaling = options.get("scaling")
     window = options.get("sliding_window")
     if mask is not None:
         if mask.data_ptr() not in _masks:
             raise ModelConfigError(f"{where} makes a mask of its own")
-        # What transformers' own attention goes by; some layers name a window that their mask does not have.
+        # The mask decides in transformers' own attention; some layers pass a window that their mask does not have.
         window = _masks[mask.data_ptr()][1]
     return LayerAttention(
         num_heads=heads,
@@ -123,9 +123,9 @@ def _layer(
 
 
 def probe_model(model: Any, patch: AttentionPatch | None) -> ProbeResult:
-    """Run a causal LM of transformers over a few tokens; raises ModelConfigError for attention that we can not do.
+    """Run a causal LM of transformers over a few tokens; raises ModelConfigError for unsupported attention.
 
-    The model's attention implementation is another one afterwards.
+    Changes the model's attention implementation.
     """
     recorder = _Recorder()
     bases: list[tuple[nn.Module, Tensor]] = []
@@ -149,7 +149,7 @@ def probe_model(model: Any, patch: AttentionPatch | None) -> ProbeResult:
             hook.remove()
     if not recorder.layers or not bases:
         raise ModelConfigError("its code in transformers does not let its attention be replaced")
-    # The outermost one ends last.
+    # The outermost module ends last.
     base, hidden = bases[-1]
     names = {module: name for name, module in model.named_modules()}
     of_layers = tuple(names[module] for module in recorder.modules)
@@ -157,7 +157,7 @@ def probe_model(model: Any, patch: AttentionPatch | None) -> ProbeResult:
 
 
 def empty_mask(model: Any) -> Tensor:
-    """Return what keeps a model with attention of its own from making a mask: one that is done, and not read."""
+    """Return a finished mask, which is not read: it keeps a model with attention of its own from making one."""
     return torch.zeros(1, 1, 1, 1, device=model.device, dtype=model.dtype)
 
 

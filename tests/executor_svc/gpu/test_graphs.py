@@ -26,7 +26,7 @@ def test_decodes_reach_the_most_sequences(most: int, last: list[int]) -> None:
 
 
 def test_mixed_steps_are_of_few_sequences_or_many() -> None:
-    sizes = mixed_sizes(most_tokens=8192, most_seqs=256, num_parameters=600_000_000)
+    sizes = mixed_sizes(max_tokens=8192, max_seqs=256, num_parameters=600_000_000)
     assert [(each.num_tokens, each.num_seqs) for each in sizes[:7]] == [
         (32, 16), (32, 32), (64, 16), (64, 64), (96, 16), (96, 64), (96, 96),
     ]  # fmt: skip
@@ -35,13 +35,13 @@ def test_mixed_steps_are_of_few_sequences_or_many() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most_tokens", "num_parameters", "longest"),
+    ("max_tokens", "num_parameters", "longest"),
     [(40, 10**6, 40), (8192, 8 * 10**9, 240), (8192, 70 * 10**9, None), (31, 10**6, None)],
 )
 def test_mixed_steps_that_hide_their_launches_have_no_graph(
-    most_tokens: int, num_parameters: int, longest: int | None
+    max_tokens: int, num_parameters: int, longest: int | None
 ) -> None:
-    sizes = mixed_sizes(most_tokens, 16, num_parameters)
+    sizes = mixed_sizes(max_tokens, 16, num_parameters)
     assert (sizes[-1].num_tokens if sizes else None) == longest
 
 

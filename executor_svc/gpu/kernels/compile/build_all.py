@@ -1,5 +1,4 @@
-"""Compiles many kernels, in a few processes: Triton's compiler holds Python's lock, and where it crashes it takes the
-process along."""
+"""Compiles many kernels in several processes: Triton's compiler holds Python's lock, and its crash ends a process."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from executor_svc.gpu.kernels.compile.build import Build, CompileError, build_er
 from executor_svc.gpu.kernels.compile.registry import Entry, entries
 
 _MAX_ERROR = 4000
-"""Characters of a compiler's words that are shown."""
+"""Maximum length of a compiler message in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +32,31 @@ class Task:
 
     @property
     def label(self) -> str:
-        """How progress and errors name it."""
+        """The task's name in progress and error messages."""
         return f"{self.entry.variant.name} for sm_{self.arch}"
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of all tasks, in their order."""
+    """The results of all tasks, in order."""
 
     builds: list[Build] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    """A line or more for each task that does not compile, or whose build is not what its variant asks for."""
+    """One line or more for each task that does not compile, or whose build misses a requirement of its variant."""
 
     @property
     def refusal(self) -> str:
-        """All that is refused, as a text."""
+        """All refused builds, as a text."""
         return "\n".join([f"{len(self.refused)} refused:", *(f"- {line}" for line in self.refused)])
 
 
 def tasks_of(chosen: Iterable[Entry], *, quick: bool = False) -> list[Task]:
-    """Compilations of these variants, or of the quick ones among them."""
+    """Return the compilations of these variants; quick: only those marked quick."""
     return [Task(entry, arch) for entry in chosen if entry.variant.quick or not quick for arch in entry.variant.archs]
 
 
 def build_all(tasks: Sequence[Task], jobs: int) -> Outcome:
-    """Compile in `jobs` processes; progress goes to standard error."""
+    """Compile in `jobs` processes; print progress on standard error."""
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(len(tasks)):
         waiting.put(index)
@@ -83,7 +82,7 @@ def build_all(tasks: Sequence[Task], jobs: int) -> Outcome:
         try:
             list(threads.map(serve, places))
         finally:
-            # Whoever interrupts does not wait for the rest.
+            # After an interrupt, do not compile the rest.
             with contextlib.suppress(queue.Empty):
                 while True:
                     waiting.get_nowait()
@@ -113,7 +112,7 @@ def _summary(result: Build | str) -> str:
 
 
 class _Builder:
-    """A process that compiles one variant after the other, and another one when it has crashed."""
+    """A process that compiles one variant after the other, restarted after a crash."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -128,7 +127,7 @@ class _Builder:
         self._process.join()
 
     def build(self, task: Task) -> Build | str:
-        """The build, or what went wrong."""
+        """Return the build, or an error message."""
         try:
             self._connection.send((task.entry.module, task.entry.variant.name, task.arch))
             result = self._connection.recv()
@@ -155,8 +154,8 @@ class _Builder:
 
 
 def _serve(connection: Connection, folder: Path, printed: Path) -> None:
-    """The process: compiles what it is sent until nobody sends any more."""
-    # LLVM prints past Python.
+    """Run in the process: compile requested variants until the connection closes."""
+    # LLVM prints to the file descriptor, not to Python's sys.stderr.
     descriptor = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(descriptor, 2)
     tempfile.tempdir = str(folder)
@@ -179,7 +178,7 @@ def _serve(connection: Connection, folder: Path, printed: Path) -> None:
 
 
 def _shortened(text: str) -> str:
-    """The beginning of a text, and where it is long its end."""
+    """Return a text, or the beginning and the end of a long text."""
     if len(text) <= _MAX_ERROR:
         return text
     return f"{text[: _MAX_ERROR // 2]}\n[…]\n{text[-_MAX_ERROR // 2 :]}"

@@ -1,4 +1,4 @@
-"""Spreads what a plan changes over the state of the slots: runs of words, single words, given tokens, in one launch."""
+"""Applies a plan's changes to the state of the slots: runs of words, single words and given tokens, in one launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from executor_svc.gpu.kernels.slots.slots import SlotState
 from executor_svc.gpu.kernels.variant import Variant
 
 RUN_WORDS = 1024
-"""Words of a run that a program writes: longer runs are cut."""
+"""Maximum words of a run, which one program writes; longer runs are split."""
 _SINGLES = 256
 _WARPS = 4
 _INTEGERS = (
@@ -24,7 +24,7 @@ _INTEGERS = (
 
 @dataclass(frozen=True, slots=True)
 class UpdateCounts:
-    """What lies in the staging buffer from word `first` on, columns one behind the other.
+    """The contents of the staging buffer from word `first` on: columns, one after the other.
 
     Runs of at most RUN_WORDS words: place in the state, place in the staging buffer, length. Single words: place in the
     state, value. Given tokens: slot, token id.
@@ -37,7 +37,7 @@ class UpdateCounts:
 
     @property
     def end(self) -> int:
-        """Where the columns end, and the runs' words may begin."""
+        """The end of the columns; the runs' words may begin here."""
         return self.first + 3 * self.num_runs + 2 * self.num_words + 2 * self.num_given
 
 
@@ -86,14 +86,14 @@ def _apply_updates(
 
 
 def apply_updates(staging: Tensor, counts: UpdateCounts, state: SlotState) -> None:
-    """Write what the staging buffer tells into the state.
+    """Apply the changes in the staging buffer to the state.
 
-    No word may be written twice, nor may a slot that has a token given be given another or be admitted: all is done at
-    once. Places, slots and lengths are not checked.
+    All changes apply concurrently: no word may be written twice, and a slot with a given token may not have another one
+    or be admitted. Places, slots and lengths are not checked.
 
     Args:
         staging: int32, contiguous.
-        counts: what is in it.
+        counts: its contents.
         state: by slot.
 
     Raises ValueError naming the argument.
@@ -113,7 +113,7 @@ def apply_updates(staging: Tensor, counts: UpdateCounts, state: SlotState) -> No
 
 
 def variants() -> list[Variant]:
-    """Return what `apply_updates` launches."""
+    """Return the variants of `apply_updates`."""
     constants = {"RUN": RUN_WORDS, "SINGLES": _SINGLES}
     pointers = {"staging": "*i32", "words": "*i32"}
     return [

@@ -93,8 +93,8 @@ def test_a_right_variant_has_no_mistakes():
         (replace(RIGHT, divisible=("BLOCK",)), "divisible names BLOCK"),
         (replace(RIGHT, archs=()), r"archs \(\)"),
         (replace(RIGHT, archs=(75,)), r"archs \(75,\)"),
-        (replace(RIGHT, archs=(80,), wgmma=True), "wgmma is asked for, but it is not compiled for sm_90"),
-        (replace(RIGHT, archs=(80,), copies=True), "the copy engine is asked for, but it is not compiled for sm_90"),
+        (replace(RIGHT, archs=(80,), wgmma=True), "wgmma is required, but it is not compiled for sm_90"),
+        (replace(RIGHT, archs=(80,), copies=True), "the copy engine is required, but it is not compiled for sm_90"),
         (replace(RIGHT, num_warps=3), "num_warps 3"),
         (replace(RIGHT, num_stages=0), "num_stages 0"),
     ],
@@ -137,7 +137,7 @@ def test_a_name_that_no_table_can_hold_is_an_error(told, name):
 
 @pytest.mark.parametrize("given", [None, [], ["scale"], {"scale": RIGHT}])
 def test_only_a_list_of_variants_is_taken(told, given):
-    with pytest.raises(RegistryError, match=r"odd\.variants\(\) gave .*, not a list of one Variant or more"):
+    with pytest.raises(RegistryError, match=r"odd\.variants\(\) returned .*, not a list of one Variant or more"):
         entries([told("odd", lambda: given)])
 
 

@@ -11,7 +11,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores, is_interpreted
 from executor_svc.device.kernels import Linear
 from executor_svc.device.kv_cache import KVCache, block_bytes
-from executor_svc.gpu.kernels.kernels import GpuKernels
+from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
 from executor_svc.gpu.linear import GpuLinear, Workspace, make_linear
 from executor_svc.plan.description import ModelGeometry

@@ -29,7 +29,7 @@ def decode_sizes(most_seqs: int) -> list[StepSizes]:
 
     The last holds most_seqs sequences, where that is at most 512.
     """
-    return [StepSizes.decode(size) for size in up_to(_DECODE_SEQS, most_seqs)]
+    return [StepSizes.decode(size) for size in sizes_up_to(_DECODE_SEQS, most_seqs)]
 
 
 def mixed_sizes(most_tokens: int, most_seqs: int, num_parameters: int) -> list[StepSizes]:
@@ -42,19 +42,19 @@ def mixed_sizes(most_tokens: int, most_seqs: int, num_parameters: int) -> list[S
         return []
     pairs = (
         (tokens, min(seqs, tokens))
-        for tokens in up_to(_MIXED_TOKENS, most_tokens)
-        for seqs in up_to(_MIXED_SEQS, most_seqs)
+        for tokens in sizes_up_to(_MIXED_TOKENS, most_tokens)
+        for seqs in sizes_up_to(_MIXED_SEQS, most_seqs)
     )
     return [StepSizes(tokens, seqs, 0, 0) for tokens, seqs in dict.fromkeys(pairs)]
 
 
-def up_to(sizes: Sequence[int], most: int) -> list[int]:
+def sizes_up_to(sizes: Sequence[int], most: int) -> list[int]:
     """Return those of ascending sizes that are below `most`, and `most`, which holds what the next one would have."""
     place = bisect_left(sizes, most)
     return [*sizes[:place], most] if place < len(sizes) else list(sizes)
 
 
-def fitting(sizes: Sequence[StepSizes], needed: StepSizes) -> StepSizes | None:
+def smallest_fitting(sizes: Sequence[StepSizes], needed: StepSizes) -> StepSizes | None:
     """Return the first of sizes, by ascending num_tokens, that holds what is needed; None: none does."""
     place = bisect_left(sizes, needed.num_tokens, key=lambda each: each.num_tokens)
     return next((size for size in sizes[place:] if needed.within(size)), None)
@@ -89,7 +89,7 @@ class CudaGraphs:
         # Captures give it back too: what is taken is then what graphs take.
         torch.cuda.empty_cache()
         began, free = time.monotonic(), torch.cuda.mem_get_info()[0]
-        with _nothing_collected():
+        with _without_collections():
             for each in sorted(sizes, key=lambda size: size.num_tokens, reverse=True):
                 step(each)
                 torch.cuda.synchronize()
@@ -106,7 +106,7 @@ class CudaGraphs:
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
+def _without_collections() -> Iterator[None]:
     """Collect garbage now and not in here: what it frees may wait for the device, which no capture allows."""
     gc.collect()
     was_enabled = gc.isenabled()

@@ -10,10 +10,10 @@ from torch import Tensor
 from executor_svc.batch.slots import Scheduled
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
-from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer, Replayer, decode_sizes, fitting, mixed_sizes
+from executor_svc.gpu.device_slots import DeviceSlots
+from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer, Replayer, decode_sizes, mixed_sizes, smallest_fitting
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.slots.slots import StepSizes
-from executor_svc.gpu.slots import DeviceSlots
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.recorded import RecordedModel
 from executor_svc.plan.plan import Limits
@@ -59,10 +59,10 @@ class GpuRunner:
         num_tokens, num_seqs, num_rows = int(counts.sum()), len(counts), len(scheduled.sampling_slots)
         sizes = StepSizes(num_tokens, num_seqs, int(scheduled.samples.sum()), num_rows)
         if sizes == StepSizes.decode(num_seqs):
-            return fitting(self._decodes, sizes) or sizes
+            return smallest_fitting(self._decodes, sizes) or sizes
         if num_tokens == num_seqs:
             return sizes
-        found = fitting(self._mixed, StepSizes(num_tokens, num_seqs, 0, 0))
+        found = smallest_fitting(self._mixed, StepSizes(num_tokens, num_seqs, 0, 0))
         return sizes if found is None else replace(found, num_logits=sizes.num_logits, num_rows=num_rows)
 
     @torch.inference_mode()
@@ -92,9 +92,9 @@ class GpuRunner:
         num_rows = rows.shape[0]
         if num_rows > self._most_logits:
             return torch.cat([self.logits(part).clone() for part in rows.split(self._most_logits)])
-        self._recorded.asked[:num_rows].copy_(rows, non_blocking=True)
+        self._recorded.requested[:num_rows].copy_(rows, non_blocking=True)
         self._recorded.run_logits(num_rows)
-        return self._recorded.asked_logits[:num_rows]
+        return self._recorded.requested_logits[:num_rows]
 
     @torch.inference_mode()
     def _run_fixed(self, sizes: StepSizes) -> None:
@@ -112,5 +112,5 @@ class GpuRunner:
         inputs = self._slots.inputs(sizes)
         self._model.fill_ropes(inputs.positions, inputs.rope_lens, self._recorded.ropes)
         for plan in self._plans:
-            plan.become(sizes.num_seqs, sizes.num_tokens, max_query_len, max_seq_len)
+            plan.set_sizes(sizes.num_seqs, sizes.num_tokens, max_query_len, max_seq_len)
         self._recorded.run(sizes.num_tokens, 0)

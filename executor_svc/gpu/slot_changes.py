@@ -10,7 +10,8 @@ from torch import Tensor
 from executor_svc.gpu.kernels.sampling.state import MAX_INT32
 from executor_svc.gpu.kernels.slots.slots import NUM_NUMBERS, SlotState, padded
 from executor_svc.gpu.staging import Changes
-from executor_svc.plan.plan import AdmittedSequence, IntArray, SlotColumns, StepPlan
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import AdmittedSequence, SlotColumns, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,12 @@ class ChangeLog:
         """Words of the state that its list takes."""
         return padded(num_slots)
 
-    def note(self, plan: StepPlan, changes: Changes) -> Applied:
+    def add_plan(self, plan: StepPlan, changes: Changes) -> Applied:
         """Add a plan's admissions, appended blocks and given tokens to changes of no other plan."""
         if plan.admitted:
             self._admit(plan.admitted, changes)
         self._append_blocks(plan.appends, changes)
-        changes.give(plan.given.slots, plan.given.values)
+        changes.give_tokens(plan.given.slots, plan.given.values)
         longest = max((len(sequence.token_ids) for sequence in plan.admitted), default=0)
         return Applied(self._admitted[: len(plan.admitted)], longest)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from executor_svc.batch.ragged import spans
 from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, UpdateCounts
-from executor_svc.plan.plan import IntArray
+from executor_svc.plan.arrays import IntArray
 
 Words = NDArray[np.int32]
 
@@ -166,7 +166,7 @@ class Changes:
             self.places.append(places)
             self.values.append(values)
 
-    def give(self, slots: IntArray, tokens: IntArray) -> None:
+    def give_tokens(self, slots: IntArray, tokens: IntArray) -> None:
         """Add given tokens."""
         if len(slots):
             self.given_slots.append(slots)
@@ -177,23 +177,23 @@ class Changes:
         singles = sum(map(len, self.places)) + sum(map(len, self.given_slots))
         return sum(_run_words(len(words)) for _, words in self.runs) + _SINGLE_COLUMNS * singles
 
-    def cut(self, room: int) -> Iterator[Changes]:
-        """Cut into parts that take at most `room` words each, which must hold RUN_WORDS and more; none if empty."""
-        if not self or self.num_words() <= room:
+    def split(self, max_words: int) -> Iterator[Changes]:
+        """Split into parts of at most `max_words` words each, more than RUN_WORDS; an empty log has no parts."""
+        if not self or self.num_words() <= max_words:
             yield from [self] if self else []
             return
-        most = room // _SINGLE_COLUMNS
+        most = max_words // _SINGLE_COLUMNS
         for places, values in _slices(self.places, self.values, most):
             yield Changes(places=[places], values=[values])
         for slots, tokens in _slices(self.given_slots, self.given_tokens, most):
             yield Changes(given_slots=[slots], given_tokens=[tokens])
-        part, left = Changes(), room
+        part, left = Changes(), max_words
         for place, words in self.runs:
             while len(words):
-                taken = min(len(words), _run_fits(left))
+                taken = min(len(words), _longest_run(left))
                 if not taken:
                     yield part
-                    part, left = Changes(), room
+                    part, left = Changes(), max_words
                     continue
                 part.write(place, words[:taken])
                 left -= _run_words(taken)
@@ -235,9 +235,9 @@ def _run_words(length: int) -> int:
     return length + _RUN_COLUMNS * -(-length // RUN_WORDS)
 
 
-def _run_fits(room: int) -> int:
+def _longest_run(max_words: int) -> int:
     """The longest run that takes no more than so many words."""
-    whole, rest = divmod(room, RUN_WORDS + _RUN_COLUMNS)
+    whole, rest = divmod(max_words, RUN_WORDS + _RUN_COLUMNS)
     return whole * RUN_WORDS + max(0, rest - _RUN_COLUMNS)
 
 

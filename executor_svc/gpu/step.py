@@ -16,26 +16,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor_svc.batch.mirror_slots import MirrorSlots, Taken
+from executor_svc.batch.mirror_slots import MirrorSlots, ReportedTokens
 from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.slots import Scheduled
 from executor_svc.batch.step_result import Computed, RowCandidates, SampledTokens, make_result
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
+from executor_svc.gpu.device_slots import DeviceSlots, PendingTokens
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.gpu.prompt_logprobs import GpuPromptLogprobs, PendingPrompts
 from executor_svc.gpu.runner import GpuRunner
 from executor_svc.gpu.sampling import GpuSampler, PendingLogprobs, Wanted
 from executor_svc.gpu.sampling_state import SlotSamplingState
-from executor_svc.gpu.slots import DeviceSlots, PendingTokens
 from executor_svc.gpu.staging import sent
 from executor_svc.gpu.timing import StepClock
 from executor_svc.models.loading import LoadedModel
-from executor_svc.plan.plan import IntArray, Limits, StepPlan, StepResult, StepTimings
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import Limits, StepPlan, StepResult, StepTimings
 from executor_svc.sampling.row_math import argmax
 from executor_svc.sampling.sample_step import choose
-from executor_svc.worker.step_work import is_device_lost, is_out_of_memory, move_blocks
-from executor_svc.worker.trace import Spans
+from executor_svc.worker.block_moves import move_blocks
+from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
+from executor_svc.worker.profiling import Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class GpuStep:
         plan: StepPlan,
         scheduled: Scheduled,
         enqueued: _Enqueued | None,
-        owners: IntArray,
+        generations: IntArray,
         clock: StepClock,
         timings: StepTimings,
     ) -> None:
@@ -65,7 +67,7 @@ class GpuStep:
         self._plan = plan
         self._scheduled = scheduled
         self._enqueued = enqueued
-        self._owners = owners
+        self._generations = generations
         self._clock = clock
         self._timings = timings
         self._launched = time.monotonic_ns()
@@ -95,17 +97,17 @@ class GpuStep:
 
     def _settle(self, slots: MirrorSlots, enqueued: _Enqueued) -> tuple[Scheduled, Computed]:
         """What was computed, by those of the scheduled slots that had not stopped before."""
-        told = enqueued.tokens.wait()
-        idle, scheduled = told.idle, self._scheduled
-        taken = Taken(told.token_ids, np.where(idle, 0, told.errors), idle)
-        slots.settle(scheduled, self._owners, told.positions, taken)
+        committed = enqueued.tokens.wait()
+        idle, scheduled = committed.idle, self._scheduled
+        taken = ReportedTokens(committed.token_ids, np.where(idle, 0, committed.errors), idle)
+        slots.settle(scheduled, self._generations, committed.positions, taken)
         logprobs = None if enqueued.logprobs is None else enqueued.logprobs.wait(~idle)
         prompts = () if enqueued.prompts is None else enqueued.prompts.wait()
         if idle.any():
-            scheduled, told = _without_idle(scheduled, idle), told.of_rows(~idle)
-        sampled = SampledTokens(told.token_ids, told.errors, logprobs, enqueued.candidates)
+            scheduled, committed = _without_idle(scheduled, idle), committed.of_rows(~idle)
+        sampled = SampledTokens(committed.token_ids, committed.errors, logprobs, enqueued.candidates)
         device_ns, sample_ns = self._clock.between()
-        return scheduled, Computed(sampled, told.positions, prompts, device_ns, sample_ns)
+        return scheduled, Computed(sampled, committed.positions, prompts, device_ns, sample_ns)
 
 
 class GpuStepExecutor:
@@ -166,7 +168,7 @@ class GpuStepExecutor:
         started = time.monotonic_ns()
         with self._span("plan"):
             self.slots.apply(plan)
-            if self._wants_host(plan):
+            if self._needs_settled_mirror(plan):
                 self.settle_until(None)
             scheduled = self.slots.schedule(plan)
         moves_ns = move_blocks(self._pools, plan)
@@ -175,9 +177,9 @@ class GpuStepExecutor:
             self._wanted = None
         clock = StepClock(self._device)
         enqueued = self._compute(scheduled, clock)
-        owners = self.slots.advance(scheduled)
+        generations = self.slots.advance(scheduled)
         timings = StepTimings(started - received_ns, 0, 0, time.monotonic_ns() - started, moves_ns)
-        step = GpuStep(self, plan, scheduled, enqueued, owners, clock, timings)
+        step = GpuStep(self, plan, scheduled, enqueued, generations, clock, timings)
         self._pending.append(step)
         return step
 
@@ -189,9 +191,9 @@ class GpuStepExecutor:
             if step is last:
                 return
 
-    def _wants_host(self, plan: StepPlan) -> bool:
+    def _needs_settled_mirror(self, plan: StepPlan) -> bool:
         """Does the plan need a mirror that knows all tokens."""
-        here = self.slots.admitted & (self._sampling.without_room | (self.slots.sampling.num_candidates > 0))
+        here = self.slots.admitted & (self._sampling.without_room | (self.slots.sampling["num_candidates"] > 0))
         return bool(here.any()) or bool(len(plan.forks.slots) or len(plan.given.slots) or plan.debug_digest)
 
     def _wanted_by(self, slots: IntArray) -> Wanted:
@@ -221,18 +223,18 @@ class GpuStepExecutor:
     def _sample(self, scheduled: Scheduled, sizes: StepSizes, logits: Tensor, best: Tensor) -> _Enqueued:
         """Enqueue what is made of a step's logits [L, vocab] and their likeliest tokens [L]."""
         inputs, wanted = self._device_slots.inputs(sizes), self._wanted_by(scheduled.sampling_slots)
-        asked = prompt_rows(self.slots, scheduled)
+        wanted_prompts = prompt_rows(self.slots, scheduled)
         # The logits of sampled rows lie elsewhere and stay.
-        prompts = None if asked is None else self._prompts.tell(asked)
+        prompts = None if wanted_prompts is None else self._prompts.compute(wanted_prompts)
         self._sampler.choose(logits, best, inputs, wanted)
-        candidates = self._choose_here(scheduled, wanted.here, inputs, logits) if len(wanted.here) else None
+        candidates = self._choose_on_host(scheduled, wanted.here, inputs, logits) if len(wanted.here) else None
         logprobs = self._sampler.tell(logits, inputs, wanted)
         pending = self._device_slots.commit(scheduled, sizes, *self._sampler.rows(inputs))
         if wanted.counted:
             self._sampling.count_taken(inputs)
         return _Enqueued(pending, logprobs, prompts, candidates)
 
-    def _choose_here(
+    def _choose_on_host(
         self, scheduled: Scheduled, rows: IntArray, inputs: StepInputs, logits: Tensor
     ) -> RowCandidates | None:
         """Choose for these rows as the CPU does, in place of what the device chose; the mirror knows all tokens."""

@@ -1,7 +1,7 @@
-"""What can be told of a message that protobuf refuses to parse: which string is not UTF-8, and whose message it is.
+"""Diagnoses a message that protobuf rejects: finds the string that is not UTF-8, and the request id.
 
-Protobuf says neither. The format: https://protobuf.dev/programming-guides/encoding/. A field is a varint of number and
-wire type, then its content; strings, bytes and messages have their length before them.
+Protobuf reports neither. Format: https://protobuf.dev/programming-guides/encoding/. A field is a varint of number and
+wire type, then its content; strings, bytes and messages have a length prefix.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 _MAX_FIELDS = 10_000
-"""No more are looked at: the search runs on the event loop."""
+"""Limit on the number of fields read, because the search runs on the event loop."""
 
 
 class _GivenUpError(Exception):
-    """The bytes are no protocol buffer, or too many fields."""
+    """The bytes are not a protocol buffer, or have too many fields."""
 
 
 def path_of_bad_string(raw: bytes, message: type[Message]) -> str:
-    """Path of the first string in a message of this type that is not UTF-8; empty if none is found."""
+    """Path of the first string that is not UTF-8 in a message of this type; empty if none is found."""
     try:
         return _Reader().bad_string(raw, message.DESCRIPTOR, "")
     except _GivenUpError:
@@ -30,7 +30,7 @@ def path_of_bad_string(raw: bytes, message: type[Message]) -> str:
 
 
 def string_at(raw: bytes, *numbers: int) -> str:
-    """The string in the field of the last number, in the message of the one before; empty if it cannot be read."""
+    """The string at a path of field numbers; empty if it cannot be read."""
     reader, content = _Reader(), raw
     try:
         for number in numbers:
@@ -41,7 +41,7 @@ def string_at(raw: bytes, *numbers: int) -> str:
 
 
 class _Reader:
-    """Reads fields from bytes, and not too many."""
+    """Reads at most _MAX_FIELDS fields from bytes."""
 
     def __init__(self) -> None:
         self._num_left = _MAX_FIELDS
@@ -61,7 +61,7 @@ class _Reader:
         return ""
 
     def fields(self, raw: bytes) -> Iterator[tuple[int, bytes]]:
-        """(number, content) of each field that has a length."""
+        """(number, content) of each length-prefixed field."""
         at = 0
         while at < len(raw):
             self._num_left -= 1
@@ -86,7 +86,7 @@ class _Reader:
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """The number that begins here, and where it ends."""
+    """The varint at this offset, and the offset after it."""
     value = 0
     for index, byte in enumerate(raw[at : at + 10]):
         value |= (byte & 0x7F) << (7 * index)

@@ -1,14 +1,13 @@
-"""The plan loop: keeps a session with one executor and feeds it plans, two in flight unless told otherwise.
+"""The plan loop: keeps a session with one executor and sends it plans, two in flight by default.
 
-A plan goes out as late as keeps the executor busy (see pacing). When the session breaks, whatever the cause, all that
-ran there waits again in the core, and the loop opens the next session as soon as the executor answers.
+A plan is sent as late as possible without letting the executor idle (see pacing). When the session breaks, for any
+reason, the core requeues the lane's running sequences, and the loop opens a new session once the executor answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Protocol
 
 from scheduler_svc.config import SchedulerConfig
@@ -18,6 +17,7 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import ExecutorSpec, StepResult, StepStatus
+from scheduler_svc.engine.clock import Clock
 from scheduler_svc.engine.pacing import StepPacer
 from scheduler_svc.engine.ports import (
     ExecutorFencedError,
@@ -33,23 +33,23 @@ _RECONNECT_S = 0.2
 
 
 class PlanLoopListener(Protocol):
-    """Who hears of what the loop does; called on the event loop, never concurrently."""
+    """Receives the loop's events; called on the event loop, never concurrently."""
 
     def on_outputs(self, outputs: StepOutputs) -> None:
-        """Samples have new tokens or have ended."""
+        """Samples have new tokens or have finished."""
 
     def on_planned(self, step: PlannedStep) -> None:
-        """A step was planned and is about to be sent."""
+        """A step was planned and will be sent next."""
 
     def on_applied(self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float) -> None:
-        """A step's result was applied, and this was new in it."""
+        """A step's result was applied, with these outputs."""
 
     def on_connected(self, connected: bool) -> None:
-        """The executor has come or gone."""
+        """A session was opened or has ended."""
 
 
 class PlanLoop:
-    """One executor's lane of the core, and the session behind it."""
+    """Drives one executor: its lane of the core, and the session with it."""
 
     model: ModelDescription
 
@@ -60,12 +60,14 @@ class PlanLoop:
         executor: ExecutorPort,
         config: SchedulerConfig,
         listener: PlanLoopListener,
+        clock: Clock,
     ) -> None:
         self._core = core
         self._executor_id = executor_id
         self._executor = executor
         self._config = config
         self._listener = listener
+        self._clock = clock
         self._wake = asyncio.Event()
         self._pacer = StepPacer()
         self._epoch = 0
@@ -76,12 +78,12 @@ class PlanLoop:
 
     @property
     def lane(self) -> Lane:
-        """The core's books for this executor."""
+        """The core's lane of this executor."""
         return self._core.lanes[self._executor_id]
 
     @property
     def state(self) -> ExecutorState:
-        """The executor as it is seen from here."""
+        """The executor's current state."""
         return ExecutorState(
             target=self._executor.target,
             connected=self.connected,
@@ -95,16 +97,16 @@ class PlanLoop:
         )
 
     async def describe(self) -> None:
-        """Wait for the executor's description and make its lane; raises LimitsError for limits that cannot work."""
+        """Wait for the executor's description and create its lane; raises LimitsError for limits that cannot work."""
         self.model = await self._executor.describe()
-        self._core.add_executor(self._executor_id, _narrow(self.model, self._config))
+        self._core.add_executor(self._executor_id, _executor_spec(self.model, self._config))
 
     def wake(self) -> None:
-        """Something has changed: there may be something to plan."""
+        """Signal a change after which there may be something to plan."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Keep a session open, again and again; raises ExecutorFencedError, or RuntimeError for a changed model."""
+        """Keep a session open, again and again; raises ExecutorFencedError, RuntimeError for a changed model."""
         while True:
             try:
                 await self._session()
@@ -112,13 +114,13 @@ class PlanLoop:
                 raise
             except ExecutorLostError as exc:
                 _LOG.warning("executor %s lost: %s; requests wait for it", self._executor.target, exc)
-            await asyncio.sleep(_RECONNECT_S)
+            await self._clock.sleep(_RECONNECT_S)
 
     async def _session(self) -> None:
-        """Open a session and serve it until it breaks."""
-        self._adopt(await self._executor.describe())
-        # Larger at each open, also than those of a scheduler that ran before this one.
-        self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)
+        """Open a session and run it until it breaks."""
+        self._check_model(await self._executor.describe())
+        # Larger at each open, and larger than the epochs of a scheduler that ran before this one.
+        self._epoch = max(self._epoch + 1, self._clock.wall_time_ns() // 1_000_000)
         stream = await self._executor.open(self._epoch)
         self._incarnation = stream.opened.incarnation
         self._last_done_step_id = stream.opened.last_completed_step_id
@@ -138,10 +140,10 @@ class PlanLoop:
             await stream.close()
             self._stream = None
             self._set_connected(False)
-            self._listener.on_outputs(self._core.executor_lost(self._executor_id, time.monotonic()))
+            self._listener.on_outputs(self._core.executor_lost(self._executor_id, self._clock.monotonic()))
 
-    def _adopt(self, model: ModelDescription) -> None:
-        """An executor that came back must run the same model; its cache may be of another size."""
+    def _check_model(self, model: ModelDescription) -> None:
+        """Check that a reconnected executor runs the same model (RuntimeError if not); adopt new cache sizes."""
         served = self.model
         if (model.name, model.vocab_size, model.dtype) != (served.name, served.vocab_size, served.dtype):
             raise RuntimeError(
@@ -150,15 +152,15 @@ class PlanLoop:
             )
         if model.fingerprint != served.fingerprint:
             _LOG.warning("the executor's numerics fingerprint has changed: later tokens of running requests may differ")
-        spec = _narrow(model, self._config)
+        spec = _executor_spec(model, self._config)
         if spec != self.lane.spec:
             self._core.add_executor(self._executor_id, spec)
         self.model = model
 
     async def _send_plans(self, stream: PlanStream) -> None:
         while True:
-            await self._turn()
-            now = time.monotonic()
+            await self._wait_until_due()
+            now = self._clock.monotonic()
             plan = self._core.plan_step(self._executor_id, now)
             self._listener.on_outputs(self._core.take_outputs())
             if plan is None:
@@ -170,24 +172,24 @@ class PlanLoop:
                 self._pacer.started(now)
             await stream.send(plan)
 
-    async def _turn(self) -> None:
-        """Wait until it is time to plan: at once if the executor idles, late in its step if it is busy."""
+    async def _wait_until_due(self) -> None:
+        """Wait until the next plan is due: at once if the executor idles, late in its step if it is busy."""
         inflight = self.lane.inflight
         limit = min(self._config.max_inflight_plans, self.model.max_inflight_plans)
         while True:
             self._wake.clear()
             delay: float | None = None
             if len(inflight) < limit:
-                delay = self._pacer.due(inflight[0].total_tokens) - time.monotonic() if inflight else 0.0
+                delay = self._pacer.due(inflight[0].total_tokens) - self._clock.monotonic() if inflight else 0.0
                 if delay <= 0:
                     return
-            await self._wait_for_outputs(None if delay is None else time.monotonic() + delay)
+            await self._wait_for_outputs(None if delay is None else self._clock.monotonic() + delay)
 
     async def _wait_for_outputs(self, until: float | None) -> None:
-        """Wait until something has changed, or this moment on the monotonic clock has come."""
-        delay = None if until is None else until - time.monotonic()
+        """Wait until `wake` is called, or until this moment on the clock."""
+        delay = None if until is None else until - self._clock.monotonic()
         try:
-            async with asyncio.timeout(delay):
+            async with self._clock.timeout(delay):
                 await self._wake.wait()
         except TimeoutError:
             pass
@@ -201,11 +203,11 @@ class PlanLoop:
         raise ExecutorLostError("the plan stream ended")
 
     def _apply(self, result: StepResult) -> None:
-        now = time.monotonic()
+        now = self._clock.monotonic()
         try:
             step, outputs = self._core.apply_result(self._executor_id, result, now)
         except InvariantError as exc:
-            _LOG.exception("a result contradicts its plan; the session is given up")
+            _LOG.exception("a result contradicts its plan; the session is closed")
             raise ExecutorLostError(str(exc)) from exc
         self._last_done_step_id = result.step_id
         self._pacer.observe(step.total_tokens, result.total_ns / 1e9)
@@ -218,8 +220,8 @@ class PlanLoop:
         self._listener.on_connected(connected)
 
 
-def _narrow(model: ModelDescription, config: SchedulerConfig) -> ExecutorSpec:
-    """The executor's limits, narrowed by this scheduler's options."""
+def _executor_spec(model: ModelDescription, config: SchedulerConfig) -> ExecutorSpec:
+    """The executor's limits, lowered by this scheduler's options."""
     return ExecutorSpec(
         block_size=model.block_size,
         num_blocks=model.num_device_blocks,

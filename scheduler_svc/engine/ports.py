@@ -1,4 +1,4 @@
-"""What the engine asks of its surroundings, and what it hands to the front: no gRPC, no tokenizer library here."""
+"""The engine's interfaces to executors, text streams and the front; free of gRPC and tokenizer libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler_svc.core.types import RequestSpec, StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What an executor's Describe says of model, cache and limits."""
+    """An executor's description: model, cache and limits."""
 
     name: str
     architecture: str
@@ -36,36 +36,36 @@ class ModelDescription:
     """The serialized NumericsFingerprint, opaque to the engine."""
     gives_prompt_logprobs: bool = True
     has_logits_processors: bool = True
-    """Penalties, logit bias, allowed tokens and bad words."""
+    """Whether it supports penalties, logit bias, allowed tokens and bad words."""
     bytes_per_block: int = 0
-    """Of KV, over all layers; 0: not told."""
+    """Bytes of KV per block, over all layers; 0: unknown."""
     shares_prefixes: bool = True
-    """Does the KV of a token depend on nothing but the tokens before it."""
+    """Whether a token's KV depends only on the tokens before it."""
     can_copy: bool = True
-    """Block copies within the device pool."""
+    """Whether it can copy blocks within the device pool."""
     can_swap: bool = True
-    """To and from the host pool."""
+    """Whether it can swap blocks to and from the host pool."""
     can_fork: bool = True
-    """Several slots that sample from one row of logits."""
+    """Whether several slots can sample from one row of logits."""
     gives_candidates: bool = True
-    """Best next tokens, for beams, and tokens given by the scheduler."""
+    """Whether it returns candidate tokens and accepts given tokens, for beam search."""
     gives_debug_digest: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """The executor's answer to an opened session."""
+    """The executor's response to OpenSession."""
 
     incarnation: int
     last_completed_step_id: int
 
 
 class ExecutorLostError(Exception):
-    """The plan stream to an executor broke or was refused; the message says why."""
+    """The plan stream to an executor broke or was rejected; the message has the reason."""
 
 
 class ExecutorFencedError(ExecutorLostError):
-    """Another scheduler holds the executor: this one must stop, and never bid higher."""
+    """Another scheduler holds the executor: this one must stop, and never open a larger epoch."""
 
 
 class PlanStream(Protocol):
@@ -75,7 +75,7 @@ class PlanStream(Protocol):
 
     @property
     def resident_bytes(self) -> int:
-        """Memory resident in the executor's process, as it last told; 0: not known."""
+        """Resident memory of the executor's process in bytes, as last reported; 0: unknown."""
 
     async def send(self, plan: StepPlan) -> None:
         """Send the next plan; raises ExecutorLostError."""
@@ -88,12 +88,12 @@ class PlanStream(Protocol):
 
 
 class ExecutorPort(Protocol):
-    """An executor as the engine sees it."""
+    """The engine's interface to an executor."""
 
     target: str
 
     async def describe(self) -> ModelDescription:
-        """Wait until the executor answers, then describe it."""
+        """Wait until the executor answers, and return its description."""
 
     async def open(self, epoch: int) -> PlanStream:
         """Open a session; raises ExecutorLostError, ExecutorFencedError."""
@@ -105,22 +105,22 @@ class StopMatch:
 
     stop_string: str
     num_tokens: int
-    """How many of the sample's tokens are kept: up to and with the one that completed the match."""
+    """Number of the sample's tokens that are kept, including the one that completed the match."""
 
 
 class TextStream(Protocol):
-    """Turns one sample's tokens into text as they come."""
+    """Detokenizes one sample incrementally."""
 
     text: str
-    """All text that can no longer change: no half character, nothing that may be the start of a stop string."""
+    """Final text: without an incomplete character or a possible start of a stop string at its end."""
     text_ends: list[int]
-    """text_ends[i]: length of `text` (code points) when i + 1 tokens were in; never falls."""
+    """text_ends[i]: length of `text` (code points) after i + 1 tokens; never decreases."""
 
     def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> StopMatch | None:
-        """Add tokens; with ends_with_stop_token the last one adds no text unless stop strings are to be included."""
+        """Add tokens; with ends_with_stop_token the last one adds no text unless stop strings are included."""
 
     def finish(self) -> None:
-        """Nothing more comes: let go of what was held back (after a stop string: nothing)."""
+        """Release text that was held back, after the last token; nothing after a stop string."""
 
     def token_text(self, token_id: int) -> str:
         """The text of one token alone, for logprobs."""
@@ -128,32 +128,32 @@ class TextStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BestOf:
-    """More samples are drawn than the client gets: those with the highest cumulative logprobs."""
+    """More samples are drawn than returned: the client gets those with the highest cumulative logprobs."""
 
     num_returned: int
-    tells_logprobs: bool
-    """Are their tokens' logprobs for the client too, or for the choice alone."""
+    returns_logprobs: bool
+    """Whether the client gets the tokens' logprobs too; otherwise they only rank the samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request as the front hands it to the engine."""
+    """A request from the front."""
 
     spec: RequestSpec
     make_text: Callable[[], TextStream] | None = None
-    """Makes the text stream of a sample; None: token ids only."""
+    """Creates the text stream of a sample; None: token ids only."""
     deadline: float | None = None
-    """On the engine's clock (time.monotonic, seconds); None: none."""
+    """Seconds on the engine's clock (Clock.monotonic); None: none."""
     body_digest: bytes = b""
     """SHA-256 of the request's body: same id and same digest is the same request."""
     resume_grace_s: float = 0.0
     best_of: BestOf | None = None
-    """None: all samples are told, as they come."""
+    """None: all samples are returned, as they are generated."""
 
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Nanoseconds on the engine's clock; 0: not yet."""
+    """Nanoseconds on the engine's clock; 0: not reached yet."""
 
     arrival_ns: int = 0
     first_plan_ns: int = 0
@@ -171,7 +171,7 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A picture of queues and memory; names as in SchedulerLoad."""
+    """The state of queues and memory; names as in SchedulerLoad."""
 
     num_waiting: int = 0
     num_running: int = 0
@@ -197,7 +197,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step as it ran, in columns; see StepRecord in admin.proto."""
+    """One executed step, in columns; see StepRecord in admin.proto."""
 
     step_id: int
     executor_id: int
@@ -217,12 +217,12 @@ class StepRecord:
     swapped_in_ids: Sequence[int] = ()
     load: Load = field(default_factory=Load)
     block_changes: Sequence[tuple[int, tuple[int, ...], bool]] = ()
-    """(sequence_id, appended block ids, the table was emptied first)."""
+    """(sequence_id, appended block ids, whether the table was cleared first)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorState:
-    """One executor as the engine sees it; names as in ExecutorInfo."""
+    """The state of one executor; names as in ExecutorInfo."""
 
     target: str
     connected: bool
@@ -237,7 +237,7 @@ class ExecutorState:
 
 @dataclass(frozen=True, slots=True)
 class SequenceBlockTable:
-    """One sequence's block table now; names as in SequenceBlocks."""
+    """The current block table of one sequence; names as in SequenceBlocks."""
 
     sample_index: int
     block_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Tokens to text as they come: never half a character, never what may be the start of a stop string."""
+"""Incremental detokenization: holds back incomplete characters and possible starts of stop strings."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from scheduler_svc.engine.ports import StopMatch
 
 _REPLACEMENT = "\ufffd"
 _MAX_WINDOW = 12
-"""Tokens decoded at once, at most, before the window is moved on."""
+"""Maximum tokens in the decoded window before it moves on."""
 _TAIL_LENGTHS = (5, 6, 7, 8)
-"""Lengths tried for the moved window: a character has at most 4 bytes, so one of these starts at a character."""
+"""Lengths tried for the moved window: a character has at most 4 bytes, so one of them starts at a character."""
 _MAX_PENDING_TOKENS = 6
-"""More tokens than this without a whole character: the bytes are no UTF-8, and are let go."""
+"""After more tokens than this without a complete character, the bytes count as invalid UTF-8 and are released."""
 _MAX_PENDING_CHARS = 3
-"""Of such bytes, this many may still be the start of a character."""
+"""Number of such bytes, at the end, that may still be the start of a character."""
 
 
 class TokenDecoder(Protocol):
-    """What a text stream needs of a tokenizer."""
+    """The tokenizer interface that a text stream needs."""
 
     special_ids: frozenset[int]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of tokens; bytes that are no UTF-8 come out as U+FFFD."""
+        """Text of tokens; invalid UTF-8 becomes U+FFFD."""
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token alone."""
+        """Text of a single token."""
 
 
 class IncrementalDecoder:
-    """Decodes a token at a time, in O(1) tokens each: a sliding window is decoded, and what it adds is handed out.
+    """Decodes one token at a time, in O(1) tokens each, by decoding a sliding window and returning the new text.
 
-    The window keeps some tokens that are out already, as TGI and vLLM do, since a token's text depends on those before
-    it (leading spaces, bytes of one character). `_done` is the text of the window that is out.
+    The window keeps some tokens whose text was returned already, as in TGI and vLLM, since a token's text depends on
+    those before it (leading spaces, bytes of one character). `_done` is the returned part of the window's text.
     """
 
     def __init__(self, tokenizer: TokenDecoder, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
@@ -46,24 +46,24 @@ class IncrementalDecoder:
         if not self._done or self._done.endswith(_REPLACEMENT):
             self._window, self._done = [], ""
         self._num_whole = len(self._window)
-        """Tokens of the window after which no character was incomplete."""
+        """Number of tokens at the window's start after which the last character was complete."""
         self._limit = _MAX_WINDOW
 
     def push(self, token_id: int) -> str:
-        """Text that this token completes; may be empty."""
+        """Add a token; returns the text that it completes, which may be empty."""
         if token_id in self._skipped:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
         if not text.startswith(self._done):
-            # A byte-fallback tokenizer spoils a whole run of bytes while its last character is incomplete.
+            # A byte-fallback tokenizer decodes a whole run of bytes as U+FFFD while its last character is incomplete.
             if len(self._window) - self._num_whole <= _MAX_PENDING_TOKENS:
                 return ""
             text = self._restart()
         return self._hand_out(text)
 
     def flush(self) -> str:
-        """What is left; half a character comes out as U+FFFD."""
+        """The remaining text; an incomplete character becomes U+FFFD."""
         text = self._decode(self._window)
         if not text.startswith(self._done):
             text = self._restart()
@@ -72,7 +72,7 @@ class IncrementalDecoder:
         return rest
 
     def _hand_out(self, text: str) -> str:
-        """Hand out what is new in the window's text and cannot change; move the window on."""
+        """Return the new and final part of the window's text; move the window on."""
         fresh = text[len(self._done) :]
         ready = fresh.rstrip(_REPLACEMENT)
         num_pending = len(fresh) - len(ready)
@@ -87,7 +87,7 @@ class IncrementalDecoder:
         return ready
 
     def _move_on(self, text: str, num_pending: int) -> None:
-        """Drop tokens from the window's front, at a place where the rest decodes to the same text."""
+        """Drop tokens from the window's front, at a position where the rest decodes to the same text."""
         for length in _TAIL_LENGTHS:
             tail = self._window[-length:]
             tail_text = self._decode(tail)
@@ -100,7 +100,7 @@ class IncrementalDecoder:
         self._limit = len(self._window) + _MAX_WINDOW
 
     def _restart(self) -> str:
-        """Begin the window after the last whole character; returns its text."""
+        """Start the window after the last complete character; returns its text."""
         self._window = self._window[self._num_whole :]
         self._num_whole = 0
         self._done = ""
@@ -111,11 +111,11 @@ class IncrementalDecoder:
 
 
 class TextStream:
-    """One sample's text (see ports.TextStream), cut at the first stop string.
+    """The text of one sample (see ports.TextStream), truncated at the first stop string.
 
-    Of several stop strings the one that starts first wins, then the one listed first. As in vLLM, a match must be
-    completed by a token after the first `min_tokens`. Each token is looked at by itself, so that the result does not
-    depend on how many come at once. `context` are the prompt's last tokens, which decide about a leading space.
+    Among several stop strings the one that starts first wins, then the one listed first. As in vLLM, a match must be
+    completed by a token after the first `min_tokens`. Tokens are processed one by one, so the result does not depend
+    on how many arrive at once. `context`: the prompt's last tokens, which determine a leading space.
     """
 
     __slots__ = ("_begun", "_decoder", "_floor", "_held", "_include_stop", "_min_tokens", "_over", "_stop",
@@ -137,7 +137,7 @@ class TextStream:
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens, context=context)
         self._stop = tuple(stop)
         self._begun = [0] * len(stop)
-        """How much of each stop string the text ends with, but never all of it; the longest of these is held back."""
+        """Length of the proper prefix of each stop string that the text ends with; the longest is held back."""
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._held = ""
@@ -146,7 +146,7 @@ class TextStream:
         self._over = False
 
     def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> StopMatch | None:
-        """Add tokens; returns the stop string that they complete, if they do. What comes after it is not looked at."""
+        """Add tokens; returns the match of a stop string, if they complete one. Tokens after it are ignored."""
         last = len(token_ids) - 1
         for index, token_id in enumerate(token_ids):
             silent = ends_with_stop_token and index == last and not self._include_stop
@@ -159,18 +159,18 @@ class TextStream:
         return None
 
     def finish(self) -> None:
-        """Let go of what was held back; after a stop string there is nothing."""
+        """Release the text that was held back; nothing after a stop string."""
         if not self._over:
             self._over = True
             self._release(self._held + self._decoder.flush())
             self._held = ""
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token alone."""
+        """The text of a single token."""
         return self._tokenizer.token_text(token_id)
 
     def _take(self, piece: str) -> str | None:
-        """Add text; returns the stop string that it completes."""
+        """Add text; returns the stop string that it completes, if any."""
         if not self._stop:
             self._release(piece)
             return None
@@ -184,7 +184,7 @@ class TextStream:
                 self._release(text[: start + len(stop_string)] if self._include_stop else text[:start])
                 self._held = ""
                 return stop_string
-        # A beginning grows by the new text at most: with that limit, a push costs what it adds, however much is held.
+        # A prefix grows by the new text at most: this limit makes the cost of a push independent of the held text.
         self._begun = [
             _overlap(text, stop_string, begun + len(piece))
             for stop_string, begun in zip(self._stop, self._begun, strict=True)
@@ -195,7 +195,7 @@ class TextStream:
         return None
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """The first stop string in the text, and where it starts."""
+        """The start of the first stop string in the text, and the string."""
         best: tuple[int, str] | None = None
         floor = self._floor - len(self.text)
         for stop_string in self._stop:
@@ -205,7 +205,7 @@ class TextStream:
         return best
 
     def _release(self, piece: str) -> None:
-        # With one reference left, CPython appends in place; `self.text += piece` would copy all text for each token.
+        # With a single reference CPython appends in place; `self.text += piece` would copy all text for each token.
         text = self.text
         self.text = ""
         text += piece
@@ -213,7 +213,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop_string: str, limit: int) -> int:
-    """Length of the longest end of `text`, up to `limit`, that is the start of `stop_string`, but not all of it."""
+    """Length of the longest suffix of `text`, up to `limit`, that is a proper prefix of `stop_string`."""
     longest = min(limit, len(stop_string) - 1)
     if stop_string[0] not in text[len(text) - longest :]:
         return 0

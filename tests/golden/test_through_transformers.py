@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 from cadenza import AsyncClient, SamplingParams
-from executor_svc.build.device import make_device
-from executor_svc.build.model import build_model, make_executor
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.loading import LoadedModel, LoaderError, load_model, load_through_transformers
 from executor_svc.models.through_transformers import probe
 from executor_svc.models.through_transformers.hosted import HostedModel
 from executor_svc.models.through_transformers.self_check import paged_logits
 from executor_svc.plan.description import limits_of
-from executor_svc.plan.plan import SequenceSampling, StepResult, StepStatus
+from executor_svc.plan.plan import StepResult, StepStatus
+from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.startup.build import build_model, make_executor
+from executor_svc.startup.device import make_device
 from executor_svc.worker.eager_runner import EagerRunner
 from executor_svc.worker.step import StepExecutor
 from tests.checkpoints import HOSTED, edit_config, make_checkpoint
@@ -206,7 +207,7 @@ def test_description_and_fingerprint(folders: dict[str, Path], tmp_path: Path) -
 FRESH = """
 import sys
 from executor_svc.config import ExecutorConfig
-from executor_svc.build.model import build_model
+from executor_svc.startup.build import build_model
 build_model(ExecutorConfig(model=sys.argv[1], num_gpu_blocks=8, num_threads=1))
 print([name for name in sys.modules if name.startswith("transformers")])
 """

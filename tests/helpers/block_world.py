@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 
 from scheduler_svc.core.memory.block_manager import BlockManager
-from scheduler_svc.core.memory.prefix_cache import NOTHING
+from scheduler_svc.core.memory.prefix_cache import NO_PREFIX
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.types import RequestSpec, Sampling
 
@@ -42,7 +42,7 @@ class Row:
     host_block_ids: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0
     cache_node: int | None = None
-    lacks_prompt_logprobs: bool = False
+    needs_prompt_logprobs: bool = False
 
     def kv(self, position: int) -> tuple[str, bytes, tuple[int, ...]]:
         spec = self.group.spec
@@ -121,13 +121,13 @@ class World:
     def _make_row(self, group: Group, token_ids: list[int]) -> Row:
         self.num_made += 1
         lacks = group.spec.sampling.num_prompt_logprobs is not None and len(token_ids) > 1
-        return Row(self.num_made, group, token_ids, list(token_ids), lacks_prompt_logprobs=lacks)
+        return Row(self.num_made, group, token_ids, list(token_ids), needs_prompt_logprobs=lacks)
 
     def _admit(self, row: Row, num_reserved: int) -> None:
         found = self.blocks.find(row)
         spec = row.group.spec
-        if not self.caching or not spec.uses_prefix_cache or row.lacks_prompt_logprobs:
-            assert found is NOTHING
+        if not self.caching or not spec.uses_prefix_cache or row.needs_prompt_logprobs:
+            assert found is NO_PREFIX
         assert found.num_tokens == found.num_blocks * self.size <= len(row.token_ids) - 1
         num_tokens = len(row.token_ids) + num_reserved
         num_to_take = found.num_to_take(self.blocks.num_blocks_for(num_tokens))
@@ -205,7 +205,7 @@ class World:
         if not rows:
             return
         row = rows.pop(pick % len(rows))
-        self.blocks.free(row, spoiled=how == "spoil")
+        self.blocks.free(row, invalid_kv=how == "spoil")
         assert (row.block_ids, row.host_block_ids, row.num_cached_blocks, row.cache_node) == ([], [], 0, None)
         self.blocks.free(row)
         row.num_computed_tokens = row.num_written = 0

@@ -48,10 +48,10 @@ def choose(folder: Path, architecture: str) -> Choice:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model_class = getattr(transformers, architecture)
     except (ValueError, TypeError, KeyError, AttributeError, OSError, ImportError, StrictDataclassError) as error:
-        told = " ".join(str(error).split())
-        raise LoaderError(f"model folder {folder}: transformers can not read config.json: {told}") from error
+        message = " ".join(str(error).split())
+        raise LoaderError(f"model folder {folder}: transformers can not read config.json: {message}") from error
     try:
-        _forget_kv_quantization(config)
+        _drop_kv_quantization(config)
     except ModelConfigError as error:
         raise LoaderError(f"model folder {folder}: {error}") from error
     reason = _config_reason(config) or _class_reason(model_class, config)
@@ -60,7 +60,7 @@ def choose(folder: Path, architecture: str) -> Choice:
     return Choice(architecture, model_class, config)
 
 
-def _forget_kv_quantization(config: Any) -> None:
+def _drop_kv_quantization(config: Any) -> None:
     """Let transformers see a plain checkpoint where keys and values alone are quantized: the cache is none of its."""
     section = getattr(config, "quantization_config", None)
     if isinstance(section, dict) and quantizes_kv_alone(Fields(section, "quantization_config.")):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
 from executor_svc.models.through_transformers.attention import PagedAttention, attending
-from executor_svc.models.through_transformers.probe import Found, LayerAttention
+from executor_svc.models.through_transformers.probe import LayerAttention, ProbeResult
 
 
 class HostedModel:
@@ -19,7 +19,7 @@ class HostedModel:
     The model rotates by itself, or has learned positions. Of a rope it takes the positions.
     """
 
-    def __init__(self, model: Any, found: Found, mask: Tensor | None, kernels: Kernels) -> None:
+    def __init__(self, model: Any, found: ProbeResult, mask: Tensor | None, kernels: Kernels) -> None:
         """Take a model with our attention, what is known of it, and the mask that it is to be called with."""
         self._model = model
         self._base: Any = found.base

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.through_transformers.attention import PROBE_NAME, attending
-from executor_svc.models.through_transformers.own_attention import OwnAttention
+from executor_svc.models.through_transformers.attention_patches import AttentionPatch
 
 _NUM_TOKENS = 3
 
-_UNKNOWN = ("s_aux", "sinks", "position_bias", "head_mask")
+_UNSUPPORTED = ("s_aux", "sinks", "position_bias", "head_mask")
 """Arguments that change what attention computes, and that our kernels do not have."""
 
 _HARMLESS = ("position_ids", "cache_position")
@@ -39,7 +39,7 @@ class LayerAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ProbeResult:
     """What one forward pass of a model has shown."""
 
     layers: tuple[LayerAttention, ...]
@@ -94,7 +94,7 @@ def _layer(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
 ) -> LayerAttention:
     where = type(module).__name__
-    unknown = [name for name in _UNKNOWN if options.get(name) is not None]
+    unknown = [name for name in _UNSUPPORTED if options.get(name) is not None]
     unknown += [name for name, option in options.items() if isinstance(option, Tensor) and name not in _HARMLESS]
     if unknown:
         raise ModelConfigError(f"{where} asks for {unknown[0]} in attention, which Cadenza's does not have")
@@ -122,7 +122,7 @@ def _layer(
     )
 
 
-def probe_model(model: Any, own_attention: OwnAttention | None) -> Found:
+def probe_model(model: Any, patch: AttentionPatch | None) -> ProbeResult:
     """Run a causal LM of transformers over a few tokens; raises ModelConfigError for attention that we can not do.
 
     The model's attention implementation is another one afterwards.
@@ -130,18 +130,18 @@ def probe_model(model: Any, own_attention: OwnAttention | None) -> Found:
     recorder = _Recorder()
     bases: list[tuple[nn.Module, Tensor]] = []
 
-    def note(module: nn.Module, _: Any, output: Any) -> None:
+    def record_base(module: nn.Module, _: Any, output: Any) -> None:
         hidden = getattr(output, "last_hidden_state", None)
         if isinstance(hidden, Tensor):
             bases.append((module, hidden))
 
-    if own_attention is None:
+    if patch is None:
         model.set_attn_implementation(PROBE_NAME)
-    hooks = [module.register_forward_hook(note) for module in model.modules()]
+    hooks = [module.register_forward_hook(record_base) for module in model.modules()]
     ids = torch.arange(_NUM_TOKENS, device=model.device)[None] + 1
     try:
         with attending(recorder), torch.inference_mode():
-            mask = None if own_attention is None else no_mask(model)
+            mask = None if patch is None else empty_mask(model)
             output = model(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
     finally:
         _masks.clear()
@@ -153,10 +153,10 @@ def probe_model(model: Any, own_attention: OwnAttention | None) -> Found:
     base, hidden = bases[-1]
     names = {module: name for name, module in model.named_modules()}
     of_layers = tuple(names[module] for module in recorder.modules)
-    return Found(_checked(recorder.layers), of_layers, base, hidden.shape[-1], output.logits.shape[-1])
+    return ProbeResult(_checked(recorder.layers), of_layers, base, hidden.shape[-1], output.logits.shape[-1])
 
 
-def no_mask(model: Any) -> Tensor:
+def empty_mask(model: Any) -> Tensor:
     """Return what keeps a model with attention of its own from making a mask: one that is done, and not read."""
     return torch.zeros(1, 1, 1, 1, device=model.device, dtype=model.dtype)
 

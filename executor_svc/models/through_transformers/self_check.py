@@ -82,8 +82,8 @@ def check_logits(wanted: Sequence[Tensor], found: Sequence[Tensor], dtype: torch
     Of each part the median row counts: in mixtures of experts a rounding may send a token to another expert.
     """
     worst = 0.0
-    for theirs, ours, parts in zip(wanted, found, _PARTS, strict=True):
-        errors = (ours - theirs).square().mean(1).sqrt() / theirs.std(1).clamp_min(1e-30)
+    for expected, paged, parts in zip(wanted, found, _PARTS, strict=True):
+        errors = (paged - expected).square().mean(1).sqrt() / expected.std(1).clamp_min(1e-30)
         for rows in errors.nan_to_num(float("inf")).split(_cut(parts, len(errors))):
             worst = max(worst, float(rows.median()))
     if worst > _TOLERANCE[dtype]:

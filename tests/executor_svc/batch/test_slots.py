@@ -9,7 +9,8 @@ import pytest
 
 from executor_svc.batch.ragged import SlotLists
 from executor_svc.batch.slots import Slots
-from executor_svc.plan.plan import BlockMoves, InvalidPlan, SequenceSampling, SlotColumns, StepPlan
+from executor_svc.plan.plan import BlockMoves, InvalidPlan, SlotColumns, StepPlan
+from executor_svc.plan.sampling import SequenceSampling
 from tests.helpers.fake_executor import LIMITS
 from tests.helpers.plans import columns, ints, plan, run, scheduled, sequence
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor_svc.gpu.graphs import CudaGraphs, decode_sizes, fitting, mixed_sizes
+from executor_svc.gpu.graphs import CudaGraphs, decode_sizes, mixed_sizes, smallest_fitting
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 
 
@@ -47,17 +47,17 @@ def test_mixed_steps_that_hide_their_launches_have_no_graph(
 
 def test_the_least_size_that_holds_a_step_is_taken() -> None:
     decodes = [StepSizes.decode(count) for count in (1, 2, 8)]
-    assert [fitting(decodes, StepSizes.decode(count)) for count in (1, 2, 3, 8, 9)] == [
+    assert [smallest_fitting(decodes, StepSizes.decode(count)) for count in (1, 2, 3, 8, 9)] == [
         *decodes[:2],
         *[decodes[2]] * 2,
         None,
     ]
     few, many, long = StepSizes(32, 4, 0, 0), StepSizes(32, 16, 0, 0), StepSizes(64, 4, 0, 0)
     mixed = [few, many, long, StepSizes(64, 16, 0, 0)]
-    assert fitting(mixed, StepSizes(5, 4, 0, 0)) == few
-    assert fitting(mixed, StepSizes(32, 5, 0, 0)) == many
-    assert fitting(mixed, StepSizes(33, 4, 0, 0)) == long
-    assert fitting(mixed, StepSizes(33, 17, 0, 0)) is None
+    assert smallest_fitting(mixed, StepSizes(5, 4, 0, 0)) == few
+    assert smallest_fitting(mixed, StepSizes(32, 5, 0, 0)) == many
+    assert smallest_fitting(mixed, StepSizes(33, 4, 0, 0)) == long
+    assert smallest_fitting(mixed, StepSizes(33, 17, 0, 0)) is None
 
 
 @pytest.fixture

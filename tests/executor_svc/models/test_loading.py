@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from executor_svc.build.device import make_device
-from executor_svc.build.fingerprint import fingerprint
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu import device as cpu_device
 from executor_svc.device.interface import DeviceError, NumericsError
 from executor_svc.models.loading import LoadedModel, LoaderError, load_model
 from executor_svc.models.registry import ARCHITECTURES
+from executor_svc.startup.device import make_device
+from executor_svc.startup.fingerprint import fingerprint
 from tests.checkpoints import FAMILIES, edit_config, make_checkpoint, make_llama
 from tests.executor_svc.driver import Model
 

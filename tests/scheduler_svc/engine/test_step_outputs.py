@@ -22,6 +22,7 @@ from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.ports import BestOf, EngineRequest
 from scheduler_svc.requests.detokenizer import TextStream
+from tests.helpers.fake_clock import FakeClock
 from tests.helpers.toy_tokenizers import byte_level
 
 TOKENIZER = byte_level()
@@ -39,7 +40,7 @@ class Stage:
     """An engine that serves one request, whose core is played by the test."""
 
     def __init__(self, *, best_of=None, text=False, **spec):
-        self.engine = Engine(SchedulerConfig(), Scheduler(), NoExecutor())
+        self.engine = Engine(SchedulerConfig(), Scheduler(), NoExecutor(), FakeClock())
         spec = RequestSpec("r", (5, 6, 7), Sampling(num_logprobs=0 if best_of else None), **spec)
         make_text = (lambda: TextStream(TOKENIZER)) if text else None
         self.live = LiveRequest(EngineRequest(spec, make_text, best_of=best_of), arrival_ns=1)
@@ -104,7 +105,7 @@ def test_an_aborted_beam_search_has_more_sequences_than_results() -> None:
 
 
 def test_the_best_are_chosen_when_the_last_has_ended() -> None:
-    stage = Stage(num_samples=3, best_of=BestOf(2, tells_logprobs=False))
+    stage = Stage(num_samples=3, best_of=BestOf(2, returns_logprobs=False))
     stage.outputs([(0, 10)], [(0, EOS)], logprob=-3.0)
     stage.outputs([(1, 11)], [(1, EOS)], logprob=-1.0)
     assert stage.live.returned == []

@@ -54,7 +54,7 @@ def test_n_samples_come_as_they_are_drawn() -> None:
 def test_the_best_of_many_need_logprobs_of_their_tokens(asked: int | None, needed: int) -> None:
     request = build(n=2, best_of=5, logprobs=asked)
     assert request.spec.num_samples == 5
-    assert request.best_of == BestOf(2, tells_logprobs=asked is not None)
+    assert request.best_of == BestOf(2, returns_logprobs=asked is not None)
     assert request.spec.sampling.num_logprobs == needed
 
 

@@ -68,7 +68,7 @@ class GpuAttentionPlan:
         self.slot_mapping = inputs.slot_mapping
         self._starts, self._lens, self._tables = inputs.query_start_loc, inputs.seq_lens, inputs.block_tables
 
-    def become(self, num_seqs: int, num_tokens: int, max_query_len: int, max_seq_len: int) -> None:
+    def set_sizes(self, num_seqs: int, num_tokens: int, max_query_len: int, max_seq_len: int) -> None:
         """Let launches be those of a step of these sizes: a CUDA graph's are those of the longest that it may run."""
         self._num_seqs, self.num_tiles = num_seqs, num_tokens
         self._max_query_len, self._max_seq_len = max_query_len, max_seq_len

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -31,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps({"builds": [asdict(build) for build in outcome.builds], "refused": outcome.refused}))
     if outcome.refused:
         raise SystemExit(outcome.refusal)
+    num_variants = len({build.name for build in outcome.builds})
+    num_spilling = sum(build.spills > 0 for build in outcome.builds)
+    counts = f"{num_variants} variants, {len(outcome.builds)} builds, {num_spilling} of them spill registers"
+    print(f"{counts}; none refused", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from executor_svc.gpu.kernels.compile.registry import mistakes
+from executor_svc.gpu.kernels.compile.registry import variant_errors
 from executor_svc.gpu.kernels.variant import Variant
 
 MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}
@@ -76,7 +76,7 @@ def compile_variant(variant: Variant, arch: int) -> Build:
     if not isinstance(variant.kernel, JITFunction):
         raise RuntimeError("kernels are not compiled under TRITON_INTERPRET: compile in a process without it")
     where = f"{variant.name} for sm_{arch}"
-    if wrong := mistakes(variant):
+    if wrong := variant_errors(variant):
         raise CompileError(f"{where}: {'; '.join(wrong)}")
     start = time.perf_counter()
     with _fresh_compiler() as printed:
@@ -97,7 +97,7 @@ def compile_variant(variant: Variant, arch: int) -> Build:
     return Build(variant.name, arch, dynamic_shared=compiled.metadata.shared, seconds=round(seconds, 2), **facts)
 
 
-def problems(variant: Variant, build: Build) -> list[str]:
+def build_errors(variant: Variant, build: Build) -> list[str]:
     """Why a build may not be launched, or is not what the variant asks for; empty if it is."""
     found = []
     if variant.no_spills and build.spills:

@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from executor_svc.gpu.kernels.compile.build import Build, CompileError, compile_variant, problems
+from executor_svc.gpu.kernels.compile.build import Build, CompileError, build_errors, compile_variant
 from executor_svc.gpu.kernels.compile.registry import Entry, entries
 
 _MAX_ERROR = 4000
@@ -74,7 +74,7 @@ def build_all(tasks: Sequence[Task], jobs: int) -> Outcome:
                 result = builder.build(tasks[index])
                 with lock:
                     done[index] = result
-                    print(f"[{len(done)}/{len(tasks)}] {tasks[index].label}: {_told(result)}", file=sys.stderr)
+                    print(f"[{len(done)}/{len(tasks)}] {tasks[index].label}: {_summary(result)}", file=sys.stderr)
 
     with tempfile.TemporaryDirectory(prefix="cadenza-kernels-") as folder, ThreadPoolExecutor(jobs) as threads:
         places = [Path(folder, str(number)) for number in range(min(jobs, len(tasks)))]
@@ -97,12 +97,12 @@ def _outcome(tasks: Sequence[Task], results: Sequence[Build | str]) -> Outcome:
             outcome.refused.append(f"{task.entry.module}: {result}")
             continue
         outcome.builds.append(result)
-        for problem in problems(task.entry.variant, result):
-            outcome.refused.append(f"{task.entry.module}: {task.label} {problem}")
+        for error in build_errors(task.entry.variant, result):
+            outcome.refused.append(f"{task.entry.module}: {task.label} {error}")
     return outcome
 
 
-def _told(result: Build | str) -> str:
+def _summary(result: Build | str) -> str:
     if isinstance(result, str):
         return "FAILED"
     spilled = f", {result.spills} bytes SPILLED" if result.spills else ""
@@ -148,10 +148,10 @@ class _Builder:
 
     def _start(self) -> None:
         spawning = get_context("spawn")
-        self._connection, theirs = spawning.Pipe()
-        self._process = spawning.Process(target=_serve, args=(theirs, self._folder, self._printed), daemon=True)
+        self._connection, child_end = spawning.Pipe()
+        self._process = spawning.Process(target=_serve, args=(child_end, self._folder, self._printed), daemon=True)
         self._process.start()
-        theirs.close()
+        child_end.close()
 
 
 def _serve(connection: Connection, folder: Path, printed: Path) -> None:
@@ -161,7 +161,7 @@ def _serve(connection: Connection, folder: Path, printed: Path) -> None:
     os.dup2(descriptor, 2)
     tempfile.tempdir = str(folder)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    told: dict[str, dict[str, Entry]] = {}
+    entries_of: dict[str, dict[str, Entry]] = {}
     while True:
         try:
             module, name, arch = connection.recv()
@@ -169,9 +169,9 @@ def _serve(connection: Connection, folder: Path, printed: Path) -> None:
             return
         os.ftruncate(2, 0)
         try:
-            if module not in told:
-                told[module] = entries([module])
-            connection.send(compile_variant(told[module][name].variant, arch))
+            if module not in entries_of:
+                entries_of[module] = entries([module])
+            connection.send(compile_variant(entries_of[module][name].variant, arch))
         except CompileError as error:
             connection.send(_shortened(str(error)))
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Finds every variant of every kernel of this package: what is compiled ahead of time, and named in docs/kernels.md."""
+"""Finds every variant of every kernel of this package, all of which are compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def kernel_modules(package: str = PACKAGE) -> list[str]:
     Raises RegistryError for a module that cannot be imported.
     """
     found = pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
-    return sorted(info.name for info in found if hasattr(_imported(info.name), "variants"))
+    return sorted(info.name for info in found if callable(getattr(_imported(info.name), "variants", None)))
 
 
 def entries(modules: Iterable[str] | None = None) -> dict[str, Entry]:
@@ -49,7 +49,7 @@ def entries(modules: Iterable[str] | None = None) -> dict[str, Entry]:
     """
     found: dict[str, Entry] = {}
     for module in kernel_modules() if modules is None else modules:
-        for variant in _told(module):
+        for variant in _variants_of(module):
             if variant.name in found:
                 raise RegistryError(f"two variants are named {variant.name!r}: {found[variant.name].module}, {module}")
             found[variant.name] = Entry(module, variant)
@@ -61,7 +61,7 @@ def short_name(module: str) -> str:
     return module.removeprefix(f"{PACKAGE}.")
 
 
-def mistakes(variant: Variant) -> list[str]:
+def variant_errors(variant: Variant) -> list[str]:
     """What in a variant does not fit its kernel's arguments or cannot be compiled for; empty if nothing."""
     parameters = inspect.signature(getattr(variant.kernel, "fn", variant.kernel)).parameters
     fixed = {name for name, kind in variant.signature.items() if kind == "constexpr"}
@@ -87,8 +87,8 @@ def _wrong_options(variant: Variant) -> list[str]:
     found = []
     if not variant.archs or not set(variant.archs) <= set(ALL_ARCHS):
         found.append(f"archs {variant.archs} are not among {ALL_ARCHS}")
-    for what, asked in (("wgmma", variant.wgmma), ("the copy engine", variant.copies)):
-        if asked and 90 not in variant.archs:
+    for what, required in (("wgmma", variant.wgmma), ("the copy engine", variant.copies)):
+        if required and 90 not in variant.archs:
             found.append(f"{what} is asked for, but it is not compiled for sm_90")
     if variant.num_warps not in (1, 2, 4, 8, 16, 32):
         found.append(f"num_warps {variant.num_warps} is no power of two up to 32")
@@ -110,24 +110,24 @@ def _is_none_or_one(value: Any) -> bool:
     return value is None or (type(value) is int and value == 1)
 
 
-def _told(module: str) -> Sequence[Variant]:
-    tell: Callable[[], Any] = _imported(module).variants
+def _variants_of(module: str) -> Sequence[Variant]:
+    list_variants: Callable[[], Any] = _imported(module).variants
     start = time.process_time()
     try:
-        told = tell()
+        listed = list_variants()
     except Exception as error:
         raise RegistryError(f"{module}.variants() failed: {type(error).__name__}: {error}") from error
     seconds = time.process_time() - start
     if seconds > MAX_SECONDS:
         raise RegistryError(f"{module}.variants() took {seconds:.1f} s; at most {MAX_SECONDS:.0f} s, for it only lists")
-    if not isinstance(told, list) or not told or not all(isinstance(variant, Variant) for variant in told):
-        raise RegistryError(f"{module}.variants() gave {type(told).__name__}, not a list of one Variant or more")
-    for variant in told:
+    if not isinstance(listed, list) or not listed or not all(isinstance(variant, Variant) for variant in listed):
+        raise RegistryError(f"{module}.variants() gave {type(listed).__name__}, not a list of one Variant or more")
+    for variant in listed:
         if not re.fullmatch(r"[^\s|`]+( [^\s|`]+)*", variant.name):
             raise RegistryError(
                 f"{module}: a variant's name is words with single spaces between them: {variant.name!r}"
             )
-    return told
+    return listed
 
 
 def _imported(module: str) -> Any:

@@ -45,9 +45,9 @@ _INTEGERS = (
 
 
 @triton.jit
-def _is_stop_id(stop_bits, stop_stride, slot, token, asked):
-    word = tl.load(stop_bits + slot * stop_stride + token // 32, asked, other=0)
-    return asked & (((word >> (token % 32).to(tl.int32)) & 1) != 0)
+def _is_stop_id(stop_bits, stop_stride, slot, token, mask):
+    word = tl.load(stop_bits + slot * stop_stride + token // 32, mask, other=0)
+    return mask & (((word >> (token % 32).to(tl.int32)) & 1) != 0)
 
 
 @triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=["tokens", "errors"])
@@ -62,7 +62,7 @@ def _commit(
     tl.store(numbers + NUM_COMPUTED_TOKENS * number_stride + computed, length, length > 0)
 
     within = at < num_rows
-    told_slot = tl.load(by_row + ROW_SLOTS * by_row_stride + at, within, other=-1)
+    row_slot = tl.load(by_row + ROW_SLOTS * by_row_stride + at, within, other=-1)
     slot = tl.load(by_row + ROWS * by_row_stride + at, within, other=-1).to(tl.int64)
     live = slot >= 0
     known = tl.load(numbers + NUM_TOKENS * number_stride + slot, live, other=0)
@@ -81,8 +81,8 @@ def _commit(
     enough = num_output >= tl.load(numbers + MIN_TOKENS * number_stride + slot, takes, other=0)
     ends = enough & _is_stop_id(stop_bits, stop_stride, slot, token, takes)
     # A fork of a stopped slot stops too.
-    stops = (live & (error != 0)) | ends | (~live & (told_slot >= 0))
-    tl.store(numbers + STOPPED * number_stride + told_slot, tl.full((LISTED,), 1, tl.int32), stops)
+    stops = (live & (error != 0)) | ends | (~live & (row_slot >= 0))
+    tl.store(numbers + STOPPED * number_stride + row_slot, tl.full((LISTED,), 1, tl.int32), stops)
     tl.store(results + at, token.to(tl.int32), within)
     tl.store(results + num_rows + at, tl.where(live, error, _IDLE), within)
     tl.store(results + 2 * num_rows + at, known, within)

@@ -43,25 +43,25 @@ class UpdateCounts:
 
 @triton.jit
 def _write_run(run, staging, words, first, num_runs, RUN: tl.constexpr):
-    told = staging + first + run
-    target, source, length = tl.load(told), tl.load(told + num_runs), tl.load(told + 2 * num_runs)
+    columns = staging + first + run
+    target, source, length = tl.load(columns), tl.load(columns + num_runs), tl.load(columns + 2 * num_runs)
     at = tl.arange(0, RUN)
     tl.store(words + target.to(tl.int64) + at, tl.load(staging + source + at, at < length), at < length)
 
 
 @triton.jit
-def _write_words(at, told, words, num_words):
-    place = tl.load(told + at, at < num_words, other=0).to(tl.int64)
-    tl.store(words + place, tl.load(told + num_words + at, at < num_words), at < num_words)
+def _write_words(at, columns, words, num_words):
+    place = tl.load(columns + at, at < num_words, other=0).to(tl.int64)
+    tl.store(words + place, tl.load(columns + num_words + at, at < num_words), at < num_words)
 
 
 @triton.jit
-def _give(at, told, words, num_given, tokens_place, token_stride, counts_place):
-    slot = tl.load(told + at, at < num_given, other=0).to(tl.int64)
+def _append_given(at, columns, words, num_given, tokens_place, token_stride, counts_place):
+    slot = tl.load(columns + at, at < num_given, other=0).to(tl.int64)
     counts = words + counts_place.to(tl.int64) + slot
     known = tl.load(counts, at < num_given, other=0)
     there = (at < num_given) & (known < token_stride)
-    token = tl.load(told + num_given + at, there, other=0)
+    token = tl.load(columns + num_given + at, there, other=0)
     tl.store(words + tokens_place.to(tl.int64) + slot * token_stride + known, token, there)
     tl.store(counts, known + 1, there)
 
@@ -80,7 +80,9 @@ def _apply_updates(
         _write_words(single, singles, words, num_words)
     else:
         given = singles + 2 * num_words
-        _give(single - word_programs * SINGLES, given, words, num_given, tokens_place, token_stride, counts_place)
+        _append_given(
+            single - word_programs * SINGLES, given, words, num_given, tokens_place, token_stride, counts_place
+        )
 
 
 def apply_updates(staging: Tensor, counts: UpdateCounts, state: SlotState) -> None:

@@ -134,17 +134,17 @@ def _list_sequences(at, staging, numbers, number_stride, by_seq, by_seq_stride, 
 
 
 @triton.jit
-def _list_rows(at, told, numbers, number_stride, by_row, by_row_stride, num_rows):
+def _list_rows(at, row_words, numbers, number_stride, by_row, by_row_stride, num_rows):
     within = at < num_rows
-    slot = tl.load(told + at, within, other=-1)
-    source_slot = tl.load(told + num_rows + at, within, other=-1)
+    slot = tl.load(row_words + at, within, other=-1)
+    source_slot = tl.load(row_words + num_rows + at, within, other=-1)
     live = _is_live(numbers, number_stride, slot) & _is_live(numbers, number_stride, source_slot)
     position = tl.load(numbers + NUM_TOKENS * number_stride + slot, live, other=0)
     tl.store(by_row + ROWS * by_row_stride + at, tl.where(live, slot, -1), within)
-    tl.store(by_row + SOURCES * by_row_stride + at, tl.load(told + 2 * num_rows + at, within), within)
+    tl.store(by_row + SOURCES * by_row_stride + at, tl.load(row_words + 2 * num_rows + at, within), within)
     tl.store(by_row + SAMPLE_POSITIONS * by_row_stride + at, position, within)
     tl.store(by_row + ROW_SLOTS * by_row_stride + at, slot, within)
-    tl.store(by_row + ROW_WAITS * by_row_stride + at, tl.load(told + 3 * num_rows + at, within), within)
+    tl.store(by_row + ROW_WAITS * by_row_stride + at, tl.load(row_words + 3 * num_rows + at, within), within)
 
 
 @triton.jit(do_not_specialize=[*_STRIDES, *_SIZES])
@@ -169,9 +169,9 @@ def _build_step(
     else:
         at = (program - token_programs - num_seqs * parts) * LISTED + tl.arange(0, LISTED)
         _list_sequences(at, staging, numbers, number_stride, by_seq, by_seq_stride, num_seqs)
-        told = staging + 2 * num_seqs + 1
-        tl.store(logits_rows + at, tl.load(told + at, at < num_logits).to(tl.int64), at < num_logits)
-        _list_rows(at, told + num_logits, numbers, number_stride, by_row, by_row_stride, num_rows)
+        row_words = staging + 2 * num_seqs + 1
+        tl.store(logits_rows + at, tl.load(row_words + at, at < num_logits).to(tl.int64), at < num_logits)
+        _list_rows(at, row_words + num_logits, numbers, number_stride, by_row, by_row_stride, num_rows)
 
 
 def build_step(

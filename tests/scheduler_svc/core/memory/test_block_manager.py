@@ -265,5 +265,5 @@ def test_allocating_beside_others_of_a_group_shares_their_first_blocks() -> None
     blocks.allocate(mate, 9, shared=source.block_ids[:2])
     assert mate.block_ids[:2] == source.block_ids[:2]
     assert (mate.block_ids[2] != source.block_ids[2], blocks.num_shared_refs) == (True, 2)
-    with pytest.raises(InvariantError, match="other blocks than it is given"):
+    with pytest.raises(InvariantError, match="not those that it is given"):
         blocks.allocate(make(4), 4, shared=source.block_ids)

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.memory.block_manager import BlockManager
-from scheduler_svc.core.memory.prefix_cache import NOTHING, Found
+from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import RequestSpec, Sampling
@@ -31,7 +31,7 @@ def manager(num_blocks: int = 20, num_host_blocks: int = 0, rates: MeasuredRates
     return BlockManager(num_blocks, SIZE, 0.0, num_host_blocks=num_host_blocks, caching=True, rates=rates)
 
 
-def enter(blocks: BlockManager, token_ids: list[int], **fields: object) -> tuple[Sequence, Found]:
+def enter(blocks: BlockManager, token_ids: list[int], **fields: object) -> tuple[Sequence, CachedPrefix]:
     """Let a sequence in, compute all of its tokens, and confirm one more."""
     sequence = make(token_ids, **fields)
     found = blocks.find(sequence)
@@ -118,7 +118,7 @@ def test_who_opts_out_leaves_nothing_behind() -> None:
     blocks = manager()
     sequence, found = enter(blocks, list(range(10)), uses_prefix_cache=False)
     blocks.free(sequence)
-    assert found is NOTHING
+    assert found is NO_PREFIX
     assert (blocks.num_cached, num_found(blocks, list(range(10)))) == (0, 0)
     assert blocks.num_prefix_queries == 0
 
@@ -128,7 +128,7 @@ def test_prompt_logprobs_are_computed_not_found_until_they_are_known() -> None:
     prompt = list(range(10))
     enter(blocks, prompt)
     sequence = make(prompt, num_prompt_logprobs=1)
-    assert blocks.find(sequence) is NOTHING
+    assert blocks.find(sequence) is NO_PREFIX
     sequence.prompt_logprobs_end = 10
     assert blocks.find(sequence).num_tokens == 8
 
@@ -137,7 +137,7 @@ def test_without_caching_nothing_is_kept() -> None:
     blocks = BlockManager(20, SIZE, 0.0)
     sequence, found = enter(blocks, list(range(10)))
     blocks.free(sequence)
-    assert found is NOTHING
+    assert found is NO_PREFIX
     assert (blocks.num_cached, blocks.num_free) == (0, 20)
 
 
@@ -192,7 +192,7 @@ def test_the_least_recently_used_goes_first_and_tails_before_heads() -> None:
     assert (num_found(blocks, [1] * 9), num_found(blocks, [2] * 9)) == (0, 8)
     blocks.take(1)
     assert num_found(blocks, [2] * 9) == 4
-    with pytest.raises(InvariantError, match="2 more blocks wanted"):
+    with pytest.raises(InvariantError, match="2 more blocks needed"):
         blocks.take(2)
 
 
@@ -237,7 +237,7 @@ def test_a_chain_that_was_evicted_elsewhere_is_registered_anew() -> None:
 def test_spoiled_blocks_are_found_no_more() -> None:
     blocks = manager()
     sequence, _ = enter(blocks, list(range(10)))
-    blocks.free(sequence, spoiled=True)
+    blocks.free(sequence, invalid_kv=True)
     assert (num_found(blocks, list(range(10))), blocks.num_cached, blocks.num_free) == (0, 0, 20)
 
 
@@ -298,7 +298,7 @@ def test_blocks_out_of_reach_are_not_worth_a_move() -> None:
     two.token_ids += [1] * 3
     two.compute(2)
     blocks.register(two)  # its third block hangs from the second of the other
-    blocks.free(one, spoiled=True)
+    blocks.free(one, invalid_kv=True)
     blocks.free(two)
     assert blocks.num_cached == 1
     blocks.take(8)

@@ -185,13 +185,13 @@ def test_one_token_is_chosen_from_the_prompts_candidates() -> None:
 def test_a_limit_that_comes_later_counts_from_then_on() -> None:
     beams = ByHand(width=2, max_tokens=10)
     beams.step(told((5, -1.0), (6, -2.0)))
-    beams.search.limit(NUM_PROMPT_TOKENS + 11, FinishDetail.MAX_MODEL_LEN)
+    beams.search.apply_max_len(NUM_PROMPT_TOKENS + 11, FinishDetail.MAX_MODEL_LEN)
     assert beams.step(told((5, -1.0)), told((6, -2.0))) == [[5, 5], [6, 6]]
-    beams.search.limit(NUM_PROMPT_TOKENS + 3, FinishDetail.MAX_MODEL_LEN)
+    beams.search.apply_max_len(NUM_PROMPT_TOKENS + 3, FinishDetail.MAX_MODEL_LEN)
     assert beams.step(told((5, -1.0)), told((6, -2.0))) == []
     assert [one.finish.detail for one in beams.search.best(2)] == [FinishDetail.MAX_MODEL_LEN] * 2
     beams = ByHand(width=2, max_tokens=1)
-    beams.search.limit(NUM_PROMPT_TOKENS + 2, FinishDetail.MAX_MODEL_LEN)
+    beams.search.apply_max_len(NUM_PROMPT_TOKENS + 2, FinishDetail.MAX_MODEL_LEN)
     assert beams.step(told((5, -1.0), (6, -2.0))) == []
     assert [one.finish.detail for one in beams.search.best(2)] == [FinishDetail.MAX_TOKENS] * 2
 

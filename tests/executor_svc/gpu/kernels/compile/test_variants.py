@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from executor_svc.gpu.kernels.compile import registry
-from executor_svc.gpu.kernels.compile.registry import RegistryError, entries, kernel_modules, mistakes, short_name
+from executor_svc.gpu.kernels.compile.registry import RegistryError, entries, kernel_modules, short_name, variant_errors
 from executor_svc.gpu.kernels.variant import Variant
 
 
@@ -35,7 +35,7 @@ RIGHT = Variant(
 
 @pytest.mark.parametrize("module", kernel_modules(), ids=short_name)
 def test_variants_fit_their_kernels(module):
-    wrong = {name: found for name, entry in entries([module]).items() if (found := mistakes(entry.variant))}
+    wrong = {name: found for name, entry in entries([module]).items() if (found := variant_errors(entry.variant))}
     assert not wrong
 
 
@@ -69,10 +69,10 @@ def changed(**signature: str) -> Variant:
 
 
 def test_a_right_variant_has_no_mistakes():
-    assert mistakes(RIGHT) == []
+    assert variant_errors(RIGHT) == []
     absent = replace(changed(source="constexpr"), constants={"BLOCK": 64, "source": None}, divisible=("target",))
-    assert mistakes(absent) == []
-    assert mistakes(replace(changed(size="constexpr"), constants={"BLOCK": 64, "size": 1}, divisible=())) == []
+    assert variant_errors(absent) == []
+    assert variant_errors(replace(changed(size="constexpr"), constants={"BLOCK": 64, "size": 1}, divisible=())) == []
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_right_variant_has_no_mistakes():
 )
 def test_mistakes_are_told(variant, message):
     with pytest.raises(AssertionError, match=message):
-        assert not mistakes(variant), "; ".join(mistakes(variant))
+        assert not variant_errors(variant), "; ".join(variant_errors(variant))
 
 
 # --- the registry -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.kernels.sampling.penalties import add_tokens, restart_counts
 from executor_svc.gpu.kernels.sampling.state import (
     RECORD_WORDS,
@@ -20,7 +21,6 @@ from executor_svc.gpu.kernels.sampling.state import (
 )
 from executor_svc.gpu.kernels.slots.slots import StepInputs, padded
 from executor_svc.gpu.slot_changes import Applied
-from executor_svc.gpu.slots import DeviceSlots
 from executor_svc.plan.plan import BoolArray, IntArray, Limits, SequenceSampling, StepPlan
 
 LIST_ROOM = 65536

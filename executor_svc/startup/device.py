@@ -1,4 +1,4 @@
-"""Which device runs the model."""
+"""Chooses the device that runs the model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from executor_svc.device.interface import Device, DeviceError, is_interpreted
 
 
 def make_device(config: ExecutorConfig) -> Device:
-    """Return the device that the options ask for; `auto` takes a GPU where there is one, else the CPU.
+    """Return the device of the options; `auto`: a GPU if there is one, else the CPU.
 
-    Its dtype is settled when a model is loaded. Raises DeviceError for a device or dtype that is not there.
+    Loading a model sets its dtype. Raises DeviceError for a device or dtype that is not available.
     """
-    # Only here, because each has libraries of its own.
+    # Imported here: each device has libraries of its own.
     if config.device == "cuda" and not (torch.cuda.is_available() or is_interpreted()):
         raise DeviceError("--device cuda: PyTorch sees no GPU here; use --device cpu")
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):

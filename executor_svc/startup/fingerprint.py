@@ -1,4 +1,4 @@
-"""The numerics fingerprint: between executors with equal ones, in exact mode, tokens are promised to be identical."""
+"""The numerics fingerprint: in exact mode, executors with equal fingerprints produce identical tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def fingerprint(loaded: LoadedModel, device: Device, kv_cache: KVCache) -> Fingerprint:
-    """Return the fingerprint of a loaded model; `load_model` has probed the device, which may choose kernels."""
+    """Return the fingerprint of a loaded model.
+
+    `load_model` must have probed the device: a probe may choose kernels.
+    """
     kv_dtype = str(kv_cache.dtype).removeprefix("torch.")
     parts: tuple[object, ...] = (
         device.numerics,

@@ -19,11 +19,11 @@ class Taken:
 
     @property
     def given_back(self) -> int:
-        """What it had at its height beside what is kept: as `gpu_memory.taken_by` tells of a GPU."""
+        """What it had at its height beside what is kept: as `gpu_memory.peak_bytes_of` tells of a GPU."""
         return self.most - self.kept
 
 
-def taken_by(work: Callable[[], object]) -> Taken:
+def peak_bytes_of(work: Callable[[], object]) -> Taken:
     """Do the work and collect its garbage; the result is kept until all is counted."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:

@@ -6,7 +6,7 @@ from typing import Any
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.plan import Limits, StepResult, StepStatus
-from executor_svc.startup.model import make_executor
+from executor_svc.startup.build import make_executor
 from tests.executor_svc.driver import Model, spoil
 from tests.helpers.plans import plan
 

@@ -14,7 +14,7 @@ from benchmarks.gpu.common.cases import Bench
 
 if TYPE_CHECKING:
     from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
-    from executor_svc.gpu.kernels.kernels import GpuKernels
+    from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 
 _HOPPER = 90, 132
 _RANDOM_BLOCKS = 4096
@@ -37,7 +37,7 @@ def kernels_of(bench: Bench) -> GpuKernels:
     """The device's kernels, made once."""
 
     def make() -> GpuKernels:
-        from executor_svc.gpu.kernels.kernels import GpuKernels
+        from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 
         return GpuKernels(bench.device, *arch_and_sms(bench.device))
 

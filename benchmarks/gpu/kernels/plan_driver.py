@@ -68,7 +68,7 @@ class PlanDriver:
         self._worker.stop(_STOP_S)
 
     def _build(self) -> Executor:
-        from executor_svc.startup import model as model_build
+        from executor_svc.startup import build as model_build
 
         names = vars(model_build)
         load = names["load_model"]

@@ -17,11 +17,11 @@ from executor_svc.gpu.kv_cache import STAGING_BYTES
 from executor_svc.gpu.warm_up import run_largest_steps
 from executor_svc.plan.description import ModelGeometry, limits_of
 from executor_svc.plan.plan import SequenceSampling, StepStatus
-from executor_svc.startup.model import make_executor, run_trial
+from executor_svc.startup.build import make_executor, run_trial
 from executor_svc.worker.worker import Executor
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.allocations import taken_by
+from tests.helpers.allocations import peak_bytes_of
 from tests.helpers.plans import ints, plan, scheduled, sequence
 
 SIZES: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 16, "max_model_len": 96, "num_gpu_blocks": 64}
@@ -67,7 +67,7 @@ def run_hungry_steps(executor: Executor) -> None:
 def test_steps_take_what_the_trial_took(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = hosted_or_own(family, tmp_path, **options)
     config = ExecutorConfig(**model.options)
-    trial = taken_by(lambda: run_trial(model.loaded, model.device, config))
+    trial = peak_bytes_of(lambda: run_trial(model.loaded, model.device, config))
     one = model.device.new_kv_cache(model.loaded.geometry, config).bytes_per_block
 
     def serve() -> Executor:
@@ -77,7 +77,7 @@ def test_steps_take_what_the_trial_took(family: str, options: dict[str, Any], tm
         run_largest_steps(executor)
         return executor
 
-    assert taken_by(serve).most - config.num_gpu_blocks * one == trial.given_back - one
+    assert peak_bytes_of(serve).most - config.num_gpu_blocks * one == trial.given_back - one
 
 
 @interpreted
@@ -89,7 +89,7 @@ def test_hosted_models_have_block_tables_by_sequence(tmp_path: Path) -> None:
         config = ExecutorConfig(**model.options | {"max_num_batched_tokens": num_tokens, "num_gpu_blocks": 1})
         pools = model.device.new_kv_cache(model.loaded.geometry, config)
         limits = limits_of(config, model.loaded.geometry, pools)
-        return taken_by(lambda: make_executor(model.loaded, model.device, pools, limits)).kept
+        return peak_bytes_of(lambda: make_executor(model.loaded, model.device, pools, limits)).kept
 
     assert kept(1024) - kept(512) == 512 * 2 * 8, "a position and a place in the cache of each token"
 

@@ -21,7 +21,7 @@ from executor_svc.gpu.step import GpuStepExecutor
 from executor_svc.gpu.warm_up import run_steps
 from executor_svc.plan.description import limits_of
 from executor_svc.plan.plan import SequenceSampling, StepResult, StepStatus
-from executor_svc.startup.model import run_trial
+from executor_svc.startup.build import run_trial
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence

@@ -215,7 +215,7 @@ def _config(**fields: Any) -> Callable[[Path], None]:
 
 BROKEN: list[tuple[Callable[[Path], None], str]] = [
     (_remove("config.json"), "config.json is missing"),
-    (_write("config.json", "{"), "config.json can not be read"),
+    (_write("config.json", "{"), "config.json cannot be read"),
     (_write("config.json", "[]"), "no JSON object"),
     (_write("config.json", "{}"), f"architecture none .* supported: {', '.join(ARCHITECTURES)}"),
     (_write("config.json", '{"architectures": "LlamaForCausalLM"}'), "architecture none"),
@@ -269,7 +269,7 @@ def test_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(LoaderError, match=r"--model some/model: .* can not be reached"):
+    with pytest.raises(LoaderError, match=r"--model some/model: .* cannot be reached"):
         load("some/model")
     assert asked[0][0] == "some/model"
     assert "*.safetensors" in asked[0][1]

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from triton.runtime.interpreter import InterpretedFunction
 
-from executor_svc.gpu.kernels.compile.build import Build, compile_variant, problems
+from executor_svc.gpu.kernels.compile.build import Build, build_errors, compile_variant
 from executor_svc.gpu.kernels.compile.build_all import tasks_of
 from executor_svc.gpu.kernels.compile.registry import entries, kernel_modules, short_name
 from executor_svc.gpu.kernels.variant import Variant
@@ -152,4 +152,4 @@ def test_the_interpreter_is_refused():
     ],
 )
 def test_problems_of_a_build(build, expected):
-    assert problems(INTERPRETED, build) == expected
+    assert build_errors(INTERPRETED, build) == expected

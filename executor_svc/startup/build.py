@@ -1,4 +1,4 @@
-"""Makes the executor that runs a model: device, weights, KV pools."""
+"""Builds the executor of a model: device, weights, KV pools."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.plan.plan import Limits
 from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
+from executor_svc.worker.device_errors import is_out_of_memory
 from executor_svc.worker.eager_runner import EagerRunner
 from executor_svc.worker.step import StepExecutor
-from executor_svc.worker.step_work import is_out_of_memory
 from executor_svc.worker.worker import Executor
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 def make_executor(
     loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits, *, enforce_eager: bool = False
 ) -> Executor:
-    """Return what runs steps of a model, for use by one thread; enforce_eager: without CUDA graphs."""
+    """Return the executor of a model, for use by one thread; enforce_eager: without CUDA graphs."""
     if device.name != "cpu" and loaded.recordable:
         from executor_svc.gpu.step import GpuStepExecutor
 
@@ -38,9 +38,9 @@ def make_executor(
 
 
 def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig) -> None:
-    """Run the largest steps on a GPU, by an executor like the one to be made but over a cache of one block.
+    """Run the largest steps on a GPU, with an executor of the same options but a cache of one block.
 
-    Raises DeviceError, naming the options, if they do not fit into its memory.
+    Raises DeviceError, naming the options, if they do not fit into the GPU's memory.
     """
     from executor_svc.gpu.warm_up import run_largest_steps
 
@@ -59,9 +59,9 @@ def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig) -> No
 
 
 def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
-    """Load the model and make everything that computes.
+    """Load the model and build its executor.
 
-    Raises LoaderError or DeviceError, whose messages are for the user.
+    Raises LoaderError or DeviceError with a message for the user.
     """
     began = time.monotonic()
     device = make_device(config)
@@ -76,9 +76,9 @@ def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
     )  # fmt: skip
     on_gpu, step_bytes = device.torch_device.type == "cuda", 0
     if on_gpu:
-        from executor_svc.gpu.memory import taken_by
+        from executor_svc.gpu.memory import peak_bytes_of
 
-        step_bytes = taken_by(partial(run_trial, loaded, device, config), device.torch_device)
+        step_bytes = peak_bytes_of(partial(run_trial, loaded, device, config), device.torch_device)
         _log.info("steps take %d bytes on the device beside weights and KV blocks", step_bytes)
     pools = device.new_kv_cache(geometry, config, step_bytes)
     prints = fingerprint(loaded, device, pools)

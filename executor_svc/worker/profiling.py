@@ -1,4 +1,4 @@
-"""Traces of steps, for people: by torch.profiler on request, and as NVTX ranges for Nsight Systems."""
+"""Traces of steps: by torch.profiler on request, and as NVTX ranges for Nsight Systems."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class _TorchTrace:
-    """What torch.profiler records between start and stop, on the thread that calls both."""
+    """A recording of torch.profiler, from start to stop, of the thread that calls both."""
 
     def __init__(self) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -32,14 +32,14 @@ class _TorchTrace:
 
 
 class Spans:
-    """Names parts of a step, where somebody may be looking: costs nothing where nobody can."""
+    """Names the parts of a step in traces; costs nothing where no trace is possible."""
 
     def __init__(self, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
         self._traced = False
 
     def record(self) -> Callable[[], bytes]:
-        """Record a trace from here on, with the names of parts; returns what ends it and gives it."""
+        """Start a trace with the names of parts; return a function that stops it and returns the trace."""
         trace = _TorchTrace()
         trace.start()
         self._traced = True

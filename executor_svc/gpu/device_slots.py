@@ -1,7 +1,7 @@
-"""Batch slots on the device: a plan's changes are sent in one copy, and sampled tokens never visit the host in between.
+"""Batch slots on the device: one copy sends a plan's changes, and sampled tokens stay on the device between steps.
 
-The host keeps a `Slots` beside it, which says whether a plan is valid and what it schedules. It may be a step behind: a
-slot that the device knows to have stopped, and the host does not, computes nothing and is told to be idle.
+The host keeps a `Slots` mirror, which validates and schedules plans. The mirror may be a step behind: a slot that has
+stopped on the device, but not yet in the mirror, computes nothing and is reported as idle.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ from executor_svc.gpu.staging import Changes, Download, Fetched, Upload, Words
 from executor_svc.plan.plan import BoolArray, IntArray, Limits, StepPlan
 
 STAGING_WORDS = 1 << 20
-"""Of a staging buffer, unless told otherwise: a plan that changes more goes in several copies."""
+"""Default size of a staging buffer; larger changes of a plan need several copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedTokens:
-    """What a step sampled, by row: R rows, those of Scheduled.sampling_slots."""
+    """The sampled tokens of a step's R rows, those of Scheduled.sampling_slots."""
 
     token_ids: IntArray
-    """[R]; -1: none was taken."""
+    """[R]; -1: no token."""
     errors: IntArray
-    """[R]: 0, SlotError, or IDLE of a slot that had stopped before the step, or whose source had."""
+    """[R]: 0, SlotError, or IDLE for a slot that had stopped before the step, or whose source had."""
     positions: IntArray
-    """[R]: of what was chosen; 0 where idle."""
+    """[R]: positions of the sampled tokens; 0 for idle slots."""
 
     @property
     def idle(self) -> NDArray[np.bool_]:
-        """[R]: reports no token and no error."""
+        """[R]: whether the row is idle: without token and error."""
         result: NDArray[np.bool_] = self.errors == IDLE
         return result
 
     def of_rows(self, kept: BoolArray) -> CommittedTokens:
-        """Those of some of the rows [R]."""
+        """Return the tokens of some rows; kept: [R]."""
         return CommittedTokens(self.token_ids[kept], self.errors[kept], self.positions[kept])
 
 
 class PendingTokens:
-    """Sampled tokens on their way to the host."""
+    """Sampled tokens that are being copied to the host."""
 
     def __init__(self, fetched: Fetched, padded_rows: int, num_rows: int) -> None:
         self._fetched, self._padded_rows, self._num_rows = fetched, padded_rows, num_rows
 
     def is_done(self) -> bool:
-        """Would `wait` return at once."""
+        """Return whether `wait` would return at once."""
         return self._fetched.is_done()
 
     def wait(self) -> CommittedTokens:
-        """Wait for the step to be done. Raises what the device raises."""
+        """Wait for the step. Raises any error of the device."""
         columns = self._fetched.wait().reshape(3, self._padded_rows)[:, : self._num_rows].astype(np.int64)
         return CommittedTokens(*columns)
 
 
 class DeviceSlots:
-    """State of all slots on a device. All work is enqueued on the current stream; only `PendingTokens.wait` waits."""
+    """State of all slots on a device. Calls enqueue work on the current stream; only `PendingTokens.wait` waits."""
 
     def __init__(
         self,
@@ -76,10 +76,10 @@ class DeviceSlots:
         staging_words: int = STAGING_WORDS,
         extra_words: int = 0,
     ) -> None:
-        """Make slots for steps of at most these padded sizes, by default the limits.
+        """Allocate slots for steps of at most `most` padded sizes, by default the limits.
 
-        extra_words: room for what others keep by slot, in `extra`, to be sent by `write`. Raises ValueError for a
-        staging buffer that is too small, and for slots that are too many.
+        extra_words: words of `extra`, for other state by slot, written with `write`. Raises ValueError for a staging
+        buffer that is too small, and for too many slots.
         """
         if most is None:
             most = StepSizes(
@@ -108,40 +108,40 @@ class DeviceSlots:
         self._staged: tuple[IntArray, StepSizes] | None = None
 
     def inputs(self, sizes: StepSizes) -> StepInputs:
-        """Views of the tensors of steps of these sizes: the same memory each time."""
+        """Return views of the step tensors for these sizes: the same memory each time."""
         return self.buffers.inputs(sizes)
 
-    # ------------------------------------------------------------ what a plan changes
+    # ------------------------------------------------------------ the changes of a plan
 
     def apply(self, plan: StepPlan) -> Applied:
-        """Note a plan's admissions, appended blocks and given tokens, to be sent with the next step or `flush`.
+        """Collect a plan's admissions, appended blocks and given tokens; the next step or `flush` sends them.
 
-        The plan must be valid, as `Slots.apply` finds; its arrays must stay as they are until they have been sent.
+        The plan must be valid, as checked by `Slots.apply`; its arrays must not change until they have been sent.
         """
         if self._changes:
-            # What one plan wrote, the next may write again: never both in one launch.
+            # Two plans may write the same word, which one launch must not do.
             self.flush()
-        return self._log.note(plan, self._changes)
+        return self._log.add_plan(plan, self._changes)
 
     def write(self, target: Tensor, values: NDArray[Any]) -> None:
-        """Have integers that fit 32 bits written to the beginning of a contiguous view of the state, as above.
+        """Collect a write of integers that fit 32 bits to the beginning of a contiguous view of the state.
 
-        No word may be written twice for one plan.
+        One plan must not write a word twice. Raises ValueError for another target.
         """
         if target.untyped_storage().data_ptr() != self.state.words.data_ptr():
             raise ValueError("target is no view of the slots' state")
         if len(values) > target.numel() or not target.is_contiguous():
-            raise ValueError(f"target {list(target.shape)} is not contiguous or has no room for {len(values)} words")
+            raise ValueError(f"target {list(target.shape)} is not contiguous or too small for {len(values)} words")
         self._changes.write(int(target.storage_offset()), values)
 
     def flush(self) -> None:
-        """Send what has been noted, for a plan that computes nothing."""
+        """Send the collected changes, for a plan that computes nothing."""
         self._send(None, None)
 
     # ------------------------------------------------------------ a step
 
     def build(self, scheduled: Scheduled, sizes: StepSizes) -> StepInputs:
-        """Send what has been noted and what is scheduled, and enqueue the making of the step's tensors.
+        """Send the collected changes and the scheduled work, and enqueue the building of the step's tensors.
 
         Raises ValueError if the step does not fit the sizes.
         """
@@ -149,17 +149,18 @@ class DeviceSlots:
         return self.inputs(sizes)
 
     def stage(self, scheduled: Scheduled, sizes: StepSizes) -> bool:
-        """Send what has been noted and what is scheduled: the part of `build` that no CUDA graph can hold.
+        """Send the collected changes and the scheduled work: the part of `build` that no CUDA graph can hold.
 
-        Of decodes of the slots that were staged last there is nothing to send. Returns whether every sequence, padding
-        too, has one token. Raises ValueError if the step does not fit.
+        Sends nothing for decodes of the slots of the last step. Returns whether every sequence, padding too, has one
+        token. Raises ValueError if the step does not fit the sizes.
         """
         decodes = _is_decode(scheduled)
         if decodes and self._is_staged(scheduled.slots, sizes):
             return True
         _check_fits(scheduled, sizes)
         if len(scheduled.idle_slots):
-            # Forks among them stop now, which this plan may have admitted: not in one launch. The others have before.
+            # Idle forks stop now, and this plan may have admitted them: two launches. Other idle slots had stopped
+            # before.
             self.flush()
             stopped = int(self.state.stopped.storage_offset()) + scheduled.idle_slots
             self._changes.write_singles(stopped, np.ones_like(scheduled.idle_slots))
@@ -168,11 +169,11 @@ class DeviceSlots:
         return sizes.num_tokens == sizes.num_seqs and bool((scheduled.num_tokens == 1).all())
 
     def launch_build(self, sizes: StepSizes, one_each: bool) -> None:
-        """Enqueue the making of tensors of what was staged last; the sizes and one_each must be of that step."""
+        """Enqueue the building of the tensors of the last staged step; sizes and one_each must be of that step."""
         build_step(self._upload.on_device, self.state, self.buffers, sizes, self.limits.block_size, one_each)
 
     def commit(self, scheduled: Scheduled, sizes: StepSizes, tokens: Tensor, errors: Tensor) -> PendingTokens:
-        """Enqueue that the slots take their sampled tokens, and the copy of what the host is told.
+        """Enqueue the commit of sampled tokens to the slots, and the copy of the results to the host.
 
         Args:
             scheduled, sizes: of the step built last.
@@ -183,26 +184,26 @@ class DeviceSlots:
         return self.fetch(scheduled, sizes)
 
     def launch_commit(self, sizes: StepSizes, tokens: Tensor, errors: Tensor) -> None:
-        """Enqueue that the slots take their sampled tokens."""
+        """Enqueue the commit of sampled tokens to the slots."""
         commit_step(tokens, errors, self.state, self.buffers, sizes)
 
     def fetch(self, scheduled: Scheduled, sizes: StepSizes) -> PendingTokens:
-        """Enqueue the copy of what the last commit tells the host: the part of `commit` that no CUDA graph can hold."""
+        """Enqueue the copy of the last commit's results to the host, which no CUDA graph can hold."""
         fetched = self._download.fetch(self.buffers.results[: 3 * sizes.num_rows])
         return PendingTokens(fetched, sizes.num_rows, len(scheduled.sampling_slots))
 
     def _is_staged(self, slots: IntArray, sizes: StepSizes) -> bool:
-        """Are decodes of these slots what the device has been sent last."""
+        """Return whether the last staged step is a decode of these slots, with no change since."""
         if self._changes or self._staged is None:
             return False
         staged, staged_sizes = self._staged
         return staged_sizes == sizes and np.array_equal(staged, slots)
 
     def _send(self, scheduled: Scheduled | None, sizes: StepSizes | None) -> None:
-        """Send the changes in as many pieces as they need, the step's words at the beginning of the last one."""
+        """Send the changes in as many pieces as necessary, with the step's words at the beginning of the last one."""
         changes, self._changes = self._changes, Changes()
         step_words = 0 if sizes is None else sizes.num_words
-        pieces = list(changes.cut(self._upload.num_words - step_words))
+        pieces = list(changes.split(self._upload.num_words - step_words))
         for piece in pieces[:-1]:
             self._send_piece(piece, self._upload.take(), 0)
         if pieces or step_words:
@@ -222,7 +223,7 @@ class DeviceSlots:
 
 
 def _is_decode(scheduled: Scheduled) -> bool:
-    """Does each sequence compute one token and sample one from it, and is there nothing else."""
+    """Return whether each sequence computes one token and samples one from it, without any other work."""
     num_rows = len(scheduled.sampling_slots)
     others = len(scheduled.candidates) or len(scheduled.idle_slots) or scheduled.sources is not None
     return not others and len(scheduled.slots) == num_rows == int(scheduled.num_tokens.sum())
@@ -236,7 +237,7 @@ def _check_fits(scheduled: Scheduled, sizes: StepSizes) -> None:
 
 
 def _write_step(buffer: Words, scheduled: Scheduled, sizes: StepSizes) -> None:
-    """Write to the beginning of the buffer what `step_inputs.build_step` reads there."""
+    """Write the words of a step to the beginning of the buffer, as `step_inputs.build_step` reads them."""
     seqs, rows = sizes.num_seqs, sizes.num_rows
     first_row = 2 * seqs + 1 + sizes.num_logits
     slots, starts = buffer[:seqs], buffer[seqs : 2 * seqs + 1]
@@ -246,7 +247,7 @@ def _write_step(buffer: Words, scheduled: Scheduled, sizes: StepSizes) -> None:
     starts[0] = 0
     scheduled.num_tokens.cumsum(out=starts[1 : num_seqs + 1], dtype=np.int32)
     if num_seqs < seqs:
-        # A padded token for each padded sequence, so that attention writes its row too.
+        # One padded token for each padded sequence, so that attention writes its row too.
         padding = np.arange(1, seqs - num_seqs + 1) + starts[num_seqs]
         starts[num_seqs + 1 :] = np.minimum(padding, sizes.num_tokens)
     ends = starts[1 : num_seqs + 1][scheduled.samples]

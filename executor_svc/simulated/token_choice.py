@@ -1,7 +1,7 @@
-"""Choosing from rankings: the best tokens that a sequence's masks leave.
+"""Chooses tokens from rankings: the best tokens that a sequence's masks allow.
 
-Masks are honoured: allowed_token_ids, bad_words, and stop tokens before min_tokens. What would only shift a ranking
-(penalties, biases, top_k, top_p, min_p) is not.
+Masks apply: allowed_token_ids, bad_words, and stop tokens before min_tokens. Options that would only shift a ranking
+(penalties, biases, top_k, top_p, min_p) have no effect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from executor_svc.simulated.ranking import Ranking
 
 
 def choose(ranking: Ranking, edits: LogitsEdits | None) -> tuple[IntArray, IntArray]:
-    """(token, SlotError or 0) of each row, [n]: its best token that may be chosen."""
+    """Return (token, SlotError or 0) of each row, [n]: its best allowed token."""
     n = len(ranking.hashes)
     rows, errors = np.arange(n), np.zeros(n, np.int64)
     tokens = ranking.tokens(rows, np.zeros(n, np.int64))
@@ -29,13 +29,16 @@ def choose(ranking: Ranking, edits: LogitsEdits | None) -> tuple[IntArray, IntAr
 
 
 def best_ranks(ranking: Ranking, wanted: IntArray, edits: LogitsEdits | None) -> tuple[IntArray, IntArray]:
-    """(row, rank) of each row's wanted[row] best tokens, row after row, best first; fewer where no more are allowed."""
+    """Return (row, rank) of each row's wanted[row] best allowed tokens, by row, best first.
+
+    A row has fewer if fewer are allowed.
+    """
     n, size = len(wanted), ranking.vocab_size
     allowed = RowTokens.none() if edits is None else RowTokens(edits.rows[edits.allowed.rows], edits.allowed.ids)
     forbidden = RowTokens.none() if edits is None else RowTokens(edits.rows[edits.forbidden.rows], edits.forbidden.ids)
     limited = np.zeros(n, np.bool_)
     limited[allowed.rows] = True
-    # Where all are allowed, the best that are wanted are among so many and as many more as are forbidden.
+    # Without an allowed list, the wanted tokens are among the first wanted + number of forbidden tokens.
     enough = np.minimum(wanted + np.bincount(forbidden.rows, minlength=n), size)
     rows, ranks = spans(np.zeros(n, np.int64), np.where(limited, 0, enough))
     keys = np.concatenate((rows * size + ranks, _keys(ranking, allowed)))
@@ -46,28 +49,28 @@ def best_ranks(ranking: Ranking, wanted: IntArray, edits: LogitsEdits | None) ->
 
 
 def best_candidates(
-    ranking: Ranking, told: IntArray, num_candidates: IntArray, errors: IntArray, edits: LogitsEdits | None
+    ranking: Ranking, candidate_rows: IntArray, num_candidates: IntArray, errors: IntArray, edits: LogitsEdits | None
 ) -> RowCandidates:
-    """The best tokens of the rows `told` [C], ascending, of the n rows of a ranking of logits.
+    """Return the best tokens of some of the n rows of a ranking of logits.
 
     Args:
         ranking: of the n rows.
-        told: [C] which of them have candidates told.
-        num_candidates: [n] 0 for all others.
-        errors: [n] SlotError of rows that no token is left to; 0 for the others.
+        candidate_rows: [C], ascending, the rows that report candidates.
+        num_candidates: [n] 0 for all other rows.
+        errors: [n] SlotError of rows without an allowed token; 0 for the others.
         edits: of the n rows.
     """
     rows, ranks = best_ranks(ranking, num_candidates, edits)
-    places = np.searchsorted(told, rows), np.arange(len(rows)) - np.searchsorted(rows, rows)
-    shape = (len(told), int(num_candidates.max()))
+    places = np.searchsorted(candidate_rows, rows), np.arange(len(rows)) - np.searchsorted(rows, rows)
+    shape = (len(candidate_rows), int(num_candidates.max()))
     token_ids, logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
     token_ids[places], logprobs[places] = ranking.tokens(rows, ranks), _rounded(ranking, rows, ranks)
-    counts = np.bincount(places[0], minlength=len(told))
-    return RowCandidates(counts, token_ids, logprobs, errors[told])
+    counts = np.bincount(places[0], minlength=len(candidate_rows))
+    return RowCandidates(counts, token_ids, logprobs, errors[candidate_rows])
 
 
 def row_logprobs(ranking: Ranking, tokens: IntArray, rows: IntArray, num_top: IntArray) -> RowLogprobs:
-    """Logprobs, ranks and best tokens of these rows of n; tokens: [n]; num_top: of these rows."""
+    """Return logprobs, ranks and best tokens of some of n rows; tokens: [n]; num_top: [len(rows)]."""
     num_top = np.minimum(num_top, ranking.vocab_size)
     widest = int(num_top.max())
     ranks = ranking.ranks(rows, tokens[rows])
@@ -83,11 +86,11 @@ def row_logprobs(ranking: Ranking, tokens: IntArray, rows: IntArray, num_top: In
     )
 
 
-def prompt_columns(ranking: Ranking, asked: PromptRows) -> PromptColumns:
-    """Logprobs of the Q prompt tokens asked for; ranking: of the rows that predict them."""
-    rows = np.arange(len(asked.token_ids))
-    num_top = np.repeat(asked.num_top, asked.counts)
-    ranks = ranking.ranks(rows, asked.token_ids)
+def prompt_columns(ranking: Ranking, wanted: PromptRows) -> PromptColumns:
+    """Return logprobs of the Q wanted prompt tokens; ranking: of the rows that predict them."""
+    rows = np.arange(len(wanted.token_ids))
+    num_top = np.repeat(wanted.num_top, wanted.counts)
+    ranks = ranking.ranks(rows, wanted.token_ids)
     owner, best = spans(np.zeros(len(rows), np.int64), num_top)
     return PromptColumns(
         chosen=_rounded(ranking, rows, ranks),
@@ -102,5 +105,5 @@ def _rounded(ranking: Ranking, rows: IntArray, ranks: IntArray) -> FloatArray:
 
 
 def _keys(ranking: Ranking, tokens: RowTokens) -> IntArray:
-    """[n] row and rank of tokens as one number, in whose order rows come first."""
+    """Return [n] row and rank of tokens as one number, ordered by row first."""
     return tokens.rows * ranking.vocab_size + ranking.ranks(tokens.rows, tokens.ids)

@@ -1,4 +1,4 @@
-"""The GPU's operations behind the interface that all devices share: each run at once, or recorded to be run again."""
+"""The GPU's operations: each runs at once, or is recorded for later runs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from executor_svc.gpu.kernels.rope import rope_write_kv
 from executor_svc.gpu.kernels.sampling import logits
 
 Operation = Callable[[int], None]
-"""Enqueues an operation on the first so many rows of the tensors that it was made with."""
+"""Enqueues an operation on the first n rows of its tensors; argument: n."""
 
 
 class LinearInto(Protocol):
-    """A linear layer that writes where it is told."""
+    """A linear layer that can write to a given tensor."""
 
     out_features: int
 
@@ -30,20 +30,20 @@ class LinearInto(Protocol):
 
 
 class GpuProgram:
-    """Recorded operations; implements `kernels.interface.Program`."""
+    """Recorded operations; implements `device.kernels.Program`."""
 
     def __init__(self, operations: Sequence[tuple[str, Operation]]) -> None:
         self._operations = tuple(operations)
 
     def run(self, **counts: int) -> None:
-        """Enqueue all operations, in order, on so many rows of each name, none of 0; nothing is waited for."""
+        """Enqueue all operations, in order; counts: number of rows by name, 0 skips. Does not wait."""
         for name, operation in self._operations:
             if counts[name]:
                 operation(counts[name])
 
 
 class GpuRecording:
-    """Implements `kernels.interface.Recording`."""
+    """Implements `device.kernels.Recording`."""
 
     def __init__(self) -> None:
         self.rows = "rows"
@@ -54,15 +54,15 @@ class GpuRecording:
 
 
 class GpuKernels:
-    """Implements `kernels.interface.Kernels`, for one stream; not safe for use by two threads at once.
+    """Implements `device.kernels.Kernels`, for one stream and for use by one thread at a time.
 
-    Memory of recorded results is kept: the same for the same name, shape and dtype.
+    Recorded results have kept memory: the same for the same name, shape and dtype.
     """
 
     name = "gpu-1"
 
     def __init__(self, device: torch.device, arch: int, num_sms: int) -> None:
-        """Take a device of this compute capability, such as 90, with so many multiprocessors."""
+        """arch: compute capability of the device, such as 90; num_sms: its number of multiprocessors."""
         self._device = device
         self._arch = arch
         self._num_sms = num_sms
@@ -78,40 +78,40 @@ class GpuKernels:
             self._recording = None
 
     def padded_head_size(self, head_size: int) -> int:
-        """Round up to a size that attention is made for; raises StartError above the largest."""
+        """Round up to a head size of the attention kernels; raises StartError above the largest."""
         for size in HEAD_SIZES:
             if head_size <= size:
                 return size
         raise StartError(f"--device cuda: heads of {head_size} numbers, at most {HEAD_SIZES[-1]} are possible on a GPU")
 
     def new_attention_plan(
-        self, shape: AttentionShape, max_model_len: int, most_tokens: int, most_seqs: int | None = None
+        self, shape: AttentionShape, max_model_len: int, max_tokens: int, max_seqs: int | None = None
     ) -> GpuAttentionPlan:
-        most_seqs = most_tokens if most_seqs is None else most_seqs
-        return GpuAttentionPlan(shape, max_model_len, most_tokens, most_seqs, self._device, self._arch, self._num_sms)
+        max_seqs = max_tokens if max_seqs is None else max_seqs
+        return GpuAttentionPlan(shape, max_model_len, max_tokens, max_seqs, self._device, self._arch, self._num_sms)
 
     # ------------------------------------------------------------------ operations
 
     def embed(self, table: Tensor, token_ids: Tensor, scale: float) -> Tensor:
         y = self._new("embedded", (token_ids.shape[0], table.shape[1]), table.dtype)
-        return self._do(y, lambda n: rows.embed(table, token_ids[:n], scale, y[:n]))
+        return self._run(y, lambda n: rows.embed(table, token_ids[:n], scale, y[:n]))
 
     def take_rows(self, table: Tensor, ids: Tensor) -> Tensor:
         y = self._new("taken", (ids.shape[0], table.shape[1]), table.dtype)
-        return self._do(y, lambda n: rows.take_rows(table, ids[:n], y[:n]))
+        return self._run(y, lambda n: rows.take_rows(table, ids[:n], y[:n]))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = self._new("normed", tuple(x.shape), x.dtype)
-        return self._do(y, lambda n: norm.rms_norm(x[:n], weight, eps, y[:n]))
+        return self._run(y, lambda n: norm.rms_norm(x[:n], weight, eps, y[:n]))
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         y = self._new("normed", tuple(x.shape), x.dtype)
-        return self._do(y, lambda n: norm.add_rms_norm(x[:n], residual[:n], weight, eps, scale, y[:n])), residual
+        return self._run(y, lambda n: norm.add_rms_norm(x[:n], residual[:n], weight, eps, scale, y[:n])), residual
 
     def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
-        return self._do(residual, lambda n: norm.add(x[:n], residual[:n], scale))
+        return self._run(residual, lambda n: norm.add(x[:n], residual[:n], scale))
 
     def rope_write_kv(
         self,
@@ -131,7 +131,7 @@ class GpuKernels:
                 qkv[:n], rope.cos, rope.sin, rope.rows[:n], kv_layer, plan.slot_mapping[:n], heads, norms, used
             )
 
-        self._do(qkv, run)
+        self._run(qkv, run)
         return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, :heads]
 
     def attention(
@@ -139,31 +139,31 @@ class GpuKernels:
     ) -> Tensor:
         assert isinstance(plan, GpuAttentionPlan)
         out = self._new("attended", (q.shape[0], shape.num_heads * shape.padded_head_size), q.dtype)
-        return self._do(out, lambda n: plan.attend(q[:n], kv_layer, out[:n], scales))
+        return self._run(out, lambda n: plan.attend(q[:n], kv_layer, out[:n], scales))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         y = self._new("activated", (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
-        return self._do(y, lambda n: activation.silu_mul(gate_up[:n], y[:n]))
+        return self._run(y, lambda n: activation.silu_mul(gate_up[:n], y[:n]))
 
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         y = self._new("activated", (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
-        return self._do(y, lambda n: activation.gelu_tanh_mul(gate_up[:n], y[:n]))
+        return self._run(y, lambda n: activation.gelu_tanh_mul(gate_up[:n], y[:n]))
 
     def linear(self, x: Tensor, linear: LinearInto, out_dtype: torch.dtype) -> Tensor:
         """Return linear(x) as out_dtype."""
         y = self._new(f"linear {linear.out_features}", (x.shape[0], linear.out_features), out_dtype)
-        return self._do(y, lambda n: _into(linear(x[:n], y[:n], out_dtype)))
+        return self._run(y, lambda n: _into(linear(x[:n], y[:n], out_dtype)))
 
     def argmax(self, scores: Tensor) -> Tensor:
         num_rows, vocab = scores.shape
         ids = self._new("best", (num_rows,), torch.int64)
         scratch = self._new("argmax scratch", (logits.argmax_scratch(num_rows, vocab),), torch.int32)
-        return self._do(ids, lambda n: logits.argmax(scores[:n], scratch, ids[:n]))
+        return self._run(ids, lambda n: logits.argmax(scores[:n], scratch, ids[:n]))
 
     def finish_logits(self, scores: Tensor, dtype: torch.dtype, divisor: float, cap: float | None) -> Tensor:
         if divisor == 1.0 and cap is None:
             return scores
-        return self._do(scores, lambda n: activation.finish_logits(scores[:n], dtype, divisor, cap))
+        return self._run(scores, lambda n: activation.finish_logits(scores[:n], dtype, divisor, cap))
 
     # ------------------------------------------------------------------
 
@@ -172,12 +172,12 @@ class GpuKernels:
             return torch.empty(shape, dtype=dtype, device=self._device)
         key = f"{self._recording.rows} {name}", shape, dtype
         if key not in self._buffers:
-            # Finite from the beginning, also rows that pad a step and that nobody writes.
+            # Zeros: rows that pad a step are never written, and must be finite.
             self._buffers[key] = torch.zeros(shape, dtype=dtype, device=self._device)
         return self._buffers[key]
 
-    def _do(self, result: Tensor, operation: Operation) -> Tensor:
-        """Run an operation on all rows of what it returns, or record it."""
+    def _run(self, result: Tensor, operation: Operation) -> Tensor:
+        """Run an operation on all rows of its result, or record it."""
         if self._recording is None:
             operation(result.shape[0])
         else:
@@ -186,4 +186,4 @@ class GpuKernels:
 
 
 def _into(_: Tensor) -> None:
-    """What was written is known by the tensor that it was written to."""
+    """Ignore the result of a kernel that writes to a given tensor."""

@@ -1,4 +1,4 @@
-"""Architectures whose code in transformers calls no `AttentionInterface`: where attention is put into each instead."""
+"""Patches for architectures of transformers that do not call `AttentionInterface`: they insert Cadenza's attention."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.overrides import TorchFunctionMode
 
 from executor_svc.models.through_transformers.attention import attention
 
-OwnAttention = Callable[[nn.Module], None]
-"""Puts our attention into one module of a model; does nothing to modules that are no attention."""
+AttentionPatch = Callable[[nn.Module], None]
+"""Inserts Cadenza's attention into one module of a model; does nothing to modules other than attention."""
 
 
-class _InsteadOfSdpa(TorchFunctionMode):
-    """Takes the calls of torch's scaled_dot_product_attention that a module makes."""
+class _ReplaceSdpa(TorchFunctionMode):
+    """Replaces torch's scaled_dot_product_attention in the calls of a module."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -25,27 +25,30 @@ class _InsteadOfSdpa(TorchFunctionMode):
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         query, key, value = args[:3]
-        # Each KV head may have been repeated for all of its query heads.
+        # The module may have repeated each KV head for all of its query heads.
         repeats = max(1, key.shape[1] // self._module.num_kv_heads)
         output, _ = attention(self._module, query, key[:, ::repeats], value[:, ::repeats], None)
         return output.transpose(1, 2).contiguous()
 
 
 def _falcon(module: Any) -> None:
-    """Falcon calls torch's attention by itself."""
+    """Patch Falcon, which calls torch's attention directly."""
     if not hasattr(module, "query_key_value"):
         return
     forward = module.forward
 
-    def with_ours(*args: Any, **kwargs: Any) -> Any:
-        with _InsteadOfSdpa(module):
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        with _ReplaceSdpa(module):
             return forward(*args, **kwargs)
 
-    module.forward = with_ours
+    module.forward = patched
 
 
 def _gpt_j(module: Any) -> None:
-    """GPT-J, CodeGen and GPT-Neo have a method `_attn`; GPT-Neo's does not scale, and may have a window."""
+    """Patch GPT-J, CodeGen and GPT-Neo, which have a method `_attn`.
+
+    GPT-Neo's does not scale, and may have a window.
+    """
     if not hasattr(module, "_attn"):
         return
     divisor = getattr(module, "scale_attn", None)
@@ -54,17 +57,17 @@ def _gpt_j(module: Any) -> None:
         "sliding_window": module.config.window_size if getattr(module, "attention_type", "") == "local" else None,
     }
 
-    def with_ours(query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None = None) -> tuple[Tensor, None]:
+    def patched(query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None = None) -> tuple[Tensor, None]:
         output, _ = attention(module, query, key, value, None, **options)
         return output.transpose(1, 2), None
 
-    module._attn = with_ours
+    module._attn = patched
 
 
-OWN_ATTENTION: dict[str, tuple[str, OwnAttention]] = {
+ATTENTION_PATCHES: dict[str, tuple[str, AttentionPatch]] = {
     "CodeGenForCausalLM": ("eager", _gpt_j),
     "FalconForCausalLM": ("sdpa", _falcon),
     "GPTJForCausalLM": ("eager", _gpt_j),
     "GPTNeoForCausalLM": ("eager", _gpt_j),
 }
-"""By class: the attention implementation to load it with, and what puts ours in its place."""
+"""By class: the attention implementation to load it with, and the patch."""

@@ -1,4 +1,4 @@
-"""The CPU's operations behind the interface that all devices share: each a launch, run at once or recorded."""
+"""The CPU's operations: each is a launch, run at once or recorded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEAD_MULTIPLE = 16
 
 
 class Recording:
-    """Implements `kernels.interface.Recording`."""
+    """Implements `device.kernels.Recording`."""
 
     def __init__(self, team: Team) -> None:
         self.rows = "rows"
@@ -35,7 +35,7 @@ class Recording:
 
 
 class CpuKernels:
-    """Implements `kernels.interface.Kernels`; not safe for use by two threads at once."""
+    """Implements `device.kernels.Kernels`; for use by one thread at a time."""
 
     name = "cpu-3"
 
@@ -53,8 +53,8 @@ class CpuKernels:
     def recording(self) -> Iterator[Recording]:
         """Record launches instead of running them.
 
-        Results are then in memory that is kept: that of the same operation on the same shape, counted by the same name,
-        is the same each time.
+        Results are in memory that is kept. The same operation on the same shape, with the same name of its rows, always
+        has the same result memory.
         """
         self._recording = Recording(self._team)
         try:
@@ -67,12 +67,12 @@ class CpuKernels:
         return -(-head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
 
     def new_attention_plan(
-        self, shape: AttentionShape, max_model_len: int, most_tokens: int, most_seqs: int | None = None
+        self, shape: AttentionShape, max_model_len: int, max_tokens: int, max_seqs: int | None = None
     ) -> CpuAttentionPlan:
-        """A plan to be filled for each step of at most so many tokens."""
+        """Return a plan for steps of at most max_tokens tokens."""
         num_threads = self._team.num_threads
         scratch = torch.empty(cpu_attention.scratch_bytes(shape, max_model_len) * num_threads, dtype=torch.uint8)
-        return CpuAttentionPlan(shape, max_model_len, most_tokens, num_threads, scratch)
+        return CpuAttentionPlan(shape, max_model_len, max_tokens, num_threads, scratch)
 
     # ------------------------------------------------------------------ operations
 
@@ -162,7 +162,7 @@ class CpuKernels:
     def linear(
         self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, out_dtype: torch.dtype
     ) -> Tensor:
-        """x @ weight.T + bias for a weight that `matmul.pack` has reordered."""
+        """Return x @ weight.T + bias for a weight packed by `matmul.pack`."""
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
         kernel = matmul.matmul(self._code, _dtype(x), _dtype(y), bias is not None)
         sizes = (x.shape[1], out_features)
@@ -207,6 +207,6 @@ def _dtype(x: Tensor) -> Dtype:
 
 
 def _addresses(*tensors: Tensor) -> tuple[int, ...]:
-    """Raises AssertionError for one whose rows do not lie one after the other."""
+    """Return the address of a contiguous tensor; raises AssertionError for another one."""
     assert all(tensor.is_contiguous() for tensor in tensors)
     return tuple(tensor.data_ptr() for tensor in tensors)

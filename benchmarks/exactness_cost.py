@@ -115,11 +115,11 @@ def _runner(folder: str, num_threads: int | None) -> tuple[ModelRunner, int]:
     """What runs the model, and its number of threads."""
     import torch
 
-    from executor_svc.build.device import make_device
     from executor_svc.config import ExecutorConfig
     from executor_svc.cpu.runner import ModelRunner
     from executor_svc.models.loading import load_model
     from executor_svc.plan.description import limits_of
+    from executor_svc.startup.device import make_device
 
     # fast: at the start of exact mode the reordered kernels are found out and refused.
     blocks = 20 * -(-(_CONTEXT + 256) // _BLOCK_SIZE)

@@ -26,8 +26,8 @@ from cadenza.loadtest.driver import Progress
 from cadenza.loadtest.results import Run
 from cadenza.loadtest.settings import LoadSettings, make_settings
 from cadenza.simulate.campaign import Simulated, run_simulation
-from cadenza.simulate.executor_profiles import ExecutorKind
-from cadenza.simulate.fit import Fit, fit_costs, fitted_kind, with_clients
+from cadenza.simulate.executor_profiles import ExecutorProfile
+from cadenza.simulate.fit import Fit, fit_costs, fitted_profile, with_clients
 from cadenza.simulate.options import scheduler_config
 from cadenza.simulate.recordings import read_recording
 
@@ -75,9 +75,9 @@ def measure(model: Path, settings: LoadSettings, **options: Any) -> Run:
     return run
 
 
-def predict(kind: ExecutorKind, settings: LoadSettings) -> Run:
+def predict(profile: ExecutorProfile, settings: LoadSettings) -> Run:
     """The same load in virtual time."""
-    simulated = Simulated((kind,), scheduler_config(_OPTIONS))
+    simulated = Simulated((profile,), scheduler_config(_OPTIONS))
     file, _ = run_simulation(settings, simulated, _Silent())
     return file.points[0].runs[0]
 
@@ -91,9 +91,9 @@ def measure_once(shape: str, num_requests: int, times_rate: float, seed: int) ->
         seen = measure(model, fitted, record=log)
         recording = read_recording(log)
     fit = with_clients(fit_costs(recording), seen.requests)
-    kind = fitted_kind(recording, fit, shape, "the first load")
-    again = predict(kind, fitted)
-    measured, simulated = measure(model, predicted), predict(kind, predicted)
+    profile = fitted_profile(recording, fit, shape, "the first load")
+    again = predict(profile, fitted)
+    measured, simulated = measure(model, predicted), predict(profile, predicted)
     return {
         **_errors("fitted", again, seen),
         **_errors("predicted", simulated, measured),

@@ -22,17 +22,17 @@ from benchmarks.common.rows import BenchmarkError, Row, make_row
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.settings import LoadSettings, make_settings
 from cadenza.simulate.campaign import simulate
-from cadenza.simulate.executor_profiles import ExecutorKind, KindLimits, Overheads
+from cadenza.simulate.executor_profiles import ExecutorProfile, Overheads, ProfileLimits
 from cadenza.simulate.options import scheduler_config
 from executor_svc.simulated.costs import StepCosts
 
 NAME = "simulate_speed"
 RATE, STEP_MS, MEAN_PROMPT, MEAN_OUTPUT = 10.0, 25.0, 256, 128
-_KIND = ExecutorKind(
+_PROFILE = ExecutorProfile(
     name="25 ms a step",
     costs=StepCosts(step_us=1000 * STEP_MS),
     overheads=Overheads(plan_us=200, transit_us=150, request_us=500, reply_us=200),
-    limits=KindLimits(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=8192),
+    limits=ProfileLimits(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=8192),
 )
 
 
@@ -75,7 +75,7 @@ def measure_once(num_requests: int, seed: int) -> dict[str, float]:
     """One run in this process."""
     settings, config = load(num_requests), scheduler_config({})
     watch, began = Tenths(num_requests), time.perf_counter()
-    outcome = simulate(settings, [_KIND], config, seed, watch=watch)
+    outcome = simulate(settings, [_PROFILE], config, seed, watch=watch)
     wall_s = time.perf_counter() - began
     if len(outcome.requests) != num_requests or not outcome.requests.ok.all():
         raise BenchmarkError(f"{len(outcome.requests)} of {num_requests} requests ended, or some failed")
@@ -95,17 +95,17 @@ def measure_once(num_requests: int, seed: int) -> dict[str, float]:
 
 def _in_a_process(num_requests: int, seed: int) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(theirs, num_requests, seed))
+    own_end, child_end = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(child_end, num_requests, seed))
     process.start()
-    theirs.close()
+    child_end.close()
     try:
-        found = ours.recv()
+        found = own_end.recv()
     except EOFError:
         raise BenchmarkError("the simulation's process has died") from None
     finally:
         process.join()
-        ours.close()
+        own_end.close()
     if isinstance(found, str):
         raise BenchmarkError(found)
     return dict(found)

@@ -307,7 +307,7 @@ def _account(policy: BatchingPolicy, max_tokens: int | None) -> tuple[int, int, 
     """Token slots held, stored and reserved, and running sequences, summed over steps; and the number of steps."""
     spec = lane_spec(512, 16, num_slots=40, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=2048)
     run, random = Run(Policies(batching=policy), spec), Random(4)
-    sampling = Sampling(temperature=0.0, stop_token_ids=(0, 1))
+    sampling = Sampling(stop_token_ids=(0, 1))
     arrivals: deque[tuple[float, list[int]]] = deque()
     moment = 0.0
     for _ in range(48):

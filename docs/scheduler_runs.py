@@ -15,7 +15,7 @@ from scheduler_svc.core.types import BlockPairs, ExecutorSpec, RequestSpec, Samp
 from tests.helpers.core_executor import COSTS, CoreExecutor
 
 VOCAB_SIZE = 97
-_GREEDY = Sampling(temperature=0.0)
+_GREEDY = Sampling()
 
 
 class Run:

@@ -48,7 +48,7 @@ def main() -> int:
     logging.basicConfig(
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    for warning in settings.unheard(config, os.environ):
+    for warning in settings.ignored_settings(config, os.environ):
         _LOG.warning(warning)
     sys.modules.setdefault("torch", cast(ModuleType, None))
     # Imported here, so that --help and errors in options need not wait for grpc to load.

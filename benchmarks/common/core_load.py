@@ -144,7 +144,7 @@ class _Churn:
 
 
 def _request(request_id: str, prompt: tuple[int, ...]) -> RequestSpec:
-    sampling = Sampling(temperature=0.0, stop_token_ids=(EOS,))
+    sampling = Sampling(stop_token_ids=(EOS,))
     return RequestSpec(request_id, prompt, sampling, _MAX_TOKENS, eos_token_ids=frozenset({EOS}))
 
 

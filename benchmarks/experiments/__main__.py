@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from benchmarks.common.benchmark import progress
 from benchmarks.experiments.every import EXPERIMENTS
-from benchmarks.experiments.experiment import Asked, Experiment, Place, save
+from benchmarks.experiments.experiment import Experiment, Place, RunSettings, save
 from benchmarks.experiments.page import write_page
 
 SEED = 20261122
@@ -29,15 +29,15 @@ def main(arguments: Sequence[str]) -> int:
     for experiment in [] if options.page else options.only:
         for place in experiment.places:
             if options.place in (None, place):
-                _run(experiment, Asked(place, options.seed))
+                _run(experiment, RunSettings(place, options.seed))
     progress(f"written: {write_page(EXPERIMENTS)}")
     return 0
 
 
-def _run(experiment: Experiment, asked: Asked) -> None:
-    progress(f"{experiment.name} on {asked.place}: {experiment.title}")
+def _run(experiment: Experiment, settings: RunSettings) -> None:
+    progress(f"{experiment.name} on {settings.place}: {experiment.title}")
     began = time.perf_counter()
-    result = experiment.run(asked)
+    result = experiment.run(settings)
     result = result.model_copy(update={"wall_s": round(time.perf_counter() - began, 1)})
     for finding in result.findings:
         progress(f"  {'holds' if finding.held else 'does not hold'}: {finding.evidence}")

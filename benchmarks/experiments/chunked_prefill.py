@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.experiments.chunked_runs import BUDGET, PER_PROMPT, Chunked, Outcome, measured, simulated
-from benchmarks.experiments.experiment import Asked, Experiment, ExperimentResult, Figure, Finding, Series, Table
+from benchmarks.experiments.experiment import Experiment, ExperimentResult, Figure, Finding, RunSettings, Series, Table
 from benchmarks.experiments.repeats import Repeated, ratio, series
 
 _SARATHI = "https://arxiv.org/abs/2403.02310"
@@ -20,16 +20,16 @@ _COLUMNS = {
 }
 
 
-def run(asked: Asked) -> ExperimentResult:
+def run(settings: RunSettings) -> ExperimentResult:
     """In virtual time or on the CPU: the same questions."""
-    outcome = simulated(asked) if asked.place == "simulate" else measured(asked)
+    outcome = simulated(settings) if settings.place == "simulate" else measured(settings)
     findings = [_stall_finding(outcome), _tpot_finding(outcome), _queue_finding(outcome)]
     if outcome.alone_s:
         findings.append(_overhead_finding(outcome.alone_s))
     return ExperimentResult(
         experiment=EXPERIMENT.name,
-        place=asked.place,
-        seed=asked.seed,
+        place=settings.place,
+        seed=settings.seed,
         setup=dict(outcome.setup),
         findings=findings,
         figures=_figures(outcome),

@@ -85,7 +85,7 @@ class ExperimentResult(_Frozen):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RunSettings:
     """How an experiment is to be run."""
 
     place: Place
@@ -103,7 +103,7 @@ class Experiment:
     title: str
     hypothesis: str
     """What the literature claims, in Markdown with its sources, and what is expected here."""
-    run: Callable[[Asked], ExperimentResult]
+    run: Callable[[RunSettings], ExperimentResult]
     places: tuple[Place, ...] = ("simulate",)
     notes: str = ""
     """Where it came out otherwise: why. Markdown, written by hand, after looking at the results."""

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter, NullLocator
 
 from benchmarks.experiments.experiment import Figure, Series
-from cadenza.loadtest.figures.style import line_handle, look, new_figure, put_legend, styled, words
+from cadenza.loadtest.figures.style import drawable, line_handle, look, new_figure, put_legend, styled
 from cadenza.loadtest.figures.ticks import plain, set_scale
 from cadenza.loadtest.requests import Floats
 
@@ -35,8 +35,8 @@ def draw(figure: Figure, path: Path) -> None:
             _bars(axes, series, index, len(figure.series), names)
         else:
             _line(axes, series, index, names, figure)
-    axes.set_xlabel(words(figure.x_label, 90))
-    axes.set_ylabel(textwrap.fill(words(figure.y_label, 90), 44))
+    axes.set_xlabel(drawable(figure.x_label, 90))
+    axes.set_ylabel(textwrap.fill(drawable(figure.y_label, 90), 44))
     if names:
         _put_names(axes, names)
     else:
@@ -101,7 +101,7 @@ def _handle(series: Series, index: int, figure: Figure) -> Line2D:
 
 
 def _put_names(axes: Axes, names: list[str]) -> None:
-    axes.set_xticks(range(len(names)), [words(name, 26) for name in names])
+    axes.set_xticks(range(len(names)), [drawable(name, 26) for name in names])
     axes.set_xlim(-0.5, len(names) - 0.5)
     axes.grid(visible=False, axis="x")
     if sum(map(len, names)) > 75:

@@ -13,12 +13,12 @@ from benchmarks.experiments.contiguous import (
     to_power_of_two,
 )
 from benchmarks.experiments.experiment import (
-    Asked,
     Experiment,
     ExperimentResult,
     Figure,
     Finding,
     Place,
+    RunSettings,
     Series,
     Table,
 )
@@ -39,7 +39,7 @@ from benchmarks.experiments.memory_runs import (
 from benchmarks.experiments.repeats import Repeated, ratio, series
 from benchmarks.experiments.simulated import a100_13b, about, drawn
 from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorProfile
 
 _FIRST_FIT = "first fit"
 _PAPER = "[vLLM, figure 2](https://arxiv.org/abs/2309.06180)"
@@ -54,53 +54,53 @@ _VLLM = "https://arxiv.org/abs/2309.06180"
 _ALPACA_SEQUENCES = 512
 
 
-def run(asked: Asked) -> ExperimentResult:
+def run(settings: RunSettings) -> ExperimentResult:
     """In virtual time or on the CPU: the same questions."""
-    outcome = measured(asked) if asked.place == "cpu" else _simulated(asked)
-    own = _cpu_findings(outcome) if asked.place == "cpu" else [_size_finding(outcome.by_size)]
+    outcome = measured(settings) if settings.place == "cpu" else _simulated(settings)
+    own = _cpu_findings(outcome) if settings.place == "cpu" else [_size_finding(outcome.by_size)]
     return ExperimentResult(
         experiment=EXPERIMENT.name,
-        place=asked.place,
-        seed=asked.seed,
+        place=settings.place,
+        seed=settings.seed,
         setup=dict(outcome.setup),
         findings=[*_system_findings(outcome.systems), *own],
-        figures=_figures(outcome, asked.place),
+        figures=_figures(outcome, settings.place),
         tables=[_table(outcome.systems)],
     )
 
 
-def _simulated(asked: Asked) -> Outcome:
+def _simulated(settings: RunSettings) -> Outcome:
     """All systems and all block sizes, on the same requests."""
-    kind, count = (a100_13b().changed({"num_gpu_blocks": 256}), 40) if asked.quick else (a100_13b(), 600)
-    seeds = range(asked.seed, asked.seed + (1 if asked.quick else 3))
-    sizes = (1, 16, 256) if asked.quick else (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    profile, count = (a100_13b().changed({"num_gpu_blocks": 256}), 40) if settings.quick else (a100_13b(), 600)
+    seeds = range(settings.seed, settings.seed + (1 if settings.quick else 3))
+    sizes = (1, 16, 256) if settings.quick else (1, 2, 4, 8, 16, 32, 64, 128, 256)
     sharegpt = [drawn(SHAREGPT, count, seed) for seed in seeds]
     alpaca = [drawn(ALPACA, 4 * count, seed) for seed in seeds]
-    wide = kind.changed({"max_num_seqs": _ALPACA_SEQUENCES})
+    wide = profile.changed({"max_num_seqs": _ALPACA_SEQUENCES})
     return Outcome(
         setup={
-            **about(kind),
+            **about(profile),
             "requests": f"{count} with ShareGPT's mean lengths, {4 * count} with Alpaca's, all at once",
             "measured": "while requests wait, after the first quarter of them",
             "ranges in brackets": f"over {len(seeds)} seeds",
         },
-        num_slots=kind.limits.pool_size * kind.limits.block_size,
-        systems={name: [system(kind, shapes) for shapes in sharegpt] for name, system in _systems(kind).items()},
+        num_slots=profile.limits.pool_size * profile.limits.block_size,
+        systems={name: [system(profile, shapes) for shapes in sharegpt] for name, system in _systems(profile).items()},
         by_size={
-            "ShareGPT": {size: [paged(kind, shapes, size) for shapes in sharegpt] for size in sizes},
+            "ShareGPT": {size: [paged(profile, shapes, size) for shapes in sharegpt] for size in sizes},
             "Alpaca": {size: [paged(wide, shapes, size) for shapes in alpaca] for size in sizes},
         },
     )
 
 
-def _systems(kind: ExecutorKind) -> dict[str, Callable[[ExecutorKind, Sequence[RequestShape]], Held]]:
-    longest = kind.limits.max_model_len
+def _systems(profile: ExecutorProfile) -> dict[str, Callable[[ExecutorProfile, Sequence[RequestShape]], Held]]:
+    longest = profile.limits.max_model_len
     buddies = {MAX: to_max(longest), POW2: to_power_of_two(longest), ORACLE: to_oracle}
     return {
         **{name: partial(reserved, num_slots=slots, allocator=BuddyAllocator) for name, slots in buddies.items()},
         f"{POW2}, {_FIRST_FIT}": partial(reserved, num_slots=buddies[POW2], allocator=FirstFitAllocator),
         f"{ORACLE}, {_FIRST_FIT}": partial(reserved, num_slots=buddies[ORACLE], allocator=FirstFitAllocator),
-        BLOCKS: partial(paged, block_size=kind.limits.block_size),
+        BLOCKS: partial(paged, block_size=profile.limits.block_size),
     }
 
 

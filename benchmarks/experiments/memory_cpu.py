@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.common.checkpoints import DEMO_MODEL, max_model_len
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.experiments.experiment import Asked
+from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.memory_runs import MAX, SHAREGPT, Held, Outcome
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import drawn, fixed
@@ -28,7 +28,7 @@ Room = Callable[[int], int]
 """Slots that a sequence holds, of the most tokens that it has had."""
 
 
-def measured(asked: Asked) -> Outcome:
+def measured(settings: RunSettings) -> Outcome:
     """Reservation to the maximum, and blocks of all sizes that the executor has; a few minutes.
 
     Ranges of one length leave no gaps but the pool's rest, so whoever waits finds one exactly while fewer run than the
@@ -36,15 +36,15 @@ def measured(asked: Asked) -> Outcome:
     """
     longest = max_model_len(DEMO_MODEL)
     assert longest is not None
-    num_slots, count = (_NUM_SLOTS // 3, 32) if asked.quick else (_NUM_SLOTS, 120)
-    shapes = drawn(_QUICK if asked.quick else SHAREGPT, count, asked.seed)
-    sizes = (_SIZE, 64) if asked.quick else (8, _SIZE, 32, 64)
+    num_slots, count = (_NUM_SLOTS // 3, 32) if settings.quick else (_NUM_SLOTS, 120)
+    shapes = drawn(_QUICK if settings.quick else SHAREGPT, count, settings.seed)
+    sizes = (_SIZE, 64) if settings.quick else (8, _SIZE, 32, 64)
 
     def serve(size: int, num_seqs: int, room: Room) -> list[Held]:
         options = {"device": "cpu", "block_size": size, "num_gpu_blocks": num_slots // size, "max_num_seqs": num_seqs}
         with Server(DEMO_MODEL, options) as server:
-            server.load(_WARM_UP, seed=asked.seed + 1)
-            columns, records = server.watched_load(shapes, seed=asked.seed)
+            server.load(_WARM_UP, seed=settings.seed + 1)
+            columns, records = server.watched_load(shapes, seed=settings.seed)
         return [held(records, num_slots, room, float(columns.num_output_tokens.sum()) / end_of(columns))]
 
     reserved = serve(_SIZE, num_slots // longest, lambda most: longest)

@@ -11,7 +11,7 @@ from benchmarks.experiments.contiguous import Allocator, ContiguousReservation, 
 from benchmarks.experiments.stepping import step_through
 from cadenza.loadtest.published import lognormal_text
 from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorProfile
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.policies.batching import BatchingPolicy
 from scheduler_svc.core.policies.policies import Policies
@@ -95,20 +95,20 @@ class Picture:
 
 
 def reserved(
-    kind: ExecutorKind, shapes: Many[RequestShape], num_slots: NumSlots, allocator: Callable[[int], Allocator]
+    profile: ExecutorProfile, shapes: Many[RequestShape], num_slots: NumSlots, allocator: Callable[[int], Allocator]
 ) -> Held:
     """Contiguous ranges, given at admission."""
-    slots = kind.changed({"block_size": 1})
+    slots = profile.changed({"block_size": 1})
     policy = ContiguousReservation(allocator(slots.limits.pool_size), num_slots)
     return _seen(slots, shapes, Policies(batching=policy), watermark=0.0)
 
 
-def paged(kind: ExecutorKind, shapes: Many[RequestShape], block_size: int) -> Held:
+def paged(profile: ExecutorProfile, shapes: Many[RequestShape], block_size: int) -> Held:
     """Blocks, given as they are needed: Cadenza as it is."""
-    return _seen(kind.changed({"block_size": block_size}), shapes, Policies(), watermark=0.01)
+    return _seen(profile.changed({"block_size": block_size}), shapes, Policies(), watermark=0.01)
 
 
-def _seen(kind: ExecutorKind, shapes: Many[RequestShape], policies: Policies, watermark: float) -> Held:
+def _seen(profile: ExecutorProfile, shapes: Many[RequestShape], policies: Policies, watermark: float) -> Held:
     picture = Picture(len(shapes), policies.batching)
-    stepped = step_through(kind, shapes, picture.look, policies=policies, watermark=watermark)
+    stepped = step_through(profile, shapes, picture.look, policies=policies, watermark=watermark)
     return picture.held(sum(shape.num_output_tokens for shape in shapes) / stepped.duration_s)

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Mapping
 
 from benchmarks.experiments.experiment import (
-    Asked,
     Experiment,
     ExperimentResult,
     Figure,
     Finding,
     Place,
+    RunSettings,
     Series,
     Table,
 )
@@ -41,17 +41,17 @@ _AGAINST: dict[Place, str] = {
 _MICRO_BY: dict[Place, str] = {"simulate": "By the cost model", "cpu": "By the executor's own times"}
 
 
-def run(asked: Asked) -> ExperimentResult:
+def run(settings: RunSettings) -> ExperimentResult:
     """In virtual time or on the CPU: the same questions."""
-    outcome = measured(asked) if asked.place == "cpu" else simulated(asked)
-    own = _cpu_findings(outcome) if asked.place == "cpu" else _simulated_findings(outcome)
+    outcome = measured(settings) if settings.place == "cpu" else simulated(settings)
+    own = _cpu_findings(outcome) if settings.place == "cpu" else _simulated_findings(outcome)
     return ExperimentResult(
         experiment=EXPERIMENT.name,
-        place=asked.place,
-        seed=asked.seed,
+        place=settings.place,
+        seed=settings.seed,
         setup=dict(outcome.setup),
-        findings=[*own, _auto_finding(outcome, _AUTO_WITHIN[asked.place]), _pressure_finding(outcome)],
-        figures=_figures(outcome, asked.place),
+        findings=[*own, _auto_finding(outcome, _AUTO_WITHIN[settings.place]), _pressure_finding(outcome)],
+        figures=_figures(outcome, settings.place),
         tables=[_size_table(outcome), _pool_table(outcome)],
     )
 

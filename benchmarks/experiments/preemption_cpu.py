@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.common.checkpoints import DEMO_MODEL
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.experiments.experiment import Asked
+from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.preemption_runs import (
     AUTO,
     BESIDE,
@@ -45,27 +45,27 @@ _WARM_UP = fixed([256] * 8, [16] * 8)
 _NUM_NEWCOMERS = 10
 
 
-def measured(asked: Asked) -> Outcome:
+def measured(settings: RunSettings) -> Outcome:
     """All rules, on a server of its own each; a few minutes."""
-    sizes, pools = ((_SIZE,), (_POOL,)) if asked.quick else ((8, _SIZE, 64), (_POOL, 1.0))
-    count, num_slots = (24, _NUM_SLOTS // 2) if asked.quick else (60, _NUM_SLOTS)
-    shapes = drawn(_LOAD, count, asked.seed)
-    rate = 20.0 if asked.quick else _capacity(shapes, asked.seed)
+    sizes, pools = ((_SIZE,), (_POOL,)) if settings.quick else ((8, _SIZE, 64), (_POOL, 1.0))
+    count, num_slots = (24, _NUM_SLOTS // 2) if settings.quick else (60, _NUM_SLOTS)
+    shapes = drawn(_LOAD, count, settings.seed)
+    rate = 20.0 if settings.quick else _capacity(shapes, settings.seed)
     moves = _Moves()
 
     def under(rule: str, size: int, pool: float) -> Preempted:
         with Server(DEMO_MODEL, _options(rule, size, int(pool * num_slots))) as server:
             server.load(_WARM_UP)
-            at_once, records = server.watched_load(shapes, seed=asked.seed)
-            paced = server.load(shapes, poisson(rate, count, asked.seed), seed=asked.seed)
+            at_once, records = server.watched_load(shapes, seed=settings.seed)
+            paced = server.load(shapes, poisson(rate, count, settings.seed), seed=settings.seed)
         moves.add(records, size)
         per_s = float(at_once.num_output_tokens.sum()) / end_of(at_once)
         return Preempted(*(Repeated((x,)) for x in (per_s, *paced_values(paced, int(paced.num_preemptions.sum())))))
 
     policies = (RECOMPUTE, SWAP, AUTO)
-    settings = [(size, _POOL) for size in sizes] + [(_SIZE, pool) for pool in pools if pool != _POOL]
+    combinations = [(size, _POOL) for size in sizes] + [(_SIZE, pool) for pool in pools if pool != _POOL]
     # Rules follow each other: what else runs on this machine shall not favour one of them.
-    found = {(rule, size, pool): under(rule, size, pool) for size, pool in settings for rule in policies}
+    found = {(rule, size, pool): under(rule, size, pool) for size, pool in combinations for rule in policies}
     own_ms, beside_ms = _computed_ms()
     return Outcome(
         setup={

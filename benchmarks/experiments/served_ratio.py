@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from benchmarks.experiments.experiment import Asked, Experiment, ExperimentResult, Figure, Finding, Series, Table
+from benchmarks.experiments.experiment import Experiment, ExperimentResult, Figure, Finding, RunSettings, Series, Table
 from benchmarks.experiments.served_ratio_runs import (
     BOUND,
     MIDDLE,
@@ -25,13 +25,13 @@ _TPOTS = ("tpot_p50_s", "tpot_p99_s")
 _Found = Mapping[Setting, Mapping[float, Point]]
 
 
-def _run(asked: Asked) -> ExperimentResult:
-    outcome: Outcome = measured(asked) if asked.place == "cpu" else simulated(asked)
+def _run(settings: RunSettings) -> ExperimentResult:
+    outcome: Outcome = measured(settings) if settings.place == "cpu" else simulated(settings)
     found = outcome.found
     return ExperimentResult(
         experiment=EXPERIMENT.name,
-        place=asked.place,
-        seed=asked.seed,
+        place=settings.place,
+        seed=settings.seed,
         setup=dict(outcome.setup),
         findings=[_waits(found), _spared(found), *(_bounded(found, rate) for rate in outcome.rates)],
         figures=[

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.checkpoints import random_checkpoint
-from benchmarks.experiments.experiment import Asked
+from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import Case, a100_13b, about, drawn, fixed, poisson, run
 from cadenza.loadtest.columns import RequestColumns
@@ -67,36 +67,38 @@ class Outcome:
         return sorted({setting.rate for setting in self.found})
 
 
-def simulated(asked: Asked) -> Outcome:
+def simulated(settings: RunSettings) -> Outcome:
     """On the published A100 with a 13B model."""
-    kind = a100_13b()
-    num_requests, seeds = (30, 1) if asked.quick else (1000, 3)
-    rates, ratios = (_RATES[-1:], (0.0, MIDDLE, 4.0)) if asked.quick else (_RATES, (0.0, 0.1, 0.3, 0.6, 1.2, 2.0, 4.0))
+    profile = a100_13b()
+    num_requests, seeds = (30, 1) if settings.quick else (1000, 3)
+    rates, ratios = (
+        (_RATES[-1:], (0.0, MIDDLE, 4.0)) if settings.quick else (_RATES, (0.0, 0.1, 0.3, 0.6, 1.2, 2.0, 4.0))
+    )
 
     def point(setting: Setting, ratio: float) -> Point:
         runs = []
-        for seed in range(asked.seed, asked.seed + seeds):
+        for seed in range(settings.seed, settings.seed + seeds):
             times = poisson(setting.rate, num_requests, seed)
-            case = Case(kind, drawn(_LOAD, num_requests, seed), times, _options(ratio, setting.max_waiting_steps))
+            case = Case(profile, drawn(_LOAD, num_requests, seed), times, _options(ratio, setting.max_waiting_steps))
             runs.append(run(case).requests)
         return _point(runs)
 
-    settings = [Setting(rate, bound) for rate in rates for bound in (BOUND, UNBOUND)]
+    all_settings = [Setting(rate, bound) for rate in rates for bound in (BOUND, UNBOUND)]
     return Outcome(
-        setup=about(kind) | {"load": _load_text(num_requests, _LOAD), "runs of each": seeds},
-        found={setting: {ratio: point(setting, ratio) for ratio in ratios} for setting in settings},
+        setup=about(profile) | {"load": _load_text(num_requests, _LOAD), "runs of each": seeds},
+        found={setting: {ratio: point(setting, ratio) for ratio in ratios} for setting in all_settings},
     )
 
 
-def measured(asked: Asked) -> Outcome:
+def measured(settings: RunSettings) -> Outcome:
     """The 10.5M shape on this machine's CPU; a few minutes."""
     model, options = random_checkpoint("10m"), {"device": "cpu", "max_num_seqs": 64, "num_gpu_blocks": 2048}
-    num_requests, seeds = (16, 1) if asked.quick else (160, 1)
-    shares, ratios = (_CPU_RATES[-1:], (0.0, MIDDLE, 4.0)) if asked.quick else (_CPU_RATES, (0.0, 0.3, 1.2, 4.0))
+    num_requests, seeds = (16, 1) if settings.quick else (160, 1)
+    shares, ratios = (_CPU_RATES[-1:], (0.0, MIDDLE, 4.0)) if settings.quick else (_CPU_RATES, (0.0, 0.3, 1.2, 4.0))
     warm_up = fixed([128] * 8, [16] * 8)
     with Server(model, options) as server:
         server.load(warm_up)
-        capacity = num_requests / end_of(server.load(drawn(_CPU_LOAD, num_requests, asked.seed), seed=asked.seed))
+        capacity = num_requests / end_of(server.load(drawn(_CPU_LOAD, num_requests, settings.seed), seed=settings.seed))
     rates = [float(f"{share * capacity:.2g}") for share in shares]
 
     def points(ratio: float, bound: int) -> dict[float, Point]:
@@ -104,7 +106,7 @@ def measured(asked: Asked) -> Outcome:
         runs: dict[float, list[RequestColumns]] = {rate: [] for rate in rates}
         with Server(model, {**options, **_options(ratio, bound)}) as server:
             server.load(warm_up)
-            for seed in range(asked.seed, asked.seed + seeds):
+            for seed in range(settings.seed, settings.seed + seeds):
                 for rate in rates:
                     times = poisson(rate, num_requests, seed)
                     runs[rate].append(server.load(drawn(_CPU_LOAD, num_requests, seed), times, seed=seed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.experiments.experiment import Asked, Experiment, ExperimentResult, Figure, Finding, Table
+from benchmarks.experiments.experiment import Experiment, ExperimentResult, Figure, Finding, RunSettings, Table
 from benchmarks.experiments.repeats import ratio, series
 from benchmarks.experiments.sharing_cpu import measured
 from benchmarks.experiments.sharing_runs import BEAMS, SAMPLES, Outcome, Prefixed, simulated
@@ -17,13 +17,13 @@ _PUBLISHED_SAVED = {
 """With 2, 4 and 6 of them: figure 15 of the vLLM paper and the text beside it."""
 
 
-def run(asked: Asked) -> ExperimentResult:
+def run(settings: RunSettings) -> ExperimentResult:
     """In virtual time or on the CPU: the same questions."""
-    outcome = simulated(asked) if asked.place == "simulate" else measured(asked)
+    outcome = simulated(settings) if settings.place == "simulate" else measured(settings)
     return ExperimentResult(
         experiment=EXPERIMENT.name,
-        place=asked.place,
-        seed=asked.seed,
+        place=settings.place,
+        seed=settings.seed,
         setup=dict(outcome.setup),
         findings=[_saved_finding(outcome), _gain_finding(outcome), _prefix_finding(outcome), _ttft_finding(outcome)],
         figures=[*_group_figures(outcome), *_prefix_figures(outcome)],

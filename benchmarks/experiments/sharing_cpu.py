@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.common.checkpoints import DEMO_MODEL
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.experiments.experiment import Asked
+from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.repeats import Repeated
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.sharing_runs import BEAMS, SAMPLES, Outcome, Prefixed, Shared, widened
@@ -33,14 +33,16 @@ _LOAD_SHARE = 0.6
 _POLL_S = 0.02
 
 
-def measured(asked: Asked) -> Outcome:
+def measured(settings: RunSettings) -> Outcome:
     """Both parts; a few minutes."""
-    widths, prefixes = ((2,), (256,)) if asked.quick else ((2, 4, 6), (128, 512, 1024))
-    num_sequences, num_prefixed = (48, 16) if asked.quick else (120, 80)
-    repeats = 1 if asked.quick else 2
+    widths, prefixes = ((2,), (256,)) if settings.quick else ((2, 4, 6), (128, 512, 1024))
+    num_sequences, num_prefixed = (48, 16) if settings.quick else (120, 80)
+    repeats = 1 if settings.quick else 2
     with LocalServices(DEMO_MODEL, num_gpu_blocks=_NUM_BLOCKS, **_OPTIONS) as services:
         shared = {
-            (algorithm, width): _shared(services.target, algorithm, width, num_sequences // width, asked.seed, repeats)
+            (algorithm, width): _shared(
+                services.target, algorithm, width, num_sequences // width, settings.seed, repeats
+            )
             for algorithm in (SAMPLES, BEAMS)
             for width in widths
         }
@@ -54,7 +56,7 @@ def measured(asked: Asked) -> Outcome:
             f"{_PREFIX_LENGTHS['output_len']}; TTFT at {_LOAD_SHARE:.0%} of what is held without the cache",
         },
         groups={LOAD: shared},
-        prefixes={length: _prefixed(length, num_prefixed, asked.seed) for length in prefixes},
+        prefixes={length: _prefixed(length, num_prefixed, settings.seed) for length in prefixes},
     )
 
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.experiments.experiment import Asked
+from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.memory_runs import ALPACA, SHAREGPT
 from benchmarks.experiments.repeats import Repeated, ratio
 from benchmarks.experiments.simulated import Case, a100_13b, about, drawn, poisson
 from benchmarks.experiments.simulated import run as run_case
 from benchmarks.experiments.stepping import apart, step_through
 from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorProfile
 from scheduler_svc.core.scheduler import Scheduler
 
 SAMPLES, BEAMS = "samples", "beams"
@@ -87,18 +87,18 @@ def widened(shapes: Sequence[RequestShape], algorithm: str, width: int) -> list[
     return [replace(shape, n=width) for shape in shapes]
 
 
-def simulated(asked: Asked) -> Outcome:
+def simulated(settings: RunSettings) -> Outcome:
     """On the published A100 with a 13B model."""
-    kind = a100_13b().changed({"max_num_seqs": _MAX_NUM_SEQS})
-    if asked.quick:
-        kind = kind.changed({"num_gpu_blocks": 256})
-    widths, prefixes = ((2, 4), (64,)) if asked.quick else ((2, 4, 6), (80, 341, 1024))
-    seeds = range(asked.seed, asked.seed + (1 if asked.quick else 3))
+    profile = a100_13b().changed({"max_num_seqs": _MAX_NUM_SEQS})
+    if settings.quick:
+        profile = profile.changed({"num_gpu_blocks": 256})
+    widths, prefixes = ((2, 4), (64,)) if settings.quick else ((2, 4, 6), (80, 341, 1024))
+    seeds = range(settings.seed, settings.seed + (1 if settings.quick else 3))
     loads = {"ShareGPT": SHAREGPT, "Alpaca": ALPACA}
-    scale, num_prefixed = (4, 40) if asked.quick else (1, 600)
+    scale, num_prefixed = (4, 40) if settings.quick else (1, 600)
     groups = {
         load: {
-            (algorithm, width): _shared(kind, load, options, algorithm, width, seeds, scale)
+            (algorithm, width): _shared(profile, load, options, algorithm, width, seeds, scale)
             for algorithm in (SAMPLES, BEAMS)
             for width in widths
         }
@@ -107,19 +107,19 @@ def simulated(asked: Asked) -> Outcome:
     counts = ", ".join(f"{load} {count // scale}" for load, count in _SEQUENCES.items())
     return Outcome(
         setup={
-            **about(kind),
+            **about(profile),
             "samples or beams of a run": f"{counts}, all at once; beams have made-up candidates",
             "prefixes": f"{num_prefixed} requests with one prefix, then {_OWN_LEN} tokens of their own, and "
             f"{_OUTPUT_LEN} of output; TTFT at {_LOAD:.0%} of what is held without the cache",
             "ranges in brackets": f"over {len(seeds)} seeds",
         },
         groups=groups,
-        prefixes={length: _prefixed(kind, length, num_prefixed, seeds) for length in prefixes},
+        prefixes={length: _prefixed(profile, length, num_prefixed, seeds) for length in prefixes},
     )
 
 
 def _shared(
-    kind: ExecutorKind,
+    profile: ExecutorProfile,
     load: str,
     options: Mapping[str, str],
     algorithm: str,
@@ -131,13 +131,13 @@ def _shared(
     for seed in seeds:
         shapes = widened(drawn(options, _SEQUENCES[load] // scale // width, seed), algorithm, width)
         saving = Saving(len(shapes))
-        together_s.append(step_through(kind, shapes, saving.look).duration_s)
-        apart_s.append(step_through(kind, apart(shapes), lambda core, seconds: None).duration_s)
+        together_s.append(step_through(profile, shapes, saving.look).duration_s)
+        apart_s.append(step_through(profile, apart(shapes), lambda core, seconds: None).duration_s)
         saved.append(saving.share)
     return Shared(Repeated(tuple(saved)), ratio(Repeated(tuple(apart_s)), Repeated(tuple(together_s))))
 
 
-def _prefixed(kind: ExecutorKind, length: int, count: int, seeds: Sequence[int]) -> tuple[Prefixed, Prefixed]:
+def _prefixed(profile: ExecutorProfile, length: int, count: int, seeds: Sequence[int]) -> tuple[Prefixed, Prefixed]:
     options = {"input_len": _OWN_LEN, "output_len": _OUTPUT_LEN, "num_prefixes": 1, "prefix_len": str(length)}
     at_once: dict[bool, list[float]] = {False: [], True: []}
     p50: dict[bool, list[float]] = {False: [], True: []}
@@ -145,7 +145,7 @@ def _prefixed(kind: ExecutorKind, length: int, count: int, seeds: Sequence[int])
     for seed in seeds:
         shapes = drawn({"workload": "shared-prefix", **options}, count, seed)
         for cached in (False, True):
-            case = Case(kind, shapes, scheduler={"enable_prefix_caching": cached}, prompt_seed=seed)
+            case = Case(profile, shapes, scheduler={"enable_prefix_caching": cached}, prompt_seed=seed)
             at_once[cached].append(count / run_case(case).duration_s)
             times = poisson(_LOAD * at_once[False][-1], count, seed)
             ttft = run_case(replace(case, times=times)).measure().ttft_s

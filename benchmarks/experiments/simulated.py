@@ -24,7 +24,7 @@ from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.slo import Slo
 from cadenza.loadtest.workloads import WorkloadSpec, make_workload
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.published import PUBLISHED
 from cadenza.simulate.run import Outcome, Simulation
 from cadenza.simulate.traffic import Traffic
@@ -35,7 +35,7 @@ from scheduler_svc.config import SchedulerConfig
 class Case:
     """What is run. Options are named as the services have them."""
 
-    kind: ExecutorKind
+    profile: ExecutorProfile
     shapes: Sequence[RequestShape]
     times: Sequence[float] | None = None
     """[n] when each is due, in seconds; None: all at once."""
@@ -90,12 +90,12 @@ class Ran:
 
 def run(case: Case) -> Ran:
     """Run a case; raises BenchmarkError if a request did not end well, as its numbers would mean something else."""
-    kind = case.kind.changed(dict(case.executor))
+    profile = case.profile.changed(dict(case.executor))
     times = itertools.repeat(0.0) if case.times is None else case.times
     traffic = Traffic(iter(zip(times, case.shapes, strict=case.times is not None)))
     prompts = None if case.prompt_seed is None else Prompts(case.prompt_seed)
     config = scheduler_config({"max_queued_requests": len(case.shapes) + 1, **case.scheduler})
-    fleet = [kind] * case.num_executors
+    fleet = [profile] * case.num_executors
     outcome = Simulation(fleet, config, traffic, prompts=prompts, keep_gaps=case.keep_gaps).run()
     failed = outcome.requests.error[~outcome.requests.ok]
     if len(failed) or len(outcome.requests) != len(case.shapes):
@@ -128,19 +128,19 @@ def poisson(rate: float, count: int, seed: int) -> list[float]:
     return list(itertools.islice(make_arrivals("poisson", rate).times(seed), count))
 
 
-def about(kind: ExecutorKind) -> dict[str, str]:
+def about(profile: ExecutorProfile) -> dict[str, str]:
     """A kind, for an experiment's `setup`."""
-    limits, costs = kind.limits, kind.costs.model_dump(exclude_defaults=True)
+    limits, costs = profile.limits, profile.costs.model_dump(exclude_defaults=True)
     said = ", ".join(f"{name} {value:g}" for name, value in costs.items())
     pool = f"{limits.pool_size:,} blocks of {limits.block_size} tokens"
-    return {"executor": f"{kind.name} ({said})", "KV pool": pool}
+    return {"executor": f"{profile.name} ({said})", "KV pool": pool}
 
 
-def a100_13b() -> ExecutorKind:
+def a100_13b() -> ExecutorProfile:
     """OPT-13B on an A100 of 40 GB, as in the vLLM paper and the Anyscale post."""
     return PUBLISHED["a100-40gb-opt-13b"]
 
 
-def h200_8b() -> ExecutorKind:
+def h200_8b() -> ExecutorProfile:
     """Llama-3.1-8B on an H200."""
     return PUBLISHED["h200-llama-3.1-8b"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.experiments.simulated import scheduler_config
 from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.lanes import TOKEN, SimulatedLane
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
@@ -29,7 +29,7 @@ class Stepped:
 
 
 def step_through(
-    kind: ExecutorKind,
+    profile: ExecutorProfile,
     shapes: Sequence[RequestShape],
     look: Look,
     *,
@@ -41,19 +41,19 @@ def step_through(
     Raises BenchmarkError if the core finds nothing to do while requests wait.
     """
     core = Scheduler(policies or Policies())
-    core.add_executor(0, kind.spec(scheduler_config({"watermark": watermark})))
-    lane, now = SimulatedLane(0, kind, core.lanes[0], 1), 0.0
+    core.add_executor(0, profile.spec(scheduler_config({"watermark": watermark})))
+    lane, now = SimulatedLane(0, profile, core.lanes[0], 1), 0.0
     for shape in shapes:
         core.add_request(_spec(shape), now)
     has_beams = any(shape.beam_width for shape in shapes)
     while core.groups:
         if core.plan_step(0, now) is None:
             raise BenchmarkError(f"{len(core.groups)} requests wait for ever: the policy lets none of them in")
-        flight = lane.launch(lane.core.inflight[-1], now, beams=has_beams)
-        look(core, flight.result_at - now)
-        now = flight.result_at
-        lane.land(now)
-        core.apply_result(0, flight.result, now)
+        inflight_step = lane.launch(lane.core.inflight[-1], now, beams=has_beams)
+        look(core, inflight_step.result_at - now)
+        now = inflight_step.result_at
+        lane.take_result(now)
+        core.apply_result(0, inflight_step.result, now)
         core.take_finished()
     return Stepped(now, core.last_step_id, core.num_preemptions)
 
@@ -71,7 +71,7 @@ def _spec(shape: RequestShape) -> RequestSpec:
     return RequestSpec(
         str(shape.index),
         (TOKEN,) * shape.num_prompt_tokens,
-        Sampling(temperature=0.0),
+        Sampling(),
         shape.num_output_tokens,
         num_samples=1 if shape.beam_width else shape.n,
         beams=BeamSpec(shape.beam_width) if shape.beam_width else None,

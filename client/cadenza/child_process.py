@@ -75,14 +75,14 @@ class ChildService:
         while not self._ready.wait(0.02):
             for child in (self, *beside):
                 if child.exit_code() is not None and not child._ready.is_set():
-                    raise LocalServiceError(f"the {child.name} did not start: {child.last_words()}")
+                    raise LocalServiceError(f"the {child.name} did not start: {child.exit_reason()}")
             if cancelled.is_set():
                 raise LocalServiceError(f"the {self.name} did not start: stopped")
             if time.monotonic() > deadline:
                 raise LocalServiceError(f"the {self.name} was not ready after {timeout_s:g} s\n{self.log_tail()}")
         return self._address
 
-    def last_words(self) -> str:
+    def exit_reason(self) -> str:
         """How it ended: exit code or signal, and the end of its log."""
         for reader in self._readers:
             reader.join(timeout=1.0)
@@ -90,11 +90,11 @@ class ChildService:
         how = f"exit code {code}" if code is None or code >= 0 else f"killed by signal {-code}"
         # A service says what is wrong in one line that begins so; a traceback's last line is its error.
         lines = [line.strip() for line in self._tail if line.strip()] or ["it logged nothing"]
-        told = [line for line in lines if line.startswith(_ERROR)]
-        if not told and code is not None and -code in (signal.SIGKILL, signal.SIGTERM):
+        errors = [line for line in lines if line.startswith(_ERROR)]
+        if not errors and code is not None and -code in (signal.SIGKILL, signal.SIGTERM):
             return how  # whoever killed it, it did not say why
-        told = told or lines
-        return f"{how}: {told[-1].removeprefix(_ERROR)}"
+        errors = errors or lines
+        return f"{how}: {errors[-1].removeprefix(_ERROR)}"
 
     def log_tail(self) -> str:
         """The last lines of its log."""

@@ -17,7 +17,15 @@ from typing import Any
 
 from cadenza.child_process import ChildService, LogSink
 from cadenza.errors import LocalServiceError, OptionError
-from cadenza.local_options import EXECUTOR, SCHEDULER, ServiceArguments, Setting, check_model, route_options, unheard
+from cadenza.local_options import (
+    EXECUTOR,
+    SCHEDULER,
+    ServiceArguments,
+    Setting,
+    check_model,
+    ignored_variables,
+    route_options,
+)
 from cadenza.transport import format_address
 
 _logger = logging.getLogger("cadenza.local")
@@ -101,7 +109,7 @@ class LocalServices:
             on_event or _logger.warning,
             on_back or (lambda service: None),
         )
-        for sentence in unheard():
+        for sentence in ignored_variables():
             self._family.on_event(sentence)
         # Also at exit: no child outlives the program, whether or not close was called.
         self._finalizer = weakref.finalize(self, _stop, self._family)
@@ -198,7 +206,7 @@ def _watch(family: _Family) -> None:
 
 def _restart(family: _Family, service: str, child: ChildService) -> None:
     """Start a dead service again, more slowly each time; raises LocalServiceError when it is time to give up."""
-    words = child.last_words()
+    words = child.exit_reason()
     child.stop(0)
     deaths = family.deaths[service]
     while True:

@@ -108,12 +108,12 @@ def route_options(
             raise OptionError(_unknown(name, list(known)))
     environment = os.environ if environment is None else environment
     file = _read_file(config, environment, {*known, *PLACES})
-    said = _from_environment(environment, known) | _given(options)
+    given = _from_environment(environment, known) | _given(options)
     chosen: dict[str, dict[str, Setting]] = {}
     for service, fields in _fields_by_service().items():
         from_file = {} if file is None else file.of_service(service, [*fields, *_OWN])
         settings = {name: Setting(value, file.path) for name, value in from_file.items()} if file is not None else {}
-        settings |= {name: setting for name, setting in said.items() if name in fields}
+        settings |= {name: setting for name, setting in given.items() if name in fields}
         chosen[service] = {name: setting for name, setting in settings.items() if name in fields}
     arguments = {service: _checked(service, model, settings) for service, settings in chosen.items()}
     if "tokenizer" not in chosen[SCHEDULER]:
@@ -142,7 +142,7 @@ def read_places(
     return places
 
 
-def unheard(environment: Mapping[str, str] | None = None) -> Iterator[str]:
+def ignored_variables(environment: Mapping[str, str] | None = None) -> Iterator[str]:
     """A sentence for each CADENZA_ variable that has no effect here: a misspelled option, or one that is set here."""
     from cadenza.settings.names import ENV_PREFIX, suggestion, variable
 

@@ -1,4 +1,4 @@
-"""Checks of a plan against the executor's limits and features, apart from the state of slots. All raise InvalidPlan."""
+"""Checks of a plan against the executor's limits and features, without the state of slots. All raise InvalidPlan."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from executor_svc.plan.sampling_checks import check_sampling
 
 
 def check_supported(plan: StepPlan) -> None:
-    """Nothing that this executor does not do."""
+    """Check that the plan uses only features of this executor."""
     if plan.reserved:
         raise InvalidPlan(f"not supported by this executor: {', '.join(plan.reserved)}")
 
 
 def check_block_moves(plan: StepPlan, limits: Limits) -> None:
-    """Ids in range, no destination written twice, and no pair of moves whose outcome would depend on their order."""
+    """Check block ids, and that no destination is written twice and no result depends on the order of moves."""
     if not any(len(moves.sources) for moves in (plan.swap_out, plan.copies, plan.swap_in)):
         return
     device, host = limits.num_device_blocks, limits.num_host_blocks
@@ -38,7 +38,7 @@ def _check_moves(moves: BlockMoves, num_sources: int, num_destinations: int, par
 
 
 def check_admission(sequence: AdmittedSequence, limits: Limits) -> None:
-    """An admission that fits the limits and asks for nothing that is not supported."""
+    """Check that an admission fits the limits and requests only supported features."""
     where = f"admitted: slot {sequence.slot}"
     if not 0 <= sequence.slot < limits.num_slots:
         raise InvalidPlan(f"{where} is out of range: there are {limits.num_slots}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
+from typing import Any
 
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
@@ -12,6 +14,7 @@ from scheduler_svc.core.types import (
     Candidates,
     PromptLogprobs,
     Sampling,
+    SamplingValue,
     SlotError,
     StepPlan,
     StepResult,
@@ -150,28 +153,49 @@ def _admitted(sequence: AdmittedSequence) -> pb.AdmittedSequence:
     )
 
 
-def sequence_sampling(sampling: Sampling, sample_index: int) -> pb.SequenceSampling:
+def sequence_sampling(sampling: Sampling, sample_index: int) -> types_pb2.SequenceSampling:
     """How one sequence's tokens are chosen."""
-    return pb.SequenceSampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
+    return types_pb2.SequenceSampling(
         seed=sampling.seed,
         sample_index=sample_index,
         stop_token_ids=sampling.stop_token_ids,
         min_tokens=sampling.min_tokens,
         num_logprobs=sampling.num_logprobs,
         num_prompt_logprobs=sampling.num_prompt_logprobs,
-        bias_token_ids=sampling.bias_token_ids,
-        biases=sampling.biases,
-        allowed_token_ids=sampling.allowed_token_ids,
-        bad_words=[types_pb2.TokenIds(ids=word) for word in sampling.bad_words],
         num_candidates=sampling.num_candidates,
+        **{name: _wire_value(value) for name, value in sampling.values.items()},
     )
+
+
+def sampling_from_wire(message: types_pb2.SequenceSampling) -> Sampling:
+    """The reverse of `sequence_sampling`, without the sample index; numbers have the precision of the wire."""
+    return Sampling(
+        seed=message.seed,
+        stop_token_ids=tuple(message.stop_token_ids),
+        min_tokens=message.min_tokens,
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
+        num_candidates=message.num_candidates,
+        values={
+            field.name: _plain_value(value) for field, value in message.ListFields() if field.name not in _READ_BY_CORE
+        },
+    )
+
+
+_READ_BY_CORE = frozenset({each.name for each in dataclasses.fields(Sampling)} | {"sample_index"})
+
+
+def _wire_value(value: SamplingValue) -> Any:
+    """A list of words is a list of messages."""
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return [types_pb2.TokenIds(ids=word) for word in value]
+    return value
+
+
+def _plain_value(value: Any) -> SamplingValue:
+    if isinstance(value, int | float):
+        return value
+    return tuple(tuple(each.ids) if isinstance(each, types_pb2.TokenIds) else each for each in value)
 
 
 def _token_logprobs(entry: pb.SlotLogprobs) -> TokenLogprobs:

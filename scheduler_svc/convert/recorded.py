@@ -11,7 +11,6 @@ from scheduler_svc.core.types import (
     ExecutorSpec,
     PromptLogprobs,
     RequestSpec,
-    Sampling,
     StepResult,
     TokenLogprobs,
 )
@@ -78,7 +77,7 @@ def request_spec(message: pb.RecordedRequest) -> RequestSpec:
         request_id=message.request_id,
         tenant=message.tenant,
         prompt_token_ids=tuple(message.prompt_token_ids),
-        sampling=_sampling(message.sampling),
+        sampling=execution.sampling_from_wire(message.sampling),
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         eos_token_ids=frozenset(message.eos_token_ids),
         num_samples=message.num_samples,
@@ -98,28 +97,6 @@ def _beams_message(beams: BeamSpec) -> pb.RecordedBeams:
 
 def _beams(message: pb.RecordedBeams) -> BeamSpec:
     return BeamSpec(message.width, message.length_penalty, _EARLY_STOPPING[message.early_stopping])
-
-
-def _sampling(message: execution_pb2.SequenceSampling) -> Sampling:
-    return Sampling(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        seed=message.seed,
-        stop_token_ids=tuple(message.stop_token_ids),
-        min_tokens=message.min_tokens,
-        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
-        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        bias_token_ids=tuple(message.bias_token_ids),
-        biases=tuple(message.biases),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
-        num_candidates=message.num_candidates,
-    )
 
 
 def result_message(result: StepResult, epoch: int, incarnation: int) -> execution_pb2.StepResult:

@@ -5,7 +5,7 @@ Per-token data travels in columns (parallel lists of ints), never as an object p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 
@@ -49,38 +49,38 @@ class Finish:
     stop_string: str | None = None
 
 
+SamplingValue = float | tuple[float, ...] | tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How an executor chooses tokens: SamplingParams resolved to numbers and token ids. Ranges as in types.proto."""
+    """How an executor chooses tokens: SamplingParams resolved to numbers and token ids. Ranges as in types.proto.
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    The core reads the fields that are named here. The others pass through it unread, in `values`.
+    """
+
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     """Every id that ends the sequence, EOS included unless it is ignored."""
     min_tokens: int = 0
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    bias_token_ids: tuple[int, ...] = ()
-    biases: tuple[float, ...] = ()
-    """One for each of bias_token_ids."""
-    allowed_token_ids: tuple[int, ...] = ()
-    """Empty: all."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that must not appear in the output."""
     num_candidates: int = 0
-    """Best next tokens told in place of a sampled one, for beams; 0: sample, or of a beam: what its search needs."""
+    """Best next tokens returned in place of a sampled one, for beams; 0: sample, or of a beam what its search needs."""
+    values: Mapping[str, SamplingValue] = field(default_factory=dict)
+    """The other fields of SequenceSampling by name, where they are not off: numbers, lists of them, lists of words."""
 
     @property
     def num_values(self) -> int:
         """Numbers in its lists: what it adds to a plan."""
-        ids = len(self.stop_token_ids) + len(self.allowed_token_ids) + sum(map(len, self.bad_words))
-        return ids + 2 * len(self.bias_token_ids)
+        return len(self.stop_token_ids) + sum(map(_num_listed, self.values.values()))
+
+
+def _num_listed(value: SamplingValue) -> int:
+    """Numbers in a list or in a list of lists; a number by itself counts as none."""
+    if not isinstance(value, tuple):
+        return 0
+    return sum(len(each) if isinstance(each, tuple) else 1 for each in value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.engine.ports import BestOf, EngineRequest, ModelDescription
 from scheduler_svc.requests.detokenizer import TextStream
+from scheduler_svc.requests.field_rules import PATH, finite
 from scheduler_svc.requests.fields import ChatFields, PromptFields, RequestFields
 from scheduler_svc.requests.sample_counts import beam_spec, check_counts
 from scheduler_svc.requests.sampling import BadWords, resolve_sampling, tokenize_bad_words
-from scheduler_svc.requests.sampling_fields import PATH, SamplingFields, check_sampling, finite
+from scheduler_svc.requests.sampling_fields import SamplingFields, check_sampling
 from scheduler_svc.requests.tokenizer import ChatTemplateError, Tokenizer
 
 _CONTEXT_TOKENS = 6

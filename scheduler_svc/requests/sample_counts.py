@@ -6,7 +6,8 @@ from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.sequences.beams import MAX_CANDIDATES
 from scheduler_svc.core.types import BeamSpec
 from scheduler_svc.engine.ports import ModelDescription
-from scheduler_svc.requests.sampling_fields import PATH, EarlyStopping, SamplingFields, finite
+from scheduler_svc.requests.field_rules import PATH
+from scheduler_svc.requests.sampling_fields import FIELD_RULES, EarlyStopping, SamplingFields, is_default, is_off
 
 MAX_SAMPLES = 64
 """Maximum samples drawn for one prompt."""
@@ -17,7 +18,6 @@ _NO_DRAW = "does not go with beam_width: nothing is drawn in a beam search"
 
 def check_counts(fields: SamplingFields, model: ModelDescription) -> None:
     """Check n, best_of and the fields of beam search; raises RequestRejectedError or PreconditionError."""
-    finite(PATH + "length_penalty", fields.length_penalty)
     if fields.early_stopping is None:
         raise _refuse("early_stopping", "must be EARLY_STOPPING_FALSE, EARLY_STOPPING_TRUE or EARLY_STOPPING_NEVER")
     if fields.n < 1:
@@ -77,14 +77,8 @@ def _check_beams(fields: SamplingFields, width: int, model: ModelDescription) ->
         raise _refuse("beam_width", f"must be 2 to {MAX_BEAM_WIDTH}, not {width}")
     if fields.n > width:
         raise _refuse("n", f"must be at most beam_width = {width}, not {fields.n}")
-    for name, is_set in (
-        ("best_of", fields.best_of is not None),
-        ("temperature", fields.temperature not in (0, 1)),
-        ("top_p", fields.top_p != 1),
-        ("top_k", fields.top_k not in (-1, 0)),
-        ("min_p", fields.min_p != 0),
-    ):
-        if is_set:
+    for name, rule in FIELD_RULES.items():
+        if rule.needs_draw and not (is_off(fields, name) or is_default(fields, name)):
             raise _refuse(name, _NO_DRAW)
     if fields.logprobs is not None:
         raise _refuse("logprobs", "does not go with beam_width: each beam has its cumulative logprob only")

@@ -15,11 +15,11 @@ from benchmarks.experiments import experiment as module
 from benchmarks.experiments.__main__ import main
 from benchmarks.experiments.every import EXPERIMENTS
 from benchmarks.experiments.experiment import (
-    Asked,
     Experiment,
     ExperimentResult,
     Figure,
     Finding,
+    RunSettings,
     Series,
     Table,
     load,
@@ -30,18 +30,18 @@ from benchmarks.experiments.page import FIGURES, PAGE, page_text, write_page
 from benchmarks.experiments.policies import policies
 from benchmarks.experiments.simulated import Case, drawn, fixed, poisson, run, scheduler_config
 from benchmarks.experiments.variance_runs import Scale, growing_maxima
-from cadenza.simulate.executor_profiles import ExecutorKind, KindLimits
+from cadenza.simulate.executor_profiles import ExecutorProfile, ProfileLimits
 from executor_svc.simulated.costs import StepCosts
 
 SEED = 7
-STEP_MS = ExecutorKind(costs=StepCosts(step_us=1000), limits=KindLimits(max_num_seqs=4, max_model_len=64))
+STEP_MS = ExecutorProfile(costs=StepCosts(step_us=1000), limits=ProfileLimits(max_num_seqs=4, max_model_len=64))
 """1 ms a step, whatever is in it, and 4 sequences."""
 
 
 @pytest.fixture(scope="module", params=EXPERIMENTS, ids=lambda each: each.name)
 def ran(request: pytest.FixtureRequest) -> tuple[Experiment, ExperimentResult]:
     each: Experiment = request.param
-    return each, each.run(Asked("simulate", SEED, quick=True))
+    return each, each.run(RunSettings("simulate", SEED, quick=True))
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def a_result(figure: Figure) -> ExperimentResult:
 
 
 def one(result: ExperimentResult) -> Experiment:
-    return Experiment(result.experiment, "One", "A hypothesis.", lambda asked: result, notes="Why.")
+    return Experiment(result.experiment, "One", "A hypothesis.", lambda settings: result, notes="Why.")
 
 
 LINE = Figure(
@@ -118,7 +118,7 @@ def test_its_figures_can_be_drawn(ran: tuple[Experiment, ExperimentResult], tmp_
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same(ran: tuple[Experiment, ExperimentResult]) -> None:
     each, result = ran
-    again = each.run(Asked("simulate", SEED, quick=True))
+    again = each.run(RunSettings("simulate", SEED, quick=True))
     changing = {"created", "wall_s"}
     assert again.model_dump(exclude=changing) == result.model_dump(exclude=changing)
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.common.checkpoints import DEMO_MODEL
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.experiments import memory, preemption, served, served_ratio, served_ratio_runs
-from benchmarks.experiments.experiment import Asked, Experiment, ExperimentResult
+from benchmarks.experiments.experiment import Experiment, ExperimentResult, RunSettings
 from benchmarks.experiments.figures import draw
 from benchmarks.experiments.memory_cpu import held, in_blocks
 from benchmarks.experiments.preemption_cpu import num_moved_blocks
@@ -164,7 +164,7 @@ def test_a_watched_load_tells_all_its_steps(made_up_steps: None) -> None:
     "each", [memory.EXPERIMENT, preemption.EXPERIMENT, served_ratio.EXPERIMENT], ids=lambda each: each.name
 )
 def test_it_runs_in_small(each: Experiment, made_up_steps: None, tmp_path: Path) -> None:
-    result = each.run(Asked("cpu", 7, quick=True))
+    result = each.run(RunSettings("cpu", 7, quick=True))
     assert (result.experiment, result.place, result.seed) == (each.name, "cpu", 7)
     assert ExperimentResult.model_validate_json(result.model_dump_json()) == result
     for finding in result.findings:

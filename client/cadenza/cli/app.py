@@ -68,7 +68,7 @@ _COMMANDS = {
 }
 
 
-def make_app(asked: str) -> typer.Typer:
+def make_app(requested: str) -> typer.Typer:
     """All commands, the one that is asked for with all of its options: to find those of the others takes seconds."""
     app = typer.Typer(
         help=_HELP,
@@ -80,7 +80,7 @@ def make_app(asked: str) -> typer.Typer:
     )
     app.callback()(cadenza)
     for name, command in _COMMANDS.items():
-        fields = command.fields() if name == asked else ()
+        fields = command.fields() if name == requested else ()
         make = app.command(name, help=command.module.HELP, epilog=command.module.EPILOG, cls=GroupedCommand)
         make(with_fields(command.function, fields))
     app.command("demo")(demo)
@@ -128,8 +128,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-        asked = next((word for word in given if not word.startswith("-")), "")
-        code = make_app(asked)(args=given, standalone_mode=False)
+        requested = next((word for word in given if not word.startswith("-")), "")
+        code = make_app(requested)(args=given, standalone_mode=False)
     except OptionError as error:
         return _fail(str(error), 2)
     except CadenzaError as error:

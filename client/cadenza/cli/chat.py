@@ -115,13 +115,13 @@ def _answer(conversation: _Conversation, line: str, interrupts: Interrupts) -> N
     """Stream the answer to `line` and add both to the conversation; a question that fails is taken back."""
     messages = conversation.messages
     messages.append({"role": "user", "content": line})
-    said, ending = "", None
+    answer, ending = "", None
     deltas = conversation.client.stream_chat(messages, conversation.params)
     try:
         with interrupts.listening():
             for delta in deltas:
                 for sample in delta.outputs:
-                    said += sample.text
+                    answer += sample.text
                     write(sample.text)
                     ending = sample.finish_detail
         write("\n")
@@ -133,10 +133,10 @@ def _answer(conversation: _Conversation, line: str, interrupts: Interrupts) -> N
     except CadenzaError as error:
         if isinstance(error, UnavailableError) and not conversation.interactive:
             raise
-        write("\n" if said else "")
+        write("\n" if answer else "")
         messages.pop()
         notice(f"{error} (your message is taken back; {_COMMANDS})")
         return
     finally:
         deltas.close()  # aborts the request if it still runs
-    messages.append({"role": "assistant", "content": said})
+    messages.append({"role": "assistant", "content": answer})

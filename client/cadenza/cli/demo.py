@@ -93,7 +93,7 @@ async def _run(console: Console, target: str, max_num_seqs: int) -> None:
 async def _answer_all(console: Console, client: AsyncClient, answers: list[Answer]) -> None:
     """Ask everything at once, and show the answers as they come."""
     if not console.is_terminal:
-        await _ask_all(client, answers, lambda answer: console.print(plain_line(answer), markup=False, soft_wrap=True))
+        await _send_all(client, answers, lambda answer: console.print(plain_line(answer), markup=False, soft_wrap=True))
         console.print()
         return
     with Live(
@@ -102,22 +102,22 @@ async def _answer_all(console: Console, client: AsyncClient, answers: list[Answe
         transient=True,
         get_renderable=lambda: live_table(answers, console.width),
     ):
-        await _ask_all(client, answers, lambda answer: None)
+        await _send_all(client, answers, lambda answer: None)
     console.print(answers_table(answers, console.width), "")
 
 
-async def _ask_all(client: AsyncClient, answers: list[Answer], on_end: Callable[[Answer], None]) -> None:
-    async def ask(answer: Answer) -> None:
-        await _ask(client, answer)
+async def _send_all(client: AsyncClient, answers: list[Answer], on_end: Callable[[Answer], None]) -> None:
+    async def send(answer: Answer) -> None:
+        await _send(client, answer)
         on_end(answer)
 
-    outcomes = await asyncio.gather(*map(ask, answers), return_exceptions=True)
+    outcomes = await asyncio.gather(*map(send, answers), return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
 
 
-async def _ask(client: AsyncClient, answer: Answer) -> None:
+async def _send(client: AsyncClient, answer: Answer) -> None:
     params = SamplingParams(temperature=0, max_tokens=_MAX_TOKENS)
     answer.sent_s = time.monotonic()
     deltas = client.stream_chat([{"role": "user", "content": answer.prompt}], params, _request_id(answer))

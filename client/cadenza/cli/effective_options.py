@@ -17,7 +17,7 @@ _TIMEOUT_S = 5.0
 _NUMERICS = {types_pb2.NUMERICS_MODE_EXACT: "exact", types_pb2.NUMERICS_MODE_FAST: "fast"}
 
 
-def settings_in_force(services: LocalServices, places: Mapping[str, Setting]) -> list[str]:
+def effective_options(services: LocalServices, places: Mapping[str, Setting]) -> list[str]:
     """Lines to read: what was chosen, in people's units and exactly, and which options were set and where.
 
     `places`: model, host and port where they were set. Raises grpc.RpcError if a service does not answer.

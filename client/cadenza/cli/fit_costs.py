@@ -57,10 +57,10 @@ def fit_costs(
     """Run the command; raises CadenzaError."""
     try:
         from cadenza.cli.load_results import check_outputs
-        from cadenza.simulate.compatibility_check import check_belongs
-        from cadenza.simulate.executor_profiles import write_kind
+        from cadenza.simulate.compatibility_check import check_compatible
+        from cadenza.simulate.executor_profiles import write_profile
         from cadenza.simulate.fit import fit_costs as fit
-        from cadenza.simulate.fit import fitted_kind, with_clients
+        from cadenza.simulate.fit import fitted_profile, with_clients
         from cadenza.simulate.recordings import read_recording
     except ImportError as error:
         raise OptionError(
@@ -72,13 +72,13 @@ def fit_costs(
     if found.num_cut_bytes:
         notice(f"{recording}: the last {found.num_cut_bytes} bytes are a record that was not written to its end")
     if clients is not None and loadtest is not None:
-        check_belongs(found, clients, loadtest)
+        check_compatible(found, clients, loadtest)
     fitted = fit(found)
     if clients is not None:
         fitted = with_clients(fitted, clients.points[0].runs[0].requests)
     _show(fitted)
     if outputs.output is not None:
-        write_kind(str(outputs.output), fitted_kind(found, fitted, name or outputs.output.stem, recording))
+        write_profile(str(outputs.output), fitted_profile(found, fitted, name or outputs.output.stem, recording))
 
 
 def _clients(path: str) -> LoadTestFile:

@@ -64,7 +64,7 @@ def check_outputs(
     return Outputs(*places)
 
 
-def give_out(file: LoadTestFile, outputs: Outputs) -> None:
+def write_outputs(file: LoadTestFile, outputs: Outputs) -> None:
     """Print the tables and write the files. What fails keeps nothing else from coming out; the first failure is raised
     at the end: LoadTestError for a file that cannot be written, OSError for tables that cannot be printed."""
     from cadenza.loadtest.requests import LoadTestError

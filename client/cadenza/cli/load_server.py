@@ -42,8 +42,8 @@ def again(place: Place, before: Reached | None) -> Place:
     model = named_model(place.model, place.config) or before.model
     if model is None:
         return Place(before.target, None, place.config, place.options)
-    said = route_options(check_model(model), place.options, config=place.config, environment={}).settings
-    return Place(None, model, None, {**before.options, **{name: setting.value for name, setting in said.items()}})
+    given = route_options(check_model(model), place.options, config=place.config, environment={}).settings
+    return Place(None, model, None, {**before.options, **{name: setting.value for name, setting in given.items()}})
 
 
 def reached_at(place: Place, address: str) -> Reached:

@@ -57,7 +57,7 @@ def loadtest(
     load_names = {option.name for option in load_fields()}
     if not load_names:
         raise OptionError("the load test is not installed here: pip install 'cadenza[loadtest]'")
-    from cadenza.cli.load_results import check_outputs, check_whole, give_out, nothing_counted
+    from cadenza.cli.load_results import check_outputs, check_whole, nothing_counted, write_outputs
     from cadenza.cli.load_server import Place, again, reached_at
     from cadenza.cli.load_view import LoadView
     from cadenza.loadtest.campaign import run_campaign
@@ -89,7 +89,7 @@ def loadtest(
         place = again(place, None if was is None else was.reached)
         with serving(place.target, place.model, place.config, dict(place.options)) as address:
             file = measure(address, reached_at(place, address))
-    give_out(file, outputs)
+    write_outputs(file, outputs)
     check_whole(file)
     if (why := nothing_counted(file)) is not None:
         raise NothingMeasuredError(why)

@@ -70,20 +70,20 @@ def simulate(
     load_names = {option.name for option in _load_fields()}
     if not load_names:
         raise OptionError("the simulator is not installed here: pip install 'cadenza[loadtest]'")
-    from cadenza.cli.load_results import check_outputs, check_whole, give_out, nothing_counted, tables_console
+    from cadenza.cli.load_results import check_outputs, check_whole, nothing_counted, tables_console, write_outputs
     from cadenza.loadtest.settings import make_settings, overlaid
     from cadenza.simulate.campaign import run_simulation
     from cadenza.simulate.options import make_simulated
 
     given = {name: options.pop(name) for name in load_names & options.keys()} | {"sweep": sweep or None}
-    said, before = _before(rerun)
-    settings = make_settings(overlaid(said, given))
+    settings_before, before = _before(rerun)
+    settings = make_settings(overlaid(settings_before, given))
     simulated = make_simulated(executor or (), executors, options, config=config, before=before)
     read = [rerun, config, settings.workload, *(executor or ())]
     outputs = check_outputs(output=output, csv=csv, plots=plots, report=report, read=read)
     command = ["cadenza", *sys.argv[1:]]
     file, capacities = run_simulation(settings, simulated, _Notices(), label=label, command=command)
-    give_out(file, outputs)
+    write_outputs(file, outputs)
     if capacities:
         tables_console().print(capacity_table(capacities))
         if outputs.plots is not None:

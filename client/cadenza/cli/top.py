@@ -61,10 +61,10 @@ async def follow(target: str, show: Show, *, interval_s: float, window_s: float,
     from cadenza.top.watching import observe
 
     async with contextlib.aclosing(observe(target, interval_s=interval_s, window_s=window_s)) as observed:
-        async for news in observed:
-            if once and isinstance(news, Lost):
-                raise news.error
-            show(news)
+        async for observation in observed:
+            if once and isinstance(observation, Lost):
+                raise observation.error
+            show(observation)
             if once:
                 return
 
@@ -72,8 +72,8 @@ async def follow(target: str, show: Show, *, interval_s: float, window_s: float,
 def _lines(target: str) -> Show:
     from cadenza.top.figures import json_line
 
-    def show(news: Snapshot | Lost) -> None:
-        sys.stdout.write(json_line(news, target=target, time_s=time.time()) + "\n")
+    def show(observation: Snapshot | Lost) -> None:
+        sys.stdout.write(json_line(observation, target=target, time_s=time.time()) + "\n")
         sys.stdout.flush()
 
     return show
@@ -93,5 +93,5 @@ def _pictures(target: str, stack: contextlib.ExitStack, *, live: bool) -> tuple[
         screen = stack.enter_context(
             Live(Text(f"looking at {target}"), console=console, screen=True, auto_refresh=False)
         )
-        return lambda news: screen.update(view.draw(news), refresh=True), _LIVE_WINDOW_S
-    return lambda news: console.print(view.draw(news), ""), 0.0
+        return lambda observation: screen.update(view.draw(observation), refresh=True), _LIVE_WINDOW_S
+    return lambda observation: console.print(view.draw(observation), ""), 0.0

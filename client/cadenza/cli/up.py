@@ -91,10 +91,10 @@ def up(
 def _print_settings(services: Any, places: Any) -> None:
     import grpc
 
-    from cadenza.cli.effective_options import settings_in_force
+    from cadenza.cli.effective_options import effective_options
 
     try:
-        lines = settings_in_force(services, places)
+        lines = effective_options(services, places)
     except grpc.RpcError:  # one has died again just now: it is restarted, and that is told
         lines = ["the settings in force are not known: a service does not answer"]
     for line in lines:

@@ -67,7 +67,7 @@ def check_schedule(settings: LoadSettings, schedule: Iterable[ScheduledRequest])
         )
 
 
-def cut_to(settings: LoadSettings, max_model_len: int | None) -> LoadSettings:
+def truncated_to(settings: LoadSettings, max_model_len: int | None) -> LoadSettings:
     """Made-up requests are cut to what the model takes; what a file asks for is sent as it is."""
     if settings.from_file or max_model_len is None:
         return settings

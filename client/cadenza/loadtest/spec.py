@@ -136,8 +136,8 @@ class WorkloadSpec(BaseModel):
         for name in _OPTIONAL:
             if getattr(self, name) is not None and name not in used:
                 owners = [kind for kind, options in _DEFAULTS.items() if name in options]
-                mine = "a file" if self.from_file else self.workload
-                raise ValueError(f"{flag(name)} goes with --workload {' or '.join(owners)}, not with {mine}")
+                given = "a file" if self.from_file else self.workload
+                raise ValueError(f"{flag(name)} goes with --workload {' or '.join(owners)}, not with {given}")
         return self
 
     @property

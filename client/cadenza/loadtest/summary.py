@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cadenza.loadtest.comparison import Change, Comparison, Interval, Swept
-from cadenza.loadtest.failures import told as told_of_failures
+from cadenza.loadtest.failures import failure_sentences
 from cadenza.loadtest.metric_names import STATISTICS, MetricName, describe
 from cadenza.loadtest.metrics import Metrics
 from cadenza.loadtest.results import Point
@@ -78,7 +78,7 @@ def notices(metrics: Metrics, messages: Mapping[str, str] | None = None) -> list
             f"The client was late: requests were sent {number(lag.p99 * 1e3)} ms after they were due at p99{of_ttft}. "
             "Latencies count this wait; take a faster client, or several, to see the server's own."
         )
-    found += told_of_failures(metrics.errors, messages or {}, metrics.num_requests)
+    found += failure_sentences(metrics.errors, messages or {}, metrics.num_requests)
     if not metrics.num_requests:
         found.append(_none_due(metrics))
     elif not metrics.num_ok:
@@ -204,8 +204,13 @@ def _counts_table(point: Point, title: str) -> Table:
         table.add_column(head, justify=justify, ratio=2 if not head else 1)  # type: ignore[arg-type]
     for name in COUNTS:
         if name in point.summary:
-            told, estimate = describe(name), point.summary[name]
-            table.add_row(told.label, number(estimate.value * told.scale), told.unit, _interval(estimate, told.scale))
+            name_info, estimate = describe(name), point.summary[name]
+            table.add_row(
+                name_info.label,
+                number(estimate.value * name_info.scale),
+                name_info.unit,
+                _interval(estimate, name_info.scale),
+            )
     return table
 
 
@@ -216,11 +221,11 @@ def _latency_table(point: Point) -> NumberTable:
     for name, spread in spreads.items():
         if spread is None or f"{name}.mean" not in point.summary:
             continue
-        told = describe(name)
-        unit, scale = ("s", 1.0) if point.summary[f"{name}.max"].value >= 100 else (told.unit, told.scale)
+        name_info = describe(name)
+        unit, scale = ("s", 1.0) if point.summary[f"{name}.max"].value >= 100 else (name_info.unit, name_info.scale)
         found = [point.summary[f"{name}.{statistic}"] for statistic in STATISTICS]
         count = sum(run_spread.count for run in point.runs if (run_spread := getattr(run.metrics, name)))
-        rows.append([f"{told.label}, {unit}", f"{count:,}", *(number(each.value * scale) for each in found)])
+        rows.append([f"{name_info.label}, {unit}", f"{count:,}", *(number(each.value * scale) for each in found)])
         if any(each.low is not None for each in found):
             ends = (_plus_minus(each.value, each.low, each.high, scale) for each in found)
             rows.append(["", "", *(Text(end, style="dim") for end in ends)])
@@ -256,31 +261,31 @@ def _changes_table(rows: Sequence[Change], base: str, other: str, title: str) ->
         [_change_row(change) for change in rows],
         title=title,
         caption=_PLUS_MINUS,
-        words=[5],
+        text_columns=[5],
         expand=True,
     )
 
 
 def _change_row(change: Change) -> list[Cell]:
-    told = describe(change.metric)
-    ends = _plus_minus(change.difference.value, change.difference.low, change.difference.high, told.scale)
+    name_info = describe(change.metric)
+    ends = _plus_minus(change.difference.value, change.difference.low, change.difference.high, name_info.scale)
     plus = "+" if change.difference.value > 0 else ""
     return [
-        f"{told.label}, {told.unit}" if told.unit else told.label,
-        number(change.base.value * told.scale),
-        number(change.other.value * told.scale),
-        f"{plus}{number(change.difference.value * told.scale)} {ends}",
+        f"{name_info.label}, {name_info.unit}" if name_info.unit else name_info.label,
+        number(change.base.value * name_info.scale),
+        number(change.other.value * name_info.scale),
+        f"{plus}{number(change.difference.value * name_info.scale)} {ends}",
         _ratio(change.ratio),
-        _verdict(change, told),
+        _verdict(change, name_info),
     ]
 
 
-def _verdict(change: Change, told: MetricName) -> Text:
+def _verdict(change: Change, name_info: MetricName) -> Text:
     if change.verdict not in ("lower", "higher"):
         return Text("none shown" if change.verdict == "no difference shown" else change.verdict, style="dim")
-    if told.less_is_better is None:
+    if name_info.less_is_better is None:
         return Text(change.verdict)
-    return Text(change.verdict, style="green" if told.less_is_better == (change.verdict == "lower") else "red")
+    return Text(change.verdict, style="green" if name_info.less_is_better == (change.verdict == "lower") else "red")
 
 
 def _value(summary: Mapping[str, Estimate], name: str, none: str = "-") -> str:

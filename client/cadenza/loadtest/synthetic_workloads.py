@@ -124,7 +124,7 @@ class Independent:
                 beam_width,
                 tenant,
             )
-            yield from with_cuts(made, prompt < drawn.prompt, output < drawn.output)
+            yield from mark_truncated(made, prompt < drawn.prompt, output < drawn.output)
 
 
 class Sessions:
@@ -158,9 +158,9 @@ class Sessions:
     def _endless(self, seed: int) -> Iterator[RequestShape]:
         first_index = 0
         for chunk in itertools.count():
-            columns, cuts = self._chunk(seed, chunk, first_index)
+            columns, truncations = self._chunk(seed, chunk, first_index)
             first_index += len(columns[1])
-            yield from with_cuts(map(RequestShape, *columns), *cuts)
+            yield from mark_truncated(map(RequestShape, *columns), *truncations)
 
     def _chunk(self, seed: int, chunk: int, first_index: int) -> tuple[list[Sequence[Any]], tuple[Flags, Flags]]:
         """The columns of RequestShape, from `index` to `think_s`; whether prompt and output were cut."""
@@ -170,13 +170,13 @@ class Sessions:
         session = np.repeat(np.arange(_SESSIONS), num_turns)
         turn = np.arange(count) - np.repeat(np.cumsum(num_turns) - num_turns, num_turns)
         prompt, output = drawn = _in_and_out(self._inputs, self._outputs, streams, count)
-        cuts = np.zeros(count, bool), np.zeros(count, bool)
+        truncations = np.zeros(count, bool), np.zeros(count, bool)
         think_s = np.where(turn == 0, 0.0, streams("think_s").exponential(self._think_s, count))
         if self._max_total_len is not None:
             prompt, output = fit(prompt, output, self._max_total_len)
             kept = _so_far(prompt + output, num_turns) <= self._max_total_len
             session, turn, think_s = session[kept], turn[kept], think_s[kept]
-            cuts = (prompt < drawn[0])[kept], (output < drawn[1])[kept]
+            truncations = (prompt < drawn[0])[kept], (output < drawn[1])[kept]
             prompt, output = prompt[kept], output[kept]
         labels = list(self._labels.draw(streams, _SESSIONS))
         own = [labels[place] for place in session.tolist()]
@@ -195,7 +195,7 @@ class Sessions:
             turn.tolist(),
             think_s.tolist(),
         ]
-        return made, cuts
+        return made, truncations
 
 
 def check_count(num_requests: int | None) -> None:
@@ -212,13 +212,15 @@ def fit(prompt: Ints, output: Ints, max_total_len: int | None) -> tuple[Ints, In
     return prompt, np.minimum(output, max_total_len - prompt)
 
 
-def with_cuts(shapes: Iterator[RequestShape], prompt_cut: Flags, output_cut: Flags) -> Iterator[RequestShape]:
+def mark_truncated(
+    shapes: Iterator[RequestShape], prompt_truncated: Flags, output_truncated: Flags
+) -> Iterator[RequestShape]:
     """The same requests, marked where a length was cut; [n] each."""
-    if not (prompt_cut.any() or output_cut.any()):
+    if not (prompt_truncated.any() or output_truncated.any()):
         return shapes
     return (
-        replace(shape, prompt_cut=prompt, output_cut=output) if prompt or output else shape
-        for shape, prompt, output in zip(shapes, prompt_cut.tolist(), output_cut.tolist(), strict=True)
+        replace(shape, prompt_truncated=prompt, output_truncated=output) if prompt or output else shape
+        for shape, prompt, output in zip(shapes, prompt_truncated.tolist(), output_truncated.tolist(), strict=True)
     )
 
 

@@ -30,7 +30,7 @@ class NumberTable:
     rows: Sequence[Sequence[Cell]]
     title: str = ""
     caption: str = ""
-    words: Sequence[int] = ()
+    text_columns: Sequence[int] = ()
     expand: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
@@ -53,7 +53,7 @@ class NumberTable:
                 table.add_column(
                     Text(self.heads[place]),
                     width=wanted[place],
-                    justify="left" if place in self.words else "right",
+                    justify="left" if place in self.text_columns else "right",
                     overflow="fold",
                 )
             for row in self.rows:

@@ -17,7 +17,7 @@ _CLOCK_MONOTONIC = 1
 _MILLISECOND = 0.001
 
 
-class Alarm:
+class Timer:
     """Wakes those who wait, each at its moment; of one event loop.
 
     asyncio's timers go by epoll's milliseconds and are late by as much, and spending the last one in turns of the loop
@@ -32,13 +32,13 @@ class Alarm:
         self._numbers = itertools.count()  # so that no two entries of the heap are equal
 
     @contextlib.contextmanager
-    def set(self) -> Iterator[Alarm]:
+    def set(self) -> Iterator[Timer]:
         """Ready while the body runs, within the event loop."""
         self._file = _open_timer()
         loop = asyncio.get_running_loop()
         try:
             if self._file is not None:
-                loop.add_reader(self._file, self._ring)
+                loop.add_reader(self._file, self._fire)
             yield self
         finally:
             if self._file is not None:
@@ -50,25 +50,25 @@ class Alarm:
         """Return at this reading of the clock, never before; at once if it has passed."""
         left_s = moment_s - self._clock()
         if left_s > 0 and self._file is not None:
-            rung = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (moment_s, next(self._numbers), rung))
-            if self._waiting[0][2] is rung:
+            wakeup = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (moment_s, next(self._numbers), wakeup))
+            if self._waiting[0][2] is wakeup:
                 _start_timer(self._file, left_s)
-            await rung
+            await wakeup
         elif left_s > _MILLISECOND:
             await asyncio.sleep(left_s - _MILLISECOND)
         while self._clock() < moment_s:  # noqa: ASYNC110 - it is time that is waited for
             await asyncio.sleep(0)
 
-    def _ring(self) -> None:
+    def _fire(self) -> None:
         assert self._file is not None
         with contextlib.suppress(BlockingIOError):  # set anew in the meantime
             os.read(self._file, 8)
         now_s = self._clock()
         while self._waiting and (self._waiting[0][0] <= now_s or self._waiting[0][2].done()):
-            rung = heapq.heappop(self._waiting)[2]
-            if not rung.done():  # it may have been cancelled
-                rung.set_result(None)
+            wakeup = heapq.heappop(self._waiting)[2]
+            if not wakeup.done():  # it may have been cancelled
+                wakeup.set_result(None)
         if self._waiting:
             _start_timer(self._file, self._waiting[0][0] - now_s)
 

@@ -11,23 +11,23 @@ from cadenza.loadtest.requests import Ints, RequestShape
 
 
 @dataclass(slots=True)
-class Cuts:
+class Truncations:
     """Which requests of a schedule were cut; only those are kept."""
 
     prompts: set[int] = field(default_factory=set)
     """By index."""
     outputs: set[int] = field(default_factory=set)
 
-    def noting(self, schedule: Iterable[tuple[float, RequestShape]]) -> Iterator[tuple[float, RequestShape]]:
+    def recording(self, schedule: Iterable[tuple[float, RequestShape]]) -> Iterator[tuple[float, RequestShape]]:
         """The same schedule, read as it is needed; what passes is noted."""
         for due_s, shape in schedule:
-            if shape.prompt_cut:
+            if shape.prompt_truncated:
                 self.prompts.add(shape.index)
-            if shape.output_cut:
+            if shape.output_truncated:
                 self.outputs.add(shape.index)
             yield due_s, shape
 
-    def among(self, index: Ints) -> tuple[int, int]:
+    def count_among(self, index: Ints) -> tuple[int, int]:
         """Of the requests with these indices [n], how many had their prompt cut, and how many their outputs."""
         prompts, outputs = (int(np.isin(index, list(cut)).sum()) for cut in (self.prompts, self.outputs))
         return prompts, outputs

@@ -54,7 +54,7 @@ class StepSeries:
         self._offset_s = float("inf")
         self._num_dropped = 0
         self._start_s: float | None = None
-        self._news = asyncio.Event()
+        self._received = asyncio.Event()
 
     def begin(self, start_s: float) -> None:
         """The run begins at this reading of the clock; steps that were applied before are not of it."""
@@ -85,7 +85,7 @@ class StepSeries:
             )
         if message.records:
             self._offset_s = min(self._offset_s, now_s - message.records[-1].applied_ns / 1e9)
-            self._news.set()
+            self._received.set()
 
     def columns(self) -> StepColumns:
         """All so far, in seconds since the run's start; since the clock's zero if `begin` was not called."""
@@ -107,9 +107,9 @@ class StepSeries:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_RECORDS_S):
                 while not self.error:
-                    self._news.clear()
+                    self._received.clear()
                     async with asyncio.timeout(_QUIET_S):
-                        await self._news.wait()
+                        await self._received.wait()
 
 
 @contextlib.asynccontextmanager

@@ -77,7 +77,7 @@ class FileWorkload:
             used += prompt + fitting
             shape = _shape(index, record, label, prompt, fitting, session, turn, due_s)
             if prompt < record.length or fitting < output:
-                shape = replace(shape, prompt_cut=prompt < record.length, output_cut=fitting < output)
+                shape = replace(shape, prompt_truncated=prompt < record.length, output_truncated=fitting < output)
             yield shape
             if num_started == num_requests and session < 0:
                 return  # before what is wrong further down; a session may have more turns

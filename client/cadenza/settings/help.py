@@ -74,9 +74,9 @@ def default_text(field: FieldInfo) -> str:
 def described(field: FieldInfo) -> str:
     """Meaning, values that the type does not name, and default in one text."""
     default, values = default_text(field), _extra(field, "values")
-    told = f" Values: {values}." if values else ""
+    values_text = f" Values: {values}." if values else ""
     end = "" if not default else " [required]" if field.is_required() else f" [default: {default}]"
-    return f"{field.description}{told}{end}"
+    return f"{field.description}{values_text}{end}"
 
 
 def help_text(usage: str, purpose: str, fields: Mapping[str, FieldInfo], end: str, columns: int) -> str:

@@ -99,7 +99,7 @@ def reason(problem: ErrorDetails) -> str:
     return f"{problem['msg']}, not {problem['input']!r:.60}"
 
 
-def unheard(config: ServiceSettings, environment: Mapping[str, str]) -> Iterator[str]:
+def ignored_settings(config: ServiceSettings, environment: Mapping[str, str]) -> Iterator[str]:
     """Sentences about what was said and has no effect here: misspelled variables, and what is left to others."""
     names = type(config).model_fields
     variables = {variable(name) for name in names}

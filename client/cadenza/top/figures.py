@@ -89,10 +89,14 @@ def percentiles(values: Sequence[float]) -> Percentiles:
     return Percentiles(marks[49], marks[98])
 
 
-def json_line(news: Snapshot | Lost, *, target: str, time_s: float) -> str:
+def json_line(observation: Snapshot | Lost, *, target: str, time_s: float) -> str:
     """One line without its end; `time_s` is the time of day in seconds since 1970."""
-    head = {"time_s": time_s, "target": target, "connected": isinstance(news, Snapshot)}
-    rest = _snapshot_fields(news) if isinstance(news, Snapshot) else {"error": str(news.error), "lost_s": news.lost_s}
+    head = {"time_s": time_s, "target": target, "connected": isinstance(observation, Snapshot)}
+    rest = (
+        _snapshot_fields(observation)
+        if isinstance(observation, Snapshot)
+        else {"error": str(observation.error), "lost_s": observation.lost_s}
+    )
     return json.dumps(head | rest)
 
 

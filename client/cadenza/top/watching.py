@@ -25,20 +25,20 @@ async def observe(target: str, *, interval_s: float, window_s: float) -> AsyncGe
     Figures are over `window_s` at least; 0: over one interval. Raises UnsupportedError for what is no Cadenza
     scheduler.
     """
-    heard_s = time.monotonic()
+    last_answer_s = time.monotonic()
     while True:
         try:
             async with (
                 AsyncClient(target) as client,
-                contextlib.aclosing(_snapshots(client, interval_s, window_s)) as news,
+                contextlib.aclosing(_snapshots(client, interval_s, window_s)) as observation,
             ):
-                async for snapshot in news:
-                    heard_s = time.monotonic()
+                async for snapshot in observation:
+                    last_answer_s = time.monotonic()
                     yield snapshot
         except UnsupportedError:
             raise
         except CadenzaError as error:
-            yield Lost(error, time.monotonic() - heard_s)
+            yield Lost(error, time.monotonic() - last_answer_s)
         await asyncio.sleep(interval_s)
 
 

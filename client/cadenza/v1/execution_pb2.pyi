@@ -781,7 +781,7 @@ class AdmittedSequence(_message.Message):
         """Block table, one list per KV group."""
 
     @_builtins.property
-    def sampling(self) -> Global___SequenceSampling:
+    def sampling(self) -> _types_pb2.SequenceSampling:
         """Its sampling parameters."""
 
     @_builtins.property
@@ -800,7 +800,7 @@ class AdmittedSequence(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         num_computed_tokens: _builtins.int = ...,
         block_tables: _abc.Iterable[Global___BlockTable] | None = ...,
-        sampling: Global___SequenceSampling | None = ...,
+        sampling: _types_pb2.SequenceSampling | None = ...,
         adapter_index: _builtins.int = ...,
         held: _builtins.bool = ...,
         grammar: _types_pb2.GrammarSpec | None = ...,
@@ -841,116 +841,6 @@ class BlockTable(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlockTable: _TypeAlias = BlockTable  # noqa: Y015
-
-@_typing.final
-class SequenceSampling(_message.Message):
-    """SequenceSampling is the executor's form of SamplingParams: token ids only, every field set."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    TOP_P_FIELD_NUMBER: _builtins.int
-    TOP_K_FIELD_NUMBER: _builtins.int
-    MIN_P_FIELD_NUMBER: _builtins.int
-    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
-    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
-    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
-    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    MIN_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
-    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
-    BIAS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    BIASES_FIELD_NUMBER: _builtins.int
-    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    BAD_WORDS_FIELD_NUMBER: _builtins.int
-    NUM_CANDIDATES_FIELD_NUMBER: _builtins.int
-    temperature: _builtins.float
-    """Divides the logits; 0: greedy."""
-    top_p: _builtins.float
-    """Nucleus sampling threshold; 1: off."""
-    top_k: _builtins.int
-    """Number of most likely tokens kept; 0: all."""
-    min_p: _builtins.float
-    """Minimum probability relative to the most likely token; 0: off."""
-    repetition_penalty: _builtins.float
-    """Repetition penalty; 1: off."""
-    presence_penalty: _builtins.float
-    """Presence penalty; 0: off."""
-    frequency_penalty: _builtins.float
-    """Frequency penalty; 0: off."""
-    seed: _builtins.int
-    """Seed of the counter-based generator."""
-    sample_index: _builtins.int
-    """Index of the sample in its group; an input of the generator."""
-    min_tokens: _builtins.int
-    """No stop token before this many output tokens."""
-    num_logprobs: _builtins.int
-    """Top logprobs returned with each output token; absent: none at all; 0: the chosen one alone."""
-    num_prompt_logprobs: _builtins.int
-    """The same for prompt tokens."""
-    num_candidates: _builtins.int
-    """Return this many best candidates instead of sampling a token (beams): at most 256 and the vocabulary size; 0:
-    sample. With candidates, temperature, top_p, top_k, min_p, seed, sample_index and num_logprobs are ignored.
-    Afterwards all tokens of the slot are computed, and it is not ready before a token is given.
-    """
-    @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end the sequence, EOS included unless ignored; [n]."""
-
-    @_builtins.property
-    def bias_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids with a bias; [n]."""
-
-    @_builtins.property
-    def biases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Their biases; [n]."""
-
-    @_builtins.property
-    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Only these token ids may be sampled; empty: all; [n]."""
-
-    @_builtins.property
-    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenIds]:
-        """Token sequences that must not appear."""
-
-    def __init__(
-        self,
-        *,
-        temperature: _builtins.float = ...,
-        top_p: _builtins.float = ...,
-        top_k: _builtins.int = ...,
-        min_p: _builtins.float = ...,
-        repetition_penalty: _builtins.float = ...,
-        presence_penalty: _builtins.float = ...,
-        frequency_penalty: _builtins.float = ...,
-        seed: _builtins.int = ...,
-        sample_index: _builtins.int = ...,
-        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        min_tokens: _builtins.int = ...,
-        num_logprobs: _builtins.int | None = ...,
-        num_prompt_logprobs: _builtins.int | None = ...,
-        bias_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        biases: _abc.Iterable[_builtins.float] | None = ...,
-        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        bad_words: _abc.Iterable[_types_pb2.TokenIds] | None = ...,
-        num_candidates: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bias_token_ids", b"bias_token_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_candidates", b"num_candidates", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
-    _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
-    _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
-    _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
-
-Global___SequenceSampling: _TypeAlias = SequenceSampling  # noqa: Y015
 
 @_typing.final
 class BlockAppends(_message.Message):

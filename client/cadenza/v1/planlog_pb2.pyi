@@ -406,7 +406,7 @@ class RecordedRequest(_message.Message):
         """The prompt; [num_prompt_tokens]."""
 
     @_builtins.property
-    def sampling(self) -> _execution_pb2.SequenceSampling:
+    def sampling(self) -> _types_pb2.SequenceSampling:
         """Its sampling parameters; sample_index is ignored. Fractions are rounded as for the executor."""
 
     @_builtins.property
@@ -423,7 +423,7 @@ class RecordedRequest(_message.Message):
         request_id: _builtins.str = ...,
         tenant: _builtins.str = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        sampling: _execution_pb2.SequenceSampling | None = ...,
+        sampling: _types_pb2.SequenceSampling | None = ...,
         max_tokens: _builtins.int | None = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_samples: _builtins.int = ...,

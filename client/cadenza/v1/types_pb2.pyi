@@ -269,8 +269,8 @@ class SamplingParams(_message.Message):
     """
     beam_width: _builtins.int
     """Number of beams, 2 to 128; the sum with the number of EOS and stop tokens is at most 256; absent: no beam search.
-    Beam search draws no samples and streams no output before it finishes: best_of, top_p, top_k, min_p, stop, logprobs
-    and a temperature other than 0 and 1 are rejected.
+    Beam search draws no samples and streams no output before it finishes: stop, logprobs, all fields that affect how
+    samples are drawn, and a temperature other than 0 and 1 are rejected.
     """
     length_penalty: _builtins.float
     """A beam's score is its cumulative logprob divided by its output length to the power of this; finite; default 1.
@@ -433,6 +433,124 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class SequenceSampling(_message.Message):
+    """SequenceSampling is the executor's form of SamplingParams: numbers and token ids only. An absent field is off."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    BIAS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BIASES_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    NUM_CANDIDATES_FIELD_NUMBER: _builtins.int
+    temperature: _builtins.float
+    """Divides the logits; absent or 0: greedy."""
+    top_p: _builtins.float
+    """Nucleus sampling threshold, over 0, at most 1; absent: 1 (off)."""
+    top_k: _builtins.int
+    """Number of most likely tokens kept; absent or 0: all."""
+    min_p: _builtins.float
+    """Minimum probability relative to the most likely token; absent or 0: off."""
+    repetition_penalty: _builtins.float
+    """Repetition penalty, over 0; absent: 1 (off)."""
+    presence_penalty: _builtins.float
+    """Presence penalty; absent or 0: off."""
+    frequency_penalty: _builtins.float
+    """Frequency penalty; absent or 0: off."""
+    seed: _builtins.int
+    """Seed of the counter-based generator."""
+    sample_index: _builtins.int
+    """Index of the sample in its group; an input of the generator."""
+    min_tokens: _builtins.int
+    """No stop token before this many output tokens."""
+    num_logprobs: _builtins.int
+    """Top logprobs returned with each output token; absent: none at all; 0: the chosen one alone."""
+    num_prompt_logprobs: _builtins.int
+    """The same for prompt tokens."""
+    num_candidates: _builtins.int
+    """Return this many best candidates instead of sampling a token (beams): at most 256 and the vocabulary size; 0:
+    sample. With candidates, all fields that affect how samples are drawn, seed, sample_index and num_logprobs are
+    ignored. Afterwards all tokens of the slot are computed, and it is not ready before a token is given.
+    """
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids that end the sequence, EOS included unless ignored; [n]."""
+
+    @_builtins.property
+    def bias_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids with a bias; [n]."""
+
+    @_builtins.property
+    def biases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their biases; [n]."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Only these token ids may be sampled; empty: all; [n]."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """Token sequences that must not appear."""
+
+    def __init__(
+        self,
+        *,
+        temperature: _builtins.float = ...,
+        top_p: _builtins.float | None = ...,
+        top_k: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        seed: _builtins.int = ...,
+        sample_index: _builtins.int = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_tokens: _builtins.int = ...,
+        num_logprobs: _builtins.int | None = ...,
+        num_prompt_logprobs: _builtins.int | None = ...,
+        bias_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        biases: _abc.Iterable[_builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[Global___TokenIds] | None = ...,
+        num_candidates: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_top_p", b"_top_p", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "repetition_penalty", b"repetition_penalty", "top_p", b"top_p"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bias_token_ids", b"bias_token_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_candidates", b"num_candidates", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+
+Global___SequenceSampling: _TypeAlias = SequenceSampling  # noqa: Y015
 
 @_typing.final
 class GrammarSpec(_message.Message):

@@ -257,7 +257,7 @@ def test_numbers_of_a_sweep_are_whole_in_every_width(width: int) -> None:
 
 def test_a_table_is_split_and_its_words_stand_to_the_left() -> None:
     rows = [["first, with a long name", "1,234,567", "lower"], ["[red]second[/red]", "2", "no"]]
-    table = NumberTable(["", "number", "verdict"], rows, title="A [title]", caption="the end", words=[2])
+    table = NumberTable(["", "number", "verdict"], rows, title="A [title]", caption="the end", text_columns=[2])
     assert [line for line in text_of(table, 60).splitlines() if line.strip(" ─")] == [
         "A [title]",
         "                              number  verdict",

@@ -10,10 +10,10 @@ from array import array
 import numpy as np
 import pytest
 
-from cadenza.loadtest import timer as alarm
+from cadenza.loadtest import timer
 from cadenza.loadtest.driver import drive
 from cadenza.loadtest.live import LiveRequest, collect
-from cadenza.loadtest.timer import Alarm
+from cadenza.loadtest.timer import Timer
 from tests.helpers.driver_target import FakePrompts, FakeTarget, at, shape
 
 # ---------------------------------------------------------------- open loop
@@ -114,11 +114,11 @@ async def test_what_is_due_after_the_duration_is_left_out() -> None:
     assert len(columns) in (10, 11)
 
 
-@pytest.mark.parametrize("timer", [True, False])
-async def test_the_wait_for_a_moment_never_ends_early(timer, monkeypatch) -> None:
-    if not timer:  # as elsewhere than on Linux
-        monkeypatch.setattr(alarm, "_LIBC", None)
-    with Alarm(time.perf_counter).set() as it:
+@pytest.mark.parametrize("has_timerfd", [True, False])
+async def test_the_wait_for_a_moment_never_ends_early(has_timerfd, monkeypatch) -> None:
+    if not has_timerfd:  # as elsewhere than on Linux
+        monkeypatch.setattr(timer, "_LIBC", None)
+    with Timer(time.perf_counter).set() as it:
 
         async def wait(wait_s: float) -> float:
             moment_s = time.perf_counter() + wait_s
@@ -144,7 +144,7 @@ async def test_moments_that_are_far_away_cost_nothing() -> None:
         next(readings)
         return time.perf_counter()
 
-    with Alarm(clock).set() as it:
+    with Timer(clock).set() as it:
         for _ in range(5):
             await it.wait_until(time.perf_counter() + 0.02)
     assert next(readings) < 40

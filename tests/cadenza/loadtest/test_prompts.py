@@ -10,7 +10,7 @@ from scipy import stats
 
 from cadenza.loadtest.prompts import Prompts, id_range
 from cadenza.loadtest.requests import LoadTestError, RequestShape
-from cadenza.loadtest.vocabulary import WORDS
+from cadenza.loadtest.vocabulary import VOCABULARY
 
 
 def shape(index: int, length: int, **fields: object) -> RequestShape:
@@ -103,7 +103,7 @@ def test_texts_have_a_word_for_each_token() -> None:
     prompts = Prompts(4)
     text = prompts.text(shape(0, 300))
     assert len(text.split(" ")) == 300
-    assert set(text.split(" ")) <= set(WORDS)
+    assert set(text.split(" ")) <= set(VOCABULARY)
     assert prompts.text(shape(1, 300)) != text
     assert Prompts(4).text(shape(0, 300)) == text
     assert Prompts(5).text(shape(0, 300)) != text
@@ -118,8 +118,8 @@ def test_texts_share_prefixes() -> None:
 
 
 def test_words_are_common_and_not_there_twice() -> None:
-    assert len(set(WORDS)) == len(WORDS) > 500
-    assert all(word.isascii() and word.islower() and word.isalpha() and len(word) <= 8 for word in WORDS)
+    assert len(set(VOCABULARY)) == len(VOCABULARY) > 500
+    assert all(word.isascii() and word.islower() and word.isalpha() and len(word) <= 8 for word in VOCABULARY)
 
 
 @pytest.mark.parametrize(

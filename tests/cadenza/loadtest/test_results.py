@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from pydantic_core import PydanticSerializationError
 
-from cadenza.cli.load_results import Outputs, give_out
+from cadenza.cli.load_results import Outputs, write_outputs
 from cadenza.loadtest.columns import RequestColumns
 from cadenza.loadtest.csv_files import write_csv
 from cadenza.loadtest.metrics import Slo
@@ -134,7 +134,7 @@ def test_what_cannot_be_written_takes_nothing_else_with_it(tmp_path: Path, capsy
     (tmp_path / "taken").mkdir()
     outputs = Outputs(output=tmp_path / "taken", csv=tmp_path / "csv")
     with pytest.raises(LoadTestError, match="taken: cannot be written"):
-        give_out(made_up_file("a", [1], num_requests=5), outputs)
+        write_outputs(made_up_file("a", [1], num_requests=5), outputs)
     assert "TTFT" in capsys.readouterr().out
     assert (tmp_path / "csv" / "requests.csv").exists()
 

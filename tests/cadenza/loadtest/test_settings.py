@@ -176,7 +176,7 @@ def test_the_search_finds_the_limit(limit: float, start: float, tolerance: float
     tried = []
     while (rate := search.next_rate()) is not None:
         tried.append(rate)
-        search.tell(rate, rate <= limit)
+        search.record(rate, rate <= limit)
     assert len(tried) < 40
     assert all(start / MAX_FACTOR / 2 <= rate <= 2 * start * MAX_FACTOR for rate in tried)
     if search.held is not None:

@@ -12,7 +12,7 @@ from cadenza.local_options import config_classes
 from cadenza.settings.file import OptionsFileError, read_file
 from cadenza.settings.help import GROUPS, group_of
 from cadenza.settings.names import misspelling_of, suggestion
-from cadenza.settings.service import unheard
+from cadenza.settings.service import ignored_settings
 from tests.helpers.paths import ROOT
 
 SHARED = """
@@ -76,7 +76,7 @@ def test_one_file_for_both_services(file):
     assert (one.model, one.block_size, one.max_num_seqs, one.listen) == ("m", 32, 5, "127.0.0.1:7001")
     other = scheduler.read_config([f"--config={path}"])
     assert (other.max_num_seqs, other.executor, other.listen) == (4, ["127.0.0.1:7001"], "127.0.0.1:7002")
-    (sentence,) = unheard(other, {})
+    (sentence,) = ignored_settings(other, {})
     assert (
         sentence
         == f"not options of the scheduler, left to others: model in {path}, port in {path}, block_size in {path}"
@@ -127,7 +127,7 @@ def test_services_name_the_variable(monkeypatch, capsys):
 def test_misspelled_variables_are_told():
     config = scheduler.read_config([])
     environment = {"CADENZA_MAX_NUM_SEQ": "1", "CADENZA_BLOCK_SIZE": "8", "CADENZA_LISTEN": "x", "PATH": "/"}
-    assert list(unheard(config, environment)) == [
+    assert list(ignored_settings(config, environment)) == [
         "CADENZA_MAX_NUM_SEQ in the environment is no option; did you mean CADENZA_MAX_NUM_SEQS?",
         "not options of the scheduler, left to others: CADENZA_BLOCK_SIZE",
     ]

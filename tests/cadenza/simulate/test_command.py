@@ -13,7 +13,7 @@ from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.results import read
 from cadenza.simulate.campaign import may_share
 from cadenza.simulate.capacity import Capacity
-from cadenza.simulate.options import find_kind, make_simulated, read_counts
+from cadenza.simulate.options import find_profile, make_simulated, read_counts
 from cadenza.simulate.pictures import capacity_figure, write_capacity
 from cadenza.simulate.published import PUBLISHED
 
@@ -162,7 +162,7 @@ def test_wrong_options_are_named(
 
 def test_counts_and_kinds() -> None:
     assert read_counts("1,2,16") == (1, 2, 16)
-    assert find_kind("h200-llama-3.1-8b") is PUBLISHED["h200-llama-3.1-8b"]
+    assert find_profile("h200-llama-3.1-8b") is PUBLISHED["h200-llama-3.1-8b"]
 
 
 def test_prompts_are_made_where_they_may_be_alike() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.results import LoadTestFile
-from cadenza.simulate.compatibility_check import check_belongs
+from cadenza.simulate.compatibility_check import check_compatible
 from cadenza.simulate.recordings import Recording
 from tests.helpers.loadtest_runs import made_up_file
 from tests.helpers.made_recordings import COSTS, recording
@@ -28,9 +28,9 @@ def of(**more: Any) -> LoadTestFile:
 
 
 def test_its_own_load_test_is_taken(made: Recording) -> None:
-    check_belongs(made, of(), "a.json")
-    check_belongs(made, of(server=None), "a.json")
-    check_belongs(replace(made, started_unix_s=1.7e9 + 5), of(), "a.json")
+    check_compatible(made, of(), "a.json")
+    check_compatible(made, of(server=None), "a.json")
+    check_compatible(replace(made, started_unix_s=1.7e9 + 5), of(), "a.json")
 
 
 def test_another_ones_is_not(made: Recording) -> None:
@@ -46,4 +46,4 @@ def test_another_ones_is_not(made: Recording) -> None:
     ]
     for found, file, message in cases:
         with pytest.raises(LoadTestError, match=f"--loadtest a.json: it is not of this recording: .*{message}"):
-            check_belongs(found, file, "a.json")
+            check_compatible(found, file, "a.json")

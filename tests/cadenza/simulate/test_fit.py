@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.simulate.fit import Fit, fit_costs, fitted_kind, with_clients
+from cadenza.simulate.fit import Fit, fit_costs, fitted_profile, with_clients
 from executor_svc.simulated.costs import StepCosts
 from tests.helpers.loadtest_runs import columns
 from tests.helpers.made_recordings import COSTS, recording
@@ -128,7 +128,7 @@ def test_too_few_steps_are_refused() -> None:
 
 def test_the_fitted_kind_says_where_it_is_from() -> None:
     made = recording(COSTS)
-    found = fitted_kind(made, fit_costs(made), "mine", "day.log")
+    found = fitted_profile(made, fit_costs(made), "mine", "day.log")
     assert (found.name, found.limits) == ("mine", made.limits)
     assert found.source == "fitted to 2000 steps of toy on cpu in day.log"
 

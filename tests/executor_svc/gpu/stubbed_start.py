@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from executor_svc.device import interface as device
 from executor_svc.gpu import device as gpu_device
-from executor_svc.plan.plan import SequenceSampling
+from executor_svc.plan.sampling import SequenceSampling
 from tests.helpers.plans import ints, scheduled, sequence
 
 LIBRARY = "libcuda.so.1"

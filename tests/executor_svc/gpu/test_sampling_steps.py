@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from executor_svc.gpu import sampling_state as gpu_sampling_state
 from executor_svc.gpu.sampling_state import ListRooms
 from executor_svc.gpu.step import GpuStep, GpuStepExecutor
-from executor_svc.plan.plan import SequenceSampling, SlotError, SlotLogprobs, StepResult
+from executor_svc.plan.plan import SlotError, SlotLogprobs, StepResult
+from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model

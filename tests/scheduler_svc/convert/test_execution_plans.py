@@ -13,9 +13,10 @@ from executor_svc.service.convert import description_to_wire, plan_from_wire
 from executor_svc.simulated.build import build_simulated
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.convert.execution import model_description, step_plan
-from scheduler_svc.core.types import AdmittedSequence, Sampling, StepPlan
+from scheduler_svc.core.types import AdmittedSequence, StepPlan
 from scheduler_svc.engine.plan_loop import _executor_spec
 from scheduler_svc.engine.ports import ModelDescription
+from tests.helpers.core_sampling import core_sampling
 
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "swapped_out": ({"swapped_out": [(3, 1), (5, 0)]}, {"swap_out": ([3, 5], [1, 0])}),
@@ -73,7 +74,7 @@ def test_a_decode_step_is_a_step_id_an_epoch_and_a_flag() -> None:
 
 def test_candidates_are_asked_for_at_admission() -> None:
     def admitted(**sampling: Any) -> bytes:
-        sequence = AdmittedSequence(3, (5, 6, 7), 2, 1, (4,), Sampling(**sampling), sample_index=2)
+        sequence = AdmittedSequence(3, (5, 6, 7), 2, 1, (4,), core_sampling(**sampling), sample_index=2)
         return sent(admitted=[sequence])
 
     (asking,) = plan_from_wire(pb.StepPlan.FromString(admitted(num_candidates=8))).admitted

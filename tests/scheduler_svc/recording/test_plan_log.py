@@ -28,15 +28,15 @@ from scheduler_svc.core.types import (
     ExecutorSpec,
     FinishDetail,
     RequestSpec,
-    Sampling,
     StepPlan,
 )
 from scheduler_svc.recording.plan_log import PlanLogWriter
 from scheduler_svc.replay import __main__ as replay
 from scheduler_svc.replay import core_replay
+from tests.helpers.core_sampling import core_sampling
 
 # Every field is another than its default, and fractions are those of float32.
-SAMPLING = Sampling(
+SAMPLING = core_sampling(
     temperature=0.5, top_p=0.75, top_k=7, min_p=0.125, seed=2**64 - 1, stop_token_ids=(9, 3), min_tokens=2,
     num_logprobs=0, num_prompt_logprobs=4, repetition_penalty=1.5, presence_penalty=-0.5, frequency_penalty=0.25,
     bias_token_ids=(1, 2), biases=(-100.0, 0.5), allowed_token_ids=(5, 4), bad_words=((1,), (2, 3)), num_candidates=6,

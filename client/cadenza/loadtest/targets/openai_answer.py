@@ -75,13 +75,18 @@ class Answer:
     def _choice(self, choice: Mapping[str, Any]) -> None:
         """The tokens that one choice of an event brings."""
         is_first_sample = not choice.get("index")
-        said = choice["delta"] if isinstance(choice.get("delta"), dict) else choice
-        text = said.get("content") or said.get("text") or said.get("reasoning_content") or said.get("reasoning")
+        message = choice["delta"] if isinstance(choice.get("delta"), dict) else choice
+        text = (
+            message.get("content")
+            or message.get("text")
+            or message.get("reasoning_content")
+            or message.get("reasoning")
+        )
         token_ids = choice.get("token_ids")
         if self._live.keep_output and is_first_sample:
             self._live.output_ids.extend(token_ids or ())
             self._live.output_text.append(text if isinstance(text, str) else "")
-        count = len(token_ids) if isinstance(token_ids, list) else int(bool(text) or _is_held_back(choice, said))
+        count = len(token_ids) if isinstance(token_ids, list) else int(bool(text) or _is_held_back(choice, message))
         if choice.get("finish_reason"):
             self._complete = True
             self._silent_end_s = None if count else self._now_s
@@ -90,13 +95,13 @@ class Answer:
             self._live.tokens(self._now_s, count, gap=is_first_sample)
 
 
-def _is_held_back(choice: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
+def _is_held_back(choice: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
     """Is an empty piece of text a token: one that shows nothing, or a part of a character that is not whole yet.
 
     The event that opens a chat has a role, the last one of an answer its end: these bring no token of their own.
     """
-    is_empty = "" in (said.get("content"), said.get("text"))
-    return is_empty and "role" not in said and not choice.get("finish_reason")
+    is_empty = "" in (message.get("content"), message.get("text"))
+    return is_empty and "role" not in message and not choice.get("finish_reason")
 
 
 def message_in(answer: object) -> str:

@@ -55,7 +55,7 @@ def test_a_fork_shares_all_blocks_and_copies_the_partial_one_when_it_writes() ->
     assert blocks.writes_shared(source)
     own = blocks.make_writable(child)
     assert child.block_ids == [source.block_ids[0], own]
-    # The copy reads before anything is computed: its source may be written by whoever holds it alone now.
+    # The copy reads before anything is computed, so the remaining holder may write to its source.
     assert not blocks.writes_shared(source)
     assert blocks.make_writable(source) == shared
     assert blocks.take_moves().copied == [(shared, own)]

@@ -84,7 +84,7 @@ def test_the_last_token_is_always_computed(num_tokens: int, expected: int) -> No
     assert num_found(blocks, list(range(num_tokens))) == expected
 
 
-def test_tokens_of_equal_hash_are_told_apart() -> None:
+def test_tokens_of_equal_hash_are_distinguished() -> None:
     blocks = manager()
     prompt, alike = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5 + ALIKE, 6, 7, 8, 9]
     assert hash(tuple(prompt)) == hash(tuple(alike))
@@ -96,7 +96,7 @@ def test_tokens_of_equal_hash_are_told_apart() -> None:
     assert first.nodes[1] != second.nodes[1]
 
 
-def test_equal_blocks_after_different_prefixes_are_told_apart() -> None:
+def test_equal_blocks_after_different_prefixes_are_distinguished() -> None:
     blocks = manager()
     enter(blocks, [1, 1, 1, 1, 5, 5, 5, 5, 0])
     assert num_found(blocks, [2, 2, 2, 2, 5, 5, 5, 5, 0]) == 0
@@ -234,7 +234,7 @@ def test_a_chain_that_was_evicted_elsewhere_is_registered_anew() -> None:
     assert blocks.find_cached_prefix(make([1] * 13)).num_idle == 0
 
 
-def test_spoiled_blocks_are_found_no_more() -> None:
+def test_invalidated_blocks_are_not_found() -> None:
     blocks = manager()
     sequence, _ = enter(blocks, list(range(10)))
     blocks.free(sequence, invalid_kv=True)

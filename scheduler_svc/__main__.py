@@ -34,7 +34,7 @@ def fail(message: str) -> None:
 def read_config(arguments: list[str]) -> SchedulerConfig | None:
     """The options; None if they are invalid, after an error on stderr."""
     config = settings.read_config(SchedulerConfig, arguments, fail)
-    return config if config is not None and _addresses_are_right(config) else None
+    return config if config is not None and _check_addresses(config) else None
 
 
 def main() -> int:
@@ -44,7 +44,7 @@ def main() -> int:
         return 2
     # Until the event loop handles the signals, there is nothing to clean up.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
+        signal.signal(number, _exit_now)
     logging.basicConfig(
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -63,11 +63,11 @@ def main() -> int:
     os._exit(code)
 
 
-def _leave(_number: int, _frame: FrameType | None) -> None:
+def _exit_now(_number: int, _frame: FrameType | None) -> None:
     os._exit(0)
 
 
-def _addresses_are_right(config: SchedulerConfig) -> bool:
+def _check_addresses(config: SchedulerConfig) -> bool:
     option = "--executor"
     try:
         for target in config.executor:

@@ -98,7 +98,7 @@ class Service:
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`; raises the engine's failure if it stopped by itself."""
         failed = asyncio.create_task(self._engine.fenced.wait())
-        await _first_of(stop, failed)
+        await _wait_for_either(stop, failed)
         if self._engine.failure is not None and not stop.is_set():
             raise self._engine.failure
 
@@ -140,7 +140,7 @@ async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
     service = Service(config)
     try:
         address = await service.start()
-        if await _opened(service, stop):
+        if await _open_unless_stopped(service, stop):
             # Objects loaded so far live as long as the process; freezing them saves the collector a walk over them,
             # which would block every stream for 50 ms (measured).
             gc.freeze()
@@ -163,11 +163,11 @@ async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
     return EXIT_FAILED
 
 
-async def _opened(service: Service, stop: asyncio.Event) -> bool:
+async def _open_unless_stopped(service: Service, stop: asyncio.Event) -> bool:
     """Wait until the service is open; False if `stop` was set first."""
     opening = asyncio.create_task(service.open())
     try:
-        await _first_of(stop, opening)
+        await _wait_for_either(stop, opening)
         if stop.is_set():
             return False
         opening.result()
@@ -177,7 +177,7 @@ async def _opened(service: Service, stop: asyncio.Event) -> bool:
         await asyncio.gather(opening, return_exceptions=True)
 
 
-async def _first_of(stop: asyncio.Event, other: asyncio.Task[Any]) -> None:
+async def _wait_for_either(stop: asyncio.Event, other: asyncio.Task[Any]) -> None:
     """Return when the event is set or the task is done."""
     stopped = asyncio.create_task(stop.wait())
     try:

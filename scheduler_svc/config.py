@@ -174,25 +174,25 @@ class SchedulerConfig(ServiceSettings):
 
     @field_validator("executor", mode="before")
     @classmethod
-    def _one_or_many(cls, value: object) -> object:
+    def _split_executors(cls, value: object) -> object:
         return [part.strip(' "') for part in value.strip("[] ").split(",")] if isinstance(value, str) else value
 
     @field_validator("executor")
     @classmethod
-    def _one_executor(cls, value: list[str]) -> list[str]:
+    def _check_executor_count(cls, value: list[str]) -> list[str]:
         if len(value) != 1:
             raise ValueError("exactly one executor is supported so far")
         return value
 
     @field_validator("tenant_weights")
     @classmethod
-    def _weights_can_be_read(cls, value: str) -> str:
+    def _check_weights(cls, value: str) -> str:
         read_weights(value)
         return value
 
     @field_validator("max_queued_requests")
     @classmethod
-    def _batches_can_fill(cls, value: int, info: ValidationInfo) -> int:
+    def _check_queue_limit(cls, value: int, info: ValidationInfo) -> int:
         batch_size = info.data.get("batch_size", 1)
         if info.data.get("batching") == "static" and value < batch_size:
             raise ValueError(

@@ -147,7 +147,7 @@ class ContiguousReservation:
             count += 1
         return count
 
-    def joined(self, count: int, *, memory_is_full: bool) -> None:
+    def record_admissions(self, count: int, *, memory_is_full: bool) -> None:
         """Nothing to note."""
 
     def num_reserved_tokens(self, sequence: Sequence) -> int:

@@ -39,7 +39,7 @@ class UnreadableMessageError(Exception):
 
 def status_of(exc: Exception) -> status_pb2.Status:
     """The status of an error for the client; unexpected errors are logged and become INTERNAL."""
-    code, message = grpc.StatusCode, _cut(str(exc))
+    code, message = grpc.StatusCode, _truncate(str(exc))
     match exc:
         case RequestRejectedError():
             status = make_status(
@@ -67,7 +67,7 @@ def status_of(exc: Exception) -> status_pb2.Status:
     return status
 
 
-def _cut(message: str) -> str:
+def _truncate(message: str) -> str:
     """Truncate a message, which may quote client input, to _MAX_BYTES."""
     encoded = message.encode(errors="replace")
     return message if len(encoded) <= _MAX_BYTES else encoded[:_MAX_BYTES].decode(errors="ignore") + "…"

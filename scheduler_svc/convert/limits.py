@@ -78,16 +78,16 @@ def check_request_id(request_id: str) -> None:
 def _limited(message: Message, path: str) -> Iterable[tuple[str, str, Any]]:
     """(path, key in LIMITS, value) of each limited field that is set, a list before its items."""
     for field, value in message.ListFields():
-        name, spot = field.full_name.removeprefix(_PACKAGE), path + field.name
+        name, field_path = field.full_name.removeprefix(_PACKAGE), path + field.name
         if name in LIMITS:
-            yield spot, name, value
+            yield field_path, name, value
         if field.message_type is None or field.message_type.name not in _HOLDERS:
             continue
         if field.is_repeated:
             for index, item in enumerate(value):
-                yield from _limited(item, f"{spot}[{index}].")
+                yield from _limited(item, f"{field_path}[{index}].")
         else:
-            yield from _limited(value, f"{spot}.")
+            yield from _limited(value, f"{field_path}.")
 
 
 def _check(path: str, value: Sized, limit: Limit) -> None:

@@ -17,7 +17,7 @@ _MAX_FIELDS = 10_000
 """Limit on the number of fields read, because the search runs on the event loop."""
 
 
-class _GivenUpError(Exception):
+class _UnparsableError(Exception):
     """The bytes are not a protocol buffer, or have too many fields."""
 
 
@@ -25,7 +25,7 @@ def path_of_bad_string(raw: bytes, message: type[Message]) -> str:
     """Path of the first string that is not UTF-8 in a message of this type; empty if none is found."""
     try:
         return _Reader().bad_string(raw, message.DESCRIPTOR, "")
-    except _GivenUpError:
+    except _UnparsableError:
         return ""
 
 
@@ -36,7 +36,7 @@ def string_at(raw: bytes, *numbers: int) -> str:
         for number in numbers:
             content = next((content for found, content in reader.fields(content) if found == number), b"")
         return content.decode()
-    except (_GivenUpError, UnicodeDecodeError):
+    except (_UnparsableError, UnicodeDecodeError):
         return ""
 
 
@@ -52,11 +52,13 @@ class _Reader:
             field = descriptor.fields_by_number.get(number)
             if field is None:
                 continue
-            spot = f"{path}{field.name}[{seen[number]}]" if field.is_repeated else path + field.name
+            field_path = f"{path}{field.name}[{seen[number]}]" if field.is_repeated else path + field.name
             seen[number] += 1
             if field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(content):
-                return spot
-            if field.message_type is not None and (found := self.bad_string(content, field.message_type, f"{spot}.")):
+                return field_path
+            if field.message_type is not None and (
+                found := self.bad_string(content, field.message_type, f"{field_path}.")
+            ):
                 return found
         return ""
 
@@ -66,7 +68,7 @@ class _Reader:
         while at < len(raw):
             self._num_left -= 1
             if self._num_left < 0:
-                raise _GivenUpError
+                raise _UnparsableError
             tag, at = _varint(raw, at)
             match tag & 7:
                 case 0:  # a varint
@@ -78,11 +80,11 @@ class _Reader:
                 case 2:  # a length and as many bytes
                     length, at = _varint(raw, at)
                     if length > len(raw) - at:
-                        raise _GivenUpError
+                        raise _UnparsableError
                     yield tag >> 3, raw[at : at + length]
                     at += length
                 case _:
-                    raise _GivenUpError
+                    raise _UnparsableError
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
@@ -92,7 +94,7 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             return value, at + index + 1
-    raise _GivenUpError
+    raise _UnparsableError
 
 
 def _is_utf8(content: bytes) -> bool:

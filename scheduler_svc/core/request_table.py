@@ -46,13 +46,13 @@ class RequestTable:
         self.groups[group.key] = group
         self.waiting.add(group)
 
-    def admitted(self, group: SequenceGroup) -> None:
+    def record_admission(self, group: SequenceGroup) -> None:
         """Record that a group, or a part of it, was admitted."""
         if not group.waiting_sequences:
             self.waiting.remove(group)
         if not group.was_admitted:
             group.was_admitted = True
-            self.policies.order.admitted(group)
+            self.policies.order.on_admission(group)
 
     def requeue(self, sequence: Sequence, *, swapped: bool = False) -> None:
         """Put a sequence that ran back into the waiting queue, at its old place.
@@ -60,19 +60,19 @@ class RequestTable:
         It keeps its tokens, including pending ones. Its KV is lost, or in the host pool if `swapped`.
         """
         if swapped:
-            sequence.move(SequenceState.SWAPPED)
+            sequence.change_state(SequenceState.SWAPPED)
         else:
             sequence.reset_computed_tokens()
-            sequence.move(SequenceState.WAITING)
+            sequence.change_state(SequenceState.WAITING)
         if not sequence.group.queued:
             self.waiting.add(sequence.group, again=True)
 
-    def end(self, sequence: Sequence, finish: Finish, *, report: bool = True) -> None:
+    def finish(self, sequence: Sequence, finish: Finish, *, report: bool = True) -> None:
         """Finish a sequence in any state and free what it holds; without `report` no output is made for the engine."""
         for lane in self.lanes.values():
             lane.drop(sequence)
         group = sequence.group
-        sequence.move(SequenceState.FINISHED)
+        sequence.change_state(SequenceState.FINISHED)
         sequence.finish = finish
         if group.queued and not group.waiting_sequences:
             self.waiting.remove(group)
@@ -82,10 +82,10 @@ class RequestTable:
         if group.finished:
             del self.groups[group.key]
             self.groups_with_failed_steps.discard(group)
-        self.policies.order.ended(sequence)
+        self.policies.order.on_finish(sequence)
 
-    def end_group(self, group: SequenceGroup, finish: Finish) -> None:
+    def finish_group(self, group: SequenceGroup, finish: Finish) -> None:
         """Finish all unfinished sequences of a group."""
         for sequence in group.sequences:
             if sequence.state is not SequenceState.FINISHED:
-                self.end(sequence, finish)
+                self.finish(sequence, finish)

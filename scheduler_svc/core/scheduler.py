@@ -20,7 +20,7 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.steps.beam_scheduling import end_early, start_beam_search
+from scheduler_svc.core.steps.beam_scheduling import finish_early, start_beam_search
 from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES
 from scheduler_svc.core.steps.planning import plan_step
 from scheduler_svc.core.steps.results import check_result, context_lens, record_failed_step, take_result
@@ -112,7 +112,7 @@ class Scheduler:
             sequence.group.drop_candidates()
             self._requests.requeue(sequence)
         for group in record_failed_step(self._requests, failed_contexts, MAX_FAILED_STEPS):
-            self._requests.end_group(group, Finish(FinishDetail.EXECUTOR_ERROR))
+            self._requests.finish_group(group, Finish(FinishDetail.EXECUTOR_ERROR))
         return self.take_outputs()
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -135,14 +135,14 @@ class Scheduler:
         """Finish a request now; a beam search returns its beams as they are. Does nothing if the request is unknown."""
         group = self.groups.get(key)
         if group is not None:
-            end_early(self._requests, group, detail)
+            finish_early(self._requests, group, detail)
         return self.take_outputs()
 
     def stop_sample(self, key: RequestKey, sample_index: int) -> None:
         """Finish a sample whose stop string the engine found, without an output, and free what it holds."""
         group = self.groups.get(key)
         if group is not None and group.sequences[sample_index].state is not SequenceState.FINISHED:
-            self._requests.end(group.sequences[sample_index], Finish(FinishDetail.STOP_STRING), report=False)
+            self._requests.finish(group.sequences[sample_index], Finish(FinishDetail.STOP_STRING), report=False)
 
     def take_outputs(self) -> StepOutputs:
         """The outputs since the last call."""
@@ -183,8 +183,8 @@ class Scheduler:
         check_result(lane, lane.inflight[0], result)
         step = lane.inflight.popleft()
         self.num_output_tokens += take_result(self._requests, lane, step, result)
-        lane.slots.result_seen(result.step_id)
-        lane.observe(step, result)
+        lane.slots.on_result(result.step_id)
+        lane.update_rates(step, result)
         outputs = self.take_outputs()
         self.num_output_tokens += sum(len(output.token_ids) for output in outputs.hypotheses)
         return step, outputs

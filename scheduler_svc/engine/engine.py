@@ -277,7 +277,7 @@ class Engine:
 
     def on_planned(self, step: PlannedStep) -> None:
         """Record times and preemption counts of the step's requests."""
-        self._recorder.planned(step.plan.step_id)
+        self._recorder.on_planned(step.plan.step_id)
         now = self.clock.monotonic_ns()
         for sequence in step.joined:
             live = self._live.get(sequence.group.key)
@@ -295,14 +295,14 @@ class Engine:
         ended = self._core.take_finished()
         if self._recorder.watches:
             contexts = context_lens(self._loop.lane, step, applied=set(outputs.sequences))
-            self._recorder.applied(step, contexts, result, ended, now)
+            self._recorder.on_applied(step, contexts, result, ended, now)
 
     def on_connected(self, connected: bool) -> None:
         """Report health to the listeners."""
         if connected:
             self._connected_once.set()
         else:
-            self._recorder.forget()
+            self._recorder.clear()
         self._report_health()
 
     def _close(self, key: RequestKey, live: LiveRequest, now_ns: int) -> None:

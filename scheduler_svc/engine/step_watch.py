@@ -65,12 +65,12 @@ class StepRecorder:
         self._started_ns = started_ns
         self._loads: dict[int, Load] = {}
 
-    def planned(self, step_id: int) -> None:
+    def on_planned(self, step_id: int) -> None:
         """Keep the current load for a planned step."""
         if self.watches:
             self._loads[step_id] = self._load()
 
-    def applied(
+    def on_applied(
         self,
         step: PlannedStep,
         contexts: dict[Sequence, int],
@@ -88,7 +88,7 @@ class StepRecorder:
         for watch in self.watches:
             watch.put(record)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop the loads of plans in flight, which are lost."""
         self._loads.clear()
 

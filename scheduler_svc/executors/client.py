@@ -116,7 +116,7 @@ class GrpcPlanStream:
         """(step_id, time of sending), oldest first."""
         self._lost = ""
         self._closed = False
-        self._heart: asyncio.Task[None] | None = None
+        self._heartbeat_task: asyncio.Task[None] | None = None
 
     async def start(self, scheduler_id: str) -> None:
         """Send OpenSession, wait for SessionOpened, start the heartbeats."""
@@ -133,7 +133,7 @@ class GrpcPlanStream:
             raise ExecutorLostError("the answer to OpenSession is not this session's SessionOpened")
         self.opened = SessionOpened(message.opened.incarnation, message.opened.last_completed_step_id)
         self.resident_bytes = message.opened.resident_bytes
-        self._heart = asyncio.create_task(self._beat(), name="executor-heartbeat")
+        self._heartbeat_task = asyncio.create_task(self._send_heartbeats(), name="executor-heartbeat")
 
     async def send(self, plan: StepPlan) -> None:
         """Send the next plan; raises ExecutorLostError."""
@@ -150,8 +150,8 @@ class GrpcPlanStream:
     async def close(self) -> None:
         """End the session; safe to call twice."""
         self._closed = True
-        if self._heart is not None:
-            self._heart.cancel()
+        if self._heartbeat_task is not None:
+            self._heartbeat_task.cancel()
         # A call that is only dropped stays open (grpc#43462).
         self._call.cancel()
 
@@ -208,7 +208,7 @@ class GrpcPlanStream:
             raise ExecutorLostError("the executor ended the plan stream") from exc
         raise ExecutorLostError(f"{code.name}: {details}") from exc
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         """Send heartbeats, and break the session when the executor is silent."""
         last_tick = time.monotonic()
         while True:

@@ -84,7 +84,7 @@ class RequestBuilder:
         Raises RequestRejectedError, PreconditionError.
         """
         self.check(fields)
-        prompt = self._fit(self.tokenize(fields.prompt), fields.sampling)
+        prompt = self._truncate_prompt(self.tokenize(fields.prompt), fields.sampling)
         bad_words = self._bad_words(fields.sampling)
         sampling = resolve_sampling(fields.sampling, self._model, seed=_seed(fields.sampling), bad_words=bad_words)
         eos = frozenset[int]() if fields.sampling.ignore_eos else frozenset(self._model.eos_token_ids)
@@ -128,12 +128,12 @@ class RequestBuilder:
             if part.text is not None:
                 special = add_special_tokens and index == 0
                 encoded = self.tokenizer.encode(part.text, add_special_tokens=special)
-                token_ids += self._known(encoded, f"{path}.text")
+                token_ids += self._check_known_ids(encoded, f"{path}.text")
             elif part.chat is not None:
-                token_ids += self._known(self._encode_chat(part.chat, f"{path}.chat"), f"{path}.chat")
+                token_ids += self._check_known_ids(self._encode_chat(part.chat, f"{path}.chat"), f"{path}.chat")
         return token_ids
 
-    def _known(self, token_ids: list[int], path: str) -> list[int]:
+    def _check_known_ids(self, token_ids: list[int], path: str) -> list[int]:
         """Check ids of text: a tokenizer may have added tokens beyond the model's vocabulary."""
         largest = max(token_ids, default=0)
         if largest >= self._model.vocab_size:
@@ -186,13 +186,13 @@ class RequestBuilder:
         except ChatTemplateError as exc:
             raise RequestRejectedError(path, str(exc)) from exc
 
-    def _fit(self, prompt: list[int], sampling: SamplingFields) -> list[int]:
+    def _truncate_prompt(self, prompt: list[int], sampling: SamplingFields) -> list[int]:
         """Apply truncate_prompt_tokens from the left; reject an empty or too long prompt."""
         if not prompt:
             raise RequestRejectedError("prompt", "is empty: at least one token is needed")
         keep = sampling.truncate_prompt_tokens
         if keep is not None:
-            prompt = prompt[-(keep if keep > 0 else self._most_prompt_tokens(sampling.max_tokens)) :]
+            prompt = prompt[-(keep if keep > 0 else self._max_prompt_tokens(sampling.max_tokens)) :]
         if len(prompt) + 1 > self.max_model_len:
             raise RequestRejectedError(
                 "prompt",
@@ -200,7 +200,7 @@ class RequestBuilder:
             )
         return prompt
 
-    def _most_prompt_tokens(self, max_tokens: int | None) -> int:
+    def _max_prompt_tokens(self, max_tokens: int | None) -> int:
         """Prompt tokens that max_model_len allows in addition to max_tokens, or to one output token."""
         num_output = max_tokens or 1
         if num_output >= self.max_model_len:

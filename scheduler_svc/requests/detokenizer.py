@@ -34,7 +34,7 @@ class IncrementalDecoder:
     """Decodes one token at a time, in O(1) tokens each, by decoding a sliding window and returning the new text.
 
     The window keeps some tokens whose text was returned already, as in TGI and vLLM, since a token's text depends on
-    those before it (leading spaces, bytes of one character). `_done` is the returned part of the window's text.
+    those before it (leading spaces, bytes of one character). `_returned` is the returned part of the window's text.
     """
 
     def __init__(self, tokenizer: TokenDecoder, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
@@ -42,10 +42,10 @@ class IncrementalDecoder:
         self._skip = skip_special_tokens
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._window = [token_id for token_id in context if token_id not in self._skipped]
-        self._done = self._decode(self._window) if self._window else ""
-        if not self._done or self._done.endswith(_REPLACEMENT):
-            self._window, self._done = [], ""
-        self._num_whole = len(self._window)
+        self._returned = self._decode(self._window) if self._window else ""
+        if not self._returned or self._returned.endswith(_REPLACEMENT):
+            self._window, self._returned = [], ""
+        self._num_complete = len(self._window)
         """Number of tokens at the window's start after which the last character was complete."""
         self._limit = _MAX_WINDOW
 
@@ -55,33 +55,33 @@ class IncrementalDecoder:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
-        if not text.startswith(self._done):
+        if not text.startswith(self._returned):
             # A byte-fallback tokenizer decodes a whole run of bytes as U+FFFD while its last character is incomplete.
-            if len(self._window) - self._num_whole <= _MAX_PENDING_TOKENS:
+            if len(self._window) - self._num_complete <= _MAX_PENDING_TOKENS:
                 return ""
             text = self._restart()
-        return self._hand_out(text)
+        return self._take_new(text)
 
     def flush(self) -> str:
         """The remaining text; an incomplete character becomes U+FFFD."""
         text = self._decode(self._window)
-        if not text.startswith(self._done):
+        if not text.startswith(self._returned):
             text = self._restart()
-        rest = text[len(self._done) :]
-        self._done = text
+        rest = text[len(self._returned) :]
+        self._returned = text
         return rest
 
-    def _hand_out(self, text: str) -> str:
+    def _take_new(self, text: str) -> str:
         """Return the new and final part of the window's text; move the window on."""
-        fresh = text[len(self._done) :]
+        fresh = text[len(self._returned) :]
         ready = fresh.rstrip(_REPLACEMENT)
         num_pending = len(fresh) - len(ready)
         if ready or not num_pending:
-            self._num_whole = len(self._window)
-        elif len(self._window) - self._num_whole > _MAX_PENDING_TOKENS and num_pending > _MAX_PENDING_CHARS:
+            self._num_complete = len(self._window)
+        elif len(self._window) - self._num_complete > _MAX_PENDING_TOKENS and num_pending > _MAX_PENDING_CHARS:
             num_pending = _MAX_PENDING_CHARS
             ready = fresh[:-num_pending]
-        self._done += ready
+        self._returned += ready
         if len(self._window) > self._limit:
             self._move_on(text, num_pending)
         return ready
@@ -92,18 +92,18 @@ class IncrementalDecoder:
             tail = self._window[-length:]
             tail_text = self._decode(tail)
             if len(tail_text) > num_pending and text.endswith(tail_text):
-                self._num_whole = max(0, self._num_whole - (len(self._window) - length))
+                self._num_complete = max(0, self._num_complete - (len(self._window) - length))
                 self._window = tail
-                self._done = tail_text[: len(tail_text) - num_pending]
+                self._returned = tail_text[: len(tail_text) - num_pending]
                 self._limit = _MAX_WINDOW
                 return
         self._limit = len(self._window) + _MAX_WINDOW
 
     def _restart(self) -> str:
         """Start the window after the last complete character; returns its text."""
-        self._window = self._window[self._num_whole :]
-        self._num_whole = 0
-        self._done = ""
+        self._window = self._window[self._num_complete :]
+        self._num_complete = 0
+        self._returned = ""
         return self._decode(self._window)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -118,8 +118,19 @@ class TextStream:
     on how many arrive at once. `context`: the prompt's last tokens, which determine a leading space.
     """
 
-    __slots__ = ("_begun", "_decoder", "_floor", "_held", "_include_stop", "_min_tokens", "_over", "_stop",
-                 "_tokenizer", "text", "text_ends")  # fmt: skip
+    __slots__ = (
+        "_decoder",
+        "_finished",
+        "_held",
+        "_include_stop",
+        "_min_match_end",
+        "_min_tokens",
+        "_prefix_lens",
+        "_stop",
+        "_tokenizer",
+        "text",
+        "text_ends",
+    )
 
     def __init__(
         self,
@@ -136,14 +147,14 @@ class TextStream:
         self._tokenizer = tokenizer
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens, context=context)
         self._stop = tuple(stop)
-        self._begun = [0] * len(stop)
+        self._prefix_lens = [0] * len(stop)
         """Length of the proper prefix of each stop string that the text ends with; the longest is held back."""
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._held = ""
-        self._floor = 0
+        self._min_match_end = 0
         """Length of the text of the first `min_tokens` tokens, in code points; a match must end after it."""
-        self._over = False
+        self._finished = False
 
     def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> StopMatch | None:
         """Add tokens; returns the match of a stop string, if they complete one. Tokens after it are ignored."""
@@ -154,14 +165,14 @@ class TextStream:
             stop_string = self._take(piece) if piece else None
             self.text_ends.append(len(self.text))
             if stop_string is not None:
-                self._over = True
+                self._finished = True
                 return StopMatch(stop_string, len(self.text_ends))
         return None
 
     def finish(self) -> None:
         """Release the text that was held back; nothing after a stop string."""
-        if not self._over:
-            self._over = True
+        if not self._finished:
+            self._finished = True
             self._release(self._held + self._decoder.flush())
             self._held = ""
 
@@ -176,7 +187,7 @@ class TextStream:
             return None
         text = self._held + piece
         if len(self.text_ends) < self._min_tokens:
-            self._floor = len(self.text) + len(text)
+            self._min_match_end = len(self.text) + len(text)
         else:
             found = self._find(text)
             if found is not None:
@@ -185,11 +196,11 @@ class TextStream:
                 self._held = ""
                 return stop_string
         # A prefix grows by the new text at most: this limit makes the cost of a push independent of the held text.
-        self._begun = [
-            _overlap(text, stop_string, begun + len(piece))
-            for stop_string, begun in zip(self._stop, self._begun, strict=True)
+        self._prefix_lens = [
+            _overlap(text, stop_string, prefix_len + len(piece))
+            for stop_string, prefix_len in zip(self._stop, self._prefix_lens, strict=True)
         ]
-        num_held = max(self._begun)
+        num_held = max(self._prefix_lens)
         self._held = text[len(text) - num_held :]
         self._release(text[: len(text) - num_held])
         return None
@@ -197,7 +208,7 @@ class TextStream:
     def _find(self, text: str) -> tuple[int, str] | None:
         """The start of the first stop string in the text, and the string."""
         best: tuple[int, str] | None = None
-        floor = self._floor - len(self.text)
+        floor = self._min_match_end - len(self.text)
         for stop_string in self._stop:
             start = text.find(stop_string, max(0, floor + 1 - len(stop_string)))
             if start >= 0 and (best is None or start < best[0]):

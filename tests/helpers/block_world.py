@@ -124,7 +124,7 @@ class World:
         return Row(self.num_made, group, token_ids, list(token_ids), needs_prompt_logprobs=lacks)
 
     def _admit(self, row: Row, num_reserved: int) -> None:
-        found = self.blocks.find(row)
+        found = self.blocks.find_cached_prefix(row)
         spec = row.group.spec
         if not self.caching or not spec.uses_prefix_cache or row.needs_prompt_logprobs:
             assert found is NO_PREFIX
@@ -172,7 +172,7 @@ class World:
         num_shared = max(1, min(source.num_written, len(source.token_ids)) - pick % 3)
         child = self._make_row(source.group, [*source.token_ids[:num_shared], token_id])
         num_free = self.blocks.num_free
-        self.blocks.share_table(source, child, num_shared)
+        self.blocks.share_blocks(source, child, num_shared)
         assert self.blocks.num_free == num_free
         assert child.block_ids == source.block_ids[: self.blocks.num_blocks_for(num_shared)]
         child.num_computed_tokens = child.num_written = num_shared
@@ -267,7 +267,7 @@ class World:
         for row in list(self.running):
             if next(confirms):
                 row.token_ids = list(row.known)
-                self.blocks.register(row)
+                self.blocks.cache_full_blocks(row)
                 if row.stopped or len(row.known) > 12:
                     self._leave(self.running.index(row), "end")
 

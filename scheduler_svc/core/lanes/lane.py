@@ -92,7 +92,7 @@ class Lane:
 
     def start_running(self, sequence: Sequence) -> None:
         """Give a waiting sequence a slot; the caller allocates its blocks."""
-        sequence.move(SequenceState.RUNNING)
+        sequence.change_state(SequenceState.RUNNING)
         slot = self.slots.take()
         sequence.slot = sequence.last_slot = slot
         self.sequence_at[slot] = sequence
@@ -129,7 +129,7 @@ class Lane:
         if sequence.described:
             self.slots.release(slot)
         else:
-            self.slots.put_back(slot)
+            self.slots.free(slot)
         sequence.slot, sequence.described = None, False
         if not keeps_blocks:
             self.blocks.free(sequence, invalid_kv=invalid_kv)
@@ -158,8 +158,8 @@ class Lane:
             if sequence.kv_source is leaver:
                 sequence.stop_awaiting_kv()
         self.due_beam_groups.pop(leaver.group, None)
-        self.blocks.put_back(leaver.group.reserve)
-        leaver.group.reserve = []
+        self.blocks.free_taken(leaver.group.reserved_blocks)
+        leaver.group.reserved_blocks = []
 
     def retire(self, sequence: Sequence) -> None:
         """Free the slot and blocks of a sequence whose tokens are all planned; only its results are awaited."""
@@ -190,8 +190,9 @@ class Lane:
     @property
     def num_reserved_tokens(self) -> int:
         """Token slots that running sequences hold in blocks beyond those of their tokens."""
-        blocks = sum(map(self.blocks.num_reserved, self.running)) + sum(len(group.reserve) for group in self._groups)
-        return blocks * self.spec.block_size
+        num_blocks = sum(map(self.blocks.num_reserved, self.running))
+        num_blocks += sum(len(group.reserved_blocks) for group in self._groups)
+        return num_blocks * self.spec.block_size
 
     def num_distinct_tokens(self, sequences: Collection[Sequence]) -> int:
         """Number of tokens whose KV the blocks of these running sequences store; shared blocks count once."""
@@ -211,7 +212,7 @@ class Lane:
             return self.num_distinct_tokens(self.running.sequences)
         return sum(sequence.num_computed_tokens for sequence in self.running)
 
-    def observe(self, step: PlannedStep, result: StepResult) -> None:
+    def update_rates(self, step: PlannedStep, result: StepResult) -> None:
         """Update the measured rates with a result's timings."""
         plan = step.plan
         num_swapped = 0 if plan.copied else len(plan.swapped_out) + len(plan.swapped_in)
@@ -232,7 +233,7 @@ class Lane:
                 raise InvariantError(f"sequence {sequence.sequence_id} runs in state {sequence.state.name}")
             if self.sequence_at[held_slot(sequence)] is not sequence:
                 raise InvariantError(f"slot {sequence.slot} does not hold sequence {sequence.sequence_id}")
-        reserved = [block_id for group in self._groups for block_id in group.reserve]
+        reserved = [block_id for group in self._groups for block_id in group.reserved_blocks]
         self.blocks.check_integrity([*self.running, *self.swapped], reserved)
         self.slots.check_integrity([held_slot(sequence) for sequence in self.running])
         decoding = [sequence for sequence in self.running if sequence.is_decoding]

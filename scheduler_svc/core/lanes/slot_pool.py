@@ -36,17 +36,17 @@ class SlotPool:
         """Release a slot: the next plan releases it on the executor."""
         self._to_release.append(slot)
 
-    def put_back(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Free a slot at once: the executor does not know it, and no result for it is pending."""
         self._free.append(slot)
 
-    def releases_for(self, step_id: int) -> list[int]:
+    def take_released(self, step_id: int) -> list[int]:
         """The slots that the plan of this step must release."""
         released, self._to_release = self._to_release, []
         self._quarantine.extend((step_id, slot) for slot in released)
         return released
 
-    def result_seen(self, step_id: int) -> None:
+    def on_result(self, step_id: int) -> None:
         """Record a step's result: slots released by plans up to the next one are free."""
         while self._quarantine and self._quarantine[0][0] <= step_id + 1:
             self._free.append(self._quarantine.popleft()[1])

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Ids
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.memory.block_moves import Moves
 from scheduler_svc.core.memory.block_tiers import BlockTiers
-from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix, Parent, on_host
+from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix, Parent, host_place
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.sequences.sequence import Sequence
 
@@ -94,11 +94,11 @@ class BlockManager:
         """
         return self._tiers.take(count)
 
-    def put_back(self, block_ids: Ids[int]) -> None:
+    def free_taken(self, block_ids: Ids[int]) -> None:
         """Free blocks that were taken and are in no block table."""
         self._tiers.drop(block_ids)
 
-    def find(self, sequence: Sequence) -> CachedPrefix:
+    def find_cached_prefix(self, sequence: Sequence) -> CachedPrefix:
         """Look up the longest cached prefix that a sequence may use; changes nothing.
 
         The last token is never included: it is computed in any case. Empty for requests that opted out or still need
@@ -110,10 +110,10 @@ class BlockManager:
         size, cache, counts = self.block_size, self._tiers.cache, self.pool.ref_counts
         nodes = self._chain(sequence)
         places = list(map(cache.place, nodes))
-        out_to = self._tiers.moves.out_to
-        if out_to:
+        swap_outs = self._tiers.moves.swap_outs
+        if swap_outs:
             # Blocks that this plan swaps out cannot be swapped in by it too.
-            moving = (index for index, place in enumerate(places) if on_host(place) in out_to)
+            moving = (index for index, place in enumerate(places) if host_place(place) in swap_outs)
             del places[next(moving, len(places)) :]
         num_used = self._tiers.num_worth_using(places)
         used = places[:num_used]
@@ -125,14 +125,14 @@ class BlockManager:
             num_host=sum(place < 0 for place in used),
         )
 
-    def blocks_of(self, found: CachedPrefix) -> list[int]:
+    def device_blocks_of(self, found: CachedPrefix) -> list[int]:
         """The device blocks of a found prefix."""
         return [place for place in map(self._tiers.cache.place, found.nodes) if place >= 0]
 
     def invalidate(self, sequence: Sequence) -> None:
         """Remove the whole prefix of a sequence with invalid KV from the cache, including blocks that others cached."""
         for node in self._chain(sequence) if self.caching else ():
-            self._tiers.forget(node)
+            self._tiers.remove_node(node)
         self._chains.pop(sequence.sequence_id, None)
 
     def _chain(self, sequence: Sequence) -> list[int]:
@@ -154,7 +154,7 @@ class BlockManager:
         self._chains[sequence.sequence_id] = nodes
         return nodes
 
-    def register(self, sequence: Sequence) -> None:
+    def cache_full_blocks(self, sequence: Sequence) -> None:
         """Add its full and computed blocks to the cache; no-op if its request opted out.
 
         Call it between plans, or before the plan being made schedules tokens. Content that is cached already keeps its
@@ -189,8 +189,9 @@ class BlockManager:
     ) -> None:
         """Allocate the blocks of the first `num_tokens` tokens to a sequence without blocks.
 
-        The first blocks come from `found`, the result of `find`, or from `shared`: device blocks that other sequences
-        of its group hold. Raises InvariantError if too few are free, or if the sequence has blocks already.
+        The first blocks come from `found`, the result of `find_cached_prefix`, or from `shared`: device blocks that
+        other sequences of its group hold. Raises InvariantError if too few are free, or if the sequence has blocks
+        already.
         """
         if sequence.block_ids or sequence.host_block_ids:
             raise InvariantError(f"sequence {sequence.sequence_id} has blocks already")
@@ -204,7 +205,7 @@ class BlockManager:
         _clear(sequence)
         self._chains.pop(sequence.sequence_id, None)
         if found and num_found:
-            sequence.block_ids = self._tiers.use(found.nodes, num_new)
+            sequence.block_ids = self._tiers.take_cached(found.nodes, num_new)
             sequence.num_cached_blocks, sequence.cache_node = num_found, found.nodes[-1]
         else:
             taken = self._tiers.take(num_new)
@@ -216,7 +217,7 @@ class BlockManager:
             self.num_prefix_hits += found.num_tokens
             self.num_prefix_host_hits += found.num_host * self.block_size
 
-    def share_table(self, source: Sequence, child: Sequence, num_tokens: int) -> None:
+    def share_blocks(self, source: Sequence, child: Sequence, num_tokens: int) -> None:
         """Fork: share all blocks of `source` that hold the first `num_tokens` tokens with a child without blocks."""
         num_blocks = self.num_blocks_for(num_tokens)
         if child.block_ids or child.host_block_ids or num_blocks > len(source.block_ids):
@@ -266,7 +267,7 @@ class BlockManager:
             for block_id in sequence.block_ids:
                 self._tiers.uncache(block_id)
         else:
-            self.register(sequence)
+            self.cache_full_blocks(sequence)
         # Last first, so that a block is evicted before its parent.
         self._tiers.drop(sequence.block_ids[::-1])
         self._tiers.drop_host(sequence.host_block_ids)
@@ -288,7 +289,7 @@ class BlockManager:
         """
         tiers = self._tiers
         block_ids = dict.fromkeys(block_id for sequence in sequences for block_id in sequence.block_ids)
-        if len(block_ids) > tiers.host.num_free or not tiers.moves.in_to.keys().isdisjoint(block_ids):
+        if len(block_ids) > tiers.host.num_free or not tiers.moves.swap_ins.keys().isdisjoint(block_ids):
             return False
         host_of = {block_id: tiers.take_host() for block_id in block_ids}
         for block_id, host_block_id in host_of.items():
@@ -311,7 +312,7 @@ class BlockManager:
         """Move all their blocks back; raises InvariantError if too few are free, or if this plan swaps them out."""
         tiers = self._tiers
         host_ids = dict.fromkeys(block_id for sequence in sequences for block_id in sequence.host_block_ids)
-        if not tiers.moves.out_to.keys().isdisjoint(host_ids):
+        if not tiers.moves.swap_outs.keys().isdisjoint(host_ids):
             raise InvariantError("blocks would be swapped out and in by one plan")
         device_of = dict(zip(host_ids, tiers.take(len(host_ids)), strict=True))
         for host_block_id, block_id in device_of.items():

@@ -32,11 +32,11 @@ class PendingMoves:
     """Moves by destination, and the blocks that must not change until the plan is complete."""
 
     def __init__(self) -> None:
-        self.out_to: dict[int, int] = {}
+        self.swap_outs: dict[int, int] = {}
         """Swap-outs: host block -> device block."""
-        self.copied_to: dict[int, int] = {}
+        self.copies: dict[int, int] = {}
         """Copies: destination device block -> source device block."""
-        self.in_to: dict[int, int] = {}
+        self.swap_ins: dict[int, int] = {}
         """Swap-ins: device block -> host block."""
         self.copy_sources: Counter[int] = Counter()
         """Source device blocks, each with its number of copies."""
@@ -48,40 +48,40 @@ class PendingMoves:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is recorded."""
-        return not (self.out_to or self.copied_to or self.in_to or self.kept_sources or self.quarantined)
+        return not (self.swap_outs or self.copies or self.swap_ins or self.kept_sources or self.quarantined)
 
     @property
-    def fill_blocks(self) -> bool:
+    def writes_device_blocks(self) -> bool:
         """Whether a move of this plan writes to a device block."""
-        return bool(self.copied_to or self.in_to)
+        return bool(self.copies or self.swap_ins)
 
     def copy(self, source: int, destination: int) -> None:
         """Copy the content that `source` has when the plan computes."""
-        host_block_id = self.in_to.get(source)
+        host_block_id = self.swap_ins.get(source)
         if host_block_id is not None:
-            self.in_to[destination] = host_block_id
+            self.swap_ins[destination] = host_block_id
             return
-        source = self.copied_to.get(source, source)
-        self.copied_to[destination] = source
+        source = self.copies.get(source, source)
+        self.copies[destination] = source
         self.copy_sources[source] += 1
 
     def swap_out(self, block_id: int, host_block_id: int) -> None:
         """Swap a device block out; raises InvariantError if this plan swaps it in."""
-        if block_id in self.in_to:
+        if block_id in self.swap_ins:
             raise InvariantError(f"block {block_id} would be swapped in and out by one plan")
-        self.out_to[host_block_id] = self.copied_to.get(block_id, block_id)
+        self.swap_outs[host_block_id] = self.copies.get(block_id, block_id)
 
     def swap_in(self, host_block_id: int, block_id: int) -> None:
         """Swap a host block in; raises InvariantError if this plan swaps it out."""
-        if host_block_id in self.out_to:
+        if host_block_id in self.swap_outs:
             raise InvariantError(f"host block {host_block_id} would be swapped out and in by one plan")
-        self.in_to[block_id] = host_block_id
+        self.swap_ins[block_id] = host_block_id
 
     def cancel(self, block_id: int) -> bool:
         """Cancel the move to a device block that lost its last holder; returns whether there was one."""
-        source = self.copied_to.pop(block_id, None)
+        source = self.copies.pop(block_id, None)
         if source is None:
-            return self.in_to.pop(block_id, None) is not None
+            return self.swap_ins.pop(block_id, None) is not None
         self.copy_sources[source] -= 1
         if not self.copy_sources[source]:
             del self.copy_sources[source]
@@ -90,23 +90,23 @@ class PendingMoves:
     def to_moves(self) -> Moves:
         """The moves as lists, for the plan."""
         return Moves(
-            swapped_out=[(source, destination) for destination, source in self.out_to.items()],
-            copied=[(source, destination) for destination, source in self.copied_to.items()],
-            swapped_in=[(source, destination) for destination, source in self.in_to.items()],
+            swapped_out=[(source, destination) for destination, source in self.swap_outs.items()],
+            copied=[(source, destination) for destination, source in self.copies.items()],
+            swapped_in=[(source, destination) for destination, source in self.swap_ins.items()],
         )
 
     def check_integrity(self, device_ref_counts: list[int]) -> None:
         """Check that no two moves depend on their order, and that all moved device blocks have holders."""
-        if self.copy_sources != Counter(self.copied_to.values()):
+        if self.copy_sources != Counter(self.copies.values()):
             raise InvariantError("copy sources are miscounted")
-        if self.copy_sources.keys() & (self.copied_to.keys() | self.in_to.keys()):
+        if self.copy_sources.keys() & (self.copies.keys() | self.swap_ins.keys()):
             raise InvariantError("a block is both source of a copy and destination of a move")
-        if not self.copied_to.keys().isdisjoint(self.in_to):
+        if not self.copies.keys().isdisjoint(self.swap_ins):
             raise InvariantError("a block is copied to and swapped in to")
-        if not self.out_to.keys().isdisjoint(self.quarantined):
+        if not self.swap_outs.keys().isdisjoint(self.quarantined):
             raise InvariantError("a host block is swapped out to and in from")
-        if not self.quarantined.keys() >= set(self.in_to.values()):
+        if not self.quarantined.keys() >= set(self.swap_ins.values()):
             raise InvariantError("a host block is swapped in and free")
-        for block_id in (*self.copied_to, *self.in_to, *self.copied_to.values()):
+        for block_id in (*self.copies, *self.swap_ins, *self.copies.values()):
             if device_ref_counts[block_id] == 0:
                 raise InvariantError(f"block {block_id} is moved without a holder")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.memory.block_moves import NO_MOVES, Moves, PendingMoves
 from scheduler_svc.core.memory.block_pool import BlockPool
-from scheduler_svc.core.memory.prefix_cache import PrefixCache, on_host
+from scheduler_svc.core.memory.prefix_cache import PrefixCache, host_place
 from scheduler_svc.core.memory.rates import MeasuredRates
 
 
@@ -47,13 +47,13 @@ class BlockTiers:
         """Take a host block: an unused one, else the least recently used idle one."""
         if not self.host.num_unused and self.host.num_idle:
             _, node = self.host.evict()
-            self.cache.forget(node)
+            self.cache.remove(node)
         return self.host.take(1)[0]
 
     def drop(self, block_ids: Iterable[int]) -> None:
         """Remove a holder from each device block; keeps this plan's copy sources, cancels moves to freed blocks."""
         moves, counts = self.moves, self.device.ref_counts
-        if not moves.fill_blocks:
+        if not moves.writes_device_blocks:
             self.device.drop(block_ids)
             return
         for block_id in block_ids:
@@ -69,21 +69,21 @@ class BlockTiers:
         self.host.drop(host_block_ids)
         for host_block_id in host_block_ids:
             if self.host.ref_counts[host_block_id] == 0:
-                self.moves.out_to.pop(host_block_id, None)
+                self.moves.swap_outs.pop(host_block_id, None)
 
     def uncache(self, block_id: int) -> None:
         """Remove a device block from the prefix cache, if it is cached."""
         if block_id in self.device.cached:
-            self.cache.forget(self.device.uncache(block_id))
+            self.cache.remove(self.device.uncache(block_id))
 
-    def forget(self, node: int) -> None:
+    def remove_node(self, node: int) -> None:
         """Remove a node from the prefix cache."""
         place = self.cache.place(node)
         if place >= 0:
             self.device.uncache(place)
         else:
-            self.host.uncache(on_host(place))
-        self.cache.forget(node)
+            self.host.uncache(host_place(place))
+        self.cache.remove(node)
 
     def quarantine(self, host_block_id: int) -> None:
         """Hold a host block that this plan reads until the plan is complete."""
@@ -100,30 +100,31 @@ class BlockTiers:
         self.host.drop(moves.quarantined)
         return moves.to_moves()
 
-    def use(self, nodes: tuple[int, ...], num_new: int) -> list[int]:
+    def take_cached(self, nodes: tuple[int, ...], num_new: int) -> list[int]:
         """Take the blocks of these nodes, swapping in those on the host, and `num_new` other blocks.
 
         Raises InvariantError if too few are free, or if this plan swaps one of them out.
         """
         places = [self.cache.place(node) for node in nodes]
-        counts, out_to = self.device.ref_counts, self.moves.out_to
+        counts, swap_outs = self.device.ref_counts, self.moves.swap_outs
         num_host = sum(place < 0 for place in places)
         num_idle = sum(place >= 0 and counts[place] == 0 for place in places)
-        if num_idle + num_host + num_new > self.device.num_free or any(on_host(place) in out_to for place in places):
+        too_many = num_idle + num_host + num_new > self.device.num_free
+        if too_many or any(host_place(place) in swap_outs for place in places):
             raise InvariantError(f"{len(nodes)} cached blocks cannot be used, {self.device.num_free} are free")
         # Shared first, so that none of them is evicted for another.
         for place in places:
             if place >= 0:
                 self.device.share(place)
             else:
-                self.quarantine(on_host(place))
+                self.quarantine(host_place(place))
         taken = self.take(num_host + num_new)
         brought = iter(taken)
         for index, place in enumerate(places):
             if place < 0:
                 places[index] = block_id = next(brought)
-                node = self.host.uncache(on_host(place))
-                self.moves.swap_in(on_host(place), block_id)
+                node = self.host.uncache(host_place(place))
+                self.moves.swap_in(host_place(place), block_id)
                 self.cache.put(node, block_id)
                 self.device.cache(block_id, node)
         return places + taken[num_host:]
@@ -145,7 +146,7 @@ class BlockTiers:
         self.device.check_integrity(holders)
         self.host.check_integrity(host_holders)
         places = [(node, block_id) for block_id, node in self.device.cached.items()]
-        places += [(node, on_host(block_id)) for block_id, node in self.host.cached.items()]
+        places += [(node, host_place(block_id)) for block_id, node in self.host.cached.items()]
         self.cache.check_integrity(places)
         self.moves.check_integrity(self.device.ref_counts)
 
@@ -160,8 +161,8 @@ class BlockTiers:
             if keeps and self.host.num_free and self.cache.is_reachable(node):
                 host_block_id = self.take_host()
                 self.moves.swap_out(block_id, host_block_id)
-                self.cache.put(node, on_host(host_block_id))
+                self.cache.put(node, host_place(host_block_id))
                 self.host.cache(host_block_id, node)
                 self.host.drop((host_block_id,))
             else:
-                self.cache.forget(node)
+                self.cache.remove(node)

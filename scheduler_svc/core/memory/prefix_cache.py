@@ -47,7 +47,7 @@ NO_PREFIX = CachedPrefix()
 """The lookup result of a sequence that may not use the cache."""
 
 
-def on_host(host_block_id: int) -> int:
+def host_place(host_block_id: int) -> int:
     """The place of a host block, and its inverse. A device block's place is its id."""
     return ~host_block_id
 
@@ -101,7 +101,7 @@ class PrefixCache:
         parent = self._keys[node][0]
         return isinstance(parent, tuple) or parent in self._keys
 
-    def forget(self, node: int) -> None:
+    def remove(self, node: int) -> None:
         """Remove a node. Its descendants stay, unreachable, until their blocks are evicted too."""
         del self._nodes[self._keys.pop(node)]
         del self._places[node]

@@ -16,7 +16,7 @@ class BatchingPolicy(Protocol):
     def num_admissible(self, lane: Lane, waiting: WaitingQueue, now: float, *, draining: bool) -> int:
         """Maximum number of groups to admit in this step, if memory and slots allow."""
 
-    def joined(self, count: int, *, memory_is_full: bool) -> None:
+    def record_admissions(self, count: int, *, memory_is_full: bool) -> None:
         """Record that `count` groups joined in this step; `memory_is_full`: the next one did not fit in memory."""
 
     def num_reserved_tokens(self, sequence: Sequence) -> int:
@@ -51,7 +51,7 @@ class ContinuousBatching:
         self._num_held_back += 1
         return 0
 
-    def joined(self, count: int, *, memory_is_full: bool) -> None:
+    def record_admissions(self, count: int, *, memory_is_full: bool) -> None:
         """Not recorded."""
 
     def num_reserved_tokens(self, sequence: Sequence) -> int:
@@ -84,13 +84,13 @@ class StaticBatching:
         if not self._is_busy(lane):
             due = self.wakes_at(lane, waiting, now)
             left = bool(self._closed_by_memory or self._num_unfilled)
-            was_in_one = len(waiting) > 0 and (left or any(group.was_admitted for group in waiting))
-            starts = len(waiting) >= self.batch_size or draining or was_in_one or (due is not None and now >= due)
+            was_in_batch = len(waiting) > 0 and (left or any(group.was_admitted for group in waiting))
+            starts = len(waiting) >= self.batch_size or draining or was_in_batch or (due is not None and now >= due)
             self._num_unfilled = min(self.batch_size, len(waiting)) if starts else 0
             self._closed_by_memory = False
         return self._num_unfilled
 
-    def joined(self, count: int, *, memory_is_full: bool) -> None:
+    def record_admissions(self, count: int, *, memory_is_full: bool) -> None:
         """Count the joined groups; full memory closes the batch."""
         self._num_unfilled -= count
         if memory_is_full and self._num_unfilled:

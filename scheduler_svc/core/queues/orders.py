@@ -43,16 +43,16 @@ class OrderPolicy(Protocol):
     def level(self, group: SequenceGroup) -> int:
         """A group's preemption level: a group may preempt groups of a larger level, never of its own."""
 
-    def arrived(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
+    def on_arrival(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
         """A group is about to be queued; `waiting_subqueues` are the current ones."""
 
-    def admitted(self, group: SequenceGroup) -> None:
+    def on_admission(self, group: SequenceGroup) -> None:
         """A group was admitted for the first time."""
 
-    def computed(self, sequences: Iterable[Sequence]) -> None:
+    def on_tokens(self, sequences: Iterable[Sequence]) -> None:
         """Each of these sequences got a token."""
 
-    def ended(self, sequence: Sequence) -> None:
+    def on_finish(self, sequence: Sequence) -> None:
         """A sequence finished; `sequence.finish` has the reason."""
 
 
@@ -77,16 +77,16 @@ class FcfsOrder:
         """One level: no group preempts another."""
         return 0
 
-    def arrived(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
+    def on_arrival(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
         """Not used."""
 
-    def admitted(self, group: SequenceGroup) -> None:
+    def on_admission(self, group: SequenceGroup) -> None:
         """Not used."""
 
-    def computed(self, sequences: Iterable[Sequence]) -> None:
+    def on_tokens(self, sequences: Iterable[Sequence]) -> None:
         """Not used."""
 
-    def ended(self, sequence: Sequence) -> None:
+    def on_finish(self, sequence: Sequence) -> None:
         """Not used."""
 
 
@@ -115,7 +115,7 @@ class ShortestFirstOrder(FcfsOrder):
         """The output length predicted at arrival, then the arrival number."""
         return (self._expected[group], group.arrival_number)
 
-    def arrived(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
+    def on_arrival(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
         """Predict the output length, once, so that the key never changes."""
         if group in self._expected:
             return
@@ -123,7 +123,7 @@ class ShortestFirstOrder(FcfsOrder):
         guess = self._mean if spec.expected_output_tokens is None else float(spec.expected_output_tokens)
         self._expected[group] = guess if spec.max_tokens is None else min(guess, spec.max_tokens)
 
-    def ended(self, sequence: Sequence) -> None:
+    def on_finish(self, sequence: Sequence) -> None:
         """Update the mean with the output length, unless the sequence was ended early."""
         if sequence.finish is not None and sequence.finish.detail in _NATURAL_FINISHES:
             self._mean += _MEAN_SHARE * (sequence.num_output_tokens - self._mean)
@@ -151,7 +151,7 @@ class FairOrder(FcfsOrder):
         """The tenant's served cost divided by its weight."""
         return self._served.get(subqueue, 0.0)
 
-    def arrived(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
+    def on_arrival(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
         """Lift the counter of a tenant without waiting groups."""
         tenant, others = group.spec.tenant, list(waiting_subqueues)
         if tenant not in others:
@@ -160,12 +160,12 @@ class FairOrder(FcfsOrder):
                 self._served = {name: cost for name, cost in self._served.items() if cost > least or name in others}
             self._served[tenant] = max(self.rank(tenant), least)
 
-    def admitted(self, group: SequenceGroup) -> None:
+    def on_admission(self, group: SequenceGroup) -> None:
         """Charge the prompt's tokens."""
         self._last_subqueue = group.spec.tenant
         self._charge(group.spec.tenant, PROMPT_TOKEN_COST * len(group.spec.prompt_token_ids))
 
-    def computed(self, sequences: Iterable[Sequence]) -> None:
+    def on_tokens(self, sequences: Iterable[Sequence]) -> None:
         """Charge each tenant's output tokens."""
         for tenant, count in Counter(sequence.group.spec.tenant for sequence in sequences).items():
             self._charge(tenant, OUTPUT_TOKEN_COST * count)

@@ -10,8 +10,8 @@ from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.queues.orders import FcfsOrder, OrderKey, OrderPolicy
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 
-_arrival = attrgetter("arrival_number")
-_place = attrgetter("order_key")
+_arrival_number = attrgetter("arrival_number")
+_order_key = attrgetter("order_key")
 
 
 class WaitingQueue:
@@ -51,14 +51,14 @@ class WaitingQueue:
         oldest = self.oldest
         if oldest is None or self.is_overdue(oldest, now):
             return oldest
-        return self._subqueues[min(self._subqueues, key=self._place)][0]
+        return self._subqueues[min(self._subqueues, key=self._subqueue_key)][0]
 
     def add(self, group: SequenceGroup, *, again: bool = False) -> None:
         """Insert a group at its place; `again`: it ran before."""
         if not again:
-            self._policy.arrived(group, self._subqueues)
+            self._policy.on_arrival(group, self._subqueues)
         insort(self._subqueues.setdefault(self._policy.subqueue(group), []), group, key=self._policy.key)
-        insort(self._by_arrival, group, key=_arrival)
+        insort(self._by_arrival, group, key=_arrival_number)
         group.queued = True
 
     def remove(self, group: SequenceGroup) -> None:
@@ -71,10 +71,10 @@ class WaitingQueue:
         del subqueue[index]
         if not subqueue:
             del self._subqueues[name]
-        del self._by_arrival[bisect_left(self._by_arrival, group.arrival_number, key=_arrival)]
+        del self._by_arrival[bisect_left(self._by_arrival, group.arrival_number, key=_arrival_number)]
         group.queued = False
 
-    def _place(self, subqueue: str) -> tuple[float, OrderKey]:
+    def _subqueue_key(self, subqueue: str) -> tuple[float, OrderKey]:
         return self._policy.rank(subqueue), self._policy.key(self._subqueues[subqueue][0])
 
 
@@ -106,7 +106,7 @@ class RunningQueue:
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence; its key is fixed from now on."""
         sequence.order_key = self._key(sequence)
-        insort(self.sequences, sequence, key=_place)
+        insort(self.sequences, sequence, key=_order_key)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence; raises InvariantError if it is not here."""
@@ -115,7 +115,7 @@ class RunningQueue:
 
     def discard(self, sequence: Sequence) -> bool:
         """Remove a sequence if it is here; returns whether it was."""
-        index = bisect_left(self.sequences, sequence.order_key, key=_place)
+        index = bisect_left(self.sequences, sequence.order_key, key=_order_key)
         if index == len(self.sequences) or self.sequences[index] is not sequence:
             return False
         del self.sequences[index]

@@ -1,9 +1,9 @@
 """Beam search over candidates from an executor: which beams continue, which have finished, and the best of them.
 
-The algorithm is that of transformers 5 (generation/utils.py, `_beam_search` and its helpers) for one prompt. Beams go
-on with the `width` best continuations that do not stop; of the `width` best of all, those that stop become hypotheses,
-and the `width` best hypotheses are kept. Sums and scores are rounded to float32, as there, so that near ties fall the
-same way. Every stop id counts as transformers' eos_token_id does.
+The algorithm is that of transformers 5 (generation/utils.py, `_beam_search` and its helpers) for one prompt. The
+`width` best continuations that do not stop become the next beams; those of the `width` best overall that stop become
+hypotheses, of which the `width` best are kept. Sums and scores are rounded to float32, as there, so that near ties are
+resolved alike. Every stop id counts as eos_token_id does in transformers.
 
 Three things differ, all where transformers has no meaningful answer:
 - Which of two equal sums goes first is left open by torch; here the beam that was better before, then the candidate
@@ -120,10 +120,10 @@ class BeamSearch:
                 running.append((beam, token_id))
                 sums.append(total)
             elif rank < width:
-                ended.append(self._hypothesis((*outputs[beam], token_id), total, self._finish_by(token_id)))
+                ended.append(self._hypothesis((*outputs[beam], token_id), total, self._finish_for(token_id)))
         self._hypotheses = self._best_of(ended)
         self._sums = sums
-        if not sums or not self._goes_on():
+        if not sums or not self._may_continue():
             self._end()
             return []
         return running
@@ -183,7 +183,7 @@ class BeamSearch:
             else:
                 heappop(heads)
 
-    def _finish_by(self, token_id: int) -> Finish:
+    def _finish_for(self, token_id: int) -> Finish:
         if token_id in self._eos_token_ids and token_id in self._stop_ids:
             return Finish(FinishDetail.EOS)
         if token_id in self._stop_ids:
@@ -197,7 +197,7 @@ class BeamSearch:
         """The best of the hypotheses so far and `more`, best first. The sort is stable: the first of equals wins."""
         return sorted(self._hypotheses + more, key=lambda found: -found.score)[: self._spec.width]
 
-    def _goes_on(self) -> bool:
+    def _may_continue(self) -> bool:
         """Whether a running beam may still win. As in transformers, a heuristic unless the spec says "never"."""
         width, early_stopping = self._spec.width, self._spec.early_stopping
         if len(self._hypotheses) < width:

@@ -25,8 +25,8 @@ class DecodeBatch:
         self.slots: list[int] = []
         """Slots of the members, ascending."""
         self._block_size = block_size
-        self._outgrow: _Calendar = defaultdict(dict)
-        self._last: _Calendar = defaultdict(dict)
+        self._block_calendar: _Calendar = defaultdict(dict)
+        self._last_token_calendar: _Calendar = defaultdict(dict)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -37,25 +37,25 @@ class DecodeBatch:
             raise InvariantError(f"sequence {sequence.sequence_id} is not ready to decode")
         insort(self.slots, held_slot(sequence))
         sequence.attach_step_counter(self)
-        self._outgrow[self._outgrows_at(sequence)][sequence] = None
-        self._last[self._last_at(sequence)][sequence] = None
+        self._block_calendar[self._needs_block_at(sequence)][sequence] = None
+        self._last_token_calendar[self._last_token_at(sequence)][sequence] = None
 
     def leave(self, sequence: Sequence) -> None:
         """Remove a member; it keeps its counts."""
-        _unschedule(self._outgrow, self._outgrows_at(sequence), sequence)
-        _unschedule(self._last, self._last_at(sequence), sequence)
+        _unschedule(self._block_calendar, self._needs_block_at(sequence), sequence)
+        _unschedule(self._last_token_calendar, self._last_token_at(sequence), sequence)
         del self.slots[bisect_left(self.slots, held_slot(sequence))]
         sequence.detach_step_counter()
 
     @property
-    def outgrowing(self) -> list[Sequence]:
+    def needing_blocks(self) -> list[Sequence]:
         """The members that need one more block for the next step."""
-        return list(self._outgrow.get(self.num_steps, ()))
+        return list(self._block_calendar.get(self.num_steps, ()))
 
     def append_blocks(self, sequences: list[Sequence], block_ids: list[int]) -> None:
-        """Append a block to each of these sequences, which are the `outgrowing` ones."""
-        later = self._outgrow[self.num_steps + self._block_size]
-        del self._outgrow[self.num_steps]
+        """Append one block to each of the `needing_blocks` members."""
+        later = self._block_calendar[self.num_steps + self._block_size]
+        del self._block_calendar[self.num_steps]
         for sequence, block_id in zip(sequences, block_ids, strict=True):
             sequence.block_ids.append(block_id)
             later[sequence] = None
@@ -63,26 +63,26 @@ class DecodeBatch:
     def advance(self) -> list[Sequence]:
         """Plan one token for every member; returns the members whose last token this is."""
         self.num_steps += 1
-        return list(self._last.get(self.num_steps, ()))
+        return list(self._last_token_calendar.get(self.num_steps, ()))
 
     def check_integrity(self, sequences: list[Sequence]) -> None:
         """Check that the calendars hold exactly these members at the right steps; raises InvariantError."""
         if self.slots != sorted(held_slot(sequence) for sequence in sequences):
             raise InvariantError(f"the decode batch holds the slots {self.slots}")
         for sequence in sequences:
-            if sequence not in self._outgrow.get(self._outgrows_at(sequence), ()):
+            if sequence not in self._block_calendar.get(self._needs_block_at(sequence), ()):
                 raise InvariantError(f"sequence {sequence.sequence_id} is not in the calendar of blocks")
-            if sequence not in self._last.get(self._last_at(sequence), ()):
+            if sequence not in self._last_token_calendar.get(self._last_token_at(sequence), ()):
                 raise InvariantError(f"sequence {sequence.sequence_id} is not in the calendar of last tokens")
-        for calendar in (self._outgrow, self._last):
+        for calendar in (self._block_calendar, self._last_token_calendar):
             if sum(map(len, calendar.values())) != len(sequences):
                 raise InvariantError("a calendar holds a sequence that is not a member")
 
-    def _outgrows_at(self, sequence: Sequence) -> int:
+    def _needs_block_at(self, sequence: Sequence) -> int:
         """The value of num_steps at which its blocks are full."""
         return self.num_steps + len(sequence.block_ids) * self._block_size - sequence.num_computed_tokens
 
-    def _last_at(self, sequence: Sequence) -> int:
+    def _last_token_at(self, sequence: Sequence) -> int:
         """The value of num_steps after the step that plans its last token."""
         return self.num_steps + sequence.max_len - sequence.num_planned_tokens
 

@@ -28,7 +28,7 @@ _TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.SWAPPED: frozenset({SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.FINISHED: frozenset(),
 }
-_ENTERING = (SequenceState.WAITING, SequenceState.SWAPPED)
+_ADMISSIBLE = (SequenceState.WAITING, SequenceState.SWAPPED)
 
 
 class StepCounter(Protocol):
@@ -160,7 +160,7 @@ class Sequence:
         """Whether it may compute tokens: the KV of all tokens before them is there."""
         return self.kv_source is None and not (self.awaits_fork or self.is_spare_beam)
 
-    def compute(self, num_tokens: int) -> bool:
+    def schedule(self, num_tokens: int) -> bool:
         """Plan the KV of the next tokens; True if all are computed then, so that it samples (a beam: candidates)."""
         self._num_computed += num_tokens
         samples = self._num_computed == self._num_planned
@@ -211,7 +211,7 @@ class Sequence:
             self.detach_step_counter()
         self.drop_pending_tokens()
         self.slot, self.described = None, False
-        self.group.reserve = []
+        self.group.reserved_blocks = []
         self.block_ids, self.host_block_ids = [], []
         self.num_cached_blocks, self.cache_node = 0, None
 
@@ -224,7 +224,7 @@ class Sequence:
         """Drop pending tokens: plans in flight will not sample them."""
         self._num_planned = len(self.token_ids)
 
-    def end_after_planned(self, detail: FinishDetail) -> None:
+    def finish_after_planned(self, detail: FinishDetail) -> None:
         """Lower the maximum length to the tokens planned so far; the sequence finishes with `detail`."""
         self.max_len = self.num_planned_tokens
         self.length_detail = detail
@@ -234,7 +234,7 @@ class Sequence:
         if self.max_len > max_model_len:
             self.max_len, self.length_detail = max_model_len, FinishDetail.MAX_MODEL_LEN
 
-    def move(self, state: SequenceState) -> None:
+    def change_state(self, state: SequenceState) -> None:
         """Change the state, here only; raises InvariantError for a transition that the table does not have."""
         if state not in _TRANSITIONS[self.state]:
             raise InvariantError(f"sequence {self.sequence_id}: {self.state.name} cannot become {state.name}")
@@ -303,11 +303,11 @@ class SequenceGroup:
         "forked",
         "key",
         "max_failed_context_len",
-        "num_awaited",
         "num_failed_steps",
+        "num_pending_candidates",
         "num_preemptions",
         "queued",
-        "reserve",
+        "reserved_blocks",
         "sequences",
         "spec",
         "stop_ids",
@@ -332,9 +332,9 @@ class SequenceGroup:
         """After the fork of a beam search: the running beams, best first."""
         self.candidates: dict[Sequence, Candidates] = {}
         """Candidates received for its beams at the current length."""
-        self.num_awaited = 0
+        self.num_pending_candidates = 0
         """Number of candidate lists for its beams that plans in flight will return."""
-        self.reserve: list[int] = []
+        self.reserved_blocks: list[int] = []
         """Device blocks reserved for the growth of its beams."""
         self.num_failed_steps = 0
         """Number of failed steps that it was part of since its last progress."""
@@ -349,7 +349,7 @@ class SequenceGroup:
     def drop_candidates(self) -> None:
         """Drop candidates: plans in flight will not return them."""
         self.candidates.clear()
-        self.num_awaited = 0
+        self.num_pending_candidates = 0
 
     @property
     def running(self) -> list[Sequence]:
@@ -360,12 +360,12 @@ class SequenceGroup:
     def waiting_sequences(self) -> list[Sequence]:
         """Sequences waiting for admission: before the fork at most the first one, later all preempted ones."""
         first = self.sequences if self.forked else self.sequences[:1]
-        return [sequence for sequence in first if sequence.state in _ENTERING]
+        return [sequence for sequence in first if sequence.state in _ADMISSIBLE]
 
     @property
     def has_all_results(self) -> bool:
         """Whether no plan in flight still returns tokens or candidates for its waiting sequences."""
-        return not self.num_awaited and not any(sequence.num_pending for sequence in self.waiting_sequences)
+        return not self.num_pending_candidates and not any(sequence.num_pending for sequence in self.waiting_sequences)
 
     @property
     def can_admit_partially(self) -> bool:

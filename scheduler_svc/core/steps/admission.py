@@ -11,7 +11,7 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
-from scheduler_svc.core.steps.beam_scheduling import end_early
+from scheduler_svc.core.steps.beam_scheduling import finish_early
 from scheduler_svc.core.steps.budget import StepBudget
 from scheduler_svc.core.steps.chunks import plan_chunk
 from scheduler_svc.core.steps.placement import Placement, have_blocks, placements_of
@@ -22,7 +22,7 @@ def admit(
     requests: RequestTable, lane: Lane, step: PlannedStep, budget: StepBudget, num_admissible: int
 ) -> list[Sequence]:
     """Admit waiting groups while slots, blocks and budget last; returns sequences whose last token is planned now."""
-    ending: list[Sequence] = []
+    fully_planned: list[Sequence] = []
     memory_is_full, num_joined = False, 0
     while num_joined < num_admissible and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:
         alone = not len(lane.running)
@@ -31,7 +31,7 @@ def admit(
             break
         if any(sequence.group is group for sequence in step.swapped_out) or not group.has_all_results:
             break
-        if _end_oversized(requests, lane, group):
+        if _finish_oversized(requests, lane, group):
             continue
         placements = placements_of(requests, lane, group)
         if num_free_slots < len(placements):
@@ -41,32 +41,32 @@ def admit(
             placements.pop()
             memory_is_full = not have_blocks(lane, group, placements, alone=alone)
         if memory_is_full and alone:
-            _shrink_or_end(requests, lane, group)
+            _shrink_or_finish(requests, lane, group)
             continue
         if memory_is_full or not placements:
             break
         _place(lane, step, placements)
-        requests.admitted(group)
+        requests.record_admission(group)
         num_joined += 1
         for sequence in [placement.sequence for placement in placements if placement.sequence.may_compute]:
             if not budget.exhausted:
-                ending += plan_chunk(lane, step, budget, sequence)
-    requests.policies.batching.joined(num_joined, memory_is_full=memory_is_full)
-    return ending
+                fully_planned += plan_chunk(lane, step, budget, sequence)
+    requests.policies.batching.record_admissions(num_joined, memory_is_full=memory_is_full)
+    return fully_planned
 
 
 def _num_free_slots(lane: Lane) -> int:
     return min(lane.spec.max_num_seqs - len(lane.running), lane.slots.num_free)
 
 
-def _end_oversized(requests: RequestTable, lane: Lane, group: SequenceGroup) -> bool:
+def _finish_oversized(requests: RequestTable, lane: Lane, group: SequenceGroup) -> bool:
     """Finish sequences that this executor can never hold; returns whether there were any.
 
     They may have started on an executor with larger limits.
     """
     unfinished = [sequence for sequence in group.sequences if sequence.state is not SequenceState.FINISHED]
     if len(unfinished) > lane.spec.max_num_seqs and not (group.can_admit_partially or group.swapped):
-        end_early(requests, group, FinishDetail.EXECUTOR_ERROR)
+        finish_early(requests, group, FinishDetail.EXECUTOR_ERROR)
         return True
     ended = False
     if group.beam_search is not None:
@@ -76,26 +76,26 @@ def _end_oversized(requests: RequestTable, lane: Lane, group: SequenceGroup) -> 
             continue
         ended = True
         if group.beam_search is not None:
-            end_early(requests, group, detail)
+            finish_early(requests, group, detail)
             break
-        requests.end(sequence, Finish(detail))
+        requests.finish(sequence, Finish(detail))
     return ended
 
 
-def _shrink_or_end(requests: RequestTable, lane: Lane, group: SequenceGroup) -> None:
+def _shrink_or_finish(requests: RequestTable, lane: Lane, group: SequenceGroup) -> None:
     """Handle a group that does not fit into an empty pool.
 
     Swapped samples lose their KV and are admitted one by one; anything else finishes with KV_CAPACITY.
     """
     if group.beam_search is not None:
-        end_early(requests, group, FinishDetail.KV_CAPACITY)
+        finish_early(requests, group, FinishDetail.KV_CAPACITY)
     elif group.swapped:
         for sequence in group.sequences:
             if sequence.state is SequenceState.SWAPPED:
                 lane.drop_swapped(sequence)
                 requests.requeue(sequence)
     else:
-        requests.end_group(group, Finish(FinishDetail.KV_CAPACITY))
+        requests.finish_group(group, Finish(FinishDetail.KV_CAPACITY))
 
 
 def _place(lane: Lane, step: PlannedStep, placements: list[Placement]) -> None:
@@ -121,9 +121,9 @@ def _place(lane: Lane, step: PlannedStep, placements: list[Placement]) -> None:
             lane.blocks.allocate(sequence, placement.num_tokens, found=placement.found)
             sequence.mark_computed(placement.found.num_tokens)
             sequence.num_hit_tokens = placement.found.num_tokens
-            sequence.group.reserve += lane.blocks.take(placement.num_reserve)
+            sequence.group.reserved_blocks += lane.blocks.take(placement.num_reserved_blocks)
         elif sequence.awaits_fork:
-            lane.blocks.share_table(source, sequence, sequence.num_prompt_tokens)
+            lane.blocks.share_blocks(source, sequence, sequence.num_prompt_tokens)
             sequence.block_ids += lane.blocks.take(placement.num_to_take)
         else:
             lane.blocks.allocate(sequence, placement.num_tokens, shared=source.block_ids[: placement.num_shared])

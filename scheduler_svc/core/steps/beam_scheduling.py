@@ -39,10 +39,10 @@ def take_candidates(requests: RequestTable, lane: Lane, step: PlannedStep, resul
     beams = [chunk.sequence for chunk in step.chunks if chunk.samples and chunk.sequence.is_beam]
     if not beams:
         return
-    requests.policies.order.computed(beams)
+    requests.policies.order.on_tokens(beams)
     errors = dict(zip(result.error_slots, result.errors, strict=True))
     for beam in beams:
-        beam.group.num_awaited -= 1
+        beam.group.num_pending_candidates -= 1
         slot = beam.last_slot
         if beam.state is not SequenceState.RUNNING or slot is None:
             continue
@@ -55,10 +55,10 @@ def take_candidates(requests: RequestTable, lane: Lane, step: PlannedStep, resul
             _advance_search(requests, lane, group)
 
 
-def end_early(requests: RequestTable, group: SequenceGroup, detail: FinishDetail) -> None:
+def finish_early(requests: RequestTable, group: SequenceGroup, detail: FinishDetail) -> None:
     """Finish a group early: running beams count as hypotheses as they are."""
     if group.beam_search is None or not group.forked:
-        requests.end_group(group, Finish(detail))
+        requests.finish_group(group, Finish(detail))
         return
     found = group.beam_search.best(group.spec.num_samples, _outputs(group.beams), detail)
     _finish(requests, group, found, Finish(detail))
@@ -93,7 +93,7 @@ def _reorder(lane: Lane, group: SequenceGroup, beams: list[Sequence], pairs: lis
         child = parent
         if parent in children:
             child = others.pop()
-            lane.blocks.share_table(parent, child, parent.num_computed_tokens)
+            lane.blocks.share_blocks(parent, child, parent.num_computed_tokens)
         children.append(child)
     for child, output in zip(children, outputs, strict=True):
         child.set_output(output)
@@ -125,4 +125,4 @@ def _finish(requests: RequestTable, group: SequenceGroup, found: list[Hypothesis
         requests.outputs.hypotheses.append(output)
     for sequence in group.sequences:
         if sequence.state is not SequenceState.FINISHED:
-            requests.end(sequence, found[0].finish if found else otherwise, report=False)
+            requests.finish(sequence, found[0].finish if found else otherwise, report=False)

@@ -21,7 +21,7 @@ def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequ
     if num_tokens == 0 or not _describe_once(lane, step, budget, sequence):
         return []
     budget.spend(num_tokens)
-    samples = _compute(lane, step, sequence, num_tokens)
+    samples = _schedule(lane, step, sequence, num_tokens)
     if samples and siblings:
         budget.spend(0, num_sequences=len(siblings))
         return _fork(lane, step, sequence, siblings)
@@ -38,20 +38,20 @@ def plan_beams(lane: Lane, step: PlannedStep, budget: StepBudget) -> None:
             elif not _describe_once(lane, step, budget, beam):
                 break
             budget.spend(1)
-            _compute(lane, step, beam, 1)
+            _schedule(lane, step, beam, 1)
         if not group.due_beams:
             del lane.due_beam_groups[group]
 
 
-def _compute(lane: Lane, step: PlannedStep, sequence: Sequence, num_tokens: int) -> bool:
+def _schedule(lane: Lane, step: PlannedStep, sequence: Sequence, num_tokens: int) -> bool:
     """Add a chunk to the plan; returns whether the sequence samples (a beam: returns candidates)."""
     slot, context_len = held_slot(sequence), sequence.num_computed_tokens
     is_ready = sequence.num_uncomputed_tokens == 1 and not _is_held(sequence)
     if sequence.requested_prompt_logprobs and (predicted := sequence.predicted_prompt_tokens(num_tokens)):
         step.prompt_logprobs[slot] = sequence, predicted
-    samples = sequence.compute(num_tokens)
+    samples = sequence.schedule(num_tokens)
     step.chunks.append(Chunk(sequence, slot, num_tokens, context_len, samples))
-    sequence.group.num_awaited += samples and sequence.is_beam
+    sequence.group.num_pending_candidates += samples and sequence.is_beam
     if is_ready:
         step.plan.decode_ready = True
     else:
@@ -89,7 +89,7 @@ def _fork(lane: Lane, step: PlannedStep, source: Sequence, siblings: list[Sequen
     size, num_computed = lane.spec.block_size, source.num_computed_tokens
     num_full = num_computed // size
     group: SequenceGroup = source.group
-    ending: list[Sequence] = []
+    fully_planned: list[Sequence] = []
     group.forked = True
     for sibling in siblings:
         sibling.fork(source)
@@ -101,10 +101,10 @@ def _fork(lane: Lane, step: PlannedStep, source: Sequence, siblings: list[Sequen
         step.chunks.append(Chunk(sibling, slot, 0, num_computed, samples=True))
     lane.resuming[source] = None
     for sequence in (*siblings, source):
-        ending += _file_after_chunk(lane, sequence)
+        fully_planned += _file_after_chunk(lane, sequence)
         if not sequence.fully_planned and num_computed % size:
             lane.pending_copy_on_write[sequence] = sequence is not source
-    return ending
+    return fully_planned
 
 
 def _describe_once(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequence) -> bool:

@@ -26,7 +26,7 @@ class Placement:
     """Another sequence of its group, whose first blocks it shares."""
     num_shared: int = 0
     """Number of blocks shared with `source`."""
-    num_reserve: int = 0
+    num_reserved_blocks: int = 0
     """Number of blocks, included in num_to_take, reserved for the growth of its group's beams."""
 
 
@@ -85,16 +85,16 @@ def _prompt_placements(requests: RequestTable, lane: Lane, group: SequenceGroup)
     placements = [_placement(requests, lane, first, [])]
     num_shared = lane.blocks.num_blocks_for(first.num_prompt_tokens)
     for other in others:
-        num_tokens = first.num_prompt_tokens if other.is_beam else _num_reserved(requests, lane, other)
+        num_tokens = first.num_prompt_tokens if other.is_beam else _num_reserved_tokens(requests, lane, other)
         num_new = lane.blocks.num_blocks_for(num_tokens) - num_shared
         placements.append(Placement(other, num_new, num_tokens, source=first, num_shared=num_shared))
-    if first.is_beam and (num_reserve := _num_reserve(requests, lane, first)):
-        num_to_take = placements[0].num_to_take + num_reserve
-        placements[0] = replace(placements[0], num_to_take=num_to_take, num_reserve=num_reserve)
+    if first.is_beam and (num_reserved_blocks := _num_reserved_blocks(requests, lane, first)):
+        num_to_take = placements[0].num_to_take + num_reserved_blocks
+        placements[0] = replace(placements[0], num_to_take=num_to_take, num_reserved_blocks=num_reserved_blocks)
     return placements
 
 
-def _num_reserve(requests: RequestTable, lane: Lane, first: Sequence) -> int:
+def _num_reserved_blocks(requests: RequestTable, lane: Lane, first: Sequence) -> int:
     """Blocks to reserve for a beam search beyond its prompt; 0 if the policy reserves none or the pool is too small.
 
     In the worst case, beams share only the full blocks of the prompt.
@@ -108,10 +108,10 @@ def _num_reserve(requests: RequestTable, lane: Lane, first: Sequence) -> int:
 
 
 def _placement(requests: RequestTable, lane: Lane, sequence: Sequence, sources: list[Sequence]) -> Placement:
-    num_tokens = _num_reserved(requests, lane, sequence)
+    num_tokens = _num_reserved_tokens(requests, lane, sequence)
     num_blocks = lane.blocks.num_blocks_for(num_tokens)
     # Only the first of a group looks up the cache: taking its blocks changes what the others would find.
-    found = NO_PREFIX if sources else lane.blocks.find(sequence)
+    found = NO_PREFIX if sources else lane.blocks.find_cached_prefix(sequence)
     source, num_shared = _best_source(sequence, sources, lane.spec.block_size)
     if num_shared:
         return Placement(sequence, num_blocks - num_shared, num_tokens, source=source, num_shared=num_shared)
@@ -145,10 +145,10 @@ def _num_common_blocks(left: list[int], right: list[int], least: int, most: int,
     return least
 
 
-def _num_reserved(requests: RequestTable, lane: Lane, sequence: Sequence) -> int:
+def _num_reserved_tokens(requests: RequestTable, lane: Lane, sequence: Sequence) -> int:
     """Number of tokens to allocate blocks for: its own, and those reserved, as far as the pool can hold them.
 
-    Nothing is reserved for a group whose whole reservation exceeds the pool. For beams see `_num_reserve`.
+    Nothing is reserved for a group whose whole reservation exceeds the pool. For beams see `_num_reserved_blocks`.
     """
     wanted = requests.policies.batching.num_reserved_tokens(sequence)
     others = len(sequence.group.sequences) - 1

@@ -25,24 +25,24 @@ def plan_step(requests: RequestTable, lane: Lane, plan: StepPlan, now: float) ->
     _resume(lane, step)
     # Sequences with shared KV wait until an earlier plan has computed it.
     prefilling = [sequence for sequence in lane.prefilling if _shared_kv_is_computed(sequence)]
-    ending = _plan_decodes(lane, step, budget)
+    fully_planned = _plan_decodes(lane, step, budget)
     plan_beams(lane, step, budget)
     for sequence in prefilling:
         if budget.exhausted:
             break
-        ending += plan_chunk(lane, step, budget, sequence)
+        fully_planned += plan_chunk(lane, step, budget, sequence)
     # A sequence preempted for lack of memory would be admitted again at once.
     if not memory_is_short:
-        ending += admit(requests, lane, step, budget, num_admissible)
-    plan.released_slots = lane.stale_slots + lane.slots.releases_for(plan.step_id)
+        fully_planned += admit(requests, lane, step, budget, num_admissible)
+    plan.released_slots = lane.stale_slots + lane.slots.take_released(plan.step_id)
     lane.stale_slots = []
     step.retired, lane.retired = lane.retired, []
     _take_moves(lane, step)
     # Only now: their blocks belong to this step, and are free, or can be shared, from the next one on.
     if lane.blocks.caching:
         for chunk in step.chunks:
-            lane.blocks.register(chunk.sequence)
-    for sequence in ending:
+            lane.blocks.cache_full_blocks(chunk.sequence)
+    for sequence in fully_planned:
         lane.retire(sequence)
     moves = plan.swapped_out or plan.copied or plan.swapped_in
     return step if step.total_tokens or plan.released_slots or moves else None

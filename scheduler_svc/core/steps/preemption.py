@@ -8,7 +8,7 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, held_slot
-from scheduler_svc.core.steps.beam_scheduling import end_early
+from scheduler_svc.core.steps.beam_scheduling import finish_early
 from scheduler_svc.core.steps.placement import have_blocks, placements_of
 from scheduler_svc.core.types import Finish, FinishDetail
 
@@ -26,7 +26,7 @@ def preempt_for_decodes(requests: RequestTable, lane: Lane, step: PlannedStep) -
             victims = lane.running.victims(requests.waiting, step.planned_at)[::-1]
         victim = victims.pop()
         if victim.slot is not None:
-            _preempt_or_end(requests, lane, step, victim)
+            _preempt_or_finish(requests, lane, step, victim)
     _copy_on_write(lane, step)
     _append_blocks(lane, step)
     return victims is not None
@@ -42,7 +42,7 @@ def preempt_for_admission(requests: RequestTable, lane: Lane, step: PlannedStep)
         return
     placements = placements_of(requests, lane, head)
     # Blocks that it will share with a victim are not free after the preemption.
-    kept = {block_id for placement in placements for block_id in lane.blocks.blocks_of(placement.found)}
+    kept = {block_id for placement in placements for block_id in lane.blocks.device_blocks_of(placement.found)}
     victims = _VictimSet(lane, kept)
     for sequence in lane.running.victims(requests.waiting, step.planned_at):
         num_left = len(lane.running) - len(victims.sequences)
@@ -82,16 +82,16 @@ class _VictimSet:
 def _free_reserves(lane: Lane) -> None:
     """Free as many of the reserved blocks of beam groups as their beams are about to take."""
     for group in lane.due_beam_groups:
-        if group.reserve:
-            kept = max(0, len(group.reserve) - _num_needed_for(lane, group.due_beams, group.due_beams))
-            lane.blocks.put_back(group.reserve[kept:])
-            del group.reserve[kept:]
+        if group.reserved_blocks:
+            kept = max(0, len(group.reserved_blocks) - _num_needed_for(lane, group.due_beams, group.due_beams))
+            lane.blocks.free_taken(group.reserved_blocks[kept:])
+            del group.reserved_blocks[kept:]
 
 
 def _num_needed_blocks(lane: Lane) -> int:
     """Number of new blocks for growing decodes and beams, and for copy-on-write after forks."""
     beams = _due_beams(lane)
-    return len(lane.decode_batch.outgrowing) + _num_needed_for(lane, beams, [*lane.pending_copy_on_write, *beams])
+    return len(lane.decode_batch.needing_blocks) + _num_needed_for(lane, beams, [*lane.pending_copy_on_write, *beams])
 
 
 def _num_needed_for(lane: Lane, beams: list[Sequence], sharers: list[Sequence]) -> int:
@@ -101,14 +101,14 @@ def _num_needed_for(lane: Lane, beams: list[Sequence], sharers: list[Sequence]) 
         if lane.blocks.writes_shared(sequence):
             block_id = sequence.block_ids[sequence.num_computed_tokens // lane.spec.block_size]
             shared[block_id] = lane.blocks.pool.ref_counts[block_id] - 1
-    return len(_outgrowing(lane, beams)) + sum(shared.values())
+    return len(_beams_needing_blocks(lane, beams)) + sum(shared.values())
 
 
 def _due_beams(lane: Lane) -> list[Sequence]:
     return [beam for group in lane.due_beam_groups for beam in group.due_beams]
 
 
-def _outgrowing(lane: Lane, beams: list[Sequence]) -> list[Sequence]:
+def _beams_needing_blocks(lane: Lane, beams: list[Sequence]) -> list[Sequence]:
     return [beam for beam in beams if beam.num_computed_tokens == len(beam.block_ids) * lane.spec.block_size]
 
 
@@ -130,24 +130,24 @@ def _copy_on_write(lane: Lane, step: PlannedStep) -> None:
 
 def _append_blocks(lane: Lane, step: PlannedStep) -> None:
     """Append a block to each sequence whose blocks are full."""
-    beams, outgrowing = _outgrowing(lane, _due_beams(lane)), lane.decode_batch.outgrowing
-    if not (beams or outgrowing):
+    beams, needing_blocks = _beams_needing_blocks(lane, _due_beams(lane)), lane.decode_batch.needing_blocks
+    if not (beams or needing_blocks):
         return
-    block_ids = lane.blocks.take(len(outgrowing) + len(beams))
-    for beam, block_id in zip(beams, block_ids[len(outgrowing) :], strict=True):
-        lane.blocks.register(beam)
+    block_ids = lane.blocks.take(len(needing_blocks) + len(beams))
+    for beam, block_id in zip(beams, block_ids[len(needing_blocks) :], strict=True):
+        lane.blocks.cache_full_blocks(beam)
         beam.block_ids.append(block_id)
         if beam.described:
             _note_append(step, beam, block_id)
-    if outgrowing:
+    if needing_blocks:
         if lane.blocks.caching:
-            for sequence in outgrowing:
-                lane.blocks.register(sequence)
-        block_ids = block_ids[: len(outgrowing)]
-        lane.decode_batch.append_blocks(outgrowing, block_ids)
-        step.plan.append_slots += [held_slot(sequence) for sequence in outgrowing]
+            for sequence in needing_blocks:
+                lane.blocks.cache_full_blocks(sequence)
+        block_ids = block_ids[: len(needing_blocks)]
+        lane.decode_batch.append_blocks(needing_blocks, block_ids)
+        step.plan.append_slots += [held_slot(sequence) for sequence in needing_blocks]
         step.plan.append_block_ids += block_ids
-        step.appended += zip(outgrowing, block_ids, strict=True)
+        step.appended += zip(needing_blocks, block_ids, strict=True)
 
 
 def _note_append(step: PlannedStep, sequence: Sequence, block_id: int) -> None:
@@ -156,20 +156,20 @@ def _note_append(step: PlannedStep, sequence: Sequence, block_id: int) -> None:
     step.appended.append((sequence, block_id))
 
 
-def _preempt_or_end(requests: RequestTable, lane: Lane, step: PlannedStep, victim: Sequence) -> None:
+def _preempt_or_finish(requests: RequestTable, lane: Lane, step: PlannedStep, victim: Sequence) -> None:
     """Preempt a victim; with nothing else running, finish it instead, since preemption would free nothing."""
     others = any(sequence.group is not victim.group for sequence in lane.running)
     if others:
         _preempt_victim(requests, lane, step, victim)
     elif victim.group.beam_search is not None:
-        end_early(requests, victim.group, FinishDetail.KV_CAPACITY)
+        finish_early(requests, victim.group, FinishDetail.KV_CAPACITY)
     elif len(lane.running) > 1:
         _preempt(requests, lane, step, [victim], swapped=False)
     elif victim.num_pending == 0:
-        requests.end(victim, Finish(FinishDetail.KV_CAPACITY))
+        requests.finish(victim, Finish(FinishDetail.KV_CAPACITY))
     else:
         lane.retire(victim)
-        victim.end_after_planned(FinishDetail.KV_CAPACITY)
+        victim.finish_after_planned(FinishDetail.KV_CAPACITY)
 
 
 def _preempt_victim(requests: RequestTable, lane: Lane, step: PlannedStep, victim: Sequence) -> None:

@@ -59,7 +59,7 @@ def _check_samples(lane: Lane, expected: list[int], slots: list[int], result: St
         raise InvariantError(f"step {result.step_id}: token counts do not add up")
     with_token = {slot for slot, count in zip(slots, counts, strict=True) if count}
     for slot in sampling - with_token - set(result.error_slots) - result.candidates.keys():
-        if _held_by(lane, slot).state is not SequenceState.FINISHED:
+        if _sequence_at(lane, slot).state is not SequenceState.FINISHED:
             raise InvariantError(f"step {result.step_id}: slot {slot} sampled nothing although it has not finished")
 
 
@@ -97,20 +97,20 @@ def take_result(requests: RequestTable, lane: Lane, step: PlannedStep, result: S
     outputs.sequences += sequences
     outputs.token_ids += token_ids
     for slot, logprobs in result.logprobs.items():
-        outputs.logprobs[_held_by(lane, slot)] = logprobs
-    requests.policies.order.computed(sequences)
+        outputs.logprobs[_sequence_at(lane, slot)] = logprobs
+    requests.policies.order.on_tokens(sequences)
     if requests.groups_with_failed_steps:
         _reset_failed_steps(requests, step, set(sequences))
-    _end_stopped(requests, lane, sequences, token_ids)
+    _finish_stopped(requests, lane, sequences, token_ids)
     for sequence in [sequence for sequence in lane.finishing if len(sequence.token_ids) >= sequence.max_len]:
-        requests.end(sequence, Finish(sequence.length_detail))
+        requests.finish(sequence, Finish(sequence.length_detail))
     for slot, error in zip(result.error_slots, result.errors, strict=True):
-        _end_failed(requests, lane, _held_by(lane, slot), error)
+        _finish_failed(requests, lane, _sequence_at(lane, slot), error)
     take_candidates(requests, lane, step, result)
     return len(sequences)
 
 
-def _end_failed(requests: RequestTable, lane: Lane, sequence: Sequence, error: SlotError) -> None:
+def _finish_failed(requests: RequestTable, lane: Lane, sequence: Sequence, error: SlotError) -> None:
     """Finish a sequence whose slot failed. A beam search continues without a beam that has no candidates."""
     finish = Finish(_DETAILS.get(error, FinishDetail.EXECUTOR_ERROR))
     if error is SlotError.NON_FINITE_LOGITS:
@@ -120,9 +120,9 @@ def _end_failed(requests: RequestTable, lane: Lane, sequence: Sequence, error: S
     if sequence.is_beam and error is SlotError.NO_ALLOWED_TOKEN:
         return
     if sequence.is_beam or not sequence.group.forked:
-        requests.end_group(sequence.group, finish)
+        requests.finish_group(sequence.group, finish)
     elif sequence.state is not SequenceState.FINISHED:
-        requests.end(sequence, finish)
+        requests.finish(sequence, finish)
 
 
 def _sampled(lane: Lane, result: StepResult) -> tuple[list[int], list[int]]:
@@ -144,14 +144,14 @@ def _take_prompt_logprobs(requests: RequestTable, step: PlannedStep, result: Ste
             requests.outputs.prompt_logprobs.append((sequence, fresh))
 
 
-def _end_stopped(requests: RequestTable, lane: Lane, sequences: list[Sequence], token_ids: list[int]) -> None:
+def _finish_stopped(requests: RequestTable, lane: Lane, sequences: list[Sequence], token_ids: list[int]) -> None:
     """Finish the sequences whose new token is one of their stop ids."""
     stop_ids = lane.stop_ids
     if stop_ids.isdisjoint(token_ids):
         return
     for sequence, token_id in zip(sequences, token_ids, strict=True):
         if token_id in stop_ids and (finish := sequence.check_stop(token_id)) is not None:
-            requests.end(sequence, finish)
+            requests.finish(sequence, finish)
 
 
 def _reset_failed_steps(requests: RequestTable, step: PlannedStep, sampled: Collection[Sequence]) -> None:
@@ -173,12 +173,12 @@ def context_lens(lane: Lane, step: PlannedStep, *, applied: Collection[Sequence]
     """
     found = {chunk.sequence: chunk.context_len for chunk in step.chunks}
     for slot in step.decode_slots:
-        sequence = _held_by(lane, slot)
+        sequence = _sequence_at(lane, slot)
         found[sequence] = len(sequence.token_ids) - 1 - (sequence in applied)
     return found
 
 
-def _held_by(lane: Lane, slot: int) -> Sequence:
+def _sequence_at(lane: Lane, slot: int) -> Sequence:
     sequence = lane.sequence_at[slot]
     if sequence is None:
         raise InvariantError(f"slot {slot} was never held by a sequence")

@@ -219,10 +219,10 @@ def test_a_slot_comes_back_after_the_results_of_all_earlier_plans() -> None:
     first = slots.take()
     slots.take()
     slots.release(first)
-    assert slots.releases_for(step_id=7) == [first]
-    slots.result_seen(5)
+    assert slots.take_released(step_id=7) == [first]
+    slots.on_result(5)
     assert slots.num_free == 0, "step 6 may still write there"
-    slots.result_seen(6)
+    slots.on_result(6)
     assert slots.num_free == 1
 
 

@@ -1,4 +1,4 @@
-"""Live requests with several samples: what readers are told of them, and the choice of the best."""
+"""Live requests with several samples: what readers get, and the choice of the best."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_best_come_first_and_nothing_before_the_end():
     assert [(out.sample_index, out.text, out.cumulative_logprob) for out in message.outputs] == [
         (0, "ccc", -1.5), (1, "aa", -2.0),
     ]  # fmt: skip
-    assert not any(out.HasField("logprobs") for out in message.outputs), "nobody asked"
+    assert not any(out.HasField("logprobs") for out in message.outputs), "not requested"
     assert message.HasField("info")
     assert message.stats.num_completion_tokens == 7, "of all that were drawn"
     assert reader.done
@@ -111,7 +111,7 @@ def test_of_equal_ones_the_first_drawn_is_better():
     "detail",
     [FinishDetail.ABORTED, FinishDetail.DEADLINE, FinishDetail.NON_FINITE_LOGITS, FinishDetail.EXECUTOR_ERROR],
 )
-def test_what_was_cut_short_is_last_whatever_its_logprob(detail):
+def test_a_failed_sample_is_last_whatever_its_logprob(detail):
     live = make(3, BestOf(3, returns_logprobs=False), logprobs=0)
     live.samples[0].extend((), (), Finish(detail))
     give(live, 1, "b", -9.0)
@@ -129,7 +129,7 @@ def test_tokens_after_a_stop_string_do_not_count():
     assert (best.text.text, best.cumulative_logprob, best.finish.detail) == ("a", -2.0, FinishDetail.STOP_STRING)
 
 
-def test_logprobs_of_the_best_are_told_if_they_were_asked_for():
+def test_logprobs_of_the_best_are_returned_if_requested():
     live = make(2, BestOf(1, returns_logprobs=True), logprobs=0)
     give(live, 0, "aa", -2.0)
     give(live, 1, "bb", -1.0)

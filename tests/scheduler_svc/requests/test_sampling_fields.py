@@ -1,4 +1,4 @@
-"""SamplingParams from the wire to what an executor is told: ranges, paths, float32, bad words, what leaves no token."""
+"""SamplingParams from the wire to the executor: ranges, paths, float32, bad words, no token left to choose."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def on_the_wire(value: Sampling):
     return step_plan(StepPlan(1, 0, admitted=[admitted]), epoch=1).admitted[0].sampling
 
 
-def test_every_field_is_told_to_the_executor() -> None:
+def test_every_field_reaches_the_executor() -> None:
     given = sampling(
         temperature=0.5, top_p=0.75, top_k=7, min_p=0.25, repetition_penalty=1.5, presence_penalty=-1.0,
         top_n_sigma=1.25, frequency_penalty=2.0, seed=2**64 - 1, min_tokens=3, stop_token_ids=[9],
@@ -212,7 +212,7 @@ def test_the_last_tokens_are_kept(keep, max_tokens, kept) -> None:
         assert build(**given).spec.prompt_token_ids == tuple(range(200 - kept, 200))
 
 
-def test_an_output_that_leaves_no_room_for_a_prompt_is_refused() -> None:
+def test_an_output_that_leaves_no_tokens_for_a_prompt_is_rejected() -> None:
     error = refusal(truncate_prompt_tokens=-1, max_tokens=64)
     assert error.field == "sampling_params.truncate_prompt_tokens"
     assert "max_model_len = 64" in str(error)

@@ -1,4 +1,4 @@
-"""`cadenza loadtest`: put a load on a server and measure what its users would see."""
+"""`cadenza loadtest`: send a load to a server and measure what its users would see."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cadenza.cli.load_options import Csv, Label, Output, Plots, Report, Sweep, o
 from cadenza.cli.service_args import Config, FieldOption, serving
 from cadenza.errors import CadenzaError, OptionError
 
-HELP = """Put a load on a server and measure what its users would see.
+HELP = """Send a load to a server and measure what its users would see.
 
 \b
 Examples:
@@ -24,16 +24,16 @@ Examples:
   cadenza loadtest --find-max-rate --slo ttft=0.5 --duration-s 60
 
 The schedule is fixed before the run: a server that falls behind does not slow its own load, and latencies count from
-when a request was due. With --model a server is started for this command only. Latencies are in seconds in files, in
-milliseconds on the screen. `cadenza report FILE FILE` compares results.
+the time when a request was due. With --model a server is started for this command only. Latencies are in seconds in
+files, in milliseconds on the screen. `cadenza report FILE FILE` compares results.
 """
-EPILOG = """Exit codes: 0 measured, 1 nothing could be measured, or not all of it, or no rate holds, 2 wrong options,
-130 Ctrl-C. What was measured before Ctrl-C is told and written; a second Ctrl-C ends at once.
+EPILOG = """Exit codes: 0 measured, 1 measurement failed or is incomplete, or no rate holds, 2 wrong options,
+130 Ctrl-C. Measurements before Ctrl-C are printed and written; a second Ctrl-C ends at once.
 """
 
 
 class NothingMeasuredError(CadenzaError):
-    """Every request failed, or none counted."""
+    """Every request failed, or none was within the window that counts."""
 
 
 def loadtest(
@@ -43,7 +43,7 @@ def loadtest(
     sweep: Sweep = None,
     rerun: Annotated[
         str | None,
-        of_results("FILE", "Measure this result again: its settings and its server, but for what is given here."),
+        of_results("FILE", "Rerun this result with its settings and its server, overridden by the options given here."),
     ] = None,
     output: Output = None,
     csv: Csv = None,
@@ -70,7 +70,7 @@ def loadtest(
     was = read_again(rerun, "loadtest") if rerun is not None else None
     before = {} if was is None or rerun is None else settings_of(was, rerun, elsewhere=place.is_named)
     settings = make_settings(overlaid(before, given))
-    planned_points(settings)  # what cannot be is refused before a server is started
+    planned_points(settings)  # invalid settings are refused before a server is started
     outputs = check_outputs(output=output, csv=csv, plots=plots, report=report, read=[rerun, settings.workload])
 
     def measure(address: str, reached: Reached | None = None) -> LoadTestFile:
@@ -96,7 +96,7 @@ def loadtest(
 
 
 def load_fields() -> list[FieldOption]:
-    """The settings of a load test as options; none where the extra is not installed."""
+    """The settings of a load test as options; none if the extra is not installed."""
     try:
         from cadenza.loadtest.settings import LoadSettings
     except ImportError:

@@ -107,8 +107,7 @@ def figures_of(files: Sequence[LoadTestFile], comparison: Comparison | None = No
         yield (
             f"latency-over-time-{place}",
             latency_over_time(sample),
-            "Each request over its due time; the shade is the window that counts. A line that keeps rising shows a queue."
-            + which,
+            "Each request over its due time; the shade is the window that counts. A rising line shows a queue." + which,
         )
         if steps is not None:
             yield (

@@ -58,29 +58,29 @@ REFUSED = [
     ),
     (f"loadtest {NOBODY} --workload requests.jsonl --arrivals trace", "--arrivals trace: request 0"),
     (f"loadtest {NOBODY} --burstiness 2", "--burstiness 2.0: goes with --arrivals gamma only"),
-    (f"loadtest {NOBODY} --warm-up-s 50 --request-rate 5 --num-requests 4", "--warm-up-s 50 leaves nothing: the last"),
+    (f"loadtest {NOBODY} --warm-up-s 50 --request-rate 5 --num-requests 4", "--warm-up-s 50 leaves no request: the last"),
     (f"loadtest {NOBODY} --slo ttft=abc", "--slo: ttft must be a number of seconds over 0, not 'abc'"),
     (f"loadtest {NOBODY} --endpoint chat", "--endpoint is for --api openai, not session"),
-    (f"loadtest {NOBODY} --workload header.csv", "workload header.csv: there is no request in it"),
+    (f"loadtest {NOBODY} --workload header.csv", "workload header.csv: has no request"),
     (
         f"loadtest {NOBODY} --sweep request-rate=1,2 --request-rate 3",
-        "--request-rate: --sweep request-rate=1,2 sets it, too; leave one of them out",
+        "--request-rate: --sweep request-rate=1,2 sets it, too; omit one of them",
     ),
-    (f"loadtest {NOBODY} --sweep request-rate=1 --sweep request-rate=2", "--sweep request-rate: it is there twice"),
+    (f"loadtest {NOBODY} --sweep request-rate=1 --sweep request-rate=2", "--sweep request-rate: given twice"),
     ("loadtest --url http://127.0.0.1:1/v1 --config none.toml", "option config is for a server started here"),
     ("simulate --sweep burstiness=1,2", "--burstiness 2.0: goes with"),
     ("simulate --request-rate 5 --window 100:200", "--window 100:200: no request is due within it; the last one is"),
     ("simulate --request-rate 1 --duration-s 0.0001", "there is nothing to send"),
-    ("simulate --concurrency 4 --arrivals constant", "--arrivals and --burstiness are of an open loop"),
+    ("simulate --concurrency 4 --arrivals constant", "--arrivals and --burstiness are for an open loop"),
     # Results that cannot be run again.
     ("loadtest --rerun none.json", "--rerun none.json: cannot be read: No such file"),
     ("loadtest --rerun newer.json", "--rerun newer.json: has schema version 2, this Cadenza"),
-    ("loadtest --rerun made.json", "it was simulated: run it again with `cadenza simulate --rerun made.json`"),
+    ("loadtest --rerun made.json", "it was simulated: rerun it with `cadenza simulate --rerun made.json`"),
     ("loadtest --rerun strange.json", "--rerun strange.json: settings: --request-rate: input should be greater"),
     ("simulate --rerun folder", "--rerun folder: cannot be read: Is a directory"),
     (
         "simulate --rerun measured.json",
-        "measured on a server: run it again with `cadenza loadtest --rerun measured.json`",
+        "measured on a server: rerun it with `cadenza loadtest --rerun measured.json`",
     ),
     ("simulate --rerun unknown.json", "--rerun unknown.json: settings: --surprise: extra inputs"),
     ("simulate --rerun nobody.json", "--rerun nobody.json: server.executors: Field required"),
@@ -135,7 +135,7 @@ def test_a_window_in_which_nothing_was_due_is_no_failure_of_requests(
     assert run(f"simulate {load}".split()) == 1
     told = capsys.readouterr()
     assert "No request was due within the window, 100 to 200 s of the run" in " ".join(told.out.split())
-    assert "cadenza: no request was due within what counts" in told.err
+    assert "cadenza: no request was due within the window that counts" in told.err
     assert "ended well" not in told.out + told.err
 
 

@@ -230,7 +230,7 @@ def test_a_comparison_is_shown_in_100_columns() -> None:
     other = swept_file("with a long label", [1.0, 3.0], output_len=6)
     other = other.model_copy(update={"max_rate": MaxRate(held=None, failed=1, **rate)})
     text = text_of(comparison_view(compare([base, other])))
-    assert "What was not the same" in text
+    assert "Differing settings" in text
     assert "settings: output_len" in text
     assert "with a long label against a at request-rate 1" in text
     assert "TTFT p99, ms" in text
@@ -322,8 +322,8 @@ def test_errors_lost_steps_and_limits_that_cannot_be_judged_are_told() -> None:
     found = notices(measure(run, window=None, slo=parse_slo("itl=0.1"), steps=made_up_steps(5, 1)))
     assert found == [
         "3 of 3 requests failed: B 2, A 1.",
-        "No request ended well: there are no latencies.",
-        "3 step records were lost: occupancy and KV use are of the others.",
+        "No request completed: there are no latencies.",
+        "3 step records were lost: occupancy and KV use are computed from the others.",
     ]
     assert notices(measure(run, window=(100.0, 200.0), slo=None)) == [
         "No request was due within the window, 100 to 200 s of the run: there are no latencies."
@@ -332,7 +332,7 @@ def test_errors_lost_steps_and_limits_that_cannot_be_judged_are_told() -> None:
     assert notices(measure(run, window=None, slo=None), {"A": "of another run", "B": "no such model"}) == [
         "2 of 3 requests failed: B 2.",
         "B: no such model",
-        "Latencies are of the requests that ended well.",
+        "Latencies are those of completed requests.",
     ]
     run.error[:] = ""
     (notice,) = notices(measure(run, window=None, slo=parse_slo("itl=0.1")))
@@ -344,5 +344,5 @@ def test_requests_that_failed_are_not_told_again_as_a_server_that_fell_behind() 
     refused = columns(due_s=due_s, sent_s=due_s, error=["HTTP_404"] * 100)
     assert notices(measure(refused, window=(0.0, 9.9), slo=None)) == [
         "100 of 100 requests failed: HTTP_404 100.",
-        "No request ended well: there are no latencies.",
+        "No request completed: there are no latencies.",
     ]

@@ -85,7 +85,7 @@ async def test_a_search_among_failures_alone_ends(target) -> None:
     assert target.num_runs == 1
     assert file.max_rate is not None
     assert (file.max_rate.held, file.max_rate.failed) == (None, 200)
-    assert file.cut_short == "no request ended well at 200 requests/s, so no other rate is tried"
+    assert file.cut_short == "no request completed at 200 requests/s, so no other rate is tried"
 
 
 async def test_with_nothing_measured_the_error_is_raised(target) -> None:

@@ -90,9 +90,9 @@ def test_a_files_own_prompts_are_kept() -> None:
     given_text = shape(2, 3, prompt_text="Once upon")
     assert prompts.text(given_text) == "Once upon"
     assert prompts.text(given_text, "Well,") == "Well, Once upon"
-    with pytest.raises(LoadTestError, match="request 2: its prompt is a text, and token ids are asked for"):
+    with pytest.raises(LoadTestError, match="request 2: its prompt is a text, but token ids are needed"):
         prompts.token_ids(given_text)
-    with pytest.raises(LoadTestError, match="request 2: its prompt is token ids, and a text is asked for"):
+    with pytest.raises(LoadTestError, match="request 2: its prompt is token ids, but a text is needed"):
         prompts.text(given_ids)
     with pytest.raises(LoadTestError, match=r"request 5: prompt: token id 100 is not in the vocabulary.*last is 99"):
         prompts.token_ids(shape(5, 2, prompt_token_ids=(1, 100)))

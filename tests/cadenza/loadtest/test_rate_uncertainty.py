@@ -93,13 +93,13 @@ def test_a_run_too_short_for_its_requests_says_so() -> None:
     assert FEWEST_BLOCKS == 10
     assert summarise([measure(short, window=None, slo=None)], short)["requests_per_s"].how == "single"
     (changes,) = compare([file_of("a", short), file_of("b", short)]).points[0].changes
-    assert changes["requests_per_s"].why_unknown.startswith("the run is not 10 times as long as a request takes")
+    assert changes["requests_per_s"].why_unknown.startswith("the run is shorter than 10 requests")
     assert changes["ttft_s.p99"].why_unknown == "needs 368 values"
     assert changes["ttft_s.p50"].why_unknown == ""
     chosen = [changes[name] for name in ("requests_per_s", "goodput_per_s", "ttft_s.p50", "ttft_s.p99", "e2e_s.p99")]
     rates, percentiles = unknown_sentences(chosen)
-    assert rates.startswith("Uncertainty not known of request throughput, goodput: the run is not 10 times")
-    assert percentiles == "Uncertainty not known of TTFT p99, E2E p99: needs 368 values."
+    assert rates.startswith("Uncertainty not known for request throughput, goodput: the run is not 10 times")
+    assert percentiles == "Uncertainty not known for TTFT p99, E2E p99: needs 368 values."
 
 
 def test_two_runs_differ_by_their_throughput() -> None:

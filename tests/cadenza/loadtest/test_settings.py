@@ -23,7 +23,7 @@ from cadenza.loadtest.settings import changed, make_settings, overlaid
         ({"request_rate": "fast"}, "--request-rate: input should be a valid number"),
         ({"request_rate": "3", "concurrency": "3"}, "--request-rate .* or --concurrency"),
         ({"input_len": "uniform:5:2"}, "--input-len: "),
-        ({"workload": "random", "num_turns": "3"}, "--num-turns goes with --workload multi-turn"),
+        ({"workload": "random", "num_turns": "3"}, "--num-turns is for --workload multi-turn"),
         ({"slo": "ttft"}, "^--slo: 'ttft' must be NAME=SECONDS"),
         ({"slo": "TTFT=0.5"}, "^--slo: 'TTFT=0.5' must be NAME=SECONDS, NAME one of ttft, tpot, itl, e2e$"),
         ({"slo": "ttft=500ms"}, "^--slo: ttft must be a number of seconds over 0, not '500ms'$"),
@@ -36,8 +36,8 @@ from cadenza.loadtest.settings import changed, make_settings, overlaid
         ({"api": "openai"}, "--api openai needs --url"),
         ({"api": "session", "url": "http://x"}, "--url is for --api openai"),
         ({"nothing": "1"}, "--nothing: extra inputs"),
-        ({"concurrency": "3", "arrivals": "gamma"}, "do not go with --concurrency"),
-        ({"concurrency": "3", "arrivals": "trace"}, "do not go with --concurrency"),
+        ({"concurrency": "3", "arrivals": "gamma"}, "cannot be used with --concurrency"),
+        ({"concurrency": "3", "arrivals": "trace"}, "cannot be used with --concurrency"),
         ({"endpoint": "chat"}, "--endpoint is for --api openai, not session"),
         ({"served_model_name": "m", "api": "generate"}, "--served-model-name is for --api openai, not generate"),
         ({"plain_fields": True}, "--plain-fields is for --api openai"),
@@ -76,7 +76,7 @@ def test_a_url_implies_the_api() -> None:
     [
         ("request-rate", "must be NAME=VALUE"),
         ("request-rate=", "must be NAME=VALUE"),
-        ("request-rate=1,1", "there twice"),
+        ("request-rate=1,1", "given twice"),
         ("request-rat=1", "did you mean request-rate"),
         ("api=session", "cannot be swept"),
         ("sweep=1", "cannot be swept"),
@@ -97,7 +97,7 @@ def test_several_sweeps_make_every_combination() -> None:
 
 
 def test_one_name_in_two_sweeps_is_refused() -> None:
-    with pytest.raises(LoadTestError, match="there twice"):
+    with pytest.raises(LoadTestError, match="given twice"):
         _ = make_settings({"sweep": ["request-rate=1", "request-rate=2"]}).points
 
 

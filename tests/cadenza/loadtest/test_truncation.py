@@ -70,7 +70,7 @@ def test_they_are_counted_within_the_window_and_told() -> None:
     assert np.array_equal(run_.index, [0, 1, 2, 3])
     got = measure(run_, window=(0.5, 2.5), slo=None, truncations=truncations)
     assert (got.num_cut_prompts, got.num_cut_outputs) == (1, 2)
-    assert "of 2 requests 1 had their prompt cut and 2 their output." in notices(got)[-1]
+    assert "of 2 requests, 1 prompts and 2 outputs." in notices(got)[-1]
     assert measure(run_, window=None, slo=None).num_cut_prompts is None, "nobody counted"
     assert not any(
         "cut" in notice for notice in notices(measure(run_, window=None, slo=None, truncations=Truncations()))
@@ -82,7 +82,7 @@ def test_a_simulation_says_that_prompts_were_cut(tmp_path: Path, capsys: pytest.
     costs.write_text('{"step_us": 5000}')
     asked = f"simulate --executor {costs} --max-model-len 64 --input-len 300 --output-len 30 --num-requests 5"
     assert run([*asked.split(), "--output", str(output)]) == 0
-    assert "of 5 requests 5 had their prompt cut and 5 their output." in " ".join(capsys.readouterr().out.split())
+    assert "of 5 requests, 5 prompts and 5 outputs." in " ".join(capsys.readouterr().out.split())
     (point,) = read(output).points
     assert (point.summary["num_cut_prompts"].value, point.summary["num_cut_outputs"].value) == (5, 5)
     assert point.runs[0].requests.num_prompt_tokens.tolist() == [63] * 5

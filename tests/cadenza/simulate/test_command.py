@@ -133,7 +133,7 @@ def test_the_picture_of_capacities(tmp_path: Path) -> None:
     [
         (
             ["--executor", "a100-40gb-opt-13"],
-            "--executor a100-40gb-opt-13: neither a file nor a known kind; did you mean",
+            "--executor a100-40gb-opt-13: neither a file nor a known profile; did you mean",
         ),
         (["--executor", "tpu"], "there are a100-40gb-opt-13b, "),
         (["--executor", "none.json"], "--executor none.json: no such file"),

@@ -95,7 +95,7 @@ def test_what_cannot_be_told_is_said() -> None:
     """Without prompts in the steps the two ways to count what is read are one; without moves these cost nothing."""
     fit = fit_costs(recording(COSTS, prefills=0.0, moves=0.0))
     assert [warning.split()[0] for warning in fit.warnings] == ["moved_block_us", "kv_token_us"]
-    assert "cannot be told from context_token_us" in fit.warnings[1]
+    assert "cannot be distinguished from context_token_us" in fit.warnings[1]
     # What the lost term cost, the other one has now.
     assert fit.costs.context_token_us == pytest.approx(0.45, rel=1e-3)
     assert fit.median_error < 1e-5
@@ -110,7 +110,7 @@ def test_a_term_that_never_varies_is_part_of_the_step() -> None:
     fit = fit_costs(replace(made, steps=steps))
     assert (fit.costs.token_us, fit.costs.kv_token_us, fit.costs.sample_us) == (0, 0, 0)
     assert fit.costs.step_us == pytest.approx(1760)
-    assert any(warning.startswith("token_us cannot be told: every step had 8 of them") for warning in fit.warnings)
+    assert any(warning.startswith("token_us cannot be fitted: every step had 8 of them") for warning in fit.warnings)
 
 
 def test_a_fixed_part_of_sampling_is_part_of_the_step() -> None:

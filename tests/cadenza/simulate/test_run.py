@@ -247,7 +247,7 @@ def test_several_executors_refuse_what_the_core_cannot_do() -> None:
         simulation([], [profile(block_size=8), profile(block_size=16)])
     with pytest.raises(LoadTestError, match="may grow to 96 tokens"):
         simulate([(0.0, shape(0, 50, 50))], [profile(COSTS, **{**TIGHT, "num_blocks": 20})] * 2)
-    with pytest.raises(LoadTestError, match="several samples or beams and lost its KV blocks"):
+    with pytest.raises(LoadTestError, match="several samples or beams and was preempted"):
         simulate([(0.0, shape(i, 20, 20, n=3)) for i in range(6)], two)
     with pytest.raises(LoadTestError, match="executor toy: max_num_batched_tokens"):
         simulation([], profile(max_num_seqs=8), config=options(max_num_batched_tokens=4))

@@ -73,7 +73,7 @@ def test_the_settings_in_force_are_printed(running, model):
         f"          LlamaForCausalLM, {info.num_parameters / 1000:.3g} thousand parameters ({info.num_parameters:,})",
         f"weights   float32, {weight_bytes / 1024:.1f} KiB ({weight_bytes:,} bytes)",
         f"device    cpu, {threads}, numerics exact",
-        "KV cache  50 blocks of 8 tokens, room for 400 tokens",
+        "KV cache  50 blocks of 8 tokens, capacity 400 tokens",
         f"          float32, {kv.bytes_per_block / 1024:.1f} KiB ({kv.bytes_per_block:,} bytes) each, "
         f"{50 * kv.bytes_per_block / 1024:.1f} KiB ({50 * kv.bytes_per_block:,} bytes) in all",
         "limits    max_model_len 256, max_num_seqs 5, max_num_batched_tokens 512",

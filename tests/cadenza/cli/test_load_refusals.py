@@ -58,7 +58,10 @@ REFUSED = [
     ),
     (f"loadtest {NOBODY} --workload requests.jsonl --arrivals trace", "--arrivals trace: request 0"),
     (f"loadtest {NOBODY} --burstiness 2", "--burstiness 2.0: goes with --arrivals gamma only"),
-    (f"loadtest {NOBODY} --warm-up-s 50 --request-rate 5 --num-requests 4", "--warm-up-s 50 leaves no request: the last"),
+    (
+        f"loadtest {NOBODY} --warm-up-s 50 --request-rate 5 --num-requests 4",
+        "--warm-up-s 50 leaves no request: the last",
+    ),
     (f"loadtest {NOBODY} --slo ttft=abc", "--slo: ttft must be a number of seconds over 0, not 'abc'"),
     (f"loadtest {NOBODY} --endpoint chat", "--endpoint is for --api openai, not session"),
     (f"loadtest {NOBODY} --workload header.csv", "workload header.csv: has no request"),

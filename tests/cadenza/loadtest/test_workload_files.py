@@ -248,7 +248,10 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
         ([{"session": 1}, {"session": 1, "turn": 2}], "line 2: turn: 1 comes next in session 1, not 2"),
         ([{"session": 1}, {"session": 2}, {"session": 1}], "line 3: session: the turns of session 1 must follow"),
         ([{"session": 1}, {}, {"session": 1}], "line 3: session: the turns of session 1 must follow each other"),
-        ([{"session": 1, "timestamp": 1}, {"session": 1, "timestamp": 2}], "line 2: timestamp: only the first turn of a"),
+        (
+            [{"session": 1, "timestamp": 1}, {"session": 1, "timestamp": 2}],
+            "line 2: timestamp: only the first turn of a",
+        ),
         (
             [{"session": 1}, {"session": 1, "prompt": "and?"}],
             "line 2: prompt: in session 1 either all prompts are texts, or none",

@@ -42,7 +42,11 @@ def test_another_ones_is_not(made: Recording) -> None:
             "its executors ran on H, the recorded one on cpu",
         ),
         (replace(made, started_unix_s=1.7e9 + 3600), of(), "it began 3,600 s before the recording"),
-        (replace(made, prompt_lens=(10,) * 5 + (11,) * 500), of(), "completed requests are not in the recording, such as one"),
+        (
+            replace(made, prompt_lens=(10,) * 5 + (11,) * 500),
+            of(),
+            "completed requests are not in the recording, such as one",
+        ),
     ]
     for found, file, message in cases:
         with pytest.raises(LoadTestError, match=f"--loadtest a.json: does not match the recording: .*{message}"):

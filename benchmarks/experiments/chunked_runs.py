@@ -64,11 +64,11 @@ class _Load:
     @property
     def text(self) -> str:
         """For the setup."""
-        said = self.options
+        options = self.options
         return (
-            f"{self.count} requests at {self.rate:g}/s (Poisson), {said['long_share']:.0%} with long prompts "
-            f"({said['long_len']} tokens), the others with short ones ({said['input_len']}); "
-            f"outputs {said['output_len']}"
+            f"{self.count} requests at {self.rate:g}/s (Poisson), {options['long_share']:.0%} with long prompts "
+            f"({options['long_len']} tokens), the others with short ones ({options['input_len']}); "
+            f"outputs {options['output_len']}"
         )
 
 

@@ -124,13 +124,13 @@ def _system_findings(systems: Mapping[str, Sequence[Held]]) -> list[Finding]:
     more = {name: ratio(batched[BLOCKS], batched[name]) for name in _OVER if name in names}
     claimed = {name: _PAPER_BATCHED[BLOCKS] / _PAPER_BATCHED[name] for name in more}
     published = " to ".join(dict.fromkeys(f"{_PAPER_STORED[name]:.1%}" for name in (names[0], names[-2])))
-    said = "; ".join(f"{name} {stored[name].text('.1%')}, there {_PAPER_STORED[name]:.1%}" for name in names)
+    evidence = "; ".join(f"{name} {stored[name].text('.1%')}, there {_PAPER_STORED[name]:.1%}" for name in names)
     return [
         Finding(
             claim=f"Where memory is reserved, {published} of the pool stores tokens; in blocks, 96.3% ({_PAPER}). "
             "Holds if the order is the same, reserving stores under a half, and blocks over nine tenths",
             held=order == sorted(order) and order[-2] < 0.5 and order[-1] > 0.9,
-            evidence=said,
+            evidence=evidence,
         ),
         Finding(
             claim="More requests run at once: "

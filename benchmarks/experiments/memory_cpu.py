@@ -24,7 +24,7 @@ _WARM_UP = fixed([256] * 8, [16] * 8)
 """Before those that count: the first steps of a process take longer."""
 _QUICK = {"input_len": "uniform:16:512", "output_len": "uniform:8:64"}
 
-Room = Callable[[int], int]
+SlotsHeld = Callable[[int], int]
 """Slots that a sequence holds, of the most tokens that it has had."""
 
 
@@ -40,12 +40,12 @@ def measured(settings: RunSettings) -> Outcome:
     shapes = drawn(_QUICK if settings.quick else SHAREGPT, count, settings.seed)
     sizes = (_SIZE, 64) if settings.quick else (8, _SIZE, 32, 64)
 
-    def serve(size: int, num_seqs: int, room: Room) -> list[Held]:
+    def serve(size: int, num_seqs: int, slots_held: SlotsHeld) -> list[Held]:
         options = {"device": "cpu", "block_size": size, "num_gpu_blocks": num_slots // size, "max_num_seqs": num_seqs}
         with Server(DEMO_MODEL, options) as server:
             server.load(_WARM_UP, seed=settings.seed + 1)
             columns, records = server.watched_load(shapes, seed=settings.seed)
-        return [held(records, num_slots, room, float(columns.num_output_tokens.sum()) / end_of(columns))]
+        return [held(records, num_slots, slots_held, float(columns.num_output_tokens.sum()) / end_of(columns))]
 
     reserved = serve(_SIZE, num_slots // longest, lambda most: longest)
     by_size = {size: serve(size, _MAX_NUM_SEQS, in_blocks(size)) for size in sizes}
@@ -63,26 +63,26 @@ def measured(settings: RunSettings) -> Outcome:
     )
 
 
-def in_blocks(size: int) -> Room:
+def in_blocks(size: int) -> SlotsHeld:
     """Blocks of so many tokens, as many as are begun."""
     return lambda most: -(-most // size) * size
 
 
-def held(records: Sequence[StepRecord], num_slots: int, room: Room, output_tokens_per_s: float) -> Held:
+def held(records: Sequence[StepRecord], num_slots: int, slots_held: SlotsHeld, output_tokens_per_s: float) -> Held:
     """Shares of the pool while somebody waits, after the first quarter has ended; each step counts for as long as it
     takes, from the result before to its own. See `memory_runs.Picture` for what the shares are.
 
     `records`: all steps from before the first request joined until the last has left, in their order. Raises
     BenchmarkError if nobody waited, or if the scheduler counts other tokens than its records add up to.
     """
-    books, seconds, sums, before_ns = _Books(records), 0.0, np.zeros(5), 0
+    accounting, seconds, sums, before_ns = _PoolAccounting(records), 0.0, np.zeros(5), 0
     for record in records:
-        books.planned(record)
-        if record.load.num_waiting and books.num_left >= len(books.needs) / 4:
+        accounting.planned(record)
+        if record.load.num_waiting and accounting.num_left >= len(accounting.needs) / 4:
             step_s = (record.applied_ns - before_ns) / 1e9
             seconds += step_s
-            sums += step_s * books.picture(num_slots, room)
-        books.applied(record)
+            sums += step_s * accounting.picture(num_slots, slots_held)
+        accounting.applied(record)
         before_ns = record.applied_ns
     if not seconds:
         raise BenchmarkError("nobody waited for memory: the load is too small for the pool")
@@ -90,7 +90,7 @@ def held(records: Sequence[StepRecord], num_slots: int, room: Room, output_token
     return Held((stored, reserved, internal, external), num_sequences, output_tokens_per_s)
 
 
-class _Books:
+class _PoolAccounting:
     """Who runs, and how many tokens' KV each has, as step by step the records say."""
 
     def __init__(self, records: Sequence[StepRecord]) -> None:
@@ -126,10 +126,10 @@ class _Books:
                 f"records {sum(self._stored.values())}"
             )
 
-    def picture(self, num_slots: int, room: Room) -> Floats:
+    def picture(self, num_slots: int, slots_held: SlotsHeld) -> Floats:
         """[5] stored, reserved, internal and external share of the pool; sequences at once."""
-        rooms = {each: room(self._most[each]) for each in self._stored}
-        stored, taken = sum(self._stored.values()), sum(rooms.values())
-        needed = sum(min(slots, self.needs[each]) for each, slots in rooms.items())
+        held_slots = {each: slots_held(self._most[each]) for each in self._stored}
+        stored, taken = sum(self._stored.values()), sum(held_slots.values())
+        needed = sum(min(slots, self.needs[each]) for each, slots in held_slots.items())
         parts = np.array([stored, needed - stored, taken - needed, num_slots - taken]) / num_slots
         return np.append(parts, len(self._stored))

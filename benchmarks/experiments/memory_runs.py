@@ -72,10 +72,10 @@ class Picture:
         # The core's books give back at once what is last needed in this step; it is held while that runs all the same.
         ending = [(sequence, self._num_blocks(lane, sequence)) for sequence in lane.finishing]
         for sequence, num_blocks in [*((each, len(each.block_ids)) for each in lane.running), *ending]:
-            room = num_blocks * size
-            held += room
+            num_slots_held = num_blocks * size
+            held += num_slots_held
             stored += sequence.num_computed_tokens
-            needed += min(room, sequence.max_len - 1)
+            needed += min(num_slots_held, sequence.max_len - 1)
         pool = lane.spec.num_blocks * size
         parts = (stored, needed - stored, held - needed, pool - held)
         values = (*(part / pool for part in parts), float(len(lane.running) + len(ending)))

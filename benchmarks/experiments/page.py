@@ -65,8 +65,10 @@ def _section(experiment: Experiment, results: list[ExperimentResult]) -> Iterato
 
 
 def _setup(result: ExperimentResult) -> str:
-    said = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in result.setup.items())
-    return f"{said}. Seed {result.seed}, {result.wall_s:.0f} s on {result.machine.cores} cores of {result.machine.cpu}."
+    setup = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in result.setup.items())
+    return (
+        f"{setup}. Seed {result.seed}, {result.wall_s:.0f} s on {result.machine.cores} cores of {result.machine.cpu}."
+    )
 
 
 def _table(table: Table) -> Iterator[str]:

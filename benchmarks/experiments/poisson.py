@@ -190,12 +190,12 @@ def _saturation(found: ByRate) -> Finding:
     rates = list(found)
     saturated = {policy: _saturated_at(found, policy) for policy in policies(1)}
     at, most = saturated[PAGED], max(each[PAGED].tokens_per_s for each in found.values())
-    told = ", ".join(f"{name} {_rate(rate)}" for name, rate in saturated.items())
+    evidence = ", ".join(f"{name} {_rate(rate)}" for name, rate in saturated.items())
     return Finding(
         claim=f"With paging the server saturates around 8 requests/s, at some 1,900 tokens/s ({_POST}). Holds if the "
         "median has doubled at 8 or 12/s, not before, and the throughput is within a quarter",
         held=at is not None and 8 <= at <= 12 and abs(most / 1900 - 1) < 0.25,
-        evidence=f"first of these rates with {_SATURATED:g} times the median latency of {rates[0]:g}/s: {told}; "
+        evidence=f"first of these rates with {_SATURATED:g} times the median latency of {rates[0]:g}/s: {evidence}; "
         f"paged, at most {most:,.0f} tokens/s",
     )
 

@@ -148,18 +148,19 @@ def _auto_finding(outcome: Outcome, within: float) -> Finding:
 
 
 def _pressure_finding(outcome: Outcome) -> Finding:
-    said, held = [], True
+    evidence, held = [], True
     for rule, cases in outcome.by_pool.items():
         pools = sorted(cases)
         held &= all(cases[a].preemptions.mean >= cases[b].preemptions.mean for a, b in itertools.pairwise(pools))
         small, full = cases[pools[0]], cases[pools[-1]]
         held &= small.preemptions.mean > 0
-        said.append(f"{rule} {small.preemptions.mean:.2f} and {full.preemptions.mean:.2f} per request")
+        evidence.append(f"{rule} {small.preemptions.mean:.2f} and {full.preemptions.mean:.2f} per request")
     return Finding(
         claim="Expected: the smaller the pool, the more requests are put out, whatever the rule. Holds if preemptions "
         "per request never fall as the pool shrinks, and there are some",
         held=held,
-        evidence=f"at the rate, with {min(outcome.by_pool[AUTO]):.0%} of the pool and all of it: " + "; ".join(said),
+        evidence=f"at the rate, with {min(outcome.by_pool[AUTO]):.0%} of the pool and all of it: "
+        + "; ".join(evidence),
     )
 
 
@@ -176,8 +177,8 @@ def _gains(outcome: Outcome, line: str) -> dict[int, Repeated]:
 
 
 def _gain_text(gains: Mapping[int, Repeated]) -> str:
-    said = ", ".join(f"{gain.mean - 1:+.1%} with blocks of {size}" for size, gain in gains.items())
-    return f"throughput of swap against recompute: {said}"
+    evidence = ", ".join(f"{gain.mean - 1:+.1%} with blocks of {size}" for size, gain in gains.items())
+    return f"throughput of swap against recompute: {evidence}"
 
 
 def _figures(outcome: Outcome, place: Place) -> list[Figure]:

@@ -82,7 +82,7 @@ def _table(setting: Setting, points: Mapping[float, Point]) -> Table:
 def _waits(found: _Found) -> Finding:
     unbound = {setting: points for setting, points in found.items() if setting.max_waiting_steps == UNBOUND}
     rising = [np.diff([point.ttft_p50_s.mean() for point in points.values()]) > 0 for points in unbound.values()]
-    told = [
+    evidence = [
         f"{setting.rate:g}/s: {_seconds(points[0.0].ttft_p50_s)} s without, "
         f"{_seconds(points[MIDDLE].ttft_p50_s)} s at {MIDDLE}, {_seconds(points[4.0].ttft_p50_s)} s at 4"
         for setting, points in unbound.items()
@@ -91,21 +91,21 @@ def _waits(found: _Found) -> Finding:
         claim=f"Held back, those that wait may wait for very long ({_TGI}). Holds if the median TTFT grows from each "
         "ratio to the next",
         held=bool(np.all(rising)),
-        evidence=f"median TTFT, no bound on the steps: {'; '.join(told)}",
+        evidence=f"median TTFT, no bound on the steps: {'; '.join(evidence)}",
     )
 
 
 def _spared(found: _Found) -> Finding:
-    told, held = [], True
+    evidence, held = [], True
     for setting, points in found.items():
         changes = [100 * (getattr(points[MIDDLE], name) / getattr(points[0.0], name) - 1) for name in _TPOTS]
         held &= all(bool(change.mean() < -5) for change in changes)
-        told.append(f"{setting.label}: {_percent(changes[0])}, p99 {_percent(changes[1])}")
+        evidence.append(f"{setting.label}: {_percent(changes[0])}, p99 {_percent(changes[1])}")
     return Finding(
         claim=f"In return running requests are delayed less ({_TGI}). Holds if at {MIDDLE} median and p99 of TPOT "
         "fall by over 5%, under each load",
         held=held,
-        evidence=f"median TPOT at {MIDDLE} against none: {'; '.join(told)}",
+        evidence=f"median TPOT at {MIDDLE} against none: {'; '.join(evidence)}",
     )
 
 

@@ -131,9 +131,9 @@ def poisson(rate: float, count: int, seed: int) -> list[float]:
 def about(profile: ExecutorProfile) -> dict[str, str]:
     """A kind, for an experiment's `setup`."""
     limits, costs = profile.limits, profile.costs.model_dump(exclude_defaults=True)
-    said = ", ".join(f"{name} {value:g}" for name, value in costs.items())
+    costs_text = ", ".join(f"{name} {value:g}" for name, value in costs.items())
     pool = f"{limits.pool_size:,} blocks of {limits.block_size} tokens"
-    return {"executor": f"{profile.name} ({said})", "KV pool": pool}
+    return {"executor": f"{profile.name} ({costs_text})", "KV pool": pool}
 
 
 def a100_13b() -> ExecutorProfile:

@@ -204,7 +204,7 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_not_ours():
 def test_variables_without_effect_are_told():
     environment = {"CADENZA_BLOK_SIZE": "8", "CADENZA_LISTEN": "x", "CADENZA_SEED": "1", "CADENZA_MODEL": "m", "X": "y"}
     assert list(ignored_variables(environment)) == [
-        "CADENZA_BLOK_SIZE in the environment is no option; did you mean CADENZA_BLOCK_SIZE or CADENZA_BATCH_SIZE?",
+        "CADENZA_BLOK_SIZE in the environment is not an option; did you mean CADENZA_BLOCK_SIZE or CADENZA_BATCH_SIZE?",
         "CADENZA_LISTEN in the environment has no effect here: use host and port",
     ]
 

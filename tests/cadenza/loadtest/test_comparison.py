@@ -336,7 +336,7 @@ def test_errors_lost_steps_and_limits_that_cannot_be_judged_are_told() -> None:
     ]
     run.error[:] = ""
     (notice,) = notices(measure(run, window=None, slo=parse_slo("itl=0.1")))
-    assert "cannot be judged" in notice
+    assert "cannot be checked" in notice
 
 
 def test_requests_that_failed_are_not_told_again_as_a_server_that_fell_behind() -> None:

@@ -98,7 +98,7 @@ def test_a_run_too_short_for_its_requests_says_so() -> None:
     assert changes["ttft_s.p50"].why_unknown == ""
     chosen = [changes[name] for name in ("requests_per_s", "goodput_per_s", "ttft_s.p50", "ttft_s.p99", "e2e_s.p99")]
     rates, percentiles = unknown_sentences(chosen)
-    assert rates.startswith("Uncertainty not known for request throughput, goodput: the run is not 10 times")
+    assert rates.startswith("Uncertainty not known for request throughput, goodput: the run is shorter than 10")
     assert percentiles == "Uncertainty not known for TTFT p99, E2E p99: needs 368 values."
 
 

@@ -1,4 +1,5 @@
-"""Experiment 8: plans in flight against the duration of a step: the executor's idle time, and what newcomers wait."""
+"""Experiment 8: plans in flight against the duration of a step: the executor's idle time, and the wait of new
+requests."""
 
 from __future__ import annotations
 
@@ -169,8 +170,8 @@ EXPERIMENT = Experiment(
     name="8-pipelining",
     title="Plans in flight against the duration of a step",
     hypothesis=f"""
-Between two steps a scheduler takes in the result of one and makes the plan of the next, and with the scheduler in a
-process of its own both also travel. If the executor waits for that, it idles: {_SGLANG} says that an engine may spend
+Between two steps a scheduler applies the result of one and makes the plan of the next, and with the scheduler in its
+own process both are also transmitted. If the executor waits for that, it idles: {_SGLANG} says that an engine may spend
 as much as half of its time so, and that its scheduler, which runs one batch ahead, brought 1.1 times the throughput.
 The price is a step that was planned before the last result was known ({_TRTLLM} counts one extra decoding step), and a
 newcomer that finds the next step planned already. Here plans in flight are limited by `--max-inflight-plans`, and a

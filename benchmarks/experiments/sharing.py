@@ -1,4 +1,4 @@
-"""Experiment 4: what sharing blocks saves and gains: parallel samples, beams, and prompts that begin alike."""
+"""Experiment 4: savings and gains of shared blocks: parallel samples, beams, and prompts with shared prefixes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PUBLISHED_SAVED = {
     ("ShareGPT", SAMPLES): "16.2 to 30.5%",
     ("ShareGPT", BEAMS): "44.3 to 66.3%",
 }
-"""With 2, 4 and 6 of them: figure 15 of the vLLM paper and the text beside it."""
+"""With widths of 2, 4 and 6: figure 15 of the vLLM paper and its text."""
 
 
 def run(settings: RunSettings) -> ExperimentResult:
-    """In virtual time or on the CPU: the same questions."""
+    """Run in virtual time or on the CPU, with the same questions."""
     outcome = simulated(settings) if settings.place == "simulate" else measured(settings)
     return ExperimentResult(
         experiment=EXPERIMENT.name,

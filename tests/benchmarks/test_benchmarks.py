@@ -74,7 +74,7 @@ def test_a_workload_file_is_read(tmp_path: Path) -> None:
         ('[{"id": 0, "prompt": [1], "output_len": 20}]', "1 [+] 20 tokens, over the model's 20"),
         (
             '[{"id": "a", "prompt": [1], "output_len": 1}, {"id": "a", "prompt": [2], "output_len": 1}]',
-            "entry 1: id 'a' is there twice",
+            "entry 1: id 'a' is given twice",
         ),
     ],
 )
@@ -270,7 +270,7 @@ def test_a_peer_answers_case_by_case(fake_peer: str) -> None:
 @pytest.mark.slow
 def test_a_peer_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scheduler_cost", *OPTIONS, "--peer-python", "/nowhere/python"]) == 1
-    assert "/nowhere/python: it finds no vllm" in capsys.readouterr().err
+    assert "/nowhere/python: vllm is not installed there" in capsys.readouterr().err
     with pytest.raises(BenchmarkError, match="No module named"), peer_process(Path(sys.executable), "no.such.peer"):
         pass
 

@@ -298,7 +298,7 @@ async def test_the_client_of_vllms_server_counts_tokens() -> None:
     ("options", "message"),
     [
         ("--systems vllm", "--vllm-python is needed"),
-        ("--systems llama.cpp --llama-python /nowhere/python", "/nowhere/python: it finds no llama_cpp"),
+        ("--systems llama.cpp --llama-python /nowhere/python", "/nowhere/python: llama_cpp is not installed there"),
         ("--systems transformers-static --measure start", "--measure start: it is for cadenza, vllm only"),
         ("--systems transformers-static --measure poisson", "--measure poisson"),
         ("--model /nowhere", "no such folder"),

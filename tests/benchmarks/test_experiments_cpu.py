@@ -107,7 +107,7 @@ def test_nobody_waits_or_the_books_disagree() -> None:
     calm = two_requests()
     for record in calm:
         record.load.num_waiting = 0
-    with pytest.raises(BenchmarkError, match="nobody waited"):
+    with pytest.raises(BenchmarkError, match="no request waited"):
         held(calm, 20, in_blocks(5), output_tokens_per_s=1.0)
     wrong = two_requests()
     wrong[1].load.num_stored_tokens = 8

@@ -76,7 +76,7 @@ def compared(ours: Seen, theirs: Seen, load: Load) -> dict[str, float]:
     wanted = len(load.prompts) * load.output_len
     for name, seen in ((OURS, ours), (THEIRS, theirs)):
         if seen.num_output_tokens != wanted:
-            raise BenchmarkError(f"{name}: {seen.num_output_tokens} output tokens, where {wanted} were asked for")
+            raise BenchmarkError(f"{name}: {seen.num_output_tokens} output tokens, where {wanted} were requested")
     if ours.num_prompt_tokens != theirs.num_prompt_tokens:
         raise BenchmarkError(f"prompt tokens differ: {ours.num_prompt_tokens} and {theirs.num_prompt_tokens}")
     of_ours = {**ours.reported, **ours.metrics(load.output_len)}

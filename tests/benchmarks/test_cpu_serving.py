@@ -177,7 +177,7 @@ def test_a_driver_is_a_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         assert system.serve(REQUESTS, [0.0, 0.25]) == Served(2.0, times)
 
 
-def test_vllm_is_asked_for_token_ids_and_lengths() -> None:
+def test_vllm_is_sent_token_ids_and_lengths() -> None:
     asked: list[Any] = []
 
     class Engine:

@@ -88,7 +88,7 @@ def test_each_step_counts_for_as_long_as_it_takes() -> None:
     assert found.num_sequences == pytest.approx((2 + 2 + 8 * 1) / 10)
 
 
-def test_who_was_put_out_holds_nothing_and_comes_back_with_room_for_all_its_tokens() -> None:
+def test_a_preempted_sequence_holds_nothing_and_returns_with_slots_for_all_its_tokens() -> None:
     records = [
         step(1, {1: (0, 2)}, joined={1: 2}, left={1: 1}),
         step(2, {2: (0, 6), 3: (0, 3)}, joined={2: 6, 3: 3}),
@@ -103,7 +103,7 @@ def test_who_was_put_out_holds_nothing_and_comes_back_with_room_for_all_its_toke
     assert found.shares[0] == pytest.approx((9 + 4 + 6 + 7) / 80)
 
 
-def test_nobody_waits_or_the_books_disagree() -> None:
+def test_no_request_waits_or_the_counts_disagree() -> None:
     calm = two_requests()
     for record in calm:
         record.load.num_waiting = 0
@@ -143,7 +143,7 @@ def made_up_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_watched_load_tells_all_its_steps(made_up_steps: None) -> None:
+def test_a_watched_load_reports_all_its_steps(made_up_steps: None) -> None:
     """Blocks by its records are those that the scheduler counts, though some are put out and come back."""
     shapes = fixed([20 + index for index in range(24)], [30 + index % 7 for index in range(24)])
     with Server(DEMO_MODEL, {"num_gpu_blocks": 40, "block_size": 8, "max_num_seqs": 16}) as server:

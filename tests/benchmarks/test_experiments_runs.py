@@ -129,7 +129,7 @@ def test_steps_take_what_they_cost() -> None:
     assert stepped.num_preemptions == 0
 
 
-def test_a_policy_that_lets_nobody_in_is_an_error() -> None:
+def test_a_policy_that_admits_no_request_is_an_error() -> None:
     policy = ContiguousReservation(BuddyAllocator(16), to_max(64))
     with pytest.raises(BenchmarkError, match="2 requests wait forever"):
         step_through(
@@ -207,7 +207,7 @@ def test_blocks_hold_more_than_reservation_and_large_ones_less_than_small_ones()
         assert min(held.shares) >= 0
 
 
-def test_a_pool_for_which_nobody_waits_has_no_shares() -> None:
+def test_a_pool_for_which_no_request_waits_has_no_shares() -> None:
     with pytest.raises(BenchmarkError, match="no request waited"):
         paged(profile(64), fixed([8] * 2, [8] * 2), 16)
 

@@ -269,7 +269,7 @@ def test_a_process_that_ends_after_an_error_is_followed_by_another(monkeypatch: 
     assert [outcome.error for outcome in found] == ["AcceleratorError: …", ""]
 
 
-def test_a_group_that_can_not_load_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_can_not_load_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     found = told(monkeypatch, 2, Process(None), Process(None))
     assert all("while it loaded" in outcome.error for outcome in found)
     # Still loading when time is up.

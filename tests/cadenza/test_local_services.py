@@ -275,7 +275,7 @@ def test_up_restarts_visibly_and_gives_up_in_the_end(fakes):
         (["--blok-size", "8"], "cadenza: No such option: --blok-size"),
     ],
 )
-def test_up_tells_errors_in_one_line(fakes, arguments, message):
+def test_up_reports_errors_in_one_line(fakes, arguments, message):
     with run_up(fakes, *arguments) as up:
         out, err = up.communicate(timeout=20)
     assert (up.returncode != 0, out) == (True, "")

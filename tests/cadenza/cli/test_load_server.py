@@ -42,7 +42,7 @@ def test_the_command_line_goes_before_what_was(tmp_path: Path) -> None:
         again(place(max_num_seqs="none"), STARTED)
 
 
-def test_all_that_was_said_of_the_services_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_of_the_services_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "some.toml"
     config.write_text("max_num_seqs = 4\nblock_size = 8\n")
     monkeypatch.setenv("CADENZA_BLOCK_SIZE", "32")
@@ -73,7 +73,7 @@ def test_a_result_of_another_api_is_measured_on_cadenza_too() -> None:
     assert settings_of(file, "a.json", elsewhere=True) == {"num_requests": 5}
 
 
-def test_the_server_of_a_result_is_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_server_of_a_result_is_used_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing listens at either address; who is looked for is told."""
     path = str(
         write(tmp_path / "a.json", made_up_file("a", [1], num_requests=5, reached=Reached(target="127.0.0.1:1")))

@@ -40,7 +40,7 @@ def test_stamps_become_metrics_of_one_definition() -> None:
     )
 
 
-def test_differences_are_theirs_less_ours() -> None:
+def test_differences_are_other_less_own() -> None:
     theirs = seen(reported={"ttft_p50_ms": 100.0, "output_tokens_per_s": 9.0})
     found = compared(seen(), replace(theirs, first_s=theirs.first_s + 0.005), LOAD)
     assert (found["cadenza_ttft_p50_ms"], found["guidellm_ttft_p50_ms"]) == (110.0, 100.0)
@@ -50,7 +50,7 @@ def test_differences_are_theirs_less_ours() -> None:
 
 
 def test_unlike_loads_are_no_row() -> None:
-    with pytest.raises(BenchmarkError, match="guidellm: 5 output tokens, where 6 were asked for"):
+    with pytest.raises(BenchmarkError, match="guidellm: 5 output tokens, where 6 were requested"):
         compared(seen(), seen(num_output_tokens=5), LOAD)
     with pytest.raises(BenchmarkError, match="prompt tokens differ: 4 and 9"):
         compared(seen(), seen(num_prompt_tokens=9), LOAD)

@@ -99,7 +99,7 @@ def of_one_distribution(seed: int) -> LoadTestFile:
 
 
 @pytest.mark.slow
-def test_equals_are_called_different_about_as_often_as_is_said() -> None:
+def test_equals_are_called_different_about_as_often_as_stated() -> None:
     """160 comparisons of independent metrics: 8 false differences are expected at 95%, of a bootstrap's 93% 11; more
     than 19 have a chance of 1%."""
     mistakes = 0
@@ -287,7 +287,7 @@ def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text
 
 
-def test_a_saturated_client_is_told() -> None:
+def test_a_saturated_client_is_reported() -> None:
     due_s = np.arange(10.0)
     quick = measure(columns(due_s=due_s, sent_s=due_s, first_s=due_s + 1, last_s=due_s + 1), window=None, slo=None)
     assert notices(quick) == []
@@ -303,7 +303,7 @@ def test_a_saturated_client_is_told() -> None:
     assert "2.00 ms after they were due at p99, 20% of the median TTFT" in notice
 
 
-def test_a_server_that_falls_behind_is_told() -> None:
+def test_a_server_that_falls_behind_is_reported() -> None:
     """Ten requests a second are due, and eight end."""
     due_s = np.arange(1000) / 10
     done = np.arange(1000) / 8 + 0.1
@@ -315,7 +315,7 @@ def test_a_server_that_falls_behind_is_told() -> None:
     assert notices(measure(few, window=(0.5, 1.9), slo=None)) == [], "a few may be chance"
 
 
-def test_errors_lost_steps_and_limits_that_cannot_be_judged_are_told() -> None:
+def test_errors_lost_steps_and_limits_that_cannot_be_judged_are_reported() -> None:
     run = columns(
         due_s=[0.0] * 3, first_s=[1.0] * 3, last_s=[2.0] * 3, num_output_tokens=[3] * 3, error=["A", "B", "B"]
     )
@@ -339,7 +339,7 @@ def test_errors_lost_steps_and_limits_that_cannot_be_judged_are_told() -> None:
     assert "cannot be checked" in notice
 
 
-def test_requests_that_failed_are_not_told_again_as_a_server_that_fell_behind() -> None:
+def test_requests_that_failed_are_not_reported_again_as_a_server_that_fell_behind() -> None:
     due_s = np.arange(100) / 10
     refused = columns(due_s=due_s, sent_s=due_s, error=["HTTP_404"] * 100)
     assert notices(measure(refused, window=(0.0, 9.9), slo=None)) == [

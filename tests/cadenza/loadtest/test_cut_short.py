@@ -101,7 +101,7 @@ async def test_what_is_whole_is_not_cut_short(target) -> None:
 
 
 @pytest.mark.parametrize(("why", "error"), [(CTRL_C, KeyboardInterrupt), ("the server has gone", CadenzaError)])
-def test_it_is_said_in_the_terminal(why: str, error: type, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_stated_in_the_terminal(why: str, error: type, capsys: pytest.CaptureFixture[str]) -> None:
     file = made_up_file("a", [1], num_requests=20).model_copy(update={"cut_short": why})
     with pytest.raises(error):
         check_whole(file)
@@ -112,7 +112,7 @@ def test_it_is_said_in_the_terminal(why: str, error: type, capsys: pytest.Captur
     assert (difference.name, difference.values) == ("cut_short", ("(none)", why))
 
 
-def test_it_is_said_in_the_report(tmp_path: Path) -> None:
+def test_it_is_stated_in_the_report(tmp_path: Path) -> None:
     file = made_up_file("a", [1], num_requests=5).model_copy(update={"cut_short": CTRL_C})
     assert "Cut short (Ctrl-C)" in write_report([file], tmp_path / "a.html").read_text(encoding="utf-8")
 

@@ -99,7 +99,7 @@ async def test_prompts_that_are_ready_have_a_limit_of_tokens() -> None:
     assert target.started == list(range(6))
 
 
-async def test_the_start_is_told_on_the_runs_clock() -> None:
+async def test_the_start_is_reported_on_the_runs_clock() -> None:
     started: list[float] = []
     before = time.perf_counter()
     columns = await drive(at(0.01), FakeTarget(), FakePrompts(), on_start=started.append)

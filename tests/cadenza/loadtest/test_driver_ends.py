@@ -46,7 +46,7 @@ async def test_ctrl_c_aborts_what_runs_and_keeps_what_was_measured() -> None:
     assert sorted(target.aborted) == [2, 3]
 
 
-async def test_a_cancelled_run_is_cancelled_unless_told_otherwise() -> None:
+async def test_a_cancelled_run_is_cancelled_unless_requested_otherwise() -> None:
     target = FakeTarget()
     running = await cancelled(target)
     with pytest.raises(asyncio.CancelledError):

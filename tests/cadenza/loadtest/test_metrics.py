@@ -335,7 +335,7 @@ def test_limits_are_read() -> None:
         ("ttft=1,ttft=2", "ttft is given twice"),
     ],
 )
-def test_wrong_limits_are_told(text: str, message: str) -> None:
+def test_wrong_limits_are_reported(text: str, message: str) -> None:
     with pytest.raises(LoadTestError, match=message):
         parse_slo(text)
 
@@ -352,7 +352,7 @@ def test_the_limit_on_itl_is_on_the_longest_pause() -> None:
 # ---------------------------------------------------------------- names
 
 
-def test_every_number_has_a_flat_name_that_can_be_told() -> None:
+def test_every_number_has_a_flat_name_and_a_label() -> None:
     metrics = measure(made_up(100, 1), window=None, slo=Slo(ttft_s=0.3), steps=made_up_steps(10, 1))
     values = values_of(metrics)
     assert metrics.ttft_s is not None

@@ -52,7 +52,7 @@ def test_ids_may_be_given() -> None:
     assert set(Prompts(0, 100, first_id=5, end_id=8).token_ids(shape(0, 200))) == {5, 6, 7}
 
 
-def test_a_shared_prefix_is_the_same_for_all_who_have_it() -> None:
+def test_a_shared_prefix_is_the_same_for_all_requests_that_have_it() -> None:
     prompts = Prompts(9, 32000)
     first, second, other, none = (
         prompts.token_ids(shape(index, 40, prefix=prefix, num_prefix_tokens=32 if prefix >= 0 else 0))

@@ -150,7 +150,7 @@ def test_what_cannot_be_written_or_read_is_named(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "plain"]
 
 
-def test_a_wrong_file_is_told_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_a_wrong_file_is_refused_with_the_problem(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", made_up_file("a", [1], num_requests=5))
     good = json.loads(path.read_text())
 

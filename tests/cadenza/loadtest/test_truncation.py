@@ -27,7 +27,7 @@ def truncations_of(**given: object) -> tuple[Truncations, list[int]]:
     return truncations, [shape.index for shape in shapes]
 
 
-def test_what_is_cut_is_noted() -> None:
+def test_truncations_are_recorded() -> None:
     truncations, index = truncations_of(input_len="30", output_len="10")
     assert (truncations.prompts, truncations.outputs) == (set(), set())
     truncations, index = truncations_of(input_len="30", output_len="10", max_total_len="40")
@@ -64,7 +64,7 @@ def test_turns_and_requests_of_files_are_noted(tmp_path: Path) -> None:
     assert (index, truncations.prompts, truncations.outputs) == ([0, 1, 2], {2}, {1, 2})
 
 
-def test_they_are_counted_within_the_window_and_told() -> None:
+def test_they_are_counted_within_the_window_and_reported() -> None:
     truncations = Truncations(prompts={1, 3}, outputs={1, 2, 3})
     run_ = columns(due_s=[0.0, 1.0, 2.0, 3.0], first_s=[4.0] * 4, last_s=[4.0] * 4)
     assert np.array_equal(run_.index, [0, 1, 2, 3])
@@ -77,7 +77,7 @@ def test_they_are_counted_within_the_window_and_told() -> None:
     )
 
 
-def test_a_simulation_says_that_prompts_were_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_simulation_says_that_prompts_were_truncated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     costs, output = tmp_path / "costs.json", tmp_path / "result.json"
     costs.write_text('{"step_us": 5000}')
     asked = f"simulate --executor {costs} --max-model-len 64 --input-len 300 --output-len 30 --num-requests 5"

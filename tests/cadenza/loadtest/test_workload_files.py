@@ -179,7 +179,7 @@ def test_lengths_are_cut_to_the_total_and_given_prompts_are_not(tmp_path: Path) 
     assert "line 2: 14 tokens and an output are over" in refuse(path, max_total_len=10)
 
 
-def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
+def test_only_what_is_requested_is_read(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt_tokens": 1, "output_len": 1}\n{"prompt_tokens": 2, "output_len": 1}\nnot JSON\n')
     assert [s.num_prompt_tokens for s in read(path, 2)] == [1, 2]
     assert "line 3: this is not JSON" in refuse(path, 3)

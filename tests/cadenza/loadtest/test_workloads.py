@@ -33,7 +33,7 @@ def within(share: float, count: int) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**64), few=st.integers(1, 40))
-def test_the_seed_decides_however_many_are_asked_for(kind: str, seed: int, few: int) -> None:
+def test_the_seed_decides_however_many_are_requested(kind: str, seed: int, few: int) -> None:
     options = {"workload": kind, "mix": "n=2:0.3", "tenants": "a,b"}
     many = shapes(600, seed, **options)
     short = shapes(few, seed, **options)
@@ -45,7 +45,7 @@ def test_the_seed_decides_however_many_are_asked_for(kind: str, seed: int, few: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_are_made_as_they_are_asked_for(kind: str) -> None:
+def test_requests_are_made_as_they_are_requested(kind: str) -> None:
     requests = make_workload(make_spec(workload=kind)).shapes(10**12, 0)
     assert iter(requests) is requests
     assert len(list(itertools.islice(requests, 5000))) == 5000

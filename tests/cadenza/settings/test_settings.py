@@ -121,7 +121,7 @@ def test_services_name_the_variable(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: /no/such.toml: no such file or directory\n"
 
 
-def test_misspelled_variables_are_told():
+def test_misspelled_variables_are_reported():
     config = scheduler.read_config([])
     environment = {"CADENZA_MAX_NUM_SEQ": "1", "CADENZA_BLOCK_SIZE": "8", "CADENZA_LISTEN": "x", "PATH": "/"}
     assert list(ignored_settings(config, environment)) == [

@@ -160,7 +160,7 @@ def test_wrong_options_are_named(
     assert message in capsys.readouterr().err
 
 
-def test_counts_and_kinds() -> None:
+def test_counts_and_profiles() -> None:
     assert read_counts("1,2,16") == (1, 2, 16)
     assert find_profile("h200-llama-3.1-8b") is PUBLISHED["h200-llama-3.1-8b"]
 

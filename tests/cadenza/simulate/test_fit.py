@@ -91,7 +91,7 @@ def test_hidden_tokens_are_found() -> None:
     assert fit_costs(recording(COSTS, noise=0.05)).costs.hidden_tokens == 0
 
 
-def test_what_cannot_be_told_is_said() -> None:
+def test_what_cannot_be_fitted_is_reported() -> None:
     """Without prompts in the steps the two ways to count what is read are one; without moves these cost nothing."""
     fit = fit_costs(recording(COSTS, prefills=0.0, moves=0.0))
     assert [warning.split()[0] for warning in fit.warnings] == ["moved_block_us", "kv_token_us"]
@@ -126,7 +126,7 @@ def test_too_few_steps_are_refused() -> None:
         fit_costs(recording(COSTS, count=19))
 
 
-def test_the_fitted_kind_says_where_it_is_from() -> None:
+def test_the_fitted_profile_says_where_it_is_from() -> None:
     made = recording(COSTS)
     found = fitted_profile(made, fit_costs(made), "mine", "day.log")
     assert (found.name, found.limits) == ("mine", made.limits)

@@ -68,7 +68,7 @@ def test_a_plan_is_sent_late_in_a_long_step() -> None:
 
 
 @pytest.mark.slow
-def test_depth_hides_what_lies_between_short_steps() -> None:
+def test_depth_hides_what_is_between_short_steps() -> None:
     schedule = [(0.0, shape(0, 1, 300))]
     short = profile({"step_us": 500.0}, {"plan_us": 100.0, "transit_us": 150.0})
     tpots = {

@@ -1,4 +1,4 @@
-"""`cpu_serving`: what is sent, what peers answer, how rows come of it; and one run of the whole on the demo model."""
+"""`cpu_serving`: requests, answers of peers, rows made from them; and one whole run on the demo model."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_gguf_is_for_llama_only(tmp_path: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def _completions_server(num_missing: int) -> Iterator[int]:
-    """Streams tokens as vLLM's server does, in chunks of two; `num_missing` fewer than were asked for."""
+    """Streams tokens as vLLM's server does, in chunks of two; `num_missing` fewer than requested."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""The simulator's benchmarks at a small size: what they measure is there, and what went wrong gives no row."""
+"""The simulator's benchmarks at a small size: rows have all measurements, and failures give no row."""
 
 from __future__ import annotations
 

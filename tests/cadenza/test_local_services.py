@@ -110,7 +110,7 @@ def test_both_start_at_once(fakes):
 
 @pytest.mark.parametrize(("name", "other"), [("executor", "scheduler"), ("scheduler", "executor")])
 def test_a_service_that_does_not_start(fakes, name, other):
-    """It is told at once, though the other would take long."""
+    """It is reported at once, although the other service would take long."""
     (fakes.folder / f"{name}.fail").touch()
     (fakes.folder / f"{other}.py").write_text(SERVICE.replace("host, _, port", "time.sleep(600)\nhost, _, port"))
     with pytest.raises(LocalServiceError, match=rf"^the {name} did not start: exit code 3: {name}: no such model$"):

@@ -16,12 +16,12 @@ from cadenza.loadtest.spec import KINDS
 
 SMALL = "--num-requests 5 --input-len uniform:4:40 --output-len uniform:2:10"
 NOBODY = "--target 127.0.0.1:1"
-"""Nothing listens there: who looks there first says so."""
+"""Nothing listens there: a command that connects too early fails with another message."""
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small simulation, files made from it, and others that are no good."""
+    """A folder with a small simulation, files made from it, and invalid files."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "costs.json").write_text('{"step_us": 5000, "token_us": 50}')
     assert run(f"simulate --executor {folder / 'costs.json'} {SMALL} --output {folder / 'made.json'}".split()) == 0
@@ -48,7 +48,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 REFUSED = [
-    # What cannot be is found before anybody is asked for anything.
+    # Invalid settings are refused before any request is sent.
     (f"loadtest {NOBODY} --workload none.jsonl", "--workload none.jsonl: must be one of random, "),
     (f"loadtest {NOBODY} --workload folder", "or the path of a file; it is a folder"),
     (f"loadtest {NOBODY} --workload nothing.jsonl", "workload nothing.jsonl: the file is empty"),
@@ -156,7 +156,7 @@ def test_tables_show_what_was_swept_as_it_was_written(
 
 
 def test_a_simulation_is_run_again(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that it needs is in the file: executors, options and sweeps, whatever the environment says by then."""
+    """The file has everything that is needed: executors, options and sweeps; a changed environment has no effect."""
     first, again, other = (str(tmp_path / name) for name in ("first.json", "again.json", "other.json"))
     options = "--batching dynamic --block-size 32 --max-num-seqs 4 --no-enable-prefix-caching --executors 1,2 --seed 3"
     asked = f"simulate --executor {files / 'costs.json'} {SMALL} --sweep request-rate=20 {options} --output {first}"

@@ -1,4 +1,4 @@
-"""Where a load test goes: as the command line says, or to the server of the result that is measured again."""
+"""The server of a load test: from the command line, or from the result that is rerun."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_result_of_another_api_is_measured_on_cadenza_too() -> None:
 
 
 def test_the_server_of_a_result_is_used_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing listens at either address; who is looked for is told."""
+    """Nothing listens at either address; the error names the address that was tried."""
     path = str(
         write(tmp_path / "a.json", made_up_file("a", [1], num_requests=5, reached=Reached(target="127.0.0.1:1")))
     )

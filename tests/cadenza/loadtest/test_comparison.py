@@ -1,4 +1,4 @@
-"""Comparisons: matched points, differences with their uncertainty, verdicts; and what the terminal shows of it."""
+"""Comparisons: matched points, differences with their uncertainty, verdicts; and their terminal output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load tests and simulations that end early: what was measured until then is kept, and it is said."""
+"""Load tests and simulations that end early: measurements until then are kept, and the early end is stated."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_a_search_that_is_cut_short_says_what_it_has_found(target) -> None
 
 
 async def test_a_search_among_failures_alone_ends(target) -> None:
-    """Ever lower rates would take ever longer."""
+    """Decreasing rates would take more and more time."""
     target.errors = dict.fromkeys(range(3), "HTTP_500")
     file = await measured(find_max_rate=True, slo="ttft=9", request_rate=200)
     assert target.num_runs == 1

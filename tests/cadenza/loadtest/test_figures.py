@@ -1,4 +1,4 @@
-"""Single figures: what one sees is what was measured, whatever its shape."""
+"""Single figures: they show the measurements, of any shape."""
 
 from __future__ import annotations
 

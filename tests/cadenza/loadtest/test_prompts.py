@@ -63,7 +63,7 @@ def test_a_shared_prefix_is_the_same_for_all_requests_that_have_it() -> None:
     assert first[32:] != second[32:]
     assert other[:32] != first[:32]
     assert none[:32] not in (first[:32], other[:32])
-    # Whatever was asked for before, and also where a prompt has been cut within its prefix.
+    # Independently of earlier calls, and also if a prompt was truncated within its prefix.
     again = Prompts(9, 32000)
     assert again.token_ids(shape(7, 20, prefix=4, num_prefix_tokens=20)) == first[:20]
     assert again.token_ids(shape(1, 40, prefix=4, num_prefix_tokens=32)) == second

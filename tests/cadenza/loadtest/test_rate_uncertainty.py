@@ -1,4 +1,4 @@
-"""Intervals of a single run's rates: whether they hold the truth as often as they say, and where there are none."""
+"""Intervals of a single run's rates: whether their coverage is as stated, and when there are none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WINDOW = (2.0, 62.0)
 
 
 def served(seed: int, rate: float = 5.0, takes_s: float = 1.0) -> RequestColumns:
-    """Requests that come by chance at a rate and take so long each, of ten tokens."""
+    """Requests of ten tokens with Poisson arrivals at a rate, each of the same duration."""
     rng = np.random.default_rng(seed)
     due_s = np.sort(rng.uniform(0, 62, rng.poisson(62 * rate)))
     gaps = [[takes_s / 10] * 9 for _ in due_s]

@@ -1,4 +1,4 @@
-"""Figures and the page: whatever was measured, or was not, they are made, labelled, and fetch nothing."""
+"""Figures and the page: with any measurements, or without, they are made, labelled, and self-contained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result file: what is written is read back, what is wrong is named, and the tables hold the same numbers."""
+"""The result file: it is read back as written, errors are named, and the tables hold the same numbers."""
 
 from __future__ import annotations
 

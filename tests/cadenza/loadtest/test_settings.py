@@ -1,4 +1,4 @@
-"""The settings of a load test: what they refuse, what a sweep changes, when requests are due."""
+"""The settings of a load test: invalid settings, sweeps, and due times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths that do not fit are cut, and it is said of how many requests."""
+"""Lengths that do not fit are truncated, and the number of such requests is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.loadtest_runs import columns
 
 
 def truncations_of(**given: object) -> tuple[Truncations, list[int]]:
-    """What was cut of forty requests, and their indices."""
+    """The truncations of forty requests, and the requests' indices."""
     truncations = Truncations()
     shapes = [
         shape for _, shape in truncations.recording(make_schedule(make_settings({"num_requests": "40", **given}), 3))

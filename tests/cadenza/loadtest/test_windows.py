@@ -26,7 +26,7 @@ def test_a_server_keeps_up_if_as_many_end_as_come(each_s: float, kept: bool) -> 
 
 
 def test_long_answers_are_no_sign_of_a_server_that_falls_behind() -> None:
-    """A fifth of the run passes before the first of them ends; then as many end as come."""
+    """A fifth of the run passes before the first request ends; then as many end as arrive."""
     due_s = np.arange(1000) / 10
     run = columns(due_s=due_s, first_s=due_s + 1, last_s=due_s + 20)
     assert measure(run, window=(0.0, 99.9), slo=None).kept_up is True

@@ -1,4 +1,4 @@
-"""Workloads from files: every form, what it means, lazily; and errors that name file, line and field."""
+"""Workloads from files: every format, read lazily; and errors that name file, line and field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made workloads: lazy, the same for the same seed however many are asked for, and of the mixture that was asked."""
+"""Synthetic workloads: lazy, dependent on the seed alone, and with the requested mixture."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_misspelled_variables_are_reported():
 
 
 def test_no_option_looks_like_a_misspelling_of_another_services():
-    """Or a file that both services read would be refused by one of them."""
+    """Otherwise one service would refuse a file that both services read."""
     fields = {service: set(config.model_fields) for service, config in config_classes().items()}
     for service, other in (("executor", "scheduler"), ("scheduler", "executor")):
         for name in fields[other] - fields[service]:

@@ -1,4 +1,4 @@
-"""`cadenza simulate` and `cadenza fit-costs` as they are typed: files, tables, pictures, and wrong options."""
+"""`cadenza simulate` and `cadenza fit-costs` on the command line: files, tables, figures, and wrong options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A load test is taken for a fit only if it can be of what was recorded."""
+"""A load test is accepted for a fit only if it matches the recording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of executors and the published ones; a step costs here what it costs on the simulated executor."""
+"""Executor profiles and the published ones; a step costs the same as on the simulated executor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs are found again in steps that were made by them, with noise and hold-ups; what cannot be told is said."""
+"""Known costs are recovered from synthetic steps with noise and outliers; undetermined terms are reported."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_noise_is_found(seed: int) -> None:
 
 
 def test_the_executors_own_pause_is_part_of_a_step() -> None:
-    """Every second plan waits for the step before it; results come 0.3 ms after what the steps took."""
+    """Every second plan waits for the previous step; results arrive 0.3 ms after the end of a step."""
     made = recording(COSTS)
     queue_ns = np.where(np.arange(len(made.steps)) % 2, 2e6, 1e5)
     applied_s = np.cumsum(made.steps.total_ns / 1e9 + 0.0003)
@@ -92,7 +92,7 @@ def test_hidden_tokens_are_found() -> None:
 
 
 def test_what_cannot_be_fitted_is_reported() -> None:
-    """Without prompts in the steps the two ways to count what is read are one; without moves these cost nothing."""
+    """Without prompts in the steps the two counts of read positions are equal; without moves, their cost is 0."""
     fit = fit_costs(recording(COSTS, prefills=0.0, moves=0.0))
     assert [warning.split()[0] for warning in fit.warnings] == ["moved_block_us", "kv_token_us"]
     assert "cannot be distinguished from context_token_us" in fit.warnings[1]
@@ -134,7 +134,7 @@ def test_the_fitted_profile_says_where_it_is_from() -> None:
 
 
 def test_how_far_clients_are_comes_from_their_load_test() -> None:
-    """0.9 ms in the median of what a client's TTFT has over the server's own: half on each way."""
+    """The median difference of the client's TTFT and the server's is 0.9 ms: half in each direction."""
     made = recording(COSTS)
     seen = columns(
         due_s=[0.0, 1.0, 2.0, 3.0],

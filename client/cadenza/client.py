@@ -146,7 +146,7 @@ class Client:
                 yield delta
         finally:
             # A generator that outlives the main program has no loop any more; its connection is closed. In a forked
-            # child the # loop is the parent's.
+            # child the loop is the parent's.
             if self._loop.lives and not sys.is_finalizing():
                 self._loop.finish(_finish(deltas))
 

@@ -24,7 +24,7 @@ _COMMON: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A dead connection is detected after one minute of silence and 20 s without an answer to a ping. This option sets
-    # the # 20 s: with `keepalive_timeout_ms` alone, whatever its value, gRPC waits for a minute.
+    # the 20 s: with `keepalive_timeout_ms` alone, whatever its value, gRPC waits for a minute.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
 ]

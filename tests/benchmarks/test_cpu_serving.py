@@ -312,8 +312,8 @@ def test_systems_that_cannot_be_had_are_errors(options: str, message: str, capsy
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--systems cadenza,nothing", "there is no 'nothing'"),
-        ("--measure bursts", "there is no 'bursts'"),
+        ("--systems cadenza,nothing", "'nothing' is not one of"),
+        ("--measure bursts", "'bursts' is not one of"),
         ("--static-batches 8,0", "at least 1"),
         ("--rate 0", "over 0"),
         ("--rate fast", "over 0"),

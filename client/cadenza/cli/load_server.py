@@ -32,7 +32,7 @@ class Place:
         return self.target is not None or named_model(self.model, self.config) is not None
 
 
-def again(place: Place, before: Reached | None) -> Place:
+def rerun_place(place: Place, before: Reached | None) -> Place:
     """The server of the earlier result, overridden by `place`: another target, model or options.
 
     The environment sets only what neither of them does. Raises OptionError.

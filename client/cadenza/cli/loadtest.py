@@ -58,18 +58,18 @@ def loadtest(
     if not load_names:
         raise OptionError("the load test is not installed here: pip install 'cadenza[loadtest]'")
     from cadenza.cli.load_results import check_outputs, check_whole, nothing_counted, write_outputs
-    from cadenza.cli.load_server import Place, again, reached_at
+    from cadenza.cli.load_server import Place, reached_at, rerun_place
     from cadenza.cli.load_view import LoadView
     from cadenza.loadtest.campaign import run_campaign
     from cadenza.loadtest.results import LoadTestFile, Reached, read_again
     from cadenza.loadtest.schedule import planned_points
-    from cadenza.loadtest.settings import make_settings, overlaid, settings_of
+    from cadenza.loadtest.settings import make_settings, merged_values, settings_of
 
     given = {name: options.pop(name) for name in load_names & options.keys()} | {"sweep": sweep or None}
     place = Place(target, model, config, {name: value for name, value in options.items() if value is not None})
     was = read_again(rerun, "loadtest") if rerun is not None else None
     before = {} if was is None or rerun is None else settings_of(was, rerun, elsewhere=place.is_named)
-    settings = make_settings(overlaid(before, given))
+    settings = make_settings(merged_values(before, given))
     planned_points(settings)  # invalid settings are refused before a server is started
     outputs = check_outputs(output=output, csv=csv, plots=plots, report=report, read=[rerun, settings.workload])
 
@@ -86,7 +86,7 @@ def loadtest(
             raise OptionError(f"option {stray} is for a server started here, with --model")
         file = measure(str(settings.url))
     else:
-        place = again(place, None if was is None else was.reached)
+        place = rerun_place(place, None if was is None else was.reached)
         with serving(place.target, place.model, place.config, dict(place.options)) as address:
             file = measure(address, reached_at(place, address))
     write_outputs(file, outputs)

@@ -71,13 +71,13 @@ def simulate(
     if not load_names:
         raise OptionError("the simulator is not installed here: pip install 'cadenza[loadtest]'")
     from cadenza.cli.load_results import check_outputs, check_whole, nothing_counted, tables_console, write_outputs
-    from cadenza.loadtest.settings import make_settings, overlaid
+    from cadenza.loadtest.settings import make_settings, merged_values
     from cadenza.simulate.campaign import run_simulation
     from cadenza.simulate.options import make_simulated
 
     given = {name: options.pop(name) for name in load_names & options.keys()} | {"sweep": sweep or None}
     settings_before, before = _before(rerun)
-    settings = make_settings(overlaid(settings_before, given))
+    settings = make_settings(merged_values(settings_before, given))
     simulated = make_simulated(executor or (), executors, options, config=config, before=before)
     read = [rerun, config, settings.workload, *(executor or ())]
     outputs = check_outputs(output=output, csv=csv, plots=plots, report=report, read=read)

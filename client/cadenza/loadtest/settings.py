@@ -285,7 +285,7 @@ def make_settings(values: Mapping[str, Any]) -> LoadSettings:
         raise LoadTestError("; ".join(_sentences(error))) from None
 
 
-def overlaid(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def merged_values(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings `before`, overridden by the `given` ones (None: not given).
 
     A setting that was swept before and is given now is no longer swept. Raises LoadTestError for a setting that is

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cadenza.loadtest.rate_search import MAX_FACTOR, RateSearch
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.schedule import DEFAULT_REQUESTS, make_schedule, planned_points
-from cadenza.loadtest.settings import changed, make_settings, overlaid
+from cadenza.loadtest.settings import changed, make_settings, merged_values
 
 
 @pytest.mark.parametrize(
@@ -103,18 +103,18 @@ def test_one_name_in_two_sweeps_is_refused() -> None:
 
 def test_what_is_given_again_is_swept_no_more() -> None:
     before = {"sweep": ("request-rate=1,2", "output-len=8,16"), "seed": 3}
-    assert overlaid(before, {"request_rate": 5.0, "seed": None}) == {
+    assert merged_values(before, {"request_rate": 5.0, "seed": None}) == {
         "sweep": ["output-len=8,16"],
         "seed": 3,
         "request_rate": 5.0,
     }
-    assert overlaid(before, {"sweep": ["seed=1,2"]})["sweep"] == ["seed=1,2"]
-    assert overlaid({"request_rate": 3.0}, {"sweep": ["request-rate=1,2"]})["sweep"] == ["request-rate=1,2"]
+    assert merged_values(before, {"sweep": ["seed=1,2"]})["sweep"] == ["seed=1,2"]
+    assert merged_values({"request_rate": 3.0}, {"sweep": ["request-rate=1,2"]})["sweep"] == ["request-rate=1,2"]
 
 
 def test_what_is_given_and_swept_is_refused() -> None:
     with pytest.raises(LoadTestError, match="--request-rate: --sweep request-rate=1,2 sets it, too"):
-        overlaid({}, {"sweep": ["request-rate=1,2"], "request_rate": 3.0})
+        merged_values({}, {"sweep": ["request-rate=1,2"], "request_rate": 3.0})
 
 
 def test_settings_survive_json() -> None:

@@ -1,4 +1,4 @@
-"""SamplingParams: vLLM's defaults, checks that name the field, and what goes on the wire."""
+"""SamplingParams: vLLM's defaults, checks that name the field, and the proto that is sent."""
 
 from __future__ import annotations
 

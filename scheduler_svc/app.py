@@ -25,15 +25,15 @@ from cadenza.transport import SCHEDULER_PORT, bind, server_options
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import LimitsError
-from scheduler_svc.engine.clock import SystemClock
 from scheduler_svc.engine.engine import Engine
-from scheduler_svc.engine.ports import ExecutorFencedError, ExecutorLostError, ModelDescription
 from scheduler_svc.executors.client import GrpcExecutor
 from scheduler_svc.front.admin import AdminServicer
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.generation import GenerationServicer
 from scheduler_svc.front.health import HealthServicer
 from scheduler_svc.front.unreadable import UnreadableMessages
+from scheduler_svc.plan_loop.clock import SystemClock
+from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, ModelDescription
 from scheduler_svc.recording.recording import core_and_executor
 from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError, load_tokenizer, preload

@@ -19,11 +19,11 @@ from benchmarks.common.scheduler_load import (
     StepTimes,
     leavers,
 )
-from scheduler_svc.convert import execution
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling, StepPlan, StepResult
+from scheduler_svc.executors import convert as execution
 
 _EXECUTOR = 0
 _EPOCH = 1

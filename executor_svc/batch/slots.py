@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from executor_svc.batch.column_checks import check_range, check_unique
+from executor_svc.batch.plan_checks import check_admission, check_block_moves, check_supported
 from executor_svc.batch.sampling_columns import SlotSampling
 from executor_svc.plan.arrays import BoolArray, IntArray
-from executor_svc.plan.column_checks import check_range, check_unique
 from executor_svc.plan.plan import AdmittedSequence, InvalidPlan, Limits, ScheduledTokens, SlotColumns, StepPlan
-from executor_svc.plan.plan_checks import check_admission, check_block_moves, check_supported
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import execution_pb2
-from scheduler_svc.engine.ports import Load, SequenceBlockTable, StepRecord
+from scheduler_svc.plan_loop.ports import Load, SequenceBlockTable, StepRecord
 
 
 def watch_response(records: Sequence[StepRecord], num_dropped: int, *, block_tables: bool) -> pb.WatchStepsResponse:

@@ -10,8 +10,8 @@ from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.engine.ports import ExecutorState, Load, ModelDescription
 from scheduler_svc.engine.reader import Chunk, SampleChunk
+from scheduler_svc.plan_loop.ports import ExecutorState, Load, ModelDescription
 from scheduler_svc.requests.fields import ChatFields, OutputMode, PromptFields, RequestFields
 from scheduler_svc.requests.sampling_fields import FIELD_RULES, EarlyStopping, SamplingFields
 

@@ -18,10 +18,11 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence as CoreSequence
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, StepResult, TokenLogprobs
-from scheduler_svc.engine.clock import Clock, Timer
 from scheduler_svc.engine.live_request import Listener, LiveRequest
-from scheduler_svc.engine.plan_loop import PlanLoop
-from scheduler_svc.engine.ports import (
+from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
+from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.plan_loop.plan_loop import PlanLoop
+from scheduler_svc.plan_loop.ports import (
     EngineRequest,
     ExecutorFencedError,
     ExecutorPort,
@@ -30,7 +31,6 @@ from scheduler_svc.engine.ports import (
     ModelDescription,
     SequenceBlockTable,
 )
-from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
 
 _LOG = logging.getLogger(__name__)
 _FINISHED = SequenceState.FINISHED

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
-from scheduler_svc.engine.ports import EngineRequest, RequestCounts, RequestTimes, StopMatch, TextStream
+from scheduler_svc.plan_loop.ports import EngineRequest, RequestCounts, RequestTimes, StopMatch, TextStream
 
 Listener = Callable[["LiveRequest"], None]
 _FAILED_ENDS = frozenset(

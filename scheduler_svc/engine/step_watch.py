@@ -9,7 +9,7 @@ from collections.abc import Callable
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import StepResult
-from scheduler_svc.engine.ports import Load, StepRecord
+from scheduler_svc.plan_loop.ports import Load, StepRecord
 
 _MAX_RECORDS = 4096
 _MAX_AT_ONCE = 64

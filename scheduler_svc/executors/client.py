@@ -14,9 +14,9 @@ import grpc
 from cadenza.transport import EXECUTOR_PORT, PROTOCOL_VERSION, channel_options, format_address, parse_address
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc as pb_grpc
-from scheduler_svc.convert.execution import ProtocolError, model_description, step_plan, step_result
 from scheduler_svc.core.types import StepPlan, StepResult
-from scheduler_svc.engine.ports import (
+from scheduler_svc.executors.convert import ProtocolError, model_description, step_plan, step_result
+from scheduler_svc.plan_loop.ports import (
     ExecutorFencedError,
     ExecutorLostError,
     ModelDescription,

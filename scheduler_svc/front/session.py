@@ -14,10 +14,10 @@ from scheduler_svc.convert.errors import AbortedEarlyError, status_of
 from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import RequestExistsError, RequestRejectedError
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.engine.ports import EngineRequest
 from scheduler_svc.engine.reader import MAX_CHUNK_BYTES, PROMPT_TOKEN_BYTES, RequestReader
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.unreadable import Unreadable
+from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.requests.fields import OutputMode, RequestFields
 
 _LOG = logging.getLogger(__name__)

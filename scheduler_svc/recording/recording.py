@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from functools import partial
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.convert import plan_log as records
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
@@ -29,7 +28,8 @@ from scheduler_svc.core.types import (
     StepStatus,
 )
 from scheduler_svc.engine.policies_from_options import policies_from_options
-from scheduler_svc.engine.ports import ExecutorPort, ModelDescription, PlanStream, SessionOpened
+from scheduler_svc.plan_loop.ports import ExecutorPort, ModelDescription, PlanStream, SessionOpened
+from scheduler_svc.recording import records
 from scheduler_svc.recording.plan_log import PlanLogWriter
 
 _LOG = logging.getLogger(__name__)

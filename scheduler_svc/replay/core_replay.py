@@ -12,12 +12,12 @@ from cadenza.plan_log import PlanLogError
 from cadenza.settings.service import reason
 from cadenza.v1.planlog_pb2 import PlanLogHeader, PlanLogRecord
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.convert.execution import step_plan, step_result
-from scheduler_svc.convert.plan_log import differences, error_text, recorded_options
-from scheduler_svc.convert.recorded import executor_spec, request_spec
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import FinishDetail, StepPlan
 from scheduler_svc.engine.policies_from_options import policies_from_options
+from scheduler_svc.executors.convert import step_plan, step_result
+from scheduler_svc.recording.recorded import executor_spec, request_spec
+from scheduler_svc.recording.records import differences, error_text, recorded_options
 
 _NO_CALLS = ("executor_described", "step_failed")
 

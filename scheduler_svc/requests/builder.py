@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import RequestSpec
-from scheduler_svc.engine.ports import BestOf, EngineRequest, ModelDescription
+from scheduler_svc.plan_loop.ports import BestOf, EngineRequest, ModelDescription
 from scheduler_svc.requests.detokenizer import TextStream
 from scheduler_svc.requests.field_rules import PATH, finite
 from scheduler_svc.requests.fields import ChatFields, PromptFields, RequestFields

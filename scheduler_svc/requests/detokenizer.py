@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from scheduler_svc.engine.ports import StopMatch
+from scheduler_svc.plan_loop.ports import StopMatch
 
 _REPLACEMENT = "\ufffd"
 _MAX_WINDOW = 12

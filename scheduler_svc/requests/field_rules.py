@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
-from scheduler_svc.engine.ports import ModelDescription
+from scheduler_svc.plan_loop.ports import ModelDescription
 
 PATH = "sampling_params."
 

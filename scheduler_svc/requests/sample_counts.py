@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.sequences.beams import MAX_CANDIDATES
 from scheduler_svc.core.types import BeamSpec
-from scheduler_svc.engine.ports import ModelDescription
+from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.field_rules import PATH
 from scheduler_svc.requests.sampling_fields import FIELD_RULES, EarlyStopping, SamplingFields, is_default, is_off
 

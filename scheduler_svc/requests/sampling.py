@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.types import Sampling, SamplingValue
-from scheduler_svc.engine.ports import ModelDescription
+from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.field_rules import PATH, resolve_logprobs
 from scheduler_svc.requests.sample_counts import num_candidates
 from scheduler_svc.requests.sampling_fields import FIELD_RULES, SamplingFields, is_off

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import Any
 
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
-from scheduler_svc.engine.ports import ModelDescription
+from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.field_rules import (
     PATH,
     FieldRule,

@@ -7,8 +7,8 @@ from typing import Any
 
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.service.convert import sampling_from_wire
-from scheduler_svc.convert.execution import sequence_sampling
 from scheduler_svc.core.types import Sampling
+from scheduler_svc.executors.convert import sequence_sampling
 
 _READ_BY_CORE = {each.name for each in dataclasses.fields(Sampling)}
 

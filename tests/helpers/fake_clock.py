@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.types import StepPlan, StepResult
-from scheduler_svc.engine.clock import Clock
-from scheduler_svc.engine.ports import ExecutorLostError, ModelDescription, PlanStream, SessionOpened
+from scheduler_svc.plan_loop.clock import Clock
+from scheduler_svc.plan_loop.ports import ExecutorLostError, ModelDescription, PlanStream, SessionOpened
 
 _NUM_TURNS = 50
 """Turns of the event loop after which every task waits again for this clock."""

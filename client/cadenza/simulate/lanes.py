@@ -16,7 +16,7 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.sequences.decode_batch import DecodeBatch
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import Candidates, StepResult
-from scheduler_svc.engine.pacing import StepPacer
+from scheduler_svc.plan_loop.pacing import StepPacer
 
 TOKEN = 1
 """The token that every sequence samples: token values make no difference to a cost model."""

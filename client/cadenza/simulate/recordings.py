@@ -13,7 +13,7 @@ from cadenza.plan_log import PlanLogError, PlanLogReader
 from cadenza.simulate.executor_profiles import ProfileLimits
 from cadenza.v1.planlog_pb2 import ApplyResultCall, PlanLogHeader, PlanLogRecord, PlanStepCall
 from scheduler_svc.core.steps.results import context_lens
-from scheduler_svc.engine.pacing import StepPacer
+from scheduler_svc.plan_loop.pacing import StepPacer
 from scheduler_svc.replay.core_replay import CoreReplay
 
 

@@ -13,10 +13,10 @@ import pytest
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import FinishDetail, RequestSpec, Sampling
-from scheduler_svc.engine.clock import SystemClock
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.engine.ports import EngineRequest, ModelDescription
+from scheduler_svc.plan_loop.clock import SystemClock
+from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription
 from tests.helpers.fake_clock import FakeClock, TimedExecutor
 from tests.helpers.paths import ROOT
 

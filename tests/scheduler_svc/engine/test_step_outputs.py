@@ -20,7 +20,7 @@ from scheduler_svc.core.types import (
 )
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.engine.ports import BestOf, EngineRequest
+from scheduler_svc.plan_loop.ports import BestOf, EngineRequest
 from scheduler_svc.requests.detokenizer import TextStream
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.toy_tokenizers import byte_level

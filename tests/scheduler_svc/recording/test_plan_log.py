@@ -11,15 +11,6 @@ from cadenza.plan_log import PlanLogError, PlanLogReader, record_bytes
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.convert import plan_log as records
-from scheduler_svc.convert.execution import model_description, step_plan, step_result
-from scheduler_svc.convert.recorded import (
-    executor_message,
-    executor_spec,
-    request_message,
-    request_spec,
-    result_message,
-)
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import (
@@ -30,7 +21,16 @@ from scheduler_svc.core.types import (
     RequestSpec,
     StepPlan,
 )
+from scheduler_svc.executors.convert import model_description, step_plan, step_result
+from scheduler_svc.recording import records
 from scheduler_svc.recording.plan_log import PlanLogWriter
+from scheduler_svc.recording.recorded import (
+    executor_message,
+    executor_spec,
+    request_message,
+    request_spec,
+    result_message,
+)
 from scheduler_svc.replay import __main__ as replay
 from scheduler_svc.replay import core_replay
 from tests.helpers.core_sampling import core_sampling

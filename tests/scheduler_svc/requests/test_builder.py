@@ -12,7 +12,7 @@ from cadenza.v1 import types_pb2
 from scheduler_svc.convert.generation import request_fields
 from scheduler_svc.convert.limits import check_limits
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
-from scheduler_svc.engine.ports import ModelDescription
+from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
 from tests.helpers.core_sampling import core_sampling
 from tests.helpers.toy_tokenizers import byte_level

@@ -13,7 +13,7 @@ from cadenza.v1 import types_pb2
 from scheduler_svc.convert.generation import request_fields
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import BeamSpec
-from scheduler_svc.engine.ports import BestOf, EngineRequest, ModelDescription
+from scheduler_svc.plan_loop.ports import BestOf, EngineRequest, ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
 from tests.helpers.toy_tokenizers import byte_level
 

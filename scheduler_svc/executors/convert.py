@@ -21,7 +21,7 @@ from scheduler_svc.core.types import (
     StepStatus,
     TokenLogprobs,
 )
-from scheduler_svc.engine.ports import ModelDescription
+from scheduler_svc.plan_loop.ports import ModelDescription
 
 
 class ProtocolError(Exception):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.engine.pacing import StepPacer
+from scheduler_svc.plan_loop.pacing import StepPacer
 
 STEP_S, TOKEN_S = 0.025, 0.0001
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
-from scheduler_svc.convert import execution
 from scheduler_svc.core.types import (
     BeamSpec,
     Candidates,
@@ -14,6 +13,7 @@ from scheduler_svc.core.types import (
     StepResult,
     TokenLogprobs,
 )
+from scheduler_svc.executors import convert as execution
 
 _STOPPING = {
     True: types_pb2.EARLY_STOPPING_TRUE,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from executor_svc.plan.column_checks import check_range, check_unique
+from executor_svc.batch.column_checks import check_range, check_unique
+from executor_svc.batch.sampling_checks import check_sampling
 from executor_svc.plan.plan import AdmittedSequence, BlockMoves, InvalidPlan, Limits, StepPlan
-from executor_svc.plan.sampling_checks import check_sampling
 
 
 def check_supported(plan: StepPlan) -> None:

@@ -17,9 +17,9 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import ExecutorSpec, StepResult, StepStatus
-from scheduler_svc.engine.clock import Clock
-from scheduler_svc.engine.pacing import StepPacer
-from scheduler_svc.engine.ports import (
+from scheduler_svc.plan_loop.clock import Clock
+from scheduler_svc.plan_loop.pacing import StepPacer
+from scheduler_svc.plan_loop.ports import (
     ExecutorFencedError,
     ExecutorLostError,
     ExecutorPort,

@@ -11,10 +11,10 @@ from cadenza.plan_log import FORMAT_VERSION, MAGIC
 from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
-from scheduler_svc.convert.execution import step_plan
-from scheduler_svc.convert.recorded import executor_message, request_message, result_message
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, StepPlan, StepResult
-from scheduler_svc.engine.ports import ModelDescription
+from scheduler_svc.executors.convert import step_plan
+from scheduler_svc.plan_loop.ports import ModelDescription
+from scheduler_svc.recording.recorded import executor_message, request_message, result_message
 
 MakeRecord = Callable[[], pb.PlanLogRecord]
 """Makes a record when it is to be written."""

@@ -12,10 +12,10 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.service.convert import description_to_wire, plan_from_wire
 from executor_svc.simulated.build import build_simulated
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.convert.execution import model_description, step_plan
 from scheduler_svc.core.types import AdmittedSequence, StepPlan
-from scheduler_svc.engine.plan_loop import _executor_spec
-from scheduler_svc.engine.ports import ModelDescription
+from scheduler_svc.executors.convert import model_description, step_plan
+from scheduler_svc.plan_loop.plan_loop import _executor_spec
+from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.core_sampling import core_sampling
 
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

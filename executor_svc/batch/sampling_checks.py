@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from executor_svc.plan.column_checks import check_range, check_unique
+from executor_svc.batch.column_checks import check_range, check_unique
 from executor_svc.plan.plan import InvalidPlan, Limits
 from executor_svc.plan.sampling import COLUMNS, SequenceSampling
 

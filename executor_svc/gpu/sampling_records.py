@@ -1,4 +1,4 @@
-"""A sequence's sampling parameters in the form that kernels read: a record of numbers, bits of allowed tokens, lists."""
+"""A sequence's sampling parameters as kernels read them: a record of numbers, bits of allowed tokens, lists."""
 
 from __future__ import annotations
 

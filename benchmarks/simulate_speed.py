@@ -1,9 +1,9 @@
-"""How much faster than real time is the simulator, and does a request cost more as there are more of them?
+"""How much faster than real time is the simulator, and does the cost of a request grow with their number?
 
 The load of the goal: Poisson arrivals at 10 requests/s, prompts of mean 256 and outputs of mean 128 tokens (both
-exponential), 25 ms a step, two plans in flight, all that `cadenza simulate` keeps by default. An hour of it by default;
-`--hours 24` is the day, `--requests 1000000` the run that has to fit in 2 GB. Each repeat is a process of its own, so
-that its peak memory is its own.
+exponential), 25 ms a step, two plans in flight, keeping everything that `cadenza simulate` keeps by default. The
+default is an hour; `--hours 24` is a day, `--requests 1000000` the run that must fit in 2 GB. Each repeat is a separate
+process, so that its peak memory is its own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def load(num_requests: int) -> LoadSettings:
 
 
 class Tenths:
-    """A watch that takes the time as each tenth of the requests has ended."""
+    """A watch that records the time when each tenth of the requests has ended."""
 
     def __init__(self, num_requests: int) -> None:
         self._marks = [math.ceil(num_requests * part / 10) for part in range(1, 11)]
@@ -59,7 +59,7 @@ class Tenths:
     def ended(
         self, shape: RequestShape, due_s: float, first_s: float, last_s: float, num_output_tokens: int, error: str
     ) -> bool:
-        """A request has ended; the run goes on."""
+        """Count a request that has ended; the run continues."""
         self._num_ended += 1
         if self._num_ended == self._marks[len(self.moments) - 1]:
             self.moments.append(time.perf_counter())
@@ -67,7 +67,7 @@ class Tenths:
 
     @property
     def seconds(self) -> list[float]:
-        """[10] of each tenth."""
+        """[10] seconds of each tenth."""
         return [end - begin for begin, end in zip(self.moments, self.moments[1:], strict=False)]
 
 
@@ -160,7 +160,7 @@ def _hours(text: str) -> float:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hours", type=_hours, default=1.0, help="of traffic (default 1)")
-    parser.add_argument("--requests", type=positive, help="so many in place of hours")
+    parser.add_argument("--requests", type=positive, help="number of requests, in place of hours")
 
 
 BENCHMARK = Benchmark(NAME, "how much faster than real time is the simulator?", _add_options, _run, _describe)

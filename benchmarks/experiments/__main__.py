@@ -1,4 +1,4 @@
-"""`python -m benchmarks.experiments [--only N,…] [--place simulate|cpu]`: run experiments, then make the page again."""
+"""`python -m benchmarks.experiments [--only N,…] [--place simulate|cpu]`: run experiments, then regenerate the page."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ PLACES: tuple[Place, ...] = ("simulate", "cpu")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit codes: 0 all went well, 2 wrong arguments."""
+    """Exit codes: 0 success, 2 wrong arguments."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.experiments", description=__doc__)
     parser.add_argument("--only", type=_chosen, default=list(EXPERIMENTS), metavar="N,…", help="numbers or names")
-    parser.add_argument("--place", choices=PLACES, help="only there (default: wherever an experiment can be made)")
-    parser.add_argument("--seed", type=int, default=SEED, help=f"of everything that is random (default {SEED})")
     parser.add_argument(
-        "--page", action="store_true", help="run nothing: make docs/experiments.md from the results there are"
+        "--place", choices=PLACES, help="run only there (default: everywhere that an experiment supports)"
+    )
+    parser.add_argument("--seed", type=int, default=SEED, help=f"seed of everything random (default {SEED})")
+    parser.add_argument(
+        "--page", action="store_true", help="run nothing: make docs/experiments.md from existing results"
     )
     options = parser.parse_args(arguments)
     for experiment in [] if options.page else options.only:

@@ -1,4 +1,4 @@
-"""Experiment 5's runs: short requests, long prompts among them, and limits on what of a prompt a step computes."""
+"""Experiment 5's runs: short requests, long prompts among them, and limits on the prompt tokens of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PER_PROMPT = "tokens of one prompt in a step"
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """Under one limit; latencies in seconds."""
+    """Results under one limit; latencies are in seconds."""
 
     short_itl_p50: Repeated
     short_itl_p99: Repeated
@@ -35,40 +35,40 @@ class Chunked:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All of an experiment in one place."""
+    """All results of the experiment at one place."""
 
     setup: Mapping[str, str]
     limits: Mapping[str, Mapping[int, Chunked]]
-    """By what is limited, then by the limit, ascending. The largest budget is no limit: whole prompts fit."""
+    """By the kind of limit, then by the limit, ascending. The largest budget does not limit: whole prompts fit."""
     quarter: int
     """A quarter of a long prompt: one of the budgets."""
     alone_s: Mapping[int, float]
-    """TTFT of one long prompt with nothing beside it, by budget; empty where it was not measured."""
+    """TTFT of one long prompt alone, by budget; empty if it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What comes."""
+    """The load."""
 
     rate: float
     """Requests per second."""
     count: int
     options: Mapping[str, Any]
-    """Of the workload long-short."""
+    """Options of the workload long-short."""
 
     @property
     def quarter(self) -> int:
-        """Of a long prompt."""
+        """A quarter of a long prompt, in tokens."""
         return int(self.options["long_len"]) // 4
 
     @property
     def text(self) -> str:
-        """For the setup."""
-        said = self.options
+        """The load as text, for the setup."""
+        options = self.options
         return (
-            f"{self.count} requests at {self.rate:g}/s (Poisson), {said['long_share']:.0%} with long prompts "
-            f"({said['long_len']} tokens), the others with short ones ({said['input_len']}); "
-            f"outputs {said['output_len']}"
+            f"{self.count} requests at {self.rate:g}/s (Poisson), {options['long_share']:.0%} with long prompts "
+            f"({options['long_len']} tokens), the others with short ones ({options['input_len']}); "
+            f"outputs {options['output_len']}"
         )
 
 

@@ -1,4 +1,5 @@
-"""Experiment 8: plans in flight against the duration of a step: the executor's idle time, and what newcomers wait."""
+"""Experiment 8: plans in flight against the duration of a step: the executor's idle time, and the wait of new
+requests."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def _simulated(settings: RunSettings) -> ExperimentResult:
         yield lambda shapes, times: run(Case(profile, shapes, times, {"max_inflight_plans": depth})).requests
 
     found = measured(scale, (0.5, 10.0) if settings.quick else _STEPS_MS, serving)
-    told = ", ".join(f"{name.removesuffix('_us')} {value:g} µs" for name, value in overheads)
-    return _result(settings, scale, found, {"overheads": told})
+    overheads_text = ", ".join(f"{name.removesuffix('_us')} {value:g} µs" for name, value in overheads)
+    return _result(settings, scale, found, {"overheads": overheads_text})
 
 
 def _on_cpu(settings: RunSettings) -> ExperimentResult:
@@ -131,12 +132,12 @@ def _medians(points: dict[float, Point]) -> dict[float, float]:
 def _hidden(found: Found) -> Finding:
     one, two = _medians(found[1]), _medians(found[2])
     gains = {step_ms: two[step_ms] / one[step_ms] for step_ms in one}
-    told = ", ".join(f"{gain:.2f}x at {step_ms:g} ms" for step_ms, gain in gains.items())
+    evidence = ", ".join(f"{gain:.2f}x at {step_ms:g} ms" for step_ms, gain in gains.items())
     return Finding(
         claim=f"One plan ahead hides the work between steps ({_SGLANG}: 1.1 times the throughput). Holds if each step "
         "time gains, the shorter the more",
         held=min(gains.values()) > 1 and list(gains.values()) == sorted(gains.values(), reverse=True),
-        evidence=f"two plans in flight against one: {told}",
+        evidence=f"two plans in flight against one: {evidence}",
     )
 
 
@@ -156,12 +157,12 @@ def _deeper(found: Found) -> Finding:
 def _newcomers(found: Found) -> Finding:
     longest = max(found[1])
     waits = {depth: float(np.median(points[longest].wait)) for depth, points in found.items()}
-    told = ", ".join(f"{depth}: {wait:.2f} steps" for depth, wait in waits.items())
+    evidence = ", ".join(f"{depth}: {wait:.2f} steps" for depth, wait in waits.items())
     return Finding(
         claim=f"Working ahead costs a step ({_TRTLLM}), and less where plans are sent late in the step before "
         "(expected here). Holds if two in flight cost newcomers less than half a step",
         held=waits[2] - waits[1] < 0.5,
-        evidence=f"median TTFT with steps of {longest:g} ms, by plans in flight: {told}",
+        evidence=f"median TTFT with steps of {longest:g} ms, by plans in flight: {evidence}",
     )
 
 
@@ -169,8 +170,8 @@ EXPERIMENT = Experiment(
     name="8-pipelining",
     title="Plans in flight against the duration of a step",
     hypothesis=f"""
-Between two steps a scheduler takes in the result of one and makes the plan of the next, and with the scheduler in a
-process of its own both also travel. If the executor waits for that, it idles: {_SGLANG} says that an engine may spend
+Between two steps a scheduler applies the result of one and makes the plan of the next, and with the scheduler in its
+own process both are also transmitted. If the executor waits for that, it idles: {_SGLANG} says that an engine may spend
 as much as half of its time so, and that its scheduler, which runs one batch ahead, brought 1.1 times the throughput.
 The price is a step that was planned before the last result was known ({_TRTLLM} counts one extra decoding step), and a
 newcomer that finds the next step planned already. Here plans in flight are limited by `--max-inflight-plans`, and a

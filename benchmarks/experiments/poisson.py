@@ -21,7 +21,7 @@ _POST = "[Anyscale](https://www.anyscale.com/blog/continuous-batching-llm-infere
 _REPO = "[its code](https://github.com/anyscale/llm-continuous-batching-benchmarks)"
 _CONTINUOUS = (RESERVED, PAGED)
 _SATURATED = 2.0
-"""A server is called saturated where the median latency is so many times that at the lowest rate."""
+"""A server counts as saturated if the median latency is this many times that at the lowest rate."""
 ByRate = dict[float, dict[str, Latencies]]
 
 
@@ -98,7 +98,7 @@ def _setup(scale: Scale, size: int) -> dict[str, object]:
         "load": f"{scale.num_requests} requests by a Poisson process, prompts {scale.input_len}, "
         f"outputs {scale.output_len} tokens",
         "memory can be reserved for": f"{size} sequences: the size of a batch",
-        "dynamic batches wait": "50 ms for company",
+        "dynamic batches wait": "50 ms for more requests",
         "runs of each": len(scale.seeds),
     }
 
@@ -190,12 +190,12 @@ def _saturation(found: ByRate) -> Finding:
     rates = list(found)
     saturated = {policy: _saturated_at(found, policy) for policy in policies(1)}
     at, most = saturated[PAGED], max(each[PAGED].tokens_per_s for each in found.values())
-    told = ", ".join(f"{name} {_rate(rate)}" for name, rate in saturated.items())
+    evidence = ", ".join(f"{name} {_rate(rate)}" for name, rate in saturated.items())
     return Finding(
         claim=f"With paging the server saturates around 8 requests/s, at some 1,900 tokens/s ({_POST}). Holds if the "
         "median has doubled at 8 or 12/s, not before, and the throughput is within a quarter",
         held=at is not None and 8 <= at <= 12 and abs(most / 1900 - 1) < 0.25,
-        evidence=f"first of these rates with {_SATURATED:g} times the median latency of {rates[0]:g}/s: {told}; "
+        evidence=f"first of these rates with {_SATURATED:g} times the median latency of {rates[0]:g}/s: {evidence}; "
         f"paged, at most {most:,.0f} tokens/s",
     )
 
@@ -233,11 +233,11 @@ EXPERIMENT = Experiment(
     name="2-poisson",
     title="Latency under Poisson arrivals, up to saturation",
     hypothesis=f"""
-A request that comes while a static batch runs waits for its end, and a short one then waits for the longest beside it;
-a continuous batch takes it in at the next step. {_POST} sent 100 requests at 1 and at 4 requests/s (prompts uniform
-from 1 to 512 tokens, outputs exponential with mean 128 and at most 1,536) and found continuous batches better at every
-percentile. As a server saturates, there are fewer places for newcomers, and its curve draws nearer to those of static
-batches; with more memory to use that comes later.
+A request that arrives while a static batch runs waits for the batch's end, and a short one then waits for the longest
+in its batch; a continuous batch admits it at the next step. {_POST} sent 100 requests at 1 and at 4 requests/s (prompts
+uniform from 1 to 512 tokens, outputs exponential with mean 128 and at most 1,536) and found continuous batches better
+at every percentile. As a server saturates, there are fewer places for newcomers, and its curve draws nearer to those of
+static batches; with more memory to use that comes later.
 
 The same here with 300 requests, and on to 32 requests/s. "{STATIC}" waits for a full batch; the post's static servers
 start with what there is when the batch before has ended, as {_REPO} shows: here that is "{DYNAMIC}". Beyond a server's

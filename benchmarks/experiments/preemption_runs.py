@@ -1,4 +1,4 @@
-"""Experiment 6's runs: requests whose memory is taken from them, by rule, size of blocks and size of the pool."""
+"""Experiment 6's runs: preempted requests, by rule, block size and pool size."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from cadenza.simulate.step_costs import step_cost_function
 
 RECOMPUTE, SWAP, AUTO = "recompute", "swap", "auto"
 PIECEWISE, WHOLE = "a copy per layer", "a copy per block"
-"""How a block is moved: K and V of each layer by themselves, as vLLM did in 2023, or all of it at once."""
+"""How a block is moved: K and V of each layer separately, as in vLLM in 2023, or all at once."""
 OWN_STEP, BESIDE = "recompute, a step of its own", "recompute, beside 20 decodes"
 _COPY_US = 2.3
-"""Of each copy, besides its bytes: measured on an H20, layer by layer and block by block
+"""Time of each copy besides its bytes: measured on an H20, layer by layer and block by block
 (https://github.com/taco-project/FlexKV/pull/193)."""
 MICRO_TOKENS = 256
 DECODES, CONTEXT = 20, 500
 _RATE = 1.5
-"""Requests per second, which half of the pool just holds."""
+"""Requests per second that half of the pool can just serve."""
 _POOL = 0.5
-"""Of the published pool, where block sizes are compared: enough pressure that every third request is put out."""
+"""Share of the published pool for the comparison of block sizes: every third request is preempted."""
 HOST_POOLS = 4
-"""Blocks in host memory, over those on the device."""
+"""Ratio of blocks in host memory to blocks on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """One rule in one setting."""
+    """Results of one rule in one setting."""
 
     output_tokens_per_s: Repeated
     """All requests at once."""
@@ -43,12 +43,12 @@ class Preempted:
     e2e_p99_s: Repeated
     """At the rate."""
     preemptions: Repeated
-    """At the rate, for each request."""
+    """Preemptions per request, at the rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All of the experiment."""
+    """All results of the experiment."""
 
     setup: Mapping[str, str]
     layout: str
@@ -58,16 +58,16 @@ class Outcome:
     by_pool: Mapping[str, Mapping[float, Preempted]]
     """By rule and the pool's share of the whole one, with blocks of 16."""
     micro_ms: Mapping[str, Mapping[int, float]]
-    """What it takes to bring 256 tokens back: by way and block size."""
+    """Time to restore 256 tokens, by method and block size."""
 
 
 def swap_name(layout: str) -> str:
-    """Of the lines that are swaps."""
+    """The name of a swap line."""
     return f"{SWAP}, {layout}"
 
 
 def with_copies(profile: ExecutorProfile, layout: str) -> ExecutorProfile:
-    """The same with what each copy takes besides its bytes, of OPT-13B's layers; a kind has the bytes alone."""
+    """The profile with the fixed time of each copy, for OPT-13B's layers; without it, a profile counts only bytes."""
     copies = 2 * OPT_13B.num_layers if layout == PIECEWISE else 1
     moved_block_us = copies * _COPY_US + profile.costs.moved_block_us
     return profile.model_copy(update={"costs": profile.costs.model_copy(update={"moved_block_us": moved_block_us})})
@@ -121,7 +121,7 @@ def _run(profile: ExecutorProfile, rule: str, count: int, seed: int) -> tuple[fl
 
 
 def paced_values(paced: RequestColumns, num_preemptions: int) -> tuple[float, float, float]:
-    """The fields of Preempted that are those at the rate."""
+    """The fields of Preempted that are measured at the rate."""
     e2e = paced.last_s - paced.due_s
     normalized = float(np.mean(e2e / paced.num_output_tokens))
     return normalized, float(np.quantile(e2e, 0.99)), num_preemptions / len(paced)
@@ -146,5 +146,5 @@ def _micro(profile: ExecutorProfile, sizes: tuple[int, ...]) -> dict[str, dict[i
 
 
 def _token_us(profile: ExecutorProfile) -> float:
-    """A token's KV on its way, one way."""
+    """Time to move a token's KV, one way."""
     return profile.costs.moved_block_us / profile.limits.block_size

@@ -1,4 +1,4 @@
-"""Experiment 7's runs: Poisson arrivals, newcomers held back by ever larger ratios, in both places."""
+"""Experiment 7's runs: Poisson arrivals, with new requests held back by increasing ratios, at both places."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from cadenza.loadtest.requests import Floats
 MIDDLE = 1.2
 """TGI's default for long; 0.3 later."""
 BOUND, UNBOUND = 20, 1_000_000
-"""Of max_waiting_steps: the default, and never within a run."""
+"""Values of max_waiting_steps: the default, and one that is never reached in a run."""
 _RATES = (4.0, 7.0)
 _LOAD = {"input_len": "uniform:1:512", "output_len": "exponential:128:1:1536"}
 _CPU_LOAD = {"input_len": "uniform:1:256", "output_len": "exponential:64:1:512"}
 _CPU_RATES = (0.5, 0.8)
-"""Of the requests per second that the server takes all at once."""
+"""Shares of the server's throughput with all requests at once."""
 _QUANTILES = (("ttft_s", 0.5), ("ttft_s", 0.99), ("tpot_s", 0.5), ("tpot_s", 0.99), ("e2e_s", 0.5))
 
 
@@ -37,14 +37,14 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """In legends."""
+        """The label in legends."""
         bound = "no bound" if self.max_waiting_steps == UNBOUND else f"at most {self.max_waiting_steps} steps"
         return f"{self.rate:g} requests/s, {bound}"
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One ratio; [seeds] seconds each."""
+    """Results for one ratio; [seeds] seconds each."""
 
     ttft_p50_s: Floats
     ttft_p99_s: Floats
@@ -55,7 +55,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All of an experiment in one place."""
+    """All results of the experiment at one place."""
 
     setup: Mapping[str, Any]
     found: Mapping[Setting, Mapping[float, Point]]
@@ -102,7 +102,7 @@ def measured(settings: RunSettings) -> Outcome:
     rates = [float(f"{share * capacity:.2g}") for share in shares]
 
     def points(ratio: float, bound: int) -> dict[float, Point]:
-        """By rate, on one server."""
+        """Results by rate, on one server."""
         runs: dict[float, list[RequestColumns]] = {rate: [] for rate in rates}
         with Server(model, {**options, **_options(ratio, bound)}) as server:
             server.load(warm_up)
@@ -122,8 +122,8 @@ def measured(settings: RunSettings) -> Outcome:
             "model": f"{model.name}, 10.5M parameters",
             "services": services,
             "load": _load_text(num_requests, _CPU_LOAD),
-            "rates": f"{', '.join(f'{share:.0%}' for share in shares)} of the {capacity:.1f} requests/s that are held "
-            "when all come at once",
+            "rates": f"{', '.join(f'{share:.0%}' for share in shares)} of the {capacity:.1f} requests/s that are "
+            "served when all arrive at once",
             "runs of each": seeds,
         },
         found={

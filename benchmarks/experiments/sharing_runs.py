@@ -18,37 +18,37 @@ from scheduler_svc.core.scheduler import Scheduler
 
 SAMPLES, BEAMS = "samples", "beams"
 _SEQUENCES = {"ShareGPT": 300, "Alpaca": 1800}
-"""Samples or beams of a run: several times what the pool holds, so that memory is what limits."""
+"""Samples or beams of a run: several times the pool's capacity, so that memory is the limit."""
 _MAX_NUM_SEQS = 1024
 _LOAD = 0.8
-"""Of what the server can take without the prefix cache: the rate at which TTFT is measured."""
+"""Share of the server's throughput without the prefix cache: the rate at which TTFT is measured."""
 _OWN_LEN = _OUTPUT_LEN = "uniform:16:64"
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """One algorithm with one width."""
+    """Results of one algorithm with one width."""
 
     saved: Repeated
-    """Blocks saved, over the blocks that there would be if nothing were shared."""
+    """Blocks saved, as a share of the blocks without sharing."""
     gain: Repeated
-    """Throughput over that of as many requests that share nothing."""
+    """Ratio of the throughput to that of as many requests without sharing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefixed:
-    """One prefix, with the prefix cache or without."""
+    """Results for one prefix, with the prefix cache or without."""
 
     requests_per_s: Repeated
     """All at once."""
     ttft_p50_s: Repeated
     ttft_p99_s: Repeated
-    """Both at a rate that the server holds without the cache."""
+    """Both at a rate that the server can serve without the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All of an experiment in one place."""
+    """All results of the experiment at one place."""
 
     setup: Mapping[str, str]
     groups: Mapping[str, Mapping[tuple[str, int], Shared]]
@@ -58,14 +58,14 @@ class Outcome:
 
 
 class Saving:
-    """Blocks saved by sharing, while somebody waits for memory; each step counts for as long as it takes."""
+    """Blocks saved by sharing while requests wait for memory; each step is weighted by its duration."""
 
     def __init__(self, num_requests: int) -> None:
         self._begins_at = 0.75 * num_requests
         self._saved = self._whole = 0.0
 
     def look(self, core: Scheduler, seconds: float) -> None:
-        """As `step_through` asks for it."""
+        """Observe the core; called by `step_through`."""
         if len(core.waiting) and len(core.groups) <= self._begins_at:
             lane = core.lanes[0]
             saved = lane.blocks.num_shared_refs
@@ -74,14 +74,14 @@ class Saving:
 
     @property
     def share(self) -> float:
-        """Saved, of what there would be without sharing; raises BenchmarkError if nobody waited."""
+        """Share of the blocks without sharing that was saved; raises BenchmarkError if no request waited."""
         if not self._whole:
-            raise BenchmarkError("nobody waited for memory: the load is too small for the pool")
+            raise BenchmarkError("no request waited for memory: the load is too small for the pool")
         return self._saved / self._whole
 
 
 def widened(shapes: Sequence[RequestShape], algorithm: str, width: int) -> list[RequestShape]:
-    """The same requests with so many samples or beams each."""
+    """The same requests with `width` samples or beams each."""
     if algorithm == BEAMS:
         return [replace(shape, beam_width=width) for shape in shapes]
     return [replace(shape, n=width) for shape in shapes]

@@ -24,7 +24,7 @@ _CONFIGURED = (
 _HALF = "continuous, half the memory reserved"
 _PUBLISHED = {RESERVED: 8.0, PAGED: 23.0}
 _FASTER_TRANSFORMER = 4.0
-"""Static batches in FasterTransformer, over those in Hugging Face's pipelines, by the same post."""
+"""Throughput of static batches in FasterTransformer over those in Hugging Face's pipelines, by the same post."""
 
 
 def _run(settings: RunSettings) -> ExperimentResult:
@@ -52,7 +52,7 @@ def _simulated(settings: RunSettings) -> ExperimentResult:
         findings=[*_findings(points), _half_finding(points), _window_finding(points), *_equal_findings(equal)],
         figures=[_over_maxima(points), _over_cv(equal)],
         tables=[
-            _table("Exponential outputs, cut ever later:", points),
+            _table("Exponential outputs, truncated at increasing lengths:", points),
             _table(f"Outputs of {MEAN} on average:", equal),
         ],
     )

@@ -90,6 +90,13 @@ class SequenceSampling:
             stored=_log, name="log_min_p",
         ),
     )  # fmt: skip
+    top_n_sigma: float = _row(
+        0.0,
+        Column(
+            np.float32, Need.FLOOR, "finite", _finite(), off=0, in_warm_up=9.0,
+            stored=lambda num_deviations: max(num_deviations, 0.0),
+        ),
+    )  # fmt: skip
     repetition_penalty: float = _row(
         1.0,
         Column(np.float32, Need.COUNTS, "above 0 and finite", _finite(lambda value: value > 0), off=1, in_warm_up=2.0),

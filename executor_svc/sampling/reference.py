@@ -9,10 +9,18 @@ Row = NDArray[np.float64]
 
 
 def probabilities(
-    logits: Row, *, temperature: float = 1.0, min_p: float = 0.0, top_k: int = 0, top_p: float = 1.0
+    logits: Row,
+    *,
+    top_n_sigma: float = 0.0,
+    temperature: float = 1.0,
+    min_p: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
 ) -> Row:
     """[vocab] the distribution of a draw from edited logits [vocab]: filters in this order, ties to the lowest id."""
     x = logits.astype(np.float64)
+    if top_n_sigma > 0:
+        x[x < x.max() - top_n_sigma * x[np.isfinite(x)].std()] = -np.inf
     p = _softmax(x / temperature)
     p[p < min_p * p.max()] = 0.0
     order = np.argsort(-p, kind="stable")

@@ -34,7 +34,8 @@ _MIN_TEMPERATURE = 0.01
 """As in vLLM: a smaller one would overflow the logits, and is raised to this."""
 _MIN_TOP_P = 1e-6
 """Keeps the most likely token alone, as any smaller one would."""
-_MIN_MIN_P = 1e-37
+_SMALLEST = 1e-37
+"""What is over 0 stays over 0 as a 32-bit float."""
 _MAX_REPETITION_PENALTY = 1e30
 """And its inverse is the smallest: beyond, logits would overflow, and the order of tokens would be no other."""
 
@@ -68,7 +69,14 @@ class SamplingFields:
         0, check=at_least(-1), form=lambda value, model: value if 0 < value < model.vocab_size else 0,
         is_off=lambda value: value in (-1, 0), needs_draw=True,
     )  # fmt: skip
-    min_p: float = _row(0.0, check=between(0, 1), form=at_least_if_on(_MIN_MIN_P), needs_draw=True)
+    min_p: float = _row(0.0, check=between(0, 1), form=at_least_if_on(_SMALLEST), needs_draw=True)
+    top_n_sigma: float = _row(
+        0.0,
+        check=any_finite,
+        form=clamped(_SMALLEST, _FLOAT32_MAX),
+        is_off=lambda value: value <= 0,
+        needs_draw=True,
+    )
     repetition_penalty: float = _row(
         1.0, check=over_zero(), form=clamped(1 / _MAX_REPETITION_PENALTY, _MAX_REPETITION_PENALTY), edits_logits=True
     )

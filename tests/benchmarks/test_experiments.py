@@ -139,7 +139,7 @@ def test_every_experiment_has_a_result_from_the_simulator() -> None:
     for each in EXPERIMENTS:
         result = load(each.name, "simulate")
         assert result is not None, each.name
-        # What came out otherwise than it was claimed is explained.
+        # Results that differ from the claims are explained.
         assert each.notes or all(finding.held for finding in result.findings), each.name
 
 

@@ -1,4 +1,4 @@
-"""What experiments 3 to 6 are made of: allocators, the core step by step, what is counted, what moving costs."""
+"""Parts of experiments 3 to 6: allocators, the core step by step, counts, and the cost of moving blocks."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_what_is_reserved() -> None:
 
 
 def test_steps_take_what_they_cost() -> None:
-    """Two batches of 4 seats; each request one step for its prompt and first token, and 9 more."""
+    """Two batches of 4 slots; each request takes one step for its prompt and first token, and 9 more."""
     seen: list[float] = []
     stepped = step_through(
         profile(64, max_num_seqs=4), fixed([8] * 8, [10] * 8), lambda core, seconds: seen.append(seconds)
@@ -129,16 +129,16 @@ def test_steps_take_what_they_cost() -> None:
     assert stepped.num_preemptions == 0
 
 
-def test_a_policy_that_lets_nobody_in_is_an_error() -> None:
+def test_a_policy_that_admits_no_request_is_an_error() -> None:
     policy = ContiguousReservation(BuddyAllocator(16), to_max(64))
-    with pytest.raises(BenchmarkError, match="2 requests wait for ever"):
+    with pytest.raises(BenchmarkError, match="2 requests wait forever"):
         step_through(
             profile(16, 1), fixed([8] * 2, [4] * 2), lambda core, seconds: None, policies=Policies(batching=policy)
         )
 
 
 def test_no_more_run_at_once_than_have_a_range() -> None:
-    """128 slots, 32 for each: four at once though 8 seats are free, and all are served in the end."""
+    """128 slots, 32 for each: four run at once although 8 batch slots are free, and all are served in the end."""
     counts: list[int] = []
     policy = ContiguousReservation(BuddyAllocator(128), to_max(32))
     stepped = step_through(
@@ -179,7 +179,7 @@ def test_apart_nothing_is_shared(algorithm: str) -> None:
     assert max(separate) == 0
 
 
-# --- what the pool holds ----------------------------------------------------------------------------------------------
+# --- use of the pool --------------------------------------------------------------------------------------------------
 
 
 def test_shares_under_reservation_are_as_computed_by_hand() -> None:
@@ -207,8 +207,8 @@ def test_blocks_hold_more_than_reservation_and_large_ones_less_than_small_ones()
         assert min(held.shares) >= 0
 
 
-def test_a_pool_for_which_nobody_waits_has_no_shares() -> None:
-    with pytest.raises(BenchmarkError, match="nobody waited"):
+def test_a_pool_for_which_no_request_waits_has_no_shares() -> None:
+    with pytest.raises(BenchmarkError, match="no request waited"):
         paged(profile(64), fixed([8] * 2, [8] * 2), 16)
 
 

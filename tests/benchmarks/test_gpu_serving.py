@@ -20,8 +20,8 @@ from benchmarks.gpu.common.trace import device_time, read_trace
 from benchmarks.gpu.kernels.plan_driver import _batches, _scheduled
 from benchmarks.gpu.options import parse
 from benchmarks.gpu.serving import load, part
+from benchmarks.gpu.serving.decodes import decode_steps, step_metrics
 from benchmarks.gpu.serving.run import Run
-from benchmarks.gpu.serving.watching import decode_steps, step_metrics
 
 FAR = time.monotonic() + 1e6
 

@@ -1,4 +1,4 @@
-"""The simulator's benchmarks at a small size: what they measure is there, and what went wrong gives no row."""
+"""The simulator's benchmarks at a small size: rows have all measurements, and failures give no row."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_tenths_are_timed_as_they_end() -> None:
 
 
 @pytest.mark.slow
-def test_a_row_of_speed_is_told_in_words() -> None:
+def test_a_row_of_speed_is_reported_in_words() -> None:
     row = make_row(
         simulate_speed.NAME,
         seed=1,

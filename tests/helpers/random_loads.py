@@ -85,6 +85,7 @@ def _draw_sampling(rng: random.Random, vocab_size: int, kind: str) -> Sampling:
     if kind in ("drawn", "samples"):
         told |= {"temperature": rng.choice([0.6, 0.9, 1.3]), "top_p": rng.choice([1.0, 0.9])}
         told |= {"top_k": rng.choice([0, 20]), "min_p": rng.choice([0.0, 0.02])}
+        told["top_n_sigma"] = rng.choice([0.0, 0.0, 1.5])
     else:
         told["temperature"] = 0.0
     return core_sampling(seed=rng.getrandbits(64), **told)

@@ -38,6 +38,8 @@ FILTERS: list[dict[str, Any]] = [
     {"top_k": 7},
     {"top_p": 0.8},
     {"min_p": 0.1},
+    {"top_n_sigma": 1.2},
+    {"top_n_sigma": 1.5, "temperature": 3.0, "min_p": 0.2, "top_k": 9, "top_p": 0.9},
     {"temperature": 1.5, "top_k": 12, "top_p": 0.7, "min_p": 0.02},
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.3, "top_k": 20, "min_p": 0.05},
@@ -103,7 +105,7 @@ EDITS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("part", EDITS, ids=str)
-@pytest.mark.parametrize("filters", [FILTERS[0], FILTERS[6]], ids=str)
+@pytest.mark.parametrize("filters", [FILTERS[0], FILTERS[6], {"top_n_sigma": 1.0}], ids=str)
 def test_distribution_after_edits(part: dict[str, Any], filters: dict[str, Any]) -> None:
     """The seed varies over 20,000 rows with the same history: what is drawn follows the edited distribution."""
     row = torch.randn(60, generator=torch.Generator().manual_seed(8)) * 1.5

@@ -114,7 +114,7 @@ def test_a_log_of_another_scheduler_is_refused(recorded: Recorded, tmp_path: Pat
                 record.plan_step.plan.appends[0].block_ids[0] += 1
                 num_plans = -(10**9)
             file.write(record_bytes(record))
-    with pytest.raises(LoadTestError, match=r"other.log: record \d+: this version's scheduler does otherwise"):
+    with pytest.raises(LoadTestError, match=r"other.log: record \d+: this version's scheduler behaves differently"):
         read_recording(str(other))
 
 
@@ -131,5 +131,5 @@ def test_a_recording_without_steps_is_refused(recorded: Recorded, tmp_path: Path
     path = tmp_path / "short.log"
     with PlanLogReader(recorded.log) as reader:
         path.write_bytes(record_bytes(PlanLogRecord(header=reader.header)))
-    with pytest.raises(LoadTestError, match="holds no step with a result"):
+    with pytest.raises(LoadTestError, match="has no step with a result"):
         read_recording(str(path))

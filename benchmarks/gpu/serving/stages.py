@@ -11,10 +11,10 @@ from benchmarks.common.burst_client import generate_burst, latencies, local_serv
 from benchmarks.common.workload import Request
 from benchmarks.gpu.common.cases import Goal, Metrics
 from benchmarks.gpu.common.shapes import LLAMA_8B, QWEN3_06B
+from benchmarks.gpu.serving.decodes import measure_decodes
 from benchmarks.gpu.serving.load import limit_s
 from benchmarks.gpu.serving.peer import PEER_S
 from benchmarks.gpu.serving.run import Run
-from benchmarks.gpu.serving.watching import watch
 from cadenza import LocalServices
 
 _MAX_TRACE_BYTES = 15 << 20
@@ -94,7 +94,7 @@ def _streamed(run: Run, target: str) -> Metrics:
 
 def _decode_steps(run: Run, services: LocalServices, *, traced: bool) -> Metrics:
     executor = services.addresses["executor"]
-    seen = run.limited(watch(services.target, executor, run.load.decodes, traced=traced))
-    if 0 < len(seen.trace) <= _MAX_TRACE_BYTES:
-        (run.output.files / f"trace-{run.shape.name}.json.gz").write_bytes(seen.trace)
-    return dict(seen.metrics)
+    measured = run.limited(measure_decodes(services.target, executor, run.load.decodes, traced=traced))
+    if 0 < len(measured.trace) <= _MAX_TRACE_BYTES:
+        (run.output.files / f"trace-{run.shape.name}.json.gz").write_bytes(measured.trace)
+    return dict(measured.metrics)

@@ -1,4 +1,4 @@
-"""How `cadenza top` looks."""
+"""The view of `cadenza top`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME_CELLS = 14
 
 
 class TopView:
-    """Draws what is known of a server, with bars of the intervals before."""
+    """Draws observations of a server, with bars of earlier intervals."""
 
     def __init__(self, target: str, *, ascii_only: bool = False) -> None:
         self._target = target
@@ -27,7 +27,7 @@ class TopView:
         self._kv: deque[float | None] = deque(maxlen=_HISTORY)
 
     def draw(self, observation: Snapshot | Lost) -> RenderableType:
-        """The picture after one more interval."""
+        """The view after one more interval."""
         if isinstance(observation, Lost):
             self._output.append(None)
             self._kv.append(None)
@@ -40,7 +40,7 @@ class TopView:
         head = Text.assemble(
             ("cadenza top", "bold"), f"  {self._target}  ", (f"lost for {lost.lost_s:.0f} s", "bold red")
         )
-        message = Text(f"{printable(str(lost.error))}\nIt is tried again.\n", style="red")
+        message = Text(f"{printable(str(lost.error))}\nRetrying.\n", style="red")
         return Group(head, message, *self._bars())
 
     def _snapshot(self, snapshot: Snapshot) -> RenderableType:
@@ -59,7 +59,7 @@ class TopView:
         return Group(*parts)
 
     def _bars(self) -> list[Text]:
-        """A line for each history; none where there is but one interval to show."""
+        """A line for each history; none with a single interval."""
         known = [value for value in self._output if value is not None]
         if len(known) < 2:
             return []
@@ -103,7 +103,7 @@ def _server_lines(snapshot: Snapshot) -> list[tuple[str, str]]:
         ),
     ]
     if snapshot.prefix_hit_rate is not None:
-        lines.append(("prefix cache", f"{snapshot.prefix_hit_rate:.0%} of the prompt tokens were there"))
+        lines.append(("prefix cache", f"{snapshot.prefix_hit_rate:.0%} of the prompt tokens were cached"))
     if snapshot.num_dropped:
         lines.append(("lost", f"{snapshot.num_dropped:,} step records: the figures of steps miss them"))
     return lines

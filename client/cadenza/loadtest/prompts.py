@@ -50,7 +50,7 @@ class Prompts:
         if not 0 <= self._first < self._end <= (vocab_size or self._end):
             raise LoadTestError(f"prompt ids from {self._first} to {self._end} are not in a vocabulary of {vocab_size}")
         # A counter-based generator (Philox, Salmon et al., SC 2011, https://doi.org/10.1145/2063384.2063405) is set to
-        # any # request's position by its state; a new generator for each request would take longer than drawing its
+        # any request's position by its state; a new generator for each request would take longer than drawing its
         # tokens.
         key = stream(seed, "prompts").integers(0, 2**64, 2, np.uint64, endpoint=False)
         self._philox = np.random.Philox(counter=0, key=key)

@@ -29,7 +29,7 @@ class Judgement:
     share: float
     """Share of the judged requests that kept every limit: the mean over the runs."""
     kept_up: bool
-    """Did about as many requests end as came, in the second half of the arrivals of every run."""
+    """Whether about as many requests ended as arrived in the second half of the arrivals of every run."""
 
 
 def at_rate(settings: LoadSettings, rate: float, *, seconds: float, num_requests: int) -> LoadSettings:
@@ -51,7 +51,7 @@ def judge(runs: Sequence[RequestColumns], settings: LoadSettings) -> Judgement:
 
     - `settings.slo_share` of the requests keep `settings.slo`, over the run without its first tenth and over its last
       third alone (the means over all runs), and
-    - the server keeps up: in the second half of the arrivals about as many requests end as come, in every run.
+    - the server keeps up: in every run, about as many requests end as arrive in the second half of the arrivals.
 
     Raises LoadTestError if there is no SLO, or an ITL limit without inter-token latencies.
     """

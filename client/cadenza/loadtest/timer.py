@@ -1,4 +1,4 @@
-"""Waiting for a moment, to some 0.1 ms and without burning a core."""
+"""Waits until a given time, to about 0.1 ms and without busy-waiting."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MILLISECOND = 0.001
 
 
 class Timer:
-    """Wakes those who wait, each at its moment; of one event loop.
+    """Wakes the waiting tasks of one event loop, each at its time.
 
-    asyncio's timers go by epoll's milliseconds and are late by as much, and spending the last one in turns of the loop
-    takes a core at some hundred requests per second. Linux's timerfd (`man 2 timerfd_create`) is late by what it takes
-    to wake a thread. Elsewhere it is the turns of the loop.
+    asyncio's timers have epoll's resolution of a millisecond, and spinning the loop for the last millisecond occupies a
+    core at some hundred requests per second. Linux's timerfd (`man 2 timerfd_create`) is late only by the time to wake
+    a thread. On other systems the timer spins the loop.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -33,7 +33,7 @@ class Timer:
 
     @contextlib.contextmanager
     def set(self) -> Iterator[Timer]:
-        """Ready while the body runs, within the event loop."""
+        """The timer is usable while the body runs, within the event loop."""
         self._file = _open_timer()
         loop = asyncio.get_running_loop()
         try:
@@ -47,7 +47,7 @@ class Timer:
                 self._file = None
 
     async def wait_until(self, moment_s: float) -> None:
-        """Return at this reading of the clock, never before; at once if it has passed."""
+        """Return at this clock reading, never earlier; immediately if it has passed."""
         left_s = moment_s - self._clock()
         if left_s > 0 and self._file is not None:
             wakeup = asyncio.get_running_loop().create_future()
@@ -57,12 +57,12 @@ class Timer:
             await wakeup
         elif left_s > _MILLISECOND:
             await asyncio.sleep(left_s - _MILLISECOND)
-        while self._clock() < moment_s:  # noqa: ASYNC110 - it is time that is waited for
+        while self._clock() < moment_s:  # noqa: ASYNC110 - the condition is time itself
             await asyncio.sleep(0)
 
     def _fire(self) -> None:
         assert self._file is not None
-        with contextlib.suppress(BlockingIOError):  # set anew in the meantime
+        with contextlib.suppress(BlockingIOError):  # it was restarted in the meantime
             os.read(self._file, 8)
         now_s = self._clock()
         while self._waiting and (self._waiting[0][0] <= now_s or self._waiting[0][2].done()):
@@ -86,7 +86,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _open_timer() -> int | None:
-    """A file that can be read when its time has come; None where there is no such thing."""
+    """A timerfd, which becomes readable when its time has come; None if the system has none."""
     if _LIBC is None or not hasattr(_LIBC, "timerfd_create"):
         return None
     file: int = _LIBC.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
@@ -96,6 +96,6 @@ def _open_timer() -> int | None:
 def _start_timer(file: int, left_s: float) -> None:
     assert _LIBC is not None
     seconds, rest_s = divmod(left_s, 1.0)
-    nanoseconds = min(int(1e9 * rest_s) + 1, 999_999_999)  # 0 would stop it
+    nanoseconds = min(int(1e9 * rest_s) + 1, 999_999_999)  # 0 would disarm the timer
     spec = _TimerSpec(0, 0, int(seconds), nanoseconds)
     _LIBC.timerfd_settime(file, 0, ctypes.byref(spec), None)

@@ -1,4 +1,4 @@
-"""Words for text prompts: common, short, lower case."""
+"""The vocabulary of text prompts: common, short words in lower case."""
 
 VOCABULARY = tuple(
     """

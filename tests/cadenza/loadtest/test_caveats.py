@@ -1,4 +1,4 @@
-"""Before a load test: what it warns of, as timestamps without effect; and the warm-up."""
+"""Before a load test: its warnings, such as timestamps without effect; and the warm-up."""
 
 from __future__ import annotations
 

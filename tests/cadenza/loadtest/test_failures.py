@@ -1,4 +1,4 @@
-"""What is said of failed requests: the first message of each code, on one line that a terminal can be given."""
+"""Reports of failed requests: the first message of each code, on one line that is safe for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single figures: what one sees is what was measured, whatever its shape."""
+"""Single figures: they show the measurements, of any shape."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_what_holds_tokens_is_a_share_of_the_pool() -> None:
     assert stored == pytest.approx([100 * 400 / 1600] * 5)
 
 
-def test_a_pool_of_unknown_size_is_said_to_be_so() -> None:
+def test_a_pool_of_unknown_size_is_reported_so() -> None:
     figure = occupancy(steps(5, num_blocks=np.zeros(5, np.int64)))
     assert not figure.axes[2].axison
     assert "not known" in figure.axes[2].texts[0].get_text()

@@ -1,4 +1,4 @@
-"""A load test is taken for a fit only if it can be of what was recorded."""
+"""A load test is accepted for a fit only if it matches the recording."""
 
 from __future__ import annotations
 
@@ -42,8 +42,12 @@ def test_another_ones_is_not(made: Recording) -> None:
             "its executors ran on H, the recorded one on cpu",
         ),
         (replace(made, started_unix_s=1.7e9 + 3600), of(), "it began 3,600 s before the recording"),
-        (replace(made, prompt_lens=(10,) * 5 + (11,) * 500), of(), "requests that ended well are not in it, as one"),
+        (
+            replace(made, prompt_lens=(10,) * 5 + (11,) * 500),
+            of(),
+            "completed requests are not in the recording, such as one",
+        ),
     ]
     for found, file, message in cases:
-        with pytest.raises(LoadTestError, match=f"--loadtest a.json: it is not of this recording: .*{message}"):
+        with pytest.raises(LoadTestError, match=f"--loadtest a.json: does not match the recording: .*{message}"):
             check_compatible(found, file, "a.json")

@@ -1,4 +1,4 @@
-"""Kinds of executors and the published ones; a step costs here what it costs on the simulated executor."""
+"""Executor profiles and the published ones; a step costs the same as on the simulated executor."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_step_costs_what_the_simulated_executor_says(seed: int, monkeypatch: p
     assert min(compared) > 20
 
 
-def test_a_kind_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = str(tmp_path / "profile.json")
     made = ExecutorProfile(
         costs=COSTS, overheads=Overheads(plan_us=5), limits=ProfileLimits(num_blocks=9), name="mine", source="a test"
@@ -80,7 +80,7 @@ def test_a_kind_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_costs(path) == COSTS
 
 
-def test_costs_alone_are_a_kind_too(tmp_path: Path) -> None:
+def test_costs_alone_are_a_profile_too(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text('{"step_us": 500}')
     found = read_profile(str(path))
@@ -134,7 +134,7 @@ def test_limits_are_narrowed_by_the_scheduler() -> None:
     assert (spec.num_slots, spec.num_blocks, spec.num_host_blocks, spec.watermark) == (64, 100, 4, 0.5)
 
 
-def test_published_kinds_are_what_their_numbers_say() -> None:
+def test_published_profiles_are_what_their_numbers_say() -> None:
     """Computed here by hand from data sheets and shapes."""
     a100, h200 = PUBLISHED["a100-40gb-opt-13b"], PUBLISHED["h200-llama-3.1-8b"]
     assert OPT_13B.kv_bytes == 819_200  # 800 KB a token, as the vLLM paper has it

@@ -1,4 +1,4 @@
-"""The simulator: cases computed by hand, what the service does around the core, and what must always hold."""
+"""The simulator: cases computed by hand, the service's behaviour around the core, and invariants."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_one_request_without_overheads() -> None:
         (first,), (last,) = outcome.requests.first_s, outcome.requests.last_s
         assert first == pytest.approx(0.002)
         assert last == pytest.approx(0.0042)
-        assert outcome.num_steps in (3, 4)  # a last one tells that the slot is free
+        assert outcome.num_steps in (3, 4)  # a last one reports that the slot is free
 
 
 def test_one_request_with_one_plan_in_flight() -> None:
@@ -49,7 +49,7 @@ def test_one_request_with_one_plan_in_flight() -> None:
 
 
 def test_one_request_with_two_plans_in_flight() -> None:
-    """The second plan is made as soon as the scheduler is free again, and its step begins as the first one ends."""
+    """The second plan is made as soon as the scheduler is free again, and its step begins when the first one ends."""
     outcome = simulate([(0.0, shape(0, 10, 3))], profile(COSTS, OVERHEADS), config=options(max_inflight_plans=2))
     (row,) = table(outcome.requests)
     assert row["first_s"] == pytest.approx(0.0032)
@@ -58,7 +58,8 @@ def test_one_request_with_two_plans_in_flight() -> None:
 
 @pytest.mark.slow
 def test_a_plan_is_sent_late_in_a_long_step() -> None:
-    """As by the pacer: with steps of 20 ms known, the next plan comes 10 ms into one, and takes in who is there."""
+    """As the pacer does: with known steps of 20 ms, the next plan is made 10 ms into a step and admits the waiting
+    requests."""
     schedule = [(0.0, shape(0, 1, 200)), (1.005, shape(1, 1, 2)), (1.015, shape(2, 1, 2))]
     outcome = simulate(schedule, profile({"step_us": 20_000.0}))
     queue_s = outcome.requests.queue_s
@@ -68,7 +69,7 @@ def test_a_plan_is_sent_late_in_a_long_step() -> None:
 
 
 @pytest.mark.slow
-def test_depth_hides_what_lies_between_short_steps() -> None:
+def test_depth_hides_what_is_between_short_steps() -> None:
     schedule = [(0.0, shape(0, 1, 300))]
     short = profile({"step_us": 500.0}, {"plan_us": 100.0, "transit_us": 150.0})
     tpots = {
@@ -113,7 +114,8 @@ def test_a_full_queue_and_a_long_prompt_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_later_turn_comes_when_the_answer_was_read() -> None:
-    """Its prompt is the turn before, the answer, and what is new; the prefix cache finds the full blocks of that."""
+    """A turn's prompt is the previous turn, the answer, and the new part; the prefix cache finds the full blocks of the
+    former."""
     turns = [(0.0, shape(i, 20, 12, session=0, turn=i, think_s=0.5 * (i > 0))) for i in range(3)]
     outcome = simulate(turns, profile(COSTS, OVERHEADS), prompts=Prompts(7))
     requests = outcome.requests
@@ -143,7 +145,7 @@ def test_a_closed_loop_has_so_many_users() -> None:
     assert len(requests) == 40
     for due in requests.due_s:
         assert ((requests.due_s <= due) & (requests.last_s > due)).sum() <= 3
-    # Whoever ends asks again at once.
+    # A user whose request ends sends the next one at once.
     assert set(np.round(requests.due_s[3:], 9)) <= set(np.round(requests.last_s, 9))
     cut = simulate(schedule, profile(COSTS, OVERHEADS), concurrency=3, duration_s=0.05).requests
     assert 3 <= len(cut) < 40
@@ -151,7 +153,7 @@ def test_a_closed_loop_has_so_many_users() -> None:
 
 
 def test_static_batches_run_to_the_end() -> None:
-    """10 requests in batches of 4: the last two would wait for ever, so they are told that nobody will come."""
+    """10 requests in batches of 4: the last two would wait forever, so the core is drained."""
     schedule = [(0.0, shape(index, 8, 5 + index)) for index in range(10)]
     outcome = simulate(schedule, profile(COSTS), config=options(batching="static", batch_size=4))
     assert outcome.requests.ok.all()
@@ -247,14 +249,14 @@ def test_several_executors_refuse_what_the_core_cannot_do() -> None:
         simulation([], [profile(block_size=8), profile(block_size=16)])
     with pytest.raises(LoadTestError, match="may grow to 96 tokens"):
         simulate([(0.0, shape(0, 50, 50))], [profile(COSTS, **{**TIGHT, "num_blocks": 20})] * 2)
-    with pytest.raises(LoadTestError, match="several samples or beams and lost its KV blocks"):
+    with pytest.raises(LoadTestError, match="several samples or beams and was preempted"):
         simulate([(0.0, shape(i, 20, 20, n=3)) for i in range(6)], two)
     with pytest.raises(LoadTestError, match="executor toy: max_num_batched_tokens"):
         simulation([], profile(max_num_seqs=8), config=options(max_num_batched_tokens=4))
 
 
 def test_a_prompt_whose_last_token_is_left_over_has_a_first_token_too() -> None:
-    """The budget leaves one token of the prompt: it is computed as a decode is, and the first output comes with it."""
+    """The budget leaves one token of the prompt: it is computed as a decode, which gives the first output."""
     outcome = simulate(
         [(0.0, shape(0, 33, 5))], profile(COSTS, max_num_batched_tokens=32, max_num_seqs=4), keep_gaps=True
     )
@@ -309,7 +311,7 @@ def check_rows(requests: RequestColumns, schedule: list) -> None:
         if row["error"]:
             continue
         wanted = asked.num_samples * asked.num_output_tokens
-        # All but what outgrows the longest sequence, or the pool.
+        # All requests except those that exceed the longest sequence or the pool.
         width = max(asked.n, asked.beam_width)
         if row["num_prompt_tokens"] + (width + 1) * asked.num_output_tokens <= TIGHT["max_model_len"]:
             assert row["num_output_tokens"] == wanted

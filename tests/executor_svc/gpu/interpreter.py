@@ -23,12 +23,14 @@ def mended_interpreter() -> Iterator[None]:
     """Loops to a number that a kernel worked out, bfloat16 and fp8 e4m3 as on a GPU; and faster.
 
     Such loops fail since numpy 2.4, products of bfloat16 always. Rounding to these types cuts digits off, and fp8 has
-    neither NaN nor what is below its normal numbers. And the language's own functions are made ready once for each
-    file, not at every call of every helper, which took most of the time.
+    neither NaN nor what is below its normal numbers. And the language's own functions are prepared once for each
+    file, not at every call of every helper; types and shapes are built once; operands of one shape are not broadcast;
+    integers are not checked for overflow. Together these took most of the time.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     with pytest.MonkeyPatch.context() as patch:
@@ -36,6 +38,10 @@ def mended_interpreter() -> Iterator[None]:
         patch.setattr(interpreter, "_convert_float", _with_rounding(interpreter._convert_float))
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", _with_floats(interpreter))
         patch.setattr(interpreter.InterpretedFunction, "__call__", _ready_once(interpreter))
+        # Its finding is dropped unless options.debug is set, which the interpreter never does.
+        patch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *_: None)
+        patch.setattr(TritonSemantic, "broadcast_impl_value", _broadcast_if_needed(TritonSemantic))
+        _build_types_once(patch, interpreter)
         if not _scales_rows():
             patch.setattr(torch, "_scaled_mm", _scaled_mm)
         yield
@@ -116,3 +122,51 @@ def _ready_once(interpreter: Any) -> Any:
         return self.rewrite()(*args, **kwargs)
 
     return call
+
+
+def _broadcast_if_needed(semantic: Any) -> Any:
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_if_needed(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if left.is_block() == right.is_block() and (not left.is_block() or left.shape.values == right.shape.values):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return broadcast_if_needed
+
+
+def _build_types_once(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
+    """Types of blocks, shapes of tensors and numpy's types, which every operation builds again, are kept."""
+    from triton.language import core
+
+    blocks: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, tuple[Any, Any]] = {}
+    dtypes: dict[str, np.dtype[Any]] = {}
+    build_block, build_tensor = core.block_type.__init__, core.tensor.__init__
+    get_dtype = interpreter._get_np_dtype
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *[size.value if type(size) is core.constexpr else size for size in shape])
+        if key not in blocks:
+            build_block(self, element_ty, shape)
+            blocks[key] = dict(self.__dict__)
+        self.__dict__.update(blocks[key])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            build_tensor(self, handle, type)
+            shapes[key] = (self.shape, self.numel)
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    def numpy_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name  # a block's elements are numpy's as well
+        if name not in dtypes:
+            dtypes[name] = get_dtype(dtype)
+        return dtypes[name]
+
+    patch.setattr(core.block_type, "__init__", block)
+    patch.setattr(core.tensor, "__init__", tensor)
+    patch.setattr(interpreter, "_get_np_dtype", numpy_dtype)

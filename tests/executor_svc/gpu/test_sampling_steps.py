@@ -121,6 +121,7 @@ def random_sampling(rng: np.random.Generator) -> SequenceSampling:
         top_p=maybe(lambda: 0.8, 1.0),
         top_k=maybe(lambda: int(rng.integers(1, 40)), 0),
         min_p=maybe(lambda: 0.05, 0.0),
+        top_n_sigma=maybe(lambda: 1.5, 0.0),
         repetition_penalty=maybe(lambda: 1.3, 1.0),
         presence_penalty=maybe(lambda: 0.4, 0.0),
         frequency_penalty=maybe(lambda: -0.3, 0.0),

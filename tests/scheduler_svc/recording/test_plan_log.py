@@ -207,8 +207,8 @@ def test_a_file_cut_anywhere_has_what_was_whole(tmp_path: Path) -> None:
         (record_bytes(header(format_version=7, cadenza_version="9.9")), "format version 7, of Cadenza 9.9; this is 1"),
         (record_bytes(header()) + b"\x05\xff\xff\xff\xff\xff", f"record at byte {len(record_bytes(header()))} cannot"),
         (record_bytes(header()) + b"\xff" * 11, "cannot be read"),
-        (record_bytes(header()) * 2, "is of no known kind"),
-        (record_bytes(header()) + b"\x00", "is of no known kind"),
+        (record_bytes(header()) * 2, "is of an unknown kind"),
+        (record_bytes(header()) + b"\x00", "is of an unknown kind"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str, capsys: pytest.CaptureFixture) -> None:

@@ -93,6 +93,9 @@ def test_eos_can_be_ignored_and_still_be_a_stop_token():
         ({"top_k": 511}, {"top_k": 511}),
         ({"top_p": 1e-300}, {"top_p": 1e-6}),
         ({"min_p": 1e-300}, {"min_p": 1e-37}),
+        ({"top_n_sigma": -1.0}, {"top_n_sigma": None}),
+        ({"top_n_sigma": 1e300}, {"top_n_sigma": 3.4028234e38}),
+        ({"top_n_sigma": 1e-300}, {"top_n_sigma": 1e-37}),
     ],
 )
 def test_sampling_is_resolved(given, expected):
@@ -107,6 +110,7 @@ def test_sampling_is_resolved(given, expected):
         "top_p": [0.0, 1.1, -1.0, math.nan],
         "top_k": [-2],
         "min_p": [-0.1, 1.1, math.nan],
+        "top_n_sigma": [math.inf, math.nan],
         "max_tokens": [0],
         "truncate_prompt_tokens": [0, -2],
         "logprobs": [-2, 21, -1],

@@ -54,14 +54,15 @@ def on_the_wire(value: Sampling):
 def test_every_field_reaches_the_executor() -> None:
     given = sampling(
         temperature=0.5, top_p=0.75, top_k=7, min_p=0.25, repetition_penalty=1.5, presence_penalty=-1.0,
-        frequency_penalty=2.0, seed=2**64 - 1, min_tokens=3, stop_token_ids=[9], logprobs=4, prompt_logprobs=0,
-        logit_bias={7: -100.0, 3: 100.0}, allowed_token_ids=[8, 3, 8], bad_words=["ab"],
+        top_n_sigma=1.25, frequency_penalty=2.0, seed=2**64 - 1, min_tokens=3, stop_token_ids=[9],
+        logprobs=4, prompt_logprobs=0, logit_bias={7: -100.0, 3: 100.0}, allowed_token_ids=[8, 3, 8], bad_words=["ab"],
     )  # fmt: skip
     sent = on_the_wire(given)
     assert [field.name for field, _ in sent.ListFields()] == [
         field.name for field in sent.DESCRIPTOR.fields if field.name not in ("sample_index", "num_candidates")
     ], "no field of the protocol is forgotten"
     assert (sent.temperature, sent.top_p, sent.top_k, sent.min_p) == (0.5, 0.75, 7, 0.25)
+    assert sent.top_n_sigma == 1.25
     assert (sent.repetition_penalty, sent.presence_penalty, sent.frequency_penalty) == (1.5, -1.0, 2.0)
     assert (sent.seed, sent.min_tokens, sent.num_logprobs, sent.num_prompt_logprobs) == (2**64 - 1, 3, 4, 0)
     assert list(sent.stop_token_ids) == [0, 2, 9]

@@ -30,7 +30,7 @@ SHADE = "#eef1f5"
 FAILED = "#d55e00"
 
 # Okabe and Ito, "Color Universal Design", https://jfly.uni-koeln.de/color/; without yellow, which is invisible on
-# white, # and in an order that keeps neighbours distinct. Vermillion comes late because failures use it.
+# white, and in an order that keeps neighbours distinct. Vermillion comes late because failures use it.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", INK)
 _STYLES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 _MARKERS = "osD^vPX"

@@ -1,4 +1,4 @@
-"""Finds every variant of every kernel of this package, all of which are compiled ahead of time."""
+"""Finds every variant of every kernel of this package, for compilation ahead of time."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _TRACE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class DecodeTimes:
     """Measurements of requests that decode together."""
 
     metrics: Metrics
@@ -71,22 +71,22 @@ def trace_metrics(trace: bytes) -> Metrics:
     }
 
 
-async def watch(target: str, executor: str, requests: Sequence[Request], *, traced: bool) -> Watched:
+async def measure_decodes(target: str, executor: str, requests: Sequence[Request], *, traced: bool) -> DecodeTimes:
     """Serve equal requests and measure their decode steps: idle share of the device if traced, else duration.
 
     A trace without a device, as on a CPU, gives no share. Raises BenchmarkError if no trace could be taken.
     """
     async with AsyncClient(target) as client:
         await client.model_info()
-        async with watch_steps(client) as seen:
+        async with watch_steps(client) as watch:
             serving = asyncio.create_task(_serve(client, requests))
             try:
                 if not traced:
                     await serving
                     # The last records arrive a little after the last results.
-                    await seen.wait_left(len(requests), _LAST_RECORDS_S)
-                    return Watched(step_metrics(seen.records, len(requests)))
-                await _all_decode(seen, len(requests), serving)
+                    await watch.wait_left(len(requests), _LAST_RECORDS_S)
+                    return DecodeTimes(step_metrics(watch.records, len(requests)))
+                await _all_decode(watch, len(requests), serving)
                 tracing = asyncio.create_task(_trace(executor))
                 await asyncio.wait((tracing, serving), return_when=asyncio.FIRST_COMPLETED)
                 if not tracing.done():
@@ -97,7 +97,7 @@ async def watch(target: str, executor: str, requests: Sequence[Request], *, trac
             finally:
                 serving.cancel()
                 await asyncio.gather(serving, return_exceptions=True)
-    return Watched(trace_metrics(trace), trace)
+    return DecodeTimes(trace_metrics(trace), trace)
 
 
 async def _serve(client: AsyncClient, requests: Sequence[Request]) -> None:
@@ -108,8 +108,8 @@ async def _serve(client: AsyncClient, requests: Sequence[Request]) -> None:
     await client.generate([each.prompt for each in requests], params)
 
 
-async def _all_decode(seen: StepWatch, num_seqs: int, serving: asyncio.Task[None]) -> None:
-    while not decode_steps(seen.records[-4:], num_seqs):
+async def _all_decode(watch: StepWatch, num_seqs: int, serving: asyncio.Task[None]) -> None:
+    while not decode_steps(watch.records[-4:], num_seqs):
         if serving.done():
             raise BenchmarkError("no step decoded all requests")
         await asyncio.sleep(_POLL_S)

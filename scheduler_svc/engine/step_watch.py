@@ -19,7 +19,7 @@ _MAX_AT_ONCE = 64
 class StepWatch:
     """The records of one watch. A slow reader loses the newest ones and gets their number; steps never wait for it.
 
-    Use it as an async context manager, then iterate: each item is (records, number lost so far); the first is at once.
+    Use it as an async context manager, then iterate: each item is (records, number lost so far), the first at once.
     """
 
     def __init__(self, watches: set[StepWatch], *, include_block_tables: bool) -> None:

@@ -47,7 +47,7 @@ class Lane:
         self.prefilling = RunningQueue(self._policy)
         """Running sequences with more to compute than one token per step, or newly admitted."""
         self.decode_batch = DecodeBatch(spec.block_size)
-        """Running sequences that decode. All others are beams, or wait for their group's prompt."""
+        """Running sequences that decode; without beams and sequences that wait for their group's prompt."""
         self.due_beam_groups: dict[SequenceGroup, None] = {}
         """Groups whose beams have a token to compute."""
         self.pending_copy_on_write: dict[Sequence, bool] = {}

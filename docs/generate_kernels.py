@@ -75,7 +75,7 @@ def _section(module: str, of_module: Sequence[Entry], builds: Mapping[tuple[str,
     rows += "".join(_line(_cells(entry, builds)) for entry in of_module)
     if len(of_module) > _MAX_OPEN and not name.startswith("attention"):
         rows = f"<details><summary>{len(of_module)} variants</summary>\n\n{rows}\n</details>\n"
-    return f"\n### {name}\n\n`executor_svc/kernels/gpu/{name}.py`\n\n{rows}"
+    return f"\n### {name}\n\n`{module.replace('.', '/')}.py`\n\n{rows}"
 
 
 def _cells(entry: Entry, builds: Mapping[tuple[str, int], Build]) -> list[str]:

@@ -102,7 +102,7 @@ def test_points_of_sweeps_and_executors(costs: str, tmp_path: Path) -> None:
 def test_a_search_ends_with_a_table_and_a_picture(
     costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["simulate", "--executor", costs, *SMALL, "--num-requests", "150", "--find-max-rate", "--max-num-seqs", "8"]
+    asked = ["simulate", "--executor", costs, *SMALL, "--num-requests", "60", "--find-max-rate", "--max-num-seqs", "8"]
     output = str(tmp_path / "day.json")
     assert run([*asked, "--slo", "ttft=0.2,tpot=0.02", "--executors", "1,2", "--output", output]) == 0
     told = capsys.readouterr().out

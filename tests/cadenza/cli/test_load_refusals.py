@@ -139,6 +139,7 @@ def test_a_window_in_which_nothing_was_due_is_no_failure_of_requests(
     assert "ended well" not in told.out + told.err
 
 
+@pytest.mark.slow
 def test_tables_show_what_was_swept_as_it_was_written(
     files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +153,7 @@ def test_tables_show_what_was_swept_as_it_was_written(
     assert max(map(len, told.splitlines())) > 100
 
 
+@pytest.mark.slow
 def test_a_simulation_is_run_again(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that it needs is in the file: executors, options and sweeps, whatever the environment says by then."""
     first, again, other = (str(tmp_path / name) for name in ("first.json", "again.json", "other.json"))

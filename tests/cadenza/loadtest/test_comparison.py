@@ -240,6 +240,7 @@ def test_a_comparison_is_shown_in_100_columns() -> None:
     assert "nothing can be compared" in nothing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [30, 50, 80, 100, 200])
 def test_numbers_of_a_sweep_are_whole_in_every_width(width: int) -> None:
     """Labels wrap, and columns go below; lengths are no names of emoji, and brackets are no markup."""

@@ -173,6 +173,7 @@ def test_prompts_are_made_where_they_may_be_alike() -> None:
     assert may_share(make_settings({"workload": "trace.csv"}))
 
 
+@pytest.mark.slow
 def test_shared_prefixes_are_found_in_the_cache(costs: str, tmp_path: Path) -> None:
     output = str(tmp_path / "day.json")
     asked = [

@@ -27,7 +27,7 @@ from tests.helpers.golden import (
 )
 from tests.helpers.services import cadenza_services
 
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 CLOSE = 2e-5
 LENGTHS = (1, 3, 17, 64, 90)
 

@@ -31,12 +31,13 @@ PYTEST := -m pytest -n $(TEST_WORKERS) --dist worksteal
 FAST_TESTS := tests/cadenza tests/scheduler_svc tests/executor_svc tests/benchmarks tests/docs \
   --ignore tests/executor_svc/cpu --ignore tests/executor_svc/gpu
 BENCH_ARGS ?=
+BENCH_GPU_ARGS ?=
 EXPERIMENTS_ARGS ?=
 
 # What mypy checks: those of its folders that exist.
 TYPED := $(wildcard client/cadenza scheduler_svc executor_svc benchmarks examples)
 
-.PHONY: help demo test check fix protos protos-baseline docs kernels bench experiments install clean distclean
+.PHONY: help demo test check fix protos protos-baseline docs kernels bench bench-gpu experiments install clean distclean
 .PHONY: check-py312 check-format check-lint check-types check-imports check-protos check-tests
 
 help: ## this list
@@ -95,14 +96,17 @@ docs: $(VENV)/.installed-dev ## make the pages again that are made from code: do
 	@$(PY) docs/generate_scheduler.py
 	@$(PY) protos/generate_docs.py
 
-kernels: $(VENV)/.installed-dev ## compile every GPU kernel, which needs no GPU, and make the table of docs/kernels.md
-	@$(PY) docs/generate_kernels.py
+kernels: $(VENV)/.installed-dev ## compile every GPU kernel, which needs no GPU; fails where one spills or is not as its file says
+	@$(PY) -m executor_svc.gpu.kernels.compile
 
 protos-baseline: $(VENV)/.installed-dev ## accept today's protos as what later ones may not break: a deliberate act
 	@$(BIN)/buf build protos -o protos/baseline.binpb
 
 bench: $(VENV)/.installed-dev ## run the benchmarks; BENCH_ARGS passes options
 	@$(PY) -m benchmarks $(BENCH_ARGS)
+
+bench-gpu: $(VENV)/.installed-dev ## on a GPU: tests, kernels, serving; BENCH_GPU_ARGS='kernels --seconds 300' chooses
+	@$(PY) -m benchmarks.gpu $(BENCH_GPU_ARGS)
 
 experiments: $(VENV)/.installed-dev ## make docs/experiments.md again from new runs; EXPERIMENTS_ARGS='--only 1,3 --place simulate' chooses
 	@$(PY) -m benchmarks.experiments $(EXPERIMENTS_ARGS)

@@ -1,1 +1,1 @@
-"""Benchmarks: one file per question, rows in results/. `python -m benchmarks --list` names them."""
+"""Benchmarks: one file per question, rows in results/. `python -m benchmarks --list` lists them."""

@@ -34,7 +34,7 @@ _LIST = "\n".join(f"  {each.name:16} {each.question}" for each in BENCHMARKS.val
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit codes: 0 all went well, 1 a benchmark failed, 2 wrong arguments."""
+    """Exit codes: 0 success, 1 a benchmark failed, 2 wrong arguments."""
     parser = _parser()
     if not arguments or arguments[0].startswith("-"):
         return _run_all(parser.parse_args(arguments))
@@ -49,7 +49,7 @@ def _run_all(options: argparse.Namespace) -> int:
         print(_LIST)
         return 0
     progress(f"running all benchmarks:\n{_LIST}")
-    # All of them run, whether or not an earlier one fails.
+    # All benchmarks run, even if an earlier one fails.
     failed = [each.name for each in BENCHMARKS.values() if not run_benchmark(each, _with_defaults(each, options))]
     if failed:
         progress(f"failed: {', '.join(failed)}")
@@ -64,13 +64,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"benchmarks; NAME --help shows the options of one:\n{_LIST}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--list", action="store_true", help="name the benchmarks and stop")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks and exit")
     add_common_options(parser)
     return parser
 
 
 def _with_defaults(benchmark: Benchmark, options: argparse.Namespace) -> argparse.Namespace:
-    """The options, completed by the defaults of a benchmark that was not named, and so could be given none."""
+    """The options, completed by the benchmark's defaults, because without a name none of its own can be given."""
     return argparse.Namespace(**{**vars(command_parser(benchmark).parse_args([])), **vars(options)})
 
 

@@ -1,7 +1,9 @@
-"""How fast is the whole of Cadenza on the CPU? Bursts, steady decode, arrivals over time and start, beside its peers.
+"""How fast is the whole of Cadenza on the CPU? Bursts, steady decode, arrivals over time and start-up, beside its
+peers.
 
-All systems run on the same cores, on the same random-weight checkpoints, in one run: each in processes of its own, in
-turns, the others loaded and idle. Cadenza is the whole system, with two processes and real gRPC in the measured time.
+All systems run on the same cores and the same random-weight checkpoints in one run: each in its own processes, in
+turns, while the others are loaded and idle. Cadenza is the whole system, with two processes and gRPC in the measured
+time.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from benchmarks.common.serving_options import (
 from benchmarks.common.workload import Request, decode_workload, poisson_arrivals
 from benchmarks.serving.opening import CADENZA, OVER_TIME, SYSTEMS, VLLM, chosen_systems, open_systems
 from benchmarks.serving.results import describe, serving_row
-from benchmarks.serving.runs import Job, Run, burst_rate, measure_all, said, warm_up
+from benchmarks.serving.runs import Job, Run, burst_rate, measure_all, run_text, warm_up
 from benchmarks.serving.start_up import START, STARTED, measure_starts
 from benchmarks.serving.systems import Cadenza, System
 from cadenza import Client
@@ -60,13 +62,13 @@ def _run_model(names: Sequence[str], folder: Path, options: argparse.Namespace) 
         from benchmarks.common.greedy_check import check_greedy
 
         progress(f"{NAME}: {folder.name}: comparing greedy tokens in fp32")
-        # All that is timed, and the requests of the burst in any case.
+        # All timed requests, and those of the burst in any case.
         checked = [*requests, *(request for job in jobs for request in job.requests if job.requests is not requests)]
         params["greedy_tokens_equal"] = check_greedy(folder, checked, **service)
     runs: list[Run] = []
     if jobs:
-        room = [request for job in jobs for request in job.requests]
-        with open_systems(names, folder, room, options, service) as systems:
+        all_requests = [request for job in jobs for request in job.requests]
+        with open_systems(names, folder, all_requests, options, service) as systems:
             params |= _about(folder, systems)
             runs = _all(folder, measure_all(systems, jobs, options.repeats, options.quiet_wait_s))
         for job in jobs:
@@ -85,10 +87,10 @@ def _run_model(names: Sequence[str], folder: Path, options: argparse.Namespace) 
 
 
 def _all(folder: Path, runs: Iterable[Run]) -> list[Run]:
-    """All runs, each said as it comes."""
+    """All runs; reports each one when it has ended."""
     found = []
     for run in runs:
-        progress(f"{NAME}: {folder.name}: {said(run)}")
+        progress(f"{NAME}: {folder.name}: {run_text(run)}")
         found.append(run)
     return found
 
@@ -105,7 +107,7 @@ def _job(measure: str, folder: Path, requests: list[Request], seed: int) -> Job:
 
 
 def _saturated_rate(systems: Sequence[System], requests: Sequence[Request], runs: Sequence[Run]) -> float:
-    """Requests per second that vLLM, or without it Cadenza, serves in a burst: one of this run, or one made now."""
+    """Requests per second that vLLM, or without it Cadenza, serves in a burst: one of this run, or an extra one."""
     for name in (VLLM, CADENZA):
         known = burst_rate(runs, name)
         if known is not None:
@@ -137,20 +139,20 @@ def _flat_json(row: Row) -> str:
 
 
 def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """The type of an option that takes some of these, with commas between them."""
+    """The type of an option that takes some of the known names, separated by commas."""
 
     def parse(text: str) -> list[str]:
         names = list(dict.fromkeys(text.split(",")))
         for name in names:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"there is no {name!r}; there are {', '.join(known)}")
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
         return names
 
     return parse
 
 
 def _interpreter(text: str) -> Path:
-    """Absolute, but not resolved: that would leave its environment."""
+    """The absolute path, not resolved, because following links would leave its environment."""
     return Path(text).expanduser().absolute()
 
 

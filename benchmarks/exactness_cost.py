@@ -1,8 +1,8 @@
-"""What does it cost on the CPU that a row's bits never depend on its batch? Steps of one model, computed in two ways.
+"""What does exactness (a row's bits never depend on its batch) cost on the CPU? Steps of one model, computed in two
+ways.
 
-The other way is the same kernels with two things allowed that exactness forbids: LLVM may reorder and fuse what it
-knows as arithmetic on floats, and with up to four rows, where registers are left for it, each element of a matrix
-product is two sums, added at the end.
+The other way uses the same kernels with two things that exactness forbids: LLVM may reorder and fuse float arithmetic,
+and with up to four rows, for which registers are left, each element of a matrix product is two sums, added at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CONTEXT = 192
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A step: so many sequences of one token after a context of _CONTEXT, and a prompt of so many tokens."""
+    """A step: `decodes` sequences of one token after a context of _CONTEXT, and a prompt of `prompt` tokens."""
 
     name: str
     decodes: int
@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _compare(exact: ModelRunner, free: ModelRunner, batch: ForwardBatch, steps: int) -> Mapping[str, float]:
-    """Medians of so many steps of each, in turns."""
+    """Medians of `steps` steps of each runner, in turns."""
     taken: dict[str, list[float]] = {"exact": [], "free": []}
     for _ in range(steps):
         for name, runner in (("exact", exact), ("free", free)):
@@ -80,7 +80,7 @@ def _compare(exact: ModelRunner, free: ModelRunner, batch: ForwardBatch, steps: 
 
 @contextmanager
 def _reordered(matmul: Any) -> Iterator[None]:
-    """Kernels made meanwhile may add and multiply in any order."""
+    """Kernels made in the context may add and multiply in any order."""
     from llvmlite import ir
 
     class Builder(ir.IRBuilder):  # type: ignore[misc]
@@ -112,16 +112,16 @@ def _reordered(matmul: Any) -> Iterator[None]:
 
 
 def _runner(folder: str, num_threads: int | None) -> tuple[ModelRunner, int]:
-    """What runs the model, and its number of threads."""
+    """The model runner and its number of threads."""
     import torch
 
-    from executor_svc.build.device import make_device
     from executor_svc.config import ExecutorConfig
     from executor_svc.cpu.runner import ModelRunner
     from executor_svc.models.loading import load_model
     from executor_svc.plan.description import limits_of
+    from executor_svc.startup.device import make_device
 
-    # fast: at the start of exact mode the reordered kernels are found out and refused.
+    # fast: exact mode would detect and refuse the reordered kernels at start.
     blocks = 20 * -(-(_CONTEXT + 256) // _BLOCK_SIZE)
     options: dict[str, Any] = {"model": folder, "device": "cpu", "numerics": "fast", "num_threads": num_threads}
     config = ExecutorConfig(**options, num_gpu_blocks=blocks, block_size=_BLOCK_SIZE, max_model_len=1024)
@@ -135,7 +135,7 @@ def _runner(folder: str, num_threads: int | None) -> tuple[ModelRunner, int]:
 
 
 def _batch(case: _Case) -> ForwardBatch:
-    """A step of its kind, each sequence in blocks of its own."""
+    """The case's step, with separate blocks for each sequence."""
     import torch
 
     from executor_svc.batch.forward_batch import ForwardBatch
@@ -170,7 +170,7 @@ def _describe(row: Row) -> str:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="135m", help="random checkpoint (default 135m)")
-    parser.add_argument("--steps", type=positive, default=100, help="of each way in a repeat (default 100)")
+    parser.add_argument("--steps", type=positive, default=100, help="steps of each way in a repeat (default 100)")
     parser.add_argument("--num-threads", type=positive, help="compute threads (default: one for each core)")
 
 

@@ -1,9 +1,9 @@
-"""Does another load generator see what ours sees? The same load on the same vLLM server, by each in turns.
+"""Does another load generator measure the same as ours? The same load on the same vLLM server, by each in turns.
 
 vLLM's OpenAI server on the CPU, without its prefix cache. `cadenza loadtest --url` and guidellm, each as a command,
-send the same texts in the same order at the same constant rate, and want outputs of the same length; which goes first
-changes from repeat to repeat. Both have to end all requests, with as many prompt and output tokens by the server's own
-count.
+send the same texts in the same order at the same constant rate and request outputs of the same length; their order
+alternates between repeats. Both must complete all requests, with the same numbers of prompt and output tokens by the
+server's count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Send = Callable[[Load, Path], Seen]
 
 
 def run_cadenza(load: Load, folder: Path) -> Seen:
-    """Our command, with no warm-up of its own; raises BenchmarkError if a request failed."""
+    """Run Cadenza's command without its own warm-up; raises BenchmarkError if a request failed."""
     data, result = folder / "cadenza.jsonl", folder / "cadenza.json"
     data.write_text(load.lines(prompt="prompt", output_len="output_len"), encoding="utf-8")
     result.unlink(missing_ok=True)
@@ -76,7 +76,7 @@ def compared(ours: Seen, theirs: Seen, load: Load) -> dict[str, float]:
     wanted = len(load.prompts) * load.output_len
     for name, seen in ((OURS, ours), (THEIRS, theirs)):
         if seen.num_output_tokens != wanted:
-            raise BenchmarkError(f"{name}: {seen.num_output_tokens} output tokens, where {wanted} were asked for")
+            raise BenchmarkError(f"{name}: {seen.num_output_tokens} output tokens, where {wanted} were requested")
     if ours.num_prompt_tokens != theirs.num_prompt_tokens:
         raise BenchmarkError(f"prompt tokens differ: {ours.num_prompt_tokens} and {theirs.num_prompt_tokens}")
     of_ours = {**ours.reported, **ours.metrics(load.output_len)}
@@ -89,7 +89,7 @@ def compared(ours: Seen, theirs: Seen, load: Load) -> dict[str, float]:
 
 
 def make_load(url: str, model: str, folder: Path, options: argparse.Namespace) -> Load:
-    """Texts of as many English words each."""
+    """A load of texts with the same number of English words each."""
     prompts = Prompts(options.seed)
     texts = [prompts.text(RequestShape(index, options.words, options.output_len)) for index in range(options.requests)]
     return Load(url, model, folder, texts, options.output_len, options.rate)
@@ -97,7 +97,7 @@ def make_load(url: str, model: str, folder: Path, options: argparse.Namespace) -
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
     if options.vllm_python is None and options.guidellm_python is None:
-        progress(f"{NAME}: left out: it needs --vllm-python and --guidellm-python")
+        progress(f"{NAME}: skipped: it needs --vllm-python and --guidellm-python")
         return
     folder = model_folder(options.model)
     for option, python, package in (
@@ -157,7 +157,7 @@ def _describe(row: Row) -> str:
 
 
 def _interpreter(text: str) -> Path:
-    """Absolute, but not resolved: that would leave its environment."""
+    """The absolute path, not resolved, because following links would leave its environment."""
     return Path(text).expanduser().absolute()
 
 
@@ -171,4 +171,4 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-len", type=positive, default=32, help="tokens of each output (default 32)")
 
 
-BENCHMARK = Benchmark(NAME, "does another load generator see what ours sees?", _add_options, _run, _describe)
+BENCHMARK = Benchmark(NAME, "does another load generator measure the same as ours?", _add_options, _run, _describe)

@@ -1,8 +1,8 @@
-"""Does the load test's clock tell the truth? TTFT and TPOT by the client beside the server's own, 100 requests/s.
+"""Is the load test's clock right? TTFT and TPOT measured by the client beside the server's own, at 100 requests/s.
 
-Both services as processes, with a simulated executor whose steps take a known time: Poisson arrivals over Session, over
-Generate, and by a plain asyncio client that knows nothing of the harness, the same schedule one after the other. The
-goal is a median difference within 1 ms.
+Both services run as processes, with a simulated executor whose steps take a known time: Poisson arrivals over Session,
+over Generate, and by a plain asyncio client independent of the harness, the same schedule one after the other. The goal
+is a median difference within 1 ms.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ async def by_harness(target: SessionTarget | GenerateTarget, load: Load) -> dict
 
 
 async def by_plain_client(address: str, load: Load) -> dict[str, Floats]:
-    """The same by a task for each request that sleeps until it is due."""
+    """The same with one task for each request that sleeps until the request is due."""
     prompts = Prompts(0, _VOCAB_SIZE)
-    asked = [(due_s, prompts.token_ids(shape), shape.num_output_tokens) for due_s, shape in load]
+    planned = [(due_s, prompts.token_ids(shape), shape.num_output_tokens) for due_s, shape in load]
     async with AsyncClient(address) as client:
         await client.model_info()
         start = time.perf_counter()
@@ -82,13 +82,13 @@ async def by_plain_client(address: str, load: Load) -> dict[str, Floats]:
             server = delta.metrics.first_token_s, delta.metrics.total_s
             return times[0] - due_s, times[-1] - due_s, sent_s - due_s, *server, length
 
-        rows = np.array(await asyncio.gather(*(one(*each) for each in asked)))
+        rows = np.array(await asyncio.gather(*(one(*each) for each in planned)))
     names = ("ttft_s", "e2e_s", "lag_s", "server_first_s", "server_total_s", "num_tokens")
     return {name: rows[:, place] for place, name in enumerate(names)}
 
 
 async def empty_call_s(address: str) -> float:
-    """There and back, with nothing to do: what no client gets below."""
+    """Median round trip of an empty call: the lower bound for any client."""
     async with AsyncClient(address) as client:
         times = []
         for _ in range(_EMPTY_CALLS):
@@ -99,7 +99,7 @@ async def empty_call_s(address: str) -> float:
 
 
 def differences(name: str, times: dict[str, Floats]) -> dict[str, float]:
-    """What the client measured less what the server did: medians over the requests, and the tail of TTFT's."""
+    """The client's measurements less the server's: medians over the requests, and the tails."""
     after_first = times["num_tokens"] - 1
     ttft = times["ttft_s"] - times["server_first_s"]
     tpot = (times["e2e_s"] - times["ttft_s"] - times["server_total_s"] + times["server_first_s"]) / after_first
@@ -116,7 +116,7 @@ def differences(name: str, times: dict[str, Floats]) -> dict[str, float]:
 
 
 def measure_once(address: str, load: Load) -> dict[str, float]:
-    """One repeat: all three, one after the other."""
+    """One repeat: all three clients, one after the other."""
     found = {"empty_call_ms": 1e3 * asyncio.run(empty_call_s(address))}
     for target in (SessionTarget(address), GenerateTarget(address)):
         found |= differences(target.api, asyncio.run(by_harness(target, load)))
@@ -184,4 +184,4 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-ms", type=positive_number, default=10.0, help="time of a step (default 10)")
 
 
-BENCHMARK = Benchmark(NAME, "does the load test's clock tell the truth?", _add_options, _run, _describe)
+BENCHMARK = Benchmark(NAME, "is the load test's clock right?", _add_options, _run, _describe)

@@ -1,9 +1,9 @@
 """What does the scheduler cost a step? plan_step + apply_result while every running sequence decodes.
 
-The core alone, two plans in flight as in the service: no executor, no gRPC. What is timed takes every token to its
-sequence, looks for EOS, stop ids and lengths, and makes the news that the engine hands to the streams. Results are made
-up outside of the timed part. With churn, in each step a share of the sequences ends with EOS and as many join.
-vLLM's scheduler has the same load in the same run, where there is a vllm.
+The core alone, with two plans in flight as in the service: no executor, no gRPC. The timed part assigns every token to
+its sequence, checks EOS, stop ids and lengths, and makes the outputs that the engine sends to the streams. Results are
+synthesized outside the timed part. With churn, in each step a share of the sequences ends with EOS and as many join.
+vLLM's scheduler gets the same load in the same run, if vllm is available.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FIRST = ("system", "running", "churn", "us_per_step", "plan_bytes")
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """What the options ask for, each case once."""
+    """The cases that the options select, without repetitions."""
     cases = [
         Case(running, churn, False, context_len)
         for context_len in options.context_len
@@ -62,7 +62,7 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
         wait_quiet(options.quiet_wait_s)
         for index in range(options.repeats):
             progress(f"{NAME}: repeat {index + 1} of {options.repeats}")
-            # Around all cases and their set-up: a small one alone takes too few of the kernel's ticks to be judged.
+            # Around all cases and their set-up, because a small case alone takes too few of the kernel's ticks.
             with OtherLoad() as other:
                 for system, case in repeats:
                     found = _measure(case, options, peer if system == PEER else None)
@@ -82,7 +82,7 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _steady(case: Case) -> Case:
-    """The same without churn: memory is weighed so."""
+    """The same case without churn, for measuring memory."""
     return replace(case, churn=0.0)
 
 
@@ -96,10 +96,10 @@ def _measure(case: Case, options: argparse.Namespace, peer: PeerProcess | None) 
 
 @contextlib.contextmanager
 def _peer(python: Path | None) -> Iterator[PeerProcess | None]:
-    """The peer, if an interpreter has it: the one that was named, which then must, or this one."""
+    """The peer, if an interpreter has it: the given one, which must have it, or this one."""
     if not can_import(python or Path(sys.executable), PEER):
         if python is not None:
-            raise BenchmarkError(f"--peer-python {python}: it finds no {PEER}")
+            raise BenchmarkError(f"--peer-python {python}: {PEER} is not installed there")
         progress(f"{NAME}: no rows of {PEER}: it is not installed here; --peer-python names an interpreter that has it")
         yield None
         return
@@ -120,7 +120,7 @@ def _describe(row: Row) -> str:
 
 
 def _flat_json(row: Row) -> str:
-    """One object without levels, what was asked first."""
+    """One flat object, with the parameters first."""
     values = {**row.params, **row.medians, "repeats": row.repeats, "seed": row.seed, "note": row.note}
     ordered = {name: values.pop(name) for name in _FIRST} | values
     return json.dumps({**ordered, "other_cores": row.other_cores, "cpu": row.machine["cpu"], **_versions(row)})

@@ -1,8 +1,8 @@
-"""What does Cadenza make of a burst? 64 requests at once, beside transformers' static batches in the same run.
+"""How fast does Cadenza serve a burst? 64 requests at once, beside transformers' static batches in the same run.
 
-The whole system: scheduler and executor as two processes, real gRPC, and a client in this one that takes the times.
+The whole system: scheduler and executor as two processes, real gRPC, and a client in this process that measures times.
 Each repeat measures Cadenza with a stream per request (the headline, TTFT and TPOT), Cadenza with one session for all
-(`generate`), and transformers, one after the other, so that all of them see the same machine.
+(`generate`), and transformers, one after the other, so that all of them run under the same conditions.
 """
 
 from __future__ import annotations
@@ -129,4 +129,4 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=positive, default=16, help="transformers' static batches (default 16)")
 
 
-BENCHMARK = Benchmark(NAME, "what does Cadenza make of a burst of requests?", _add_options, _run, _describe)
+BENCHMARK = Benchmark(NAME, "how fast does Cadenza serve a burst of requests?", _add_options, _run, _describe)

@@ -1,9 +1,9 @@
 """Does the simulator predict a run that it was not fitted to? Real services on the CPU, two loads, one recorded.
 
-Each repeat starts both services with `--record` and puts the first load on them; `cadenza fit-costs` fits that. Then it
-starts them anew, without a recording, puts the second load on them (a higher rate, longer prompts, other outputs), and
-simulates that. What is stated are the errors of median TTFT, median TPOT and throughput, and how busy the executor was:
-near saturation queues grow without bound, and so does what a small error of the costs does to them.
+Each repeat starts both services with `--record` and sends them the first load; `cadenza fit-costs` fits that. Then it
+starts them again, without a recording, sends the second load (a higher rate, longer prompts, other outputs), and
+simulates it. Rows state the errors of median TTFT, median TPOT and throughput, and how busy the executor was: near
+saturation queues grow without bound, and so does the effect of a small error of the costs.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from cadenza.loadtest.driver import Progress
 from cadenza.loadtest.results import Run
 from cadenza.loadtest.settings import LoadSettings, make_settings
 from cadenza.simulate.campaign import Simulated, run_simulation
-from cadenza.simulate.executor_profiles import ExecutorKind
-from cadenza.simulate.fit import Fit, fit_costs, fitted_kind, with_clients
+from cadenza.simulate.executor_profiles import ExecutorProfile
+from cadenza.simulate.fit import Fit, fit_costs, fitted_profile, with_clients
 from cadenza.simulate.options import scheduler_config
 from cadenza.simulate.recordings import read_recording
 
 NAME = "simulate_fit"
 _RATES = {"10m": 4.0, "135m": 0.4, "demo": 8.0}
-"""Requests a second of the first load: light, so that batches of many sizes are seen."""
+"""Requests per second of the first load: light, so that batches of many sizes occur."""
 _FITTED = {"input_len": "uniform:16:256", "output_len": "exponential:64:8:256"}
 _PREDICTED = {"input_len": "uniform:32:384", "output_len": "exponential:48:8:192"}
 _OPTIONS: dict[str, Any] = {"enable_prefix_caching": False}
 _EXECUTOR: dict[str, Any] = {"num_threads": 1}
-"""On two cores: the scheduler and the client have the other one, or steps would take longer the busier these are."""
+"""On two cores: the scheduler and the client use the other one; otherwise steps would take longer when they are
+busy."""
 
 
 class _Silent:
@@ -57,7 +58,7 @@ class _Silent:
 
 
 def loads(shape: str, num_requests: int, times_rate: float, seed: int) -> tuple[LoadSettings, LoadSettings]:
-    """The load that is fitted, and the one that is predicted."""
+    """The fitted load and the predicted load."""
     common = {"num_requests": num_requests, "warm_up_requests": 8}
     return (
         make_settings({**common, **_FITTED, "request_rate": _RATES[shape], "seed": seed}),
@@ -66,7 +67,7 @@ def loads(shape: str, num_requests: int, times_rate: float, seed: int) -> tuple[
 
 
 def measure(model: Path, settings: LoadSettings, **options: Any) -> Run:
-    """One load on services of its own; raises BenchmarkError if a request failed."""
+    """Run one load on new services; raises BenchmarkError if a request failed."""
     with local_services(model, **_OPTIONS, **_EXECUTOR, **options) as services:
         file = asyncio.run(run_campaign(settings, services.target, _Silent()))
     (run,) = file.points[0].runs
@@ -75,9 +76,9 @@ def measure(model: Path, settings: LoadSettings, **options: Any) -> Run:
     return run
 
 
-def predict(kind: ExecutorKind, settings: LoadSettings) -> Run:
+def predict(profile: ExecutorProfile, settings: LoadSettings) -> Run:
     """The same load in virtual time."""
-    simulated = Simulated((kind,), scheduler_config(_OPTIONS))
+    simulated = Simulated((profile,), scheduler_config(_OPTIONS))
     file, _ = run_simulation(settings, simulated, _Silent())
     return file.points[0].runs[0]
 
@@ -91,9 +92,9 @@ def measure_once(shape: str, num_requests: int, times_rate: float, seed: int) ->
         seen = measure(model, fitted, record=log)
         recording = read_recording(log)
     fit = with_clients(fit_costs(recording), seen.requests)
-    kind = fitted_kind(recording, fit, shape, "the first load")
-    again = predict(kind, fitted)
-    measured, simulated = measure(model, predicted), predict(kind, predicted)
+    profile = fitted_profile(recording, fit, shape, "the first load")
+    again = predict(profile, fitted)
+    measured, simulated = measure(model, predicted), predict(profile, predicted)
     return {
         **_errors("fitted", again, seen),
         **_errors("predicted", simulated, measured),
@@ -103,14 +104,21 @@ def measure_once(shape: str, num_requests: int, times_rate: float, seed: int) ->
 
 
 def _errors(name: str, simulated: Run, measured: Run) -> dict[str, float]:
-    """Of medians and of the throughput: simulated over measured, less 1; and what was measured."""
+    """Relative errors of medians and throughput (simulated over measured, less 1), and the measured values."""
     found: dict[str, float] = {}
     for latency in ("ttft_s", "tpot_s"):
-        ours, theirs = getattr(simulated.metrics, latency).p50, getattr(measured.metrics, latency).p50
-        found[f"{name}_{latency.removesuffix('_s')}_p50_ms"] = 1000 * theirs
-        found[f"{name}_{latency.removesuffix('_s')}_p50_error"] = ours / theirs - 1
-    ours, theirs = _tokens_per_s(simulated), _tokens_per_s(measured)
-    return {**found, f"{name}_tokens_per_s": theirs, f"{name}_tokens_per_s_error": ours / theirs - 1}
+        simulated_value, measured_value = (
+            getattr(simulated.metrics, latency).p50,
+            getattr(measured.metrics, latency).p50,
+        )
+        found[f"{name}_{latency.removesuffix('_s')}_p50_ms"] = 1000 * measured_value
+        found[f"{name}_{latency.removesuffix('_s')}_p50_error"] = simulated_value / measured_value - 1
+    simulated_value, measured_value = _tokens_per_s(simulated), _tokens_per_s(measured)
+    return {
+        **found,
+        f"{name}_tokens_per_s": measured_value,
+        f"{name}_tokens_per_s_error": simulated_value / measured_value - 1,
+    }
 
 
 def _tokens_per_s(run: Run) -> float:
@@ -120,10 +128,10 @@ def _tokens_per_s(run: Run) -> float:
 
 
 def _busy(measured: Run) -> float:
-    """The share of the time, from the first step to the last, in which a step ran."""
+    """Share of the time from the first step to the last in which a step ran."""
     steps = measured.steps
     if steps is None or steps.num_dropped:
-        raise BenchmarkError("not every step was seen")
+        raise BenchmarkError("some step records are missing")
     return float(steps.device_s.sum() / (steps.applied_s.max() - steps.planned_s.min()))
 
 

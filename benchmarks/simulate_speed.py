@@ -1,9 +1,9 @@
-"""How much faster than real time is the simulator, and does a request cost more as there are more of them?
+"""How much faster than real time is the simulator, and does the cost of a request grow with their number?
 
 The load of the goal: Poisson arrivals at 10 requests/s, prompts of mean 256 and outputs of mean 128 tokens (both
-exponential), 25 ms a step, two plans in flight, all that `cadenza simulate` keeps by default. An hour of it by default;
-`--hours 24` is the day, `--requests 1000000` the run that has to fit in 2 GB. Each repeat is a process of its own, so
-that its peak memory is its own.
+exponential), 25 ms a step, two plans in flight, keeping everything that `cadenza simulate` keeps by default. The
+default is an hour; `--hours 24` is a day, `--requests 1000000` the run that must fit in 2 GB. Each repeat is a separate
+process, so that its peak memory is its own.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from benchmarks.common.rows import BenchmarkError, Row, make_row
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.settings import LoadSettings, make_settings
 from cadenza.simulate.campaign import simulate
-from cadenza.simulate.executor_profiles import ExecutorKind, KindLimits, Overheads
+from cadenza.simulate.executor_profiles import ExecutorProfile, Overheads, ProfileLimits
 from cadenza.simulate.options import scheduler_config
 from executor_svc.simulated.costs import StepCosts
 
 NAME = "simulate_speed"
 RATE, STEP_MS, MEAN_PROMPT, MEAN_OUTPUT = 10.0, 25.0, 256, 128
-_KIND = ExecutorKind(
+_PROFILE = ExecutorProfile(
     name="25 ms a step",
     costs=StepCosts(step_us=1000 * STEP_MS),
     overheads=Overheads(plan_us=200, transit_us=150, request_us=500, reply_us=200),
-    limits=KindLimits(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=8192),
+    limits=ProfileLimits(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=8192),
 )
 
 
@@ -49,7 +49,7 @@ def load(num_requests: int) -> LoadSettings:
 
 
 class Tenths:
-    """A watch that takes the time as each tenth of the requests has ended."""
+    """A watch that records the time when each tenth of the requests has ended."""
 
     def __init__(self, num_requests: int) -> None:
         self._marks = [math.ceil(num_requests * part / 10) for part in range(1, 11)]
@@ -59,7 +59,7 @@ class Tenths:
     def ended(
         self, shape: RequestShape, due_s: float, first_s: float, last_s: float, num_output_tokens: int, error: str
     ) -> bool:
-        """A request has ended; the run goes on."""
+        """Count a request that has ended; the run continues."""
         self._num_ended += 1
         if self._num_ended == self._marks[len(self.moments) - 1]:
             self.moments.append(time.perf_counter())
@@ -67,7 +67,7 @@ class Tenths:
 
     @property
     def seconds(self) -> list[float]:
-        """[10] of each tenth."""
+        """[10] seconds of each tenth."""
         return [end - begin for begin, end in zip(self.moments, self.moments[1:], strict=False)]
 
 
@@ -75,7 +75,7 @@ def measure_once(num_requests: int, seed: int) -> dict[str, float]:
     """One run in this process."""
     settings, config = load(num_requests), scheduler_config({})
     watch, began = Tenths(num_requests), time.perf_counter()
-    outcome = simulate(settings, [_KIND], config, seed, watch=watch)
+    outcome = simulate(settings, [_PROFILE], config, seed, watch=watch)
     wall_s = time.perf_counter() - began
     if len(outcome.requests) != num_requests or not outcome.requests.ok.all():
         raise BenchmarkError(f"{len(outcome.requests)} of {num_requests} requests ended, or some failed")
@@ -95,17 +95,17 @@ def measure_once(num_requests: int, seed: int) -> dict[str, float]:
 
 def _in_a_process(num_requests: int, seed: int) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(theirs, num_requests, seed))
+    own_end, child_end = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(child_end, num_requests, seed))
     process.start()
-    theirs.close()
+    child_end.close()
     try:
-        found = ours.recv()
+        found = own_end.recv()
     except EOFError:
         raise BenchmarkError("the simulation's process has died") from None
     finally:
         process.join()
-        ours.close()
+        own_end.close()
     if isinstance(found, str):
         raise BenchmarkError(found)
     return dict(found)
@@ -160,7 +160,7 @@ def _hours(text: str) -> float:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hours", type=_hours, default=1.0, help="of traffic (default 1)")
-    parser.add_argument("--requests", type=positive, help="so many in place of hours")
+    parser.add_argument("--requests", type=positive, help="number of requests, in place of hours")
 
 
 BENCHMARK = Benchmark(NAME, "how much faster than real time is the simulator?", _add_options, _run, _describe)

@@ -1,7 +1,7 @@
-"""Draws the pictures of docs/scheduler.md from runs of the core: `python docs/generate_scheduler.py [--check]`.
+"""Makes the drawings of docs/scheduler.md from runs of the core: `python docs/generate_scheduler.py [--check]`.
 
-Each run is the core as the service has it over the simulated executor, on a clock that the run moves: the same every
-time, on every machine. A picture stands in the page between `<!-- begin NAME -->` and `<!-- end NAME -->`.
+Each run is the service's core over the simulated executor on virtual time, so drawings are the same on every machine.
+A drawing is in the page between `<!-- begin NAME -->` and `<!-- end NAME -->`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TARGET = Path(__file__).with_name("scheduler.md")
 
 @dataclass(slots=True)
 class _History:
-    """What each request did in each step, and what the step left."""
+    """The activity of each request in each step, and the free blocks after it."""
 
     cells: dict[str, list[str]]
     tokens: list[int] = field(default_factory=list)
@@ -42,7 +42,7 @@ class _History:
 
 
 _ARRIVALS = {1: [("A", 6, 10), ("B", 13, 9), ("C", 3, 9)], 3: [("D", 5, 6)]}
-"""Requests by the step before which they come: name, prompt tokens, output tokens."""
+"""Requests by the step before which they arrive: name, prompt tokens, output tokens."""
 _LETTERS = {
     SequenceState.WAITING: "W",
     SequenceState.RUNNING: "D",
@@ -52,7 +52,7 @@ _LETTERS = {
 
 
 def queues(preemption: Preemption) -> str:
-    """Steps by requests: who waits, computes a chunk, decodes, is swapped, has ended."""
+    """A table of steps by requests: waiting, computing a chunk, decoding, swapped, finished."""
     run = Run(
         Policies(preemption=preemption), lane_spec(10, max_num_seqs=3, max_num_batched_tokens=8, num_host_blocks=8)
     )
@@ -68,7 +68,7 @@ def queues(preemption: Preemption) -> str:
         if step is None:
             break
         for name, cells in history.cells.items():
-            cells.append(_did(step, groups[name].sequences[0]) if name in groups else "")
+            cells.append(_activity(step, groups[name].sequences[0]) if name in groups else "")
         history.tokens.append(step.total_tokens)
         history.num_free.append(run.lane.blocks.num_free)
         history.num_host.append(run.lane.blocks.num_used_host)
@@ -79,7 +79,7 @@ def queues(preemption: Preemption) -> str:
     return fenced(grid(rows))
 
 
-def _did(step: PlannedStep, sequence: Sequence) -> str:
+def _activity(step: PlannedStep, sequence: Sequence) -> str:
     if sequence.state is SequenceState.RUNNING:
         for chunk in step.chunks:
             if chunk.sequence is sequence and chunk.context_len < len(sequence.token_ids) - 1:
@@ -117,7 +117,7 @@ def _computes(step: PlannedStep, sequence: Sequence) -> range:
         if chunk.sequence is sequence:
             return range(chunk.context_len, chunk.context_len + chunk.num_tokens)
     end = sequence.num_computed_tokens
-    return range(end - sequence.decodes, end)
+    return range(end - sequence.is_decoding, end)
 
 
 def _span(numbers: range) -> str:
@@ -138,7 +138,7 @@ def _spans(numbers: list[int]) -> str:
 
 
 def _pool(lane: Lane) -> list[list[object]]:
-    """Ref counts of the device pool, and who holds each block as which of his."""
+    """Ref counts of the device pool, and each block's holders with the index in their block table."""
     holders: dict[int, list[str]] = {}
     for sequence in lane.running:
         for index, block_id in enumerate(sequence.block_ids):
@@ -153,7 +153,7 @@ def _pool(lane: Lane) -> list[list[object]]:
 
 
 def forks() -> str:
-    """The tables of three samples before their fork, in the plan that forks them, and in the one after."""
+    """The block tables of three samples before their fork, in the plan of the fork, and in the plan after it."""
     run = Run(Policies(), lane_spec(10, max_num_batched_tokens=8))
     run.add("A", range(1, 15), 6, num_samples=3)
     rows: list[list[object]] = [["plan", "sequence", "computes", "block table", "ref counts", "the plan says"]]
@@ -167,7 +167,7 @@ def forks() -> str:
 
 
 def _says(step: PlannedStep, sequence: Sequence) -> str:
-    """What a plan tells the executor of one sequence."""
+    """The entries of a plan for one sequence."""
     plan, slot = step.plan, sequence.slot
     said = [f"admit, blocks {list(admitted.block_ids)}" for admitted in plan.admitted if admitted.slot == slot]
     pairs = zip(plan.fork_source_slots, plan.fork_slots, strict=True)
@@ -182,7 +182,7 @@ def _says(step: PlannedStep, sequence: Sequence) -> str:
 
 
 def beams() -> str:
-    """Beams, best first, after each of some results, and what the next plan says of them."""
+    """Beams, best first, after each of some results, and their entries in the next plan."""
     run = Run(Policies(), lane_spec(14, max_num_batched_tokens=8), vocab_size=19)
     run.add("A", range(4, 10), 8, num_samples=2, beams=BeamSpec(width=3))
     group, pool = run.core.groups["", "A"], run.lane.blocks
@@ -204,18 +204,18 @@ def beams() -> str:
 
 
 def _held(lane: Lane, sequence: Sequence) -> tuple[str, str]:
-    """A block table as it is now, and its ref counts."""
+    """A block table and its ref counts."""
     return str(sequence.block_ids), str([lane.blocks.pool.ref_counts[block_id] for block_id in sequence.block_ids])
 
 
 # --- prefix cache ----------------------------------------------------------------------------------------------------
 
 _SYSTEM = range(1, 10)
-"""What some prompts have in common."""
+"""The common prefix of some prompts."""
 
 
 def prefix_cache() -> str:
-    """What each request found when it joined, and what became of the blocks."""
+    """The cache hits of each request at admission, and the state of the pools."""
     run = Run(Policies(prefix_caching=True), lane_spec(8, num_host_blocks=4))
     requests = [
         ("A", [*_SYSTEM, 20, 21], 4),
@@ -227,7 +227,7 @@ def prefix_cache() -> str:
     number = 0
     while number < 2 or run.core.groups or requests:
         number += 1
-        # B comes while A runs; the others when nobody runs any more.
+        # B arrives while A runs; the others when nothing runs any more.
         if requests and (number < 3 or not run.core.groups):
             run.add(*requests.pop(0))
         step = run.step()
@@ -245,7 +245,7 @@ def prefix_cache() -> str:
 
 
 def _map(pool: BlockPool) -> str:
-    """A character for each block: its ref count, c if it is cached and nobody holds it, or a dot if it is unused."""
+    """A character for each block: its ref count, c if it is cached without holders, a dot if it is unused."""
     counts = enumerate(pool.ref_counts)
     return "".join(str(count) if count else "c" if block_id in pool.cached else "." for block_id, count in counts)
 
@@ -254,7 +254,7 @@ def _map(pool: BlockPool) -> str:
 
 
 def auto() -> str:
-    """What `auto` chose for one load on executors whose block moves cost more and more."""
+    """The choices of `auto` for one load on executors with increasing cost of block moves."""
     size = 16
     rows = [
         ["moving a block takes", "a token computed takes", "2 blocks moved", f"{size} tokens computed", "preempted"]
@@ -281,11 +281,11 @@ def auto() -> str:
 # --- fragmentation ---------------------------------------------------------------------------------------------------
 
 _STEP_S = 0.025
-"""What a step takes on the clock of this run."""
+"""Duration of a step in this run."""
 
 
 def fragmentation() -> str:
-    """Where the token slots of held blocks went, by batching policy, over all steps of one load."""
+    """The use of token slots in held blocks, by batching policy, over all steps of one load."""
     cases: list[tuple[str, BatchingPolicy, int | None]] = [
         ("continuous", ContinuousBatching(), 512),
         ("dynamic", StaticBatching(8, window_s=0.05), 512),
@@ -304,10 +304,10 @@ def fragmentation() -> str:
 
 
 def _account(policy: BatchingPolicy, max_tokens: int | None) -> tuple[int, int, int, int, int]:
-    """Token slots held, stored and reserved, and sequences that ran, summed over steps; and the number of steps."""
+    """Token slots held, stored and reserved, and running sequences, summed over steps; and the number of steps."""
     spec = lane_spec(512, 16, num_slots=40, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=2048)
     run, random = Run(Policies(batching=policy), spec), Random(4)
-    sampling = Sampling(temperature=0.0, stop_token_ids=(0, 1))
+    sampling = Sampling(stop_token_ids=(0, 1))
     arrivals: deque[tuple[float, list[int]]] = deque()
     moment = 0.0
     for _ in range(48):
@@ -347,7 +347,7 @@ _DRAWINGS: dict[str, Callable[[], str]] = {
 
 
 def content() -> str:
-    """The whole page, its drawings made anew; raises SystemExit if it lacks the place of one."""
+    """The whole page with new drawings; raises SystemExit if the page lacks the place of a drawing."""
     page = TARGET.read_text(encoding="utf-8")
     for name in _DRAWINGS:
         if (count := len(_place(name).findall(page))) != 1:
@@ -363,12 +363,12 @@ def _place(name: str) -> re.Pattern[str]:
 
 
 def main() -> None:
-    """Write the page, or with --check say whether it is what it should be."""
+    """Write the page; with --check, compare it only."""
     page = content()
     if sys.argv[1:] != ["--check"]:
         TARGET.write_text(page, encoding="utf-8")
     elif TARGET.read_text(encoding="utf-8") != page:
-        raise SystemExit(f"{TARGET} is not what the core does: make docs")
+        raise SystemExit(f"{TARGET} is out of date: make docs")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs of the core over the simulated executor, and plain-text tables: what docs/generate_scheduler.py draws with."""
+"""Runs of the core over the simulated executor, and plain-text tables, for docs/generate_scheduler.py."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from scheduler_svc.core.types import BlockPairs, ExecutorSpec, RequestSpec, Samp
 from tests.helpers.core_executor import COSTS, CoreExecutor
 
 VOCAB_SIZE = 97
-_GREEDY = Sampling(temperature=0.0)
+_GREEDY = Sampling()
 
 
 class Run:
-    """A core with one lane and its executor, one plan in flight, moved on step by step."""
+    """A core with one lane, its executor and one plan in flight, run step by step."""
 
     def __init__(
         self, policies: Policies, spec: ExecutorSpec, costs: StepCosts = COSTS, vocab_size: int = VOCAB_SIZE
@@ -31,30 +31,30 @@ class Run:
 
     @property
     def lane(self) -> Lane:
-        """Memory and queues of the executor."""
+        """The executor's lane."""
         return self.core.lanes[0]
 
     def add(self, name: str, prompt: Iterable[int], max_tokens: int | None, **more: object) -> None:
-        """A request, greedy unless `more` fields of its spec say otherwise."""
+        """Add a request, greedy unless `more` sets other fields of its spec."""
         spec = {"sampling": _GREEDY, "max_tokens": max_tokens, **more}
         self.core.add_request(RequestSpec(name, tuple(prompt), **spec), self.now)  # type: ignore[arg-type]
 
     def plan(self) -> PlannedStep | None:
-        """Plan a step; None if there is nothing to do."""
+        """Plan a step; None if it would be empty."""
         if self.core.plan_step(0, self.now) is None:
             return None
         return self.lane.inflight[-1]
 
     def step(self) -> PlannedStep:
-        """Plan a step where there is something to do, and prove that the books add up."""
+        """Plan a step that is not empty, and check the core's integrity; raises InvariantError."""
         step = self.plan()
         if step is None:
-            raise InvariantError("a run has come to its end too early")
+            raise InvariantError("the run ended too early")
         self.core.check_integrity()
         return step
 
     def apply(self, step: PlannedStep, seconds: float = 1.0) -> None:
-        """Let the executor run it, and take in the result."""
+        """Run a step on the executor and apply the result."""
         result = self._executor.run(step.plan)
         self.now += seconds
         self.core.apply_result(0, result, self.now)
@@ -62,19 +62,19 @@ class Run:
 
 
 def lane_spec(num_blocks: int, block_size: int = 4, **more: int) -> ExecutorSpec:
-    """Limits of a small executor, in tokens, blocks and sequences; `more` goes before these."""
+    """Limits of a small executor, in tokens, blocks and sequences; `more` overrides these."""
     limits = {"num_slots": 8, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, **more}
     return ExecutorSpec(block_size=block_size, num_blocks=num_blocks, watermark=0.0, **limits)  # type: ignore[arg-type]
 
 
 def name_of(sequence: Sequence) -> str:
-    """A for a request's only sequence, A0 and so on for one of several."""
+    """A for a request's only sequence; A0, A1 and so on for several."""
     group = sequence.group
     return group.spec.request_id + (str(sequence.sample_index) if len(group.sequences) > 1 else "")
 
 
 def grid(rows: Iterable[Iterable[object]]) -> str:
-    """Columns as wide as they need to be, two spaces apart."""
+    """Rows as aligned columns, two spaces apart."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
@@ -82,16 +82,16 @@ def grid(rows: Iterable[Iterable[object]]) -> str:
 
 
 def fenced(*grids: str) -> str:
-    """A block of text of Markdown, with an empty line between each two of these."""
+    """A fenced Markdown block with these grids, separated by empty lines."""
     return "```text\n" + "\n\n".join(grids) + "\n```"
 
 
 def pairs_text(moves: BlockPairs) -> str:
-    """Blocks moved, from and to."""
+    """Block moves as text."""
     return " ".join(f"{source}→{destination}" for source, destination in moves) or "-"
 
 
 def table(rows: list[list[str]]) -> str:
-    """A table of Markdown; the first row is its head."""
+    """A Markdown table; the first row is its head."""
     head, *body = ("| " + " | ".join(row) + " |" for row in rows)
     return "\n" + "\n".join([head, "|" + "---|" * len(rows[0]), *body]) + "\n"

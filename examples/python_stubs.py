@@ -35,7 +35,7 @@ def make_request(prompt: str, max_tokens: int, request_id: str = "") -> pb.Gener
 
 
 def stream(stub: generation_pb2_grpc.GenerationServiceStub, prompt: str) -> None:
-    """Print text as it comes, then why it ended."""
+    """Print the text as it arrives, then the finish reason."""
     for response in stub.Generate(make_request(prompt, max_tokens=64)):
         for output in response.outputs:
             print(output.text, end="", flush=True)
@@ -65,7 +65,7 @@ def stop_early(stub: generation_pb2_grpc.GenerationServiceStub, prompt: str) -> 
 
     call = stub.Generate(endless)
     next(call)
-    call.cancel()  # nobody reads any more
+    call.cancel()  # the output is not needed any more
     print(f"[cancelled] {call.code().name}")
 
     try:
@@ -73,18 +73,19 @@ def stop_early(stub: generation_pb2_grpc.GenerationServiceStub, prompt: str) -> 
     except grpc.RpcError as error:
         print(f"[deadline] {error.code().name}")
 
-    endless.timeout_s = 0.05  # the request's own limit: the stream ends well, with what there is
+    endless.timeout_s = 0.05  # the request's own limit: the stream ends normally, with the output so far
     *_, last = stub.Generate(endless)
     print(f"[timeout_s] {types_pb2.FinishDetail.Name(last.outputs[0].finish.detail)}")
 
 
 def session(stub: generation_pb2_grpc.GenerationServiceStub, prompts: list[str]) -> None:
-    """Many requests over one stream. When the iterator ends, the stream half-closes; what was sent is finished."""
+    """Many requests over one stream. When the iterator ends, the stream half-closes; requests already sent are
+    finished."""
     requests = (make_request(prompt, 32, request_id=f"r{index}") for index, prompt in enumerate(prompts))
     texts: dict[str, str] = {}
     for response in stub.Session(pb.SessionRequest(generate=request) for request in requests):
         for event in response.events:
-            if event.HasField("error"):  # of this request alone
+            if event.HasField("error"):  # an error of this request only
                 texts[event.request_id] = event.error.message
             for output in event.response.outputs:
                 texts[event.request_id] = texts.get(event.request_id, "") + output.text
@@ -93,7 +94,7 @@ def session(stub: generation_pb2_grpc.GenerationServiceStub, prompts: list[str])
 
 
 async def stream_async(target: str, prompt: str) -> None:
-    """The same on grpc.aio. Always cancel a call that is left: an abandoned one runs on (grpc#43462)."""
+    """The same on grpc.aio. Always cancel a call that you leave: an abandoned call keeps running (grpc#43462)."""
     async with grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
         call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(make_request(prompt, max_tokens=64))
         try:

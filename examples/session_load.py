@@ -28,10 +28,10 @@ CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc
 
 @dataclass(slots=True)
 class Request:
-    """One request and what has come of it; times in seconds on the monotonic clock."""
+    """One request and its outcome; times are in seconds on the monotonic clock."""
 
     message: pb.GenerateRequest
-    due_s: float = 0.0  # latency counts from here, however late it was sent
+    due_s: float = 0.0  # latency counts from here, even if the request was sent later
     first_s: float = 0.0
     last_s: float = 0.0
     num_tokens: int = 0
@@ -62,15 +62,15 @@ class SessionLoad:
         except* (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             print(f"the stream broke: {await self._call.code()}: {await self._call.details()}", file=sys.stderr)
         finally:
-            self._call.cancel()  # nothing after a good end; otherwise the server ends what still runs
+            self._call.cancel()  # no effect after a normal end; otherwise the server aborts the running requests
 
     async def _arrive(self, rate: float | None) -> None:
         due_s = time.monotonic()
         for request in self.requests:
-            if rate is None:  # closed loop: as soon as there is a place
+            if rate is None:  # closed loop: as soon as a slot is free
                 await self._places.acquire()
                 due_s = time.monotonic()
-            else:  # open loop: when the clock says so, however slow the server is
+            else:  # open loop: by the clock, even if the server is slow
                 due_s += random.expovariate(rate)
             request.due_s = due_s
             await self._send(request, due_s - time.monotonic())
@@ -79,14 +79,14 @@ class SessionLoad:
         await asyncio.sleep(delay_s)
         self._open[request.message.request_id] = request
         self.peak_in_flight = max(self.peak_in_flight, len(self._open))
-        async with self._writing:  # one write at a time; it waits while the server takes no more
+        async with self._writing:  # one write at a time; it waits while the server accepts no more
             await self._call.write(pb.SessionRequest(generate=request.message))
 
     def _read(self, response: pb.SessionResponse) -> None:
         now = time.monotonic()
         self.num_messages += 1
         for event in response.events:
-            request = self._open[event.request_id]  # a KeyError would be news of a request that has ended
+            request = self._open[event.request_id]  # a KeyError would mean output of a request that has ended
             for output in event.response.outputs:
                 assert output.first_token_index == request.num_tokens, "tokens were lost or repeated"
                 request.first_s, request.last_s = request.first_s or now, now
@@ -101,7 +101,7 @@ class SessionLoad:
             if not self.num_refusals:
                 print(f"refused, to be sent again: {event.error.message}", file=sys.stderr, flush=True)
             self.num_refusals += 1
-            # A little later than told, each at its own time: otherwise all come back at once.
+            # A little later than the server's delay, each at its own time; otherwise all would be sent at once.
             delay_s = retry.retry_delay.ToTimedelta().total_seconds() * random.uniform(1, 1.5)
             self._tasks.create_task(self._send(request, delay_s))
             return
@@ -133,7 +133,7 @@ def make_request(vocab_size: int, prompt_tokens: int, max_tokens: int) -> Reques
 
 
 async def main() -> bool:
-    """Run as the command line says; True if a request did not end as it should."""
+    """Run with the options of the command line; returns True if a request did not end as expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="127.0.0.1:50051", help="HOST:PORT of a running server")
     parser.add_argument("--requests", type=int, default=5000)

@@ -7,10 +7,11 @@ import signal
 import sys
 from types import FrameType
 
-# grpc logs a refused port in its own words, beside our line; it reads this when it is imported.
+# grpc would log a refused port beside our own line; it reads this variable on import.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-# OpenMP's threads spin at barriers by default, for ever it seems when another process has their core; not at all, and a
-# machine of one's own loses half its speed. A short spin is the middle way (docs/log.md). Read when torch is imported.
+# OpenMP's threads spin at barriers by default, and do not stop while another process has their core. Without any spin,
+# an otherwise idle machine loses half its speed. A short spin is the compromise (docs/log.md). torch reads it on
+# import.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -30,16 +31,16 @@ _LOG = logging.getLogger("executor_svc")
 
 
 def fail(message: str) -> None:
-    """Say on stderr what is wrong, in one line."""
+    """Print an error on stderr, in one line."""
     print(f"error: {message}", file=sys.stderr, flush=True)
 
 
-def _leave(_number: int, _frame: FrameType | None) -> None:
+def _exit_at_once(_number: int, _frame: FrameType | None) -> None:
     os._exit(0)
 
 
 def read_config(arguments: list[str]) -> ExecutorConfig | None:
-    """The options; None if they are wrong, which has then been said on stderr."""
+    """Return the options, or None if they are wrong; the error is then on stderr."""
     config = settings.read_config(ExecutorConfig, arguments, fail)
     try:
         if config is not None:
@@ -51,24 +52,24 @@ def read_config(arguments: list[str]) -> ExecutorConfig | None:
 
 
 def main() -> int:
-    """Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options."""
+    """Run the service. Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options."""
     config = read_config(sys.argv[1:])
     if config is None:
         return 2
-    # Until the event loop takes the signals over, there is nothing to clean up.
+    # There is nothing to clean up until the event loop handles the signals.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
+        signal.signal(number, _exit_at_once)
     logging.basicConfig(
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    for warning in settings.unheard(config, os.environ):
+    for warning in settings.ignored_settings(config, os.environ):
         _LOG.warning(warning)
-    # Here, so that wrong options and --help are answered before torch is loaded.
+    # Imported here, so that wrong options and --help do not wait for torch.
     from executor_svc.app import serve
 
     code, ended = uvloop.run(serve(config, fail))
     if not ended:
-        # A step or the loading still runs on the device thread, and Python would wait for it.
+        # A step or the loading still runs on the device thread; Python would wait for it at exit.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,4 +1,4 @@
-"""Options of the executor service: one name everywhere, checked here; __main__ reads arguments and environment."""
+"""Options of the executor service, checked here; __main__ reads arguments and environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cadenza.settings.help import about
 from cadenza.settings.service import ServiceSettings
 
 _GPU_SEQS, _GPU_BATCHED_TOKENS = 256, 2048
-"""Of a step on a GPU, unless told otherwise."""
+"""Defaults of max_num_seqs and max_num_batched_tokens on a GPU."""
 
 
 class ExecutorConfig(ServiceSettings):
@@ -28,30 +28,32 @@ class ExecutorConfig(ServiceSettings):
     service: ClassVar[str] = "executor"
     exit_codes: ClassVar[str] = "Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options."
 
-    # Before `model`, whose check asks for it.
+    # Before `model`, whose check reads it.
     simulate: str | None = Field(
         None,
         min_length=1,
-        description="Run no model: plans take no time (instant), or what a JSON file of costs says; docs/simulated.md.",
+        description="Simulate the model: steps take no time (instant), or the time that a JSON file of step costs "
+        "gives; docs/simulated.md.",
         json_schema_extra=about("Model", values="instant, COSTS.json"),
     )
     simulate_vocab_size: int = Field(
         32768,
         ge=2,
         le=2**21,
-        description="Token ids of the simulated model; a config.json in the folder that --model names goes before it.",
+        description="Number of token ids of the simulated model; a config.json in the folder of --model overrides it.",
         json_schema_extra=about("Model", "tokens"),
     )
     simulate_eos_token_id: int | None = Field(
         None,
         ge=0,
-        description="Token id that ends outputs of the simulated model; a config.json goes before it.",
+        description="Token id that ends outputs of the simulated model; a config.json in the folder of --model "
+        "overrides it.",
         json_schema_extra=about("Model"),
     )
     model: str = Field(
         "",
         validate_default=True,
-        description="Folder or Hugging Face hub id of the model; required, but not with --simulate.",
+        description="Folder or Hugging Face hub id of the model; required, except with --simulate.",
         json_schema_extra=about("Basics"),
     )
     listen: str = Field(
@@ -61,36 +63,36 @@ class ExecutorConfig(ServiceSettings):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="Where the model runs; auto: on a GPU where PyTorch sees one, else on the CPU.",
+        description="Device that runs the model; auto: a GPU if PyTorch finds one, else the CPU.",
         json_schema_extra=about("Basics"),
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Data type of weights, activations and KV; auto: the checkpoint's own.",
+        description="Data type of weights, activations and KV; auto: the checkpoint's data type.",
         json_schema_extra=about("Model"),
     )
     numerics: Literal["auto", "exact", "fast"] = Field(
         "auto",
-        description="exact: a token's bits never depend on what it was batched with; fast: no such promise; "
-        "auto: exact where it can be promised (docs/exactness.md).",
+        description="exact: results of a request do not depend on the other requests of its batch, bit by bit; fast: "
+        "no such guarantee; auto: exact where the device and the model support it (docs/exactness.md).",
         json_schema_extra=about("Model"),
     )
     quantization: Literal["none", "int8", "fp8", "fp8_w8a8"] = Field(
         "none",
-        description="Weights of linear layers in 8 bits, on a GPU: int8 and fp8 of weights alone, fp8_w8a8 of "
-        "activations too.",
+        description="Quantizes linear layers to 8 bits, on a GPU: int8 and fp8 quantize weights only, fp8_w8a8 also "
+        "activations.",
         json_schema_extra=about("Model"),
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto",
-        description="Where weights come from; auto: safetensors files; dummy: random ones, from config.json alone.",
+        description="Source of the weights; auto: safetensors files; dummy: random weights, only config.json is read.",
         json_schema_extra=about("Model"),
     )
     seed: int = Field(0, ge=0, description="Seed of dummy weights.", json_schema_extra=about("Model"))
     num_threads: int | None = Field(
         None,
         ge=1,
-        description="Compute threads; without it, one for each core at hand.",
+        description="Compute threads; default: one for each available core.",
         json_schema_extra=about("Model", "threads"),
     )
     block_size: int = Field(
@@ -101,55 +103,56 @@ class ExecutorConfig(ServiceSettings):
     num_gpu_blocks: int | None = Field(
         None,
         ge=1,
-        description="KV blocks on the device, on the CPU too; without it, as many as gpu_memory_utilization allows.",
+        description="KV blocks in device memory (on the CPU: in main memory); default: as many as "
+        "gpu_memory_utilization allows.",
         json_schema_extra=about("Memory", "blocks"),
     )
     num_cpu_blocks: int = Field(
-        0, ge=0, description="KV blocks in host memory, to swap to.", json_schema_extra=about("Memory", "blocks")
+        0, ge=0, description="KV blocks in host memory, for swapping.", json_schema_extra=about("Memory", "blocks")
     )
     kv_cache_dtype: Literal["auto", "model", "fp8"] = Field(
         "auto",
-        description="Data type of KV blocks; model: the model's; fp8: e4m3, on a GPU of compute capability 9.0 or "
-        "later, with the checkpoint's scales if it has any; auto: fp8 there if the checkpoint says so, else the "
-        "model's.",
+        description="Data type of KV blocks; model: the model's data type; fp8: e4m3, on a GPU of compute capability "
+        "9.0 or later, with the checkpoint's scales if it has any; auto: fp8 on such a GPU if the checkpoint "
+        "specifies it, else the model's data type.",
         json_schema_extra=about("Memory"),
     )
     gpu_memory_utilization: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="Share of the device's memory that weights, steps and KV may take; without it 0.9 of a GPU's, and "
-        "on the CPU 0.5 of what is free.",
+        description="Share of the device's memory for weights, steps and KV; default: 0.9 of a GPU's memory, 0.5 of "
+        "the free memory on the CPU.",
         json_schema_extra=about("Memory", "share"),
     )
     max_model_len: int | None = Field(
         None,
         ge=1,
-        description="Most tokens of a sequence, prompt and output together; without it, the model's own limit.",
+        description="Maximum tokens of a sequence, prompt and output together; default: the model's own limit.",
         json_schema_extra=about("Memory", "tokens"),
     )
     max_num_seqs: int = Field(
         64,
         ge=1,
-        description="Most sequences computed in one step; on a GPU, without it, 256.",
+        description="Maximum sequences of a step; default on a GPU: 256.",
         json_schema_extra=about("Batching", "sequences"),
     )
     max_num_batched_tokens: int = Field(
         512,
         ge=1,
         validate_default=False,  # settled by `sized_for`
-        description="Most tokens computed in one step, at least max_num_seqs; without it, on a GPU 2,048, and never "
+        description="Maximum tokens of a step, at least max_num_seqs; default on a GPU: 2,048; a default is never "
         "less than max_num_seqs.",
         json_schema_extra=about("Batching", "tokens"),
     )
     enforce_eager: bool = Field(
         False,
-        description="On a GPU: capture no CUDA graphs, launch all kernels of all steps; slower, but less to start and "
-        "easier to look into.",
+        description="Captures no CUDA graphs on a GPU and launches every kernel of every step: steps are slower, the "
+        "start is faster, and profiles are easier to read.",
         json_schema_extra=about("Batching"),
     )
     max_inflight_plans: int = Field(
-        4, ge=1, le=4, description="Most plans queued at once.", json_schema_extra=about("Batching", "plans")
+        4, ge=1, le=4, description="Maximum plans in flight.", json_schema_extra=about("Batching", "plans")
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="What is logged to stderr.", json_schema_extra=about("Logging")
@@ -157,14 +160,14 @@ class ExecutorConfig(ServiceSettings):
 
     @field_validator("block_size")
     @classmethod
-    def _block_size_is_one_that_kernels_know(cls, value: int) -> int:
+    def _check_block_size(cls, value: int) -> int:
         if value not in (8, 16, 32, 64):
             raise ValueError("must be 8, 16, 32 or 64")
         return value
 
     @field_validator("model")
     @classmethod
-    def _model_is_named(cls, value: str, info: ValidationInfo) -> str:
+    def _check_model(cls, value: str, info: ValidationInfo) -> str:
         if not value.strip():
             if info.data.get("simulate", "") is None:
                 raise ValueError("must be a folder or a hub id")
@@ -173,20 +176,22 @@ class ExecutorConfig(ServiceSettings):
 
     @field_validator("max_num_batched_tokens")
     @classmethod
-    def _every_sequence_gets_a_token(cls, value: int, info: ValidationInfo) -> int:
+    def _check_max_num_batched_tokens(cls, value: int, info: ValidationInfo) -> int:
         max_num_seqs = info.data.get("max_num_seqs", 1)
         if value < max_num_seqs:
-            raise ValueError(f"{value} is less than max_num_seqs {max_num_seqs}: a step gives each of them a token")
+            raise ValueError(
+                f"{value} is less than max_num_seqs {max_num_seqs}: a step computes a token for each sequence"
+            )
         return value
 
     def sized_for(self, device: str) -> ExecutorConfig:
-        """Return the options with the sizes of steps that suit a kind of device, as far as nobody has told any."""
+        """Return the options with the default step sizes of a device: "cpu", "cuda" or "simulated"."""
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
-        tokens_told = "max_num_batched_tokens" in self.model_fields_set
-        if device == "cuda" and not tokens_told:
+        has_tokens = "max_num_batched_tokens" in self.model_fields_set
+        if device == "cuda" and not has_tokens:
             tokens = _GPU_BATCHED_TOKENS
         if device == "cuda" and "max_num_seqs" not in self.model_fields_set:
             seqs = min(_GPU_SEQS, tokens)
-        if not tokens_told:
+        if not has_tokens:
             tokens = max(tokens, seqs)
         return self.model_copy(update={"max_num_seqs": seqs, "max_num_batched_tokens": tokens})

@@ -1,7 +1,7 @@
-"""Errors that more than one kind of executor knows."""
+"""Errors that model and simulated executors share."""
 
 from __future__ import annotations
 
 
 class StartError(RuntimeError):
-    """The executor cannot start as the options ask; the message is for the user and names the option or file."""
+    """The executor cannot start with these options; the message is for the user and names the option or file."""

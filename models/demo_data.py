@@ -27,7 +27,7 @@ _TOKEN_WEIGHT = {"story": 0.15, "counting": 0.5, "addition": 1.5, "subtraction":
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """What one stage of training is fed with."""
+    """The data of one training stage."""
 
     mixture: dict[str, float]
     """Share of each kind among the conversations."""
@@ -78,7 +78,7 @@ def _happens(share: float, rng: random.Random) -> bool:
 
 
 def _chat_turns(rng: random.Random, curriculum: Curriculum) -> list[Turn]:
-    """Two to four turns, at times with a name that is told first and asked for later."""
+    """Two to four turns, sometimes with a name that is given first and requested later."""
     kinds = ("arithmetic", "question", "question", "question", "repeating", "counting")
     turns = [_single_turn(rng.choice(kinds), rng, curriculum) for _ in range(rng.randint(2, 3))]
     choice = rng.random()

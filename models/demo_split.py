@@ -29,16 +29,16 @@ def _classic_keys() -> frozenset[str]:
 
 
 def is_heldout_key(key: str) -> bool:
-    """Tell whether a generated wording with this `wording_key` is held out; the three classic questions never are."""
+    """Return whether a generated wording with this `wording_key` is held out; the three classic questions never are."""
     return key not in _classic_keys() and _permille("wording:" + key) < HELDOUT_WORDINGS_PERMILLE
 
 
 def is_heldout_pair(left: int, right: int) -> bool:
-    """Tell whether the unordered operand pair {left, right} is held out, for sums and differences alike."""
+    """Return whether the unordered operand pair {left, right} is held out, for sums and differences alike."""
     low, high = sorted((left, right))
     return _permille(f"pair:{low}:{high}") < HELDOUT_PAIRS_PERMILLE
 
 
 def is_heldout_range(first: int, last: int) -> bool:
-    """Tell whether counting from `first` to `last` is held out."""
+    """Return whether counting from `first` to `last` is held out."""
     return _permille(f"range:{first}:{last}") < HELDOUT_RANGES_PERMILLE

@@ -74,7 +74,7 @@ def handwritten_keys() -> frozenset[str]:
 
 
 def is_heldout_wording(text: str) -> bool:
-    """Tell whether training must never show this wording, whatever its case and punctuation."""
+    """Return whether training must never show this wording, in any case and punctuation."""
     key = wording_key(text)
     return key in handwritten_keys() or is_heldout_key(key)
 

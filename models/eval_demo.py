@@ -114,7 +114,7 @@ def generate(
 def evaluate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cases: list[Case], form: str
 ) -> tuple[dict[str, tuple[int, int]], list[str]]:
-    """Return {category: (exact, asked)} and one line for every failure."""
+    """Return {category: (exact answers, questions)} and one line for every failure."""
     prompts = [render_prompt(tokenizer, case.turn.prompt, form) for case in cases]
     # Categories differ a lot in answer length, so that batches across them would mostly wait.
     answers: list[tuple[str, int, bool]] = [("", 0, False)] * len(cases)
@@ -149,8 +149,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL)
     parser.add_argument("--json", type=Path, default=None, help="write the scores to this file")
     parser.add_argument("--per-topic", type=int, default=12)
-    parser.add_argument("--pairs", type=int, default=None, help="ordered held-out pairs to ask (default: all)")
-    parser.add_argument("--others", type=int, default=40, help="counts and phrases to ask")
+    parser.add_argument("--pairs", type=int, default=None, help="ordered held-out pairs to evaluate (default: all)")
+    parser.add_argument("--others", type=int, default=40, help="counts and phrases to evaluate")
     parser.add_argument("--show", type=int, default=20, help="failures to print per table")
     given = parser.parse_args()
     torch.set_num_threads(2)

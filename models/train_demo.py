@@ -174,7 +174,7 @@ def parse_arguments() -> tuple[Path, Path | None, TrainSettings]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
     parser.add_argument("--learnt", type=Path, help="a folder that holds the first stage's result: only refine it")
-    parser.add_argument("--steps", type=int, default=defaults.learn.steps, help="of the first stage")
+    parser.add_argument("--steps", type=int, default=defaults.learn.steps, help="steps of the first stage")
     parser.add_argument("--refine-steps", type=int, default=defaults.refine.steps)
     parser.add_argument("--seed", type=int, default=defaults.seed)
     given = parser.parse_args()
@@ -196,7 +196,7 @@ def learn(out: Path, settings: TrainSettings) -> None:
 
 
 def refine(learnt: Path, out: Path, settings: TrainSettings) -> dict[str, float]:
-    """Second stage: go on from the weights as saved, with harder questions and more counts; returns what it made."""
+    """Second stage: continue from the saved weights, with harder questions and more counts; returns facts about it."""
     tokenizer = Tokenizer.from_file(str(learnt / "tokenizer.json"))
     model = LlamaForCausalLM.from_pretrained(learnt, dtype=torch.float32)
     model.set_attn_implementation("attention_in_fp32")

@@ -3,7 +3,7 @@
     python protos/generate.py           writes client/cadenza/v1/*_pb2*.py and *.pyi
     python protos/generate.py --check   writes nothing; exit 1 and a diff if the committed stubs differ
 
-Both `make protos` and `make check` come here, so there is one way to make a stub.
+Both `make protos` and `make check` use this program.
 """
 
 from __future__ import annotations

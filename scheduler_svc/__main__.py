@@ -1,4 +1,4 @@
-"""`python -m scheduler_svc --executor HOST:PORT --listen HOST:PORT`: reads its options, then serves."""
+"""`python -m scheduler_svc --executor HOST:PORT --listen HOST:PORT`: reads the options, then serves."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 from types import FrameType, ModuleType
 from typing import cast
 
-# grpc logs a refused port in its own words, beside our line; it reads this when it is imported.
+# grpc logs a refused port in addition to our own line; it reads this variable on import.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-# transformers loads torch wherever it finds it: 3 s and 260 MB (measured) that tokenizers have no use for.
+# transformers loads torch if it is installed: 3 s and 260 MB (measured) that tokenizers do not need.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 import logging
@@ -27,14 +27,14 @@ _LOG = logging.getLogger("scheduler_svc")
 
 
 def fail(message: str) -> None:
-    """Say on stderr what is wrong, in one line."""
+    """Print an error to stderr, in one line."""
     print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def read_config(arguments: list[str]) -> SchedulerConfig | None:
-    """The options; None if they are wrong, which has then been said on stderr."""
+    """The options; None if they are invalid, after an error on stderr."""
     config = settings.read_config(SchedulerConfig, arguments, fail)
-    return config if config is not None and _addresses_are_right(config) else None
+    return config if config is not None and _check_addresses(config) else None
 
 
 def main() -> int:
@@ -42,32 +42,32 @@ def main() -> int:
     config = read_config(sys.argv[1:])
     if config is None:
         return 2
-    # Until the event loop takes the signals over, there is nothing to clean up.
+    # Until the event loop handles the signals, there is nothing to clean up.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
+        signal.signal(number, _exit_now)
     logging.basicConfig(
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    for warning in settings.unheard(config, os.environ):
+    for warning in settings.ignored_settings(config, os.environ):
         _LOG.warning(warning)
     sys.modules.setdefault("torch", cast(ModuleType, None))
-    # Here, so that wrong options and --help are answered before grpc is loaded.
+    # Imported here, so that --help and errors in options need not wait for grpc to load.
     import uvloop
 
     from scheduler_svc.app import serve
 
     code = uvloop.run(serve(config, fail))
-    # A thread may still be importing or tokenizing, and Python would wait for it.
+    # A thread may still be importing or tokenizing, and a normal exit would wait for it.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _leave(_number: int, _frame: FrameType | None) -> None:
+def _exit_now(_number: int, _frame: FrameType | None) -> None:
     os._exit(0)
 
 
-def _addresses_are_right(config: SchedulerConfig) -> bool:
+def _check_addresses(config: SchedulerConfig) -> bool:
     option = "--executor"
     try:
         for target in config.executor:

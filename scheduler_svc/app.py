@@ -1,6 +1,6 @@
-"""The scheduler as a process: bind, load the tokenizer while the executor loads its model, serve, stop.
+"""The scheduler process: bind, load the tokenizer while the executor loads its model, serve, stop.
 
-At a stop, streams that run end with UNAVAILABLE, so that a client can tell them from finished ones and go elsewhere.
+When it stops, open streams end with UNAVAILABLE, so that clients can distinguish them from finished ones and retry.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import LimitsError
 from scheduler_svc.engine.engine import Engine
-from scheduler_svc.engine.ports import ExecutorFencedError, ExecutorLostError, ModelDescription
 from scheduler_svc.executors.client import GrpcExecutor
 from scheduler_svc.front.admin import AdminServicer
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.generation import GenerationServicer
 from scheduler_svc.front.health import HealthServicer
 from scheduler_svc.front.unreadable import UnreadableMessages
+from scheduler_svc.plan_loop.clock import SystemClock
+from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, ModelDescription
 from scheduler_svc.recording.recording import core_and_executor
 from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError, load_tokenizer, preload
@@ -49,7 +50,7 @@ _SERVICES = (
 
 
 class Service:
-    """The scheduler service over one event loop."""
+    """The scheduler service on one event loop."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -57,7 +58,8 @@ class Service:
         self._executors = [GrpcExecutor(target, scheduler_id) for target in config.executor]
         (executor,) = self._executors
         self._recording = ExitStack()
-        self._engine = Engine(config, *self._recording.enter_context(core_and_executor(config, executor)))
+        core, recorded = self._recording.enter_context(core_and_executor(config, executor))
+        self._engine = Engine(config, core, recorded, SystemClock())
         self._front = Front(self._engine, config, version=_version())
         self._health = HealthServicer(list(_SERVICES))
         self._tokenizer: Tokenizer | None = None
@@ -69,22 +71,22 @@ class Service:
         reflection.enable_server_reflection((*_SERVICES, health, reflection.SERVICE_NAME), self._server)
 
     async def start(self) -> str:
-        """Bind and listen; health says NOT_SERVING and calls get UNAVAILABLE. Returns the address; raises OSError."""
+        """Bind and listen; health is NOT_SERVING and calls get UNAVAILABLE. Returns the address; raises OSError."""
         address = bind(self._server, self._config.listen, default_port=SCHEDULER_PORT)
         await self._server.start()
         return address
 
     async def open(self) -> None:
-        """Wait for the executor, load the tokenizer, let calls in. Raises ExecutorLostError, TokenizerError."""
+        """Wait for the executor, load the tokenizer, accept calls. Raises ExecutorLostError, TokenizerError."""
         starting = asyncio.create_task(self._engine.start())
         try:
-            await self._begin_tokenizer()
+            await self._start_tokenizer()
             await starting
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
         model = self._engine.model
-        await self._end_tokenizer(model)
+        await self._finish_tokenizer(model)
         max_model_len = min(self._config.max_model_len or model.max_model_len, model.max_model_len)
         _log_choices(model, self._tokenizer, max_model_len)
         if self._config.preemption != "recompute" and not model.num_host_blocks:
@@ -94,14 +96,14 @@ class Service:
         self._health.set(self._engine.connected and not self._engine.draining)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`; raises what has stopped the engine, if it did."""
+        """Serve until `stop`; raises the engine's failure if it stopped by itself."""
         failed = asyncio.create_task(self._engine.fenced.wait())
-        await _first_of(stop, failed)
+        await _wait_for_either(stop, failed)
         if self._engine.failure is not None and not stop.is_set():
             raise self._engine.failure
 
     async def stop(self) -> None:
-        """Tell health, end the streams, close the server, the sessions and the channels; safe at any time."""
+        """Update health, end the streams, close the server, the sessions and the channels; safe at any time."""
         self._health.stop()
         self._front.stop()
         await self._server.stop(_STOP_GRACE_S)
@@ -112,8 +114,8 @@ class Service:
         if self._tokenizer is not None:
             self._tokenizer.close()
 
-    async def _begin_tokenizer(self) -> None:
-        """Do what needs no executor: load the tokenizer if an option names it, else import what it takes."""
+    async def _start_tokenizer(self) -> None:
+        """Do what needs no executor: load the tokenizer if an option names it, else import its library."""
         named = self._config.tokenizer
         if self._config.skip_tokenizer_init:
             return
@@ -122,7 +124,7 @@ class Service:
         else:
             self._tokenizer = await _in_thread(lambda: load_tokenizer(named, required=True))
 
-    async def _end_tokenizer(self, model: ModelDescription) -> None:
+    async def _finish_tokenizer(self, model: ModelDescription) -> None:
         if not self._config.skip_tokenizer_init and self._config.tokenizer is None:
             self._tokenizer = await _in_thread(lambda: load_tokenizer(model.tokenizer))
         if self._tokenizer is not None:
@@ -130,7 +132,7 @@ class Service:
 
 
 async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
-    """Serve until SIGINT or SIGTERM; `report` tells the user, in one line, what went wrong. Returns the exit code."""
+    """Serve until SIGINT or SIGTERM; returns the exit code. `report` prints an error to the user, in one line."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -138,9 +140,9 @@ async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
     service = Service(config)
     try:
         address = await service.start()
-        if await _opened(service, stop):
-            # What is loaded lives as long as the process: the collector, which holds up every stream for the 50 ms
-            # that it takes to walk it (measured), need not.
+        if await _open_unless_stopped(service, stop):
+            # Objects loaded so far live as long as the process; freezing them saves the collector a walk over them,
+            # which would block every stream for 50 ms (measured).
             gc.freeze()
             print(f"ready {address}", flush=True)
             await service.run(stop)
@@ -149,7 +151,7 @@ async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
     except (OSError, TokenizerError, LimitsError) as exc:
         report(str(exc))
     except ExecutorFencedError as exc:
-        report(f"executor {config.executor[0]}: {exc}; another scheduler drives it, so this one stops")
+        report(f"executor {config.executor[0]}: {exc}; another scheduler uses it, so this one stops")
         return EXIT_FENCED
     except ExecutorLostError as exc:
         report(f"executor {config.executor[0]}: {exc}")
@@ -161,11 +163,11 @@ async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
     return EXIT_FAILED
 
 
-async def _opened(service: Service, stop: asyncio.Event) -> bool:
-    """Wait until the service is open; False if `stop` came first."""
+async def _open_unless_stopped(service: Service, stop: asyncio.Event) -> bool:
+    """Wait until the service is open; False if `stop` was set first."""
     opening = asyncio.create_task(service.open())
     try:
-        await _first_of(stop, opening)
+        await _wait_for_either(stop, opening)
         if stop.is_set():
             return False
         opening.result()
@@ -175,8 +177,8 @@ async def _opened(service: Service, stop: asyncio.Event) -> bool:
         await asyncio.gather(opening, return_exceptions=True)
 
 
-async def _first_of(stop: asyncio.Event, other: asyncio.Task[Any]) -> None:
-    """Return when the event is set or the task done."""
+async def _wait_for_either(stop: asyncio.Event, other: asyncio.Task[Any]) -> None:
+    """Return when the event is set or the task is done."""
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((stopped, other), return_when=asyncio.FIRST_COMPLETED)
@@ -185,7 +187,7 @@ async def _first_of(stop: asyncio.Event, other: asyncio.Task[Any]) -> None:
 
 
 def _in_thread(work: Callable[[], _T]) -> asyncio.Future[_T]:
-    """Do blocking work in a thread that holds up no exit (asyncio.to_thread's would be waited for at the end)."""
+    """Run blocking work in a daemon thread (the interpreter would wait for asyncio.to_thread's thread at exit)."""
     result: Future[_T] = Future()
 
     def run() -> None:

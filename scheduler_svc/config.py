@@ -1,4 +1,4 @@
-"""Options of the scheduler service: one name everywhere, checked here; __main__ reads arguments and environment."""
+"""Options of the scheduler service, validated here; __main__ reads arguments and environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cadenza.settings.service import ServiceSettings
 
 
 def read_weights(text: str) -> dict[str, float]:
-    """`NAME=WEIGHT,…` as a dict; raises ValueError naming the entry that is wrong."""
+    """Parse `NAME=WEIGHT,…`; raises ValueError naming the invalid entry."""
     weights: dict[str, float] = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         name, _, number = entry.partition("=")
@@ -26,7 +26,7 @@ def read_weights(text: str) -> dict[str, float]:
 
 
 class SchedulerConfig(ServiceSettings):
-    """Serve clients by a Cadenza executor.
+    """Serve clients with a Cadenza executor.
 
     Example: python -m scheduler_svc --executor 127.0.0.1:50052 --listen :50051
 
@@ -51,7 +51,7 @@ class SchedulerConfig(ServiceSettings):
     )
     tokenizer: str | None = Field(
         None,
-        description="Folder or hub id of the tokenizer; without it, the model that the executor names.",
+        description="Folder or hub id of the tokenizer; default: that of the executor's model.",
         json_schema_extra=about("Model"),
     )
     skip_tokenizer_init: bool = Field(
@@ -62,12 +62,12 @@ class SchedulerConfig(ServiceSettings):
     max_model_len: int | None = Field(
         None,
         ge=1,
-        description="Most tokens of a sequence, prompt and output together; without it, the executor's limit.",
+        description="Maximum tokens of a sequence, prompt and output together; default: the executor's limit.",
         json_schema_extra=about("Memory", "tokens"),
     )
     enable_prefix_caching: bool = Field(
         True,
-        description="Keep the KV of what was computed, for later prompts that start alike; a request can opt out.",
+        description="Keep computed KV blocks for later prompts with the same prefix; a request can opt out.",
         json_schema_extra=about("Memory"),
     )
     watermark: float = Field(
@@ -80,13 +80,13 @@ class SchedulerConfig(ServiceSettings):
     max_num_seqs: int | None = Field(
         None,
         ge=1,
-        description="Most sequences in one step; without it, the executor's limit.",
+        description="Maximum sequences in one step; default: the executor's limit.",
         json_schema_extra=about("Batching", "sequences"),
     )
     max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
-        description="Token budget of one step; without it, the executor's limit.",
+        description="Token budget of one step; default: the executor's limit.",
         json_schema_extra=about("Batching", "tokens"),
     )
     max_inflight_plans: int = Field(
@@ -95,7 +95,7 @@ class SchedulerConfig(ServiceSettings):
     batching: Literal["continuous", "static", "dynamic"] = Field(
         "continuous",
         description="When sequences join a batch; continuous: at every step; static: a full batch starts together and "
-        "runs until all have ended; dynamic: so too, or when the window is over.",
+        "runs until all have finished; dynamic: as static, but a batch also starts when its window ends.",
         json_schema_extra=about("Batching"),
     )
     batch_size: int = Field(
@@ -112,61 +112,60 @@ class SchedulerConfig(ServiceSettings):
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Continuous batches hold newcomers back until those that wait are this share of those that run; "
-        "0: never.",
+        description="Continuous batching holds new requests back until the ratio of waiting to running ones reaches "
+        "this; 0: never.",
         json_schema_extra=about("Batching", "share"),
     )
     max_waiting_steps: int = Field(
         20,
         ge=0,
-        description="Steps after which newcomers are held back no longer.",
+        description="Steps after which waiting_served_ratio no longer holds new requests back.",
         json_schema_extra=about("Batching", "steps"),
     )
     long_prefill_token_threshold: int = Field(
         0,
         ge=0,
-        description="Most tokens of one prompt in a step, so that a long one leaves room for others; 0: all of the "
-        "budget.",
+        description="Maximum tokens of one prompt in a step, so that a long prompt leaves budget for others; 0: the "
+        "whole budget.",
         json_schema_extra=about("Batching", "tokens"),
     )
     max_queued_requests: int = Field(
         1024,
         ge=1,
         validate_default=True,
-        description="Most requests waiting; further ones are refused with RESOURCE_EXHAUSTED.",
+        description="Maximum waiting requests; further ones are rejected with RESOURCE_EXHAUSTED.",
         json_schema_extra=about("Scheduling", "requests"),
     )
     order: Literal["fcfs", "priority", "fair", "sjf"] = Field(
         "fcfs",
-        description="Who goes first; fcfs: the one that came first; priority: the one with the smallest priority, "
-        "which also pushes out larger ones; fair: of the tenant that was served least; sjf: the shortest output.",
+        description="Which request goes first; fcfs: the oldest; priority: the smallest priority, which also preempts "
+        "larger ones; fair: one of the least-served tenant; sjf: the shortest expected output.",
         json_schema_extra=about("Scheduling"),
     )
     tenant_weights: str = Field(
         "",
-        description="Shares of tenants under --order fair, as in gold=4,free=1; 1 for those not named.",
+        description="Weights of tenants for --order fair, as in gold=4,free=1; 1 for all others.",
         json_schema_extra=about("Scheduling"),
     )
     max_wait_s: float | None = Field(
         None,
         ge=0,
         allow_inf_nan=False,
-        description="A request that came longer ago goes first in every order; without it, orders other than fcfs "
-        "may let one wait for ever.",
+        description="A request that arrived longer ago goes first in every order; without it, orders other than fcfs "
+        "may let a request wait forever.",
         json_schema_extra=about("Scheduling", "s"),
     )
     preemption: Literal["recompute", "swap", "auto"] = Field(
         "recompute",
-        description="What becomes of the KV of a request that has to give up its blocks; recompute: it is computed "
-        "again; swap: it waits in the host pool, while that has room (--num-cpu-blocks); auto: whichever is cheaper by "
-        "measured rates.",
+        description="What happens to the KV of a preempted request; recompute: it is computed again; swap: it moves to "
+        "the host pool, if that has free blocks (--num-cpu-blocks); auto: the cheaper one by measured rates.",
         json_schema_extra=about("Scheduling"),
     )
     record: str | None = Field(
         None,
         min_length=1,
-        description="File of a plan log to write: every call into the scheduler's core, every plan and result, to be "
-        "run again; docs/replay.md.",
+        description="File to write a plan log to: every call into the scheduler's core, every plan and result, for "
+        "replay; docs/replay.md.",
         json_schema_extra=about("Logging"),
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
@@ -175,25 +174,25 @@ class SchedulerConfig(ServiceSettings):
 
     @field_validator("executor", mode="before")
     @classmethod
-    def _one_or_many(cls, value: object) -> object:
+    def _split_executors(cls, value: object) -> object:
         return [part.strip(' "') for part in value.strip("[] ").split(",")] if isinstance(value, str) else value
 
     @field_validator("executor")
     @classmethod
-    def _one_executor(cls, value: list[str]) -> list[str]:
+    def _check_executor_count(cls, value: list[str]) -> list[str]:
         if len(value) != 1:
             raise ValueError("exactly one executor is supported so far")
         return value
 
     @field_validator("tenant_weights")
     @classmethod
-    def _weights_can_be_read(cls, value: str) -> str:
+    def _check_weights(cls, value: str) -> str:
         read_weights(value)
         return value
 
     @field_validator("max_queued_requests")
     @classmethod
-    def _batches_can_fill(cls, value: int, info: ValidationInfo) -> int:
+    def _check_queue_limit(cls, value: int, info: ValidationInfo) -> int:
         batch_size = info.data.get("batch_size", 1)
         if info.data.get("batching") == "static" and value < batch_size:
             raise ValueError(

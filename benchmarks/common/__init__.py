@@ -1,1 +1,1 @@
-"""What the benchmarks share: rows, other load, workloads, checkpoints, and the systems that are measured."""
+"""The benchmarks' common parts: rows, other load, workloads, checkpoints, and the measured systems."""

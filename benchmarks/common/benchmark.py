@@ -1,4 +1,4 @@
-"""What a benchmark is to `python -m benchmarks`."""
+"""The interface of a benchmark for `python -m benchmarks`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from benchmarks.common.rows import Row
 
 SEED = 20261121
-"""Of everything that is random, unless --seed says otherwise."""
+"""Default seed of everything random."""
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One question and how it is answered."""
+    """One question and the code that answers it."""
 
     name: str
     question: str
     add_options: Callable[[argparse.ArgumentParser], None]  # besides --repeats, --seed, --json, --record
-    run: Callable[[argparse.Namespace], Iterator[Row]]  # raises BenchmarkError rather than give a wrong row
-    describe: Callable[[Row], str]  # a row for people, one line or a few
+    run: Callable[[argparse.Namespace], Iterator[Row]]  # raises BenchmarkError rather than yield a wrong row
+    describe: Callable[[Row], str]  # a row as readable text, one line or a few
     to_json: Callable[[Row], str] = Row.to_json  # what --json prints, one line
 
 
 def progress(text: str) -> None:
-    """Say on stderr what is going on: stdout is for results."""
+    """Report progress on stderr: stdout is for results."""
     print(text, file=sys.stderr, flush=True)
 
 

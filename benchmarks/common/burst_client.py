@@ -20,17 +20,17 @@ from cadenza import AsyncClient, LocalServices, SamplingParams
 class StreamTimes:
     """One request; seconds since the run began."""
 
-    first_s: float  # the first token is here
-    last_s: float  # the last token is here
+    first_s: float  # arrival of the first token
+    last_s: float  # arrival of the last token
     num_tokens: int
-    due_s: float = 0.0  # it was to be sent; how late the client was then counts as the server's
+    due_s: float = 0.0  # due time; the client's own lateness counts as the server's
 
 
 @contextmanager
 def running_services(model: Path, **options: Any) -> Iterator[str]:
     """Both services as processes on the CPU, token ids only; yields the scheduler's address.
 
-    Raises BenchmarkError if a service died meanwhile: a restart would be in the times.
+    Raises BenchmarkError if a service died meanwhile, because the times would include a restart.
     """
     with local_services(model, **options) as services:
         yield services.target
@@ -38,7 +38,7 @@ def running_services(model: Path, **options: Any) -> Iterator[str]:
 
 @contextmanager
 def local_services(model: Path, **options: Any) -> Iterator[LocalServices]:
-    """As `running_services`, with all that is known of the services."""
+    """As `running_services`, but yields the services."""
     events: list[str] = []
     settings = {"device": "cpu", "skip_tokenizer_init": True, **options}
     with LocalServices(str(model), on_event=events.append, **settings) as services:
@@ -50,13 +50,13 @@ def local_services(model: Path, **options: Any) -> Iterator[LocalServices]:
 async def stream_burst(
     target: str, requests: Sequence[Request], arrivals: Sequence[float] | None = None
 ) -> tuple[list[StreamTimes], float]:
-    """Each request a stream of its own, all at once or at `arrivals`, in seconds since the start.
+    """Send each request on its own stream, all at once or at `arrivals`, in seconds since the start.
 
-    Returns the times of each, and seconds until the last has ended.
+    Returns the times of each request, and the seconds until the last has ended.
     """
     due = arrivals or [0.0] * len(requests)
     async with AsyncClient(target) as client:
-        await client.model_info()  # so that connecting is not in the times
+        await client.model_info()  # so that the times do not include connecting
         start = time.perf_counter()
         streams = [_stream(client, request, start, due_s) for request, due_s in zip(requests, due, strict=True)]
         times = await asyncio.gather(*streams)
@@ -64,7 +64,7 @@ async def stream_burst(
 
 
 async def generate_burst(target: str, requests: Sequence[Request]) -> tuple[list[list[int]], float]:
-    """All requests at once over one session, finished results only; output tokens, and seconds until all have ended."""
+    """Send all requests at once over one session; returns the output tokens, and the seconds until all have ended."""
     async with AsyncClient(target) as client:
         await client.model_info()
         start = time.perf_counter()
@@ -78,7 +78,7 @@ async def generate_burst(target: str, requests: Sequence[Request]) -> tuple[list
 
 
 def latencies(times: Sequence[StreamTimes]) -> dict[str, float]:
-    """TTFT and TPOT (time per output token after the first, of requests with two or more), p50 and p99, in ms."""
+    """p50 and p99 of TTFT and TPOT (time per output token after the first, over requests with two or more), in ms."""
     ttft = [1e3 * (each.first_s - each.due_s) for each in times]
     tpot = [1e3 * (each.last_s - each.first_s) / (each.num_tokens - 1) for each in times if each.num_tokens > 1]
     metrics = {"ttft_p50_ms": percentile(ttft, 50), "ttft_p99_ms": percentile(ttft, 99)}

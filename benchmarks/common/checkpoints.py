@@ -1,4 +1,4 @@
-"""Checkpoints that benchmarks run on: the demo model, and seeded random ones that are made on demand."""
+"""Checkpoints for benchmarks: the demo model, and seeded random ones that are made on demand."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Llama shapes by size: 10.5M parameters, where overhead rules, and SmolLM2-135M's with 134.5M."""
+"""Llama shapes by size: 10.5M parameters, where overhead dominates, and SmolLM2-135M's with 134.5M."""
 
 
 def random_checkpoint(shape: str = "10m", cache: Path = CACHE) -> Path:
-    """A random Llama checkpoint of one of SHAPES in bf16, without a tokenizer; made once, then taken from `cache`.
+    """A random Llama checkpoint of one of SHAPES in bf16, without a tokenizer; made once, then read from `cache`.
 
-    Shapes and seed are those with which the project's peers were measured.
+    The project's peers were measured with the same shapes and seed.
     """
     name = f"llama-{shape}-bf16-seed0"
     folder = cache / name
@@ -54,7 +54,7 @@ def random_checkpoint(shape: str = "10m", cache: Path = CACHE) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**_COMMON, **SHAPES[shape])).to(torch.bfloat16)
-    # Renamed once it is whole, so that a run that was stopped leaves no half checkpoint.
+    # Renamed when it is complete, so that an interrupted run leaves no partial checkpoint.
     made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=cache))
     try:
         model.save_pretrained(made)
@@ -66,7 +66,7 @@ def random_checkpoint(shape: str = "10m", cache: Path = CACHE) -> Path:
 
 
 def vocab_size(model: Path) -> int:
-    """Of the checkpoint in a folder; raises BenchmarkError if it is none."""
+    """Vocabulary size of the checkpoint in a folder; raises BenchmarkError if it is not a checkpoint."""
     try:
         return int(_config(model)["vocab_size"])
     except (OSError, ValueError, KeyError) as error:
@@ -74,7 +74,7 @@ def vocab_size(model: Path) -> int:
 
 
 def max_model_len(model: Path) -> int | None:
-    """Most tokens of a sequence, as config.json has it; None where it does not say."""
+    """Most tokens of a sequence, from config.json; None if it gives none."""
     found = _config(model).get("max_position_embeddings")
     return found if isinstance(found, int) else None
 

@@ -13,7 +13,7 @@ from cadenza import CadenzaError
 
 
 def run_command(benchmark: Benchmark, arguments: Sequence[str]) -> int:
-    """Run one benchmark. Exit codes: 0 it went well, 1 it failed, 2 wrong arguments."""
+    """Run one benchmark. Exit codes: 0 success, 1 it failed, 2 wrong arguments."""
     options = command_parser(benchmark).parse_args(arguments)
     return 0 if run_benchmark(benchmark, options) else 1
 
@@ -31,9 +31,11 @@ def command_parser(benchmark: Benchmark) -> argparse.ArgumentParser:
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """The options that every benchmark has."""
-    parser.add_argument("--repeats", type=positive, default=5, help="rows hold the medians of these (default 5)")
-    parser.add_argument("--seed", type=int, default=SEED, help=f"of everything that is random (default {SEED})")
+    """Add the options that every benchmark has."""
+    parser.add_argument(
+        "--repeats", type=positive, default=5, help="repeats, of which rows hold the medians (default 5)"
+    )
+    parser.add_argument("--seed", type=int, default=SEED, help=f"seed of everything random (default {SEED})")
     parser.add_argument("--json", action="store_true", help="print rows as JSON lines")
     parser.add_argument("--record", action="store_true", help="add the rows to benchmarks/results/NAME.jsonl")
     parser.add_argument(
@@ -42,7 +44,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_benchmark(benchmark: Benchmark, options: argparse.Namespace) -> bool:
-    """Run one benchmark and print its rows as they come; False if it failed, with the reason on stderr."""
+    """Run one benchmark and print its rows as they are made; False if it failed, with the reason on stderr."""
     try:
         for row in benchmark.run(options):
             print(benchmark.to_json(row) if options.json else _for_people(benchmark, row.note, benchmark.describe(row)))

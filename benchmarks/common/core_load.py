@@ -1,4 +1,4 @@
-"""The scheduler core under a made-up load: set up, timed, weighed. No executor, no gRPC; results come in columns."""
+"""Measures time and memory of the scheduler core under a synthetic load, without executor or gRPC."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from benchmarks.common.scheduler_load import (
     StepTimes,
     leavers,
 )
-from scheduler_svc.convert import execution
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling, StepPlan, StepResult
+from scheduler_svc.executors import convert as execution
 
 _EXECUTOR = 0
 _EPOCH = 1
 _MAX_TOKENS = 1_000_000
-"""Asked for; what ends a sequence here is EOS."""
+"""Requested tokens; sequences end earlier, by EOS."""
 
 
 def empty_core(case: Case, num_steps: int) -> Scheduler:
-    """A core without requests, with room for this case and so many timed steps."""
+    """A core without requests, large enough for this case and this number of timed steps."""
     policies: dict[str, Any] = {"prefix_caching": True} if case.prefix_cache else {}
     core = Scheduler(Policies(**policies))
     spec = ExecutorSpec(
@@ -48,7 +48,7 @@ def empty_core(case: Case, num_steps: int) -> Scheduler:
 
 
 def start(core: Scheduler, prompts: list[tuple[int, ...]]) -> None:
-    """Add requests and run them until each has a token: all of them decode from now on."""
+    """Add requests and run them until each has a token, so that all of them decode."""
     for index, prompt in enumerate(prompts):
         core.add_request(_request(str(index), prompt), 0.0)
     while any(seq.num_output_tokens < 1 for seq in core.lanes[_EXECUTOR].running) or len(core.waiting):
@@ -58,7 +58,7 @@ def start(core: Scheduler, prompts: list[tuple[int, ...]]) -> None:
 
 
 def measure(core: Scheduler, case: Case, num_steps: int, seed: int) -> StepTimes:
-    """Time steps of a started core, two plans in flight; raises BenchmarkError for one that is not as it should be."""
+    """Time steps of a started core with two plans in flight; raises BenchmarkError for an unexpected step."""
     changing = _Churn(case, seed)
     _plan(core)
     for _ in range(WARM_UP_STEPS if case.churn else 0):
@@ -87,10 +87,10 @@ def measure(core: Scheduler, case: Case, num_steps: int, seed: int) -> StepTimes
 
 
 def memory_per_sequence(case: Case, seed: int) -> dict[str, float]:
-    """What a running sequence takes up, by tracemalloc: bytes allocated from the empty core to all of them decoding.
+    """Memory per running sequence, by tracemalloc: bytes allocated between the empty core and all sequences decoding.
 
-    The lists of their token ids are taken off, and the prompts are the caller's; the executor's books (free blocks,
-    slots), which are there before the first request, come as `pool_bytes_per_block`.
+    Without the lists of token ids and the prompts, which belong to the caller. The executor's pool (free blocks,
+    slots), which exists before the first request, is given as `pool_bytes_per_block`.
     """
     prompts = case.prompts(seed)
     gc.collect()
@@ -112,7 +112,7 @@ def memory_per_sequence(case: Case, seed: int) -> dict[str, float]:
 
 
 class _Churn:
-    """Results in which some sequences end with EOS in each step, and the newcomers that take their places."""
+    """Makes results in which some sequences end with EOS in each step, and the requests that replace them."""
 
     def __init__(self, case: Case, seed: int) -> None:
         self._count = case.num_changing
@@ -121,7 +121,7 @@ class _Churn:
         self._stopped: set[int] = set()
 
     def join(self, core: Scheduler) -> int:
-        """Queue this step's newcomers; returns the nanoseconds that it took."""
+        """Queue this step's new requests; returns the nanoseconds that this took."""
         prompts = [next(self._prompts) for _ in range(self._count)]
         begin = time.perf_counter_ns()
         for prompt in prompts:
@@ -130,7 +130,7 @@ class _Churn:
         return time.perf_counter_ns() - begin
 
     def result(self, core: Scheduler) -> StepResult:
-        """Of the oldest plan in flight: slots that have stopped stay silent until they are released."""
+        """The result of the oldest plan in flight; slots that have stopped give no tokens until they are released."""
         if not self._count:
             return _all_go_on(core)
         step = core.lanes[_EXECUTOR].inflight[0]
@@ -144,7 +144,7 @@ class _Churn:
 
 
 def _request(request_id: str, prompt: tuple[int, ...]) -> RequestSpec:
-    sampling = Sampling(temperature=0.0, stop_token_ids=(EOS,))
+    sampling = Sampling(stop_token_ids=(EOS,))
     return RequestSpec(request_id, prompt, sampling, _MAX_TOKENS, eos_token_ids=frozenset({EOS}))
 
 
@@ -167,7 +167,7 @@ def _apply(core: Scheduler, result: StepResult) -> StepOutputs:
 
 
 def _check(case: Case, plan: StepPlan, outputs: StepOutputs, num_running: int) -> None:
-    """Every running sequence got its token, and exactly as many joined and ended as the case says."""
+    """Check that every running sequence got a token, and that as many joined and ended as the case states."""
     where = f"step {plan.step_id} of {case}"
     if not plan.decode_ready or len(plan.admitted) != case.num_changing or len(outputs.finishes) != case.num_changing:
         raise BenchmarkError(f"{where}: {len(plan.admitted)} joined, {len(outputs.finishes)} ended")

@@ -1,4 +1,4 @@
-"""Is it the same model? fp32 greedy tokens of Cadenza against transformers', before anything is timed."""
+"""Checks before timing that fp32 greedy tokens of Cadenza equal those of transformers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from benchmarks.common.static_batches import load_model
 from benchmarks.common.workload import Request
 
 TIE = 1e-4
-"""Logits within this of each other are a tie in fp32: either token is right."""
+"""Logits that differ by at most this are a tie in fp32: either token is right."""
 
 
 def check_greedy(folder: Path, requests: Sequence[Request], **options: Any) -> int:
-    """Run the requests through Cadenza in fp32 and hold each output token against transformers; how many there were.
+    """Run the requests through Cadenza in fp32 and compare each output token with transformers; returns their number.
 
-    transformers gets the prompt with Cadenza's tokens in one pass and must find each of them best, given those before
-    it, up to a tie. Without ties these are the tokens that its `generate` would make, and after one the rest is
-    still compared. Raises BenchmarkError for a token that is not best.
+    transformers gets the prompt with Cadenza's tokens in one pass; each token must have the highest logit, up to a tie,
+    given the tokens before it. Without ties these are the tokens of its `generate`, and after a tie the rest is still
+    compared. Raises BenchmarkError for a token that is not best.
     """
     with running_services(folder, **{**options, "dtype": "float32"}) as target:
         ours, _ = asyncio.run(generate_burst(target, requests))
@@ -39,7 +39,7 @@ def _compare(model: Any, request: Request, tokens: Sequence[int]) -> None:
         logits = model(ids, logits_to_keep=len(tokens), use_cache=False).logits[0].float()
     values, best = logits.max(dim=-1)
     behind = values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    # Not `behind > TIE`, which NaN is not either.
+    # Not `behind > TIE`, which is false for NaN, too.
     wrong = (~(behind <= TIE)).nonzero()[:, 0].tolist()
     if wrong:
         index = wrong[0]

@@ -1,4 +1,4 @@
-"""Was anybody else using the cores? A row from a disturbed machine says so."""
+"""Measures the load of other processes, so that a row from a disturbed machine has a note."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from types import TracebackType
 import psutil
 
 DISTURBED_CORES = 0.15
-"""More cores than this used by others make a measurement worth a note."""
+"""If others used more cores than this, the measurement gets a note."""
 
 
 class OtherLoad:
     """Cores used, on average while the block ran, by processes that are neither this one nor its descendants.
 
-    `cores` is known after the block. The kernel counts CPU time in ticks of 10 ms: blocks should last 0.2 s or more.
-    Children whose ids are in `others` count as others, with what descends from them: systems that have to be idle.
+    `cores` is set after the block. The kernel counts CPU time in ticks of 10 ms, so blocks should last 0.2 s or more.
+    Children whose ids are in `others` count as others, with their descendants: systems that must be idle.
     """
 
     cores: float = 0.0
@@ -38,14 +38,14 @@ class OtherLoad:
 
 
 def note_on(other_cores: float) -> str:
-    """What a row says of other load; empty if the machine was quiet."""
+    """A row's note on other load; empty if the machine was quiet."""
     if other_cores <= DISTURBED_CORES:
         return ""
     return f"disturbed: other processes used up to {other_cores:.2f} cores meanwhile"
 
 
 def wait_quiet(limit_s: float, others: Collection[int] = ()) -> bool:
-    """Wait until others have used at most DISTURBED_CORES cores for a second; False if that took over `limit_s` s.
+    """Wait until others have used at most DISTURBED_CORES cores for a second; False if that takes over `limit_s` s.
 
     `others` as for OtherLoad.
     """
@@ -59,13 +59,13 @@ def wait_quiet(limit_s: float, others: Collection[int] = ()) -> bool:
 
 
 def _busy_s() -> float:
-    """CPU seconds used by all processes since the machine started; what a hypervisor took away counts as used."""
+    """CPU seconds used by all processes since the machine started; time stolen by a hypervisor counts as used."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + getattr(times, "steal", 0.0))
 
 
 def _own_s(others: Collection[int] = ()) -> float:
-    """CPU seconds of this process and its descendants, ended and collected ones included; not those under `others`."""
+    """CPU seconds of this process and its descendants, including reaped ones; without those under `others`."""
     total, left = 0.0, [psutil.Process(os.getpid())]
     while left:
         process = left.pop()

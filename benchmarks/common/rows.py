@@ -1,4 +1,4 @@
-"""A row: one measurement with all that is needed to judge it, one JSON line in results/<benchmark>.jsonl."""
+"""A row: one measurement with everything needed to judge it, one JSON line in results/<benchmark>.jsonl."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PACKAGES = ("torch", "transformers", "grpcio", "cadenza")
 
 
 class BenchmarkError(Exception):
-    """The benchmark found something wrong, in its arguments or in what it measures: there is no row."""
+    """The benchmark found an error, in its arguments or in the measured system, and gives no row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Row:
     repeats: int
     params: dict[str, Any]
     medians: dict[str, float]  # over the repeats
-    other_cores: float  # the most that other processes used during a repeat
-    note: str  # empty for a measurement that nothing disturbed
-    runs: tuple[dict[str, Any], ...] = ()  # what the row was made of, from benchmarks that print that; not recorded
+    other_cores: float  # most cores that other processes used during a repeat
+    note: str  # empty for an undisturbed measurement
+    runs: tuple[dict[str, Any], ...] = ()  # the runs behind the row, from benchmarks that print them; not recorded
 
     def to_json(self) -> str:
         """One line."""
@@ -51,7 +51,7 @@ class Row:
         return json.dumps(content, ensure_ascii=False)
 
     def with_runs(self, runs: Iterable[dict[str, Any]]) -> Row:
-        """The same with the runs that it was made of."""
+        """The same row with the runs behind it."""
         return replace(self, runs=tuple(runs))
 
 
@@ -63,7 +63,7 @@ def make_row(
     repeats: Sequence[Mapping[str, float]],
     other_cores: Sequence[float],
 ) -> Row:
-    """A row of here and now from the metrics of all repeats and the other load during each."""
+    """A row for this machine and time, from the metrics of all repeats and the other load during each."""
     most = max(other_cores, default=0.0)
     return Row(
         benchmark=benchmark,
@@ -80,7 +80,7 @@ def make_row(
 
 
 def append_row(row: Row, folder: Path | None = None) -> Path:
-    """Add a row to its benchmark's file, made if need be, in RESULTS unless told; returns the file."""
+    """Append a row to its benchmark's file in `folder`, by default RESULTS; creates and returns the file."""
     folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{row.benchmark}.jsonl"
@@ -91,7 +91,7 @@ def append_row(row: Row, folder: Path | None = None) -> Path:
 
 @cache
 def machine() -> dict[str, Any]:
-    """CPU model, cores that this process may use, memory in GiB."""
+    """The machine: CPU model, cores that this process may use, memory in GiB."""
     return {
         "cpu": _cpu_model(),
         "cores": usable_cores(),
@@ -106,7 +106,7 @@ def usable_cores() -> int:
 
 @cache
 def versions() -> dict[str, str]:
-    """Of Python, the packages that matter, and the commit, with `-dirty` if tracked files differ from it."""
+    """Versions of Python and relevant packages, and the commit, with `-dirty` if tracked files differ from it."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -129,13 +129,13 @@ def _commit() -> str:
     commit = _git("rev-parse", "--short=12", "HEAD")
     if not commit:
         return "unknown"
-    # Rows of an earlier benchmark, not yet committed, change nothing that is measured.
+    # Uncommitted rows of an earlier benchmark do not affect the measurement.
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")
     return f"{commit}-dirty" if changed else commit
 
 
 def _git(*arguments: str) -> str:
-    """What git says; empty without git or outside of a repository. Takes no locks."""
+    """The output of git; empty without git or outside a repository. Takes no locks."""
     command = ["git", "--no-optional-locks", "-C", str(ROOT), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)

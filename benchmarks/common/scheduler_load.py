@@ -1,6 +1,6 @@
-"""What the schedulers under test are given, the same for all: a case, its prompts, and what is kept of its timed steps.
+"""The load for the schedulers under test, the same for all: a case, its prompts, and the record of its timed steps.
 
-Standard library only: a peer runs it in an interpreter of its own.
+Standard library only, because a peer runs it in its own interpreter.
 """
 
 from __future__ import annotations
@@ -15,56 +15,58 @@ from benchmarks.common.stats import percentile
 BLOCK_SIZE = 16  # tokens
 JOINER_TOKENS = 64
 TOKEN = 7
-"""What every sequence gets in every step."""
+"""The token that every sequence gets in every step."""
 EOS = 2
 PREFILL_BUDGET = 65_536
-"""Tokens a step: setting up is quick."""
+"""Tokens per step; large, so that setting up is quick."""
 WARM_UP_STEPS = 50
-"""With churn, before the timed ones: at 5 % all that were there at first have left by then, and caches are full."""
+"""Untimed steps with churn: at 5% all initial sequences have left by then, and caches are full."""
 _IDS = list(range(300, 8000))  # past special tokens, within the smallest usual vocabularies
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """How many sequences of which length run, and what changes in each step."""
+    """The number and length of running sequences, and the changes in each step."""
 
     running: int
     churn: float = 0.0
-    """Share of the sequences that end in each step, with EOS; as many join, with prompts of JOINER_TOKENS."""
+    """Share of the sequences that end with EOS in each step; as many join, with prompts of JOINER_TOKENS."""
     prefix_cache: bool = False
     context_len: int = 1000
-    """Tokens of a sequence as the timed steps begin, in the mean; with churn: of those that were there at first."""
+    """Mean tokens of a sequence when the timed steps begin; with churn: of the initial sequences."""
 
     @property
     def num_changing(self) -> int:
-        """Sequences that join and that leave in each step."""
+        """Number of sequences that join, and that leave, in each step."""
         return max(1, round(self.churn * self.running)) if self.churn else 0
 
     def longest(self, num_steps: int) -> int:
-        """Tokens that no sequence reaches within so many timed steps."""
+        """A number of tokens that no sequence reaches within this number of timed steps."""
         return max(self.context_len, JOINER_TOKENS) + BLOCK_SIZE + num_steps + WARM_UP_STEPS + 16
 
     def num_blocks(self, num_steps: int) -> int:
-        """KV blocks: for all that run, and with churn not many more, so that cached ones have to be evicted."""
-        # With churn a sequence lives for some 1 / churn steps, and none grows by more than this.
+        """KV blocks: enough for the running sequences, and with churn not many more, so that cached blocks are
+        evicted."""
+        # With churn a sequence lives for about 1 / churn steps, and none grows by more than this.
         most = self.longest(num_steps) if not self.churn else self.context_len + 3 * BLOCK_SIZE + int(1 / self.churn)
         return (self.running + self.num_changing + 1) * (most // BLOCK_SIZE + 2)
 
     def prompts(self, seed: int) -> list[tuple[int, ...]]:
-        """Of those that run at first: random, lengths spread over one block, so that 1 in 16 needs one each step."""
+        """Prompts of the initial sequences: random, with lengths spread over a block, so that 1 in 16 needs one each
+        step."""
         rng = random.Random(seed)
         shortest = max(1, self.context_len - BLOCK_SIZE // 2)
         return [tuple(rng.choices(_IDS, k=shortest + index % BLOCK_SIZE)) for index in range(self.running)]
 
     def joiner_prompts(self, seed: int) -> Iterator[tuple[int, ...]]:
-        """Of those that join, one after the other: random, with nothing in common."""
+        """Prompts of the sequences that join, one after the other: random, without shared prefixes."""
         rng = random.Random(seed + 1)
         while True:
             yield tuple(rng.choices(_IDS, k=JOINER_TOKENS))
 
 
 def leavers(step: int, num_slots: int, count: int) -> range:
-    """Which of the sequences that got a token in a step end with it: each in its turn."""
+    """Indices of the sequences that end with a step, among those that got a token; each in turn."""
     first = step * count % max(1, num_slots - count)
     return range(first, min(first + count, num_slots))
 
@@ -76,13 +78,13 @@ class StepTimes:
     plan_ns: list[int] = field(default_factory=list)
     apply_ns: list[int] = field(default_factory=list)
     convert_ns: list[int] = field(default_factory=list)
-    """From the plan to the bytes that are sent."""
+    """From the plan to the bytes to send."""
     add_ns: list[int] = field(default_factory=list)
-    """Taking in those that are to join, before the step is planned."""
+    """Adding the new requests, before the step is planned."""
     plan_bytes: list[int] = field(default_factory=list)
 
     def add(self, added: int, planned: int, converted: int, applied: int, num_bytes: int) -> None:
-        """Note one step."""
+        """Record one step."""
         self.add_ns.append(added)
         self.plan_ns.append(planned)
         self.convert_ns.append(converted)
@@ -90,7 +92,7 @@ class StepTimes:
         self.plan_bytes.append(num_bytes)
 
     def metrics(self) -> dict[str, float]:
-        """Medians over the steps unless the name says otherwise; a step is planning and applying, and nothing else."""
+        """Medians over the steps unless the name states otherwise; a step is planning and applying only."""
         steps = [(plan + apply) / 1e3 for plan, apply in zip(self.plan_ns, self.apply_ns, strict=True)]
         return {
             "us_per_step": statistics.median(steps),

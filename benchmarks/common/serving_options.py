@@ -1,4 +1,4 @@
-"""What the benchmarks of whole systems share: options, and what their rows say of model and workload."""
+"""Common parts of the benchmarks of whole systems: options, and the rows' facts about model and workload."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cadenza.local_options import route_options
 
 
 def add_serving_options(parser: argparse.ArgumentParser) -> None:
-    """--workload, --requests and --set."""
+    """Add --workload, --requests and --set."""
     parser.add_argument("--workload", help='JSON file: a list of {"id", "prompt": [ids], "output_len"}')
     parser.add_argument("--requests", type=positive, default=64, help="requests without --workload (default 64)")
     parser.add_argument(
@@ -25,12 +25,13 @@ def add_serving_options(parser: argparse.ArgumentParser) -> None:
 
 
 def service_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Of Cadenza's services. Each repeat sends the same prompts, and peers keep nothing of them either."""
+    """Options of Cadenza's services. Each repeat sends the same prompts, so the prefix cache is off, as for the
+    peers."""
     return {"enable_prefix_caching": False, **dict(options.set)}
 
 
 def model_folder(path: str) -> Path:
-    """Of --model; raises BenchmarkError if there is none."""
+    """The folder of --model; raises BenchmarkError if it does not exist."""
     folder = Path(path).expanduser().resolve()
     if not folder.is_dir():
         raise BenchmarkError(f"--model {path}: no such folder")
@@ -38,7 +39,7 @@ def model_folder(path: str) -> Path:
 
 
 def requests_of(options: argparse.Namespace, folder: Path) -> list[Request]:
-    """Those of --workload, or as many random ones as --requests says."""
+    """The requests of --workload, or --requests random ones."""
     if options.workload is not None:
         return load_workload(Path(options.workload), vocab_size(folder), max_model_len(folder))
     return make_workload(options.requests, options.seed, vocab_size(folder))
@@ -69,7 +70,7 @@ def _option(text: str) -> tuple[str, str]:
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
     name = name.replace("-", "_")
-    try:  # now, and not after minutes of preparing
+    try:  # checked now, not after minutes of preparation
         route_options("any/model", {name: value}, environment={})
     except OptionError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

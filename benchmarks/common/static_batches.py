@@ -1,4 +1,4 @@
-"""The system that Cadenza is held against: transformers' `generate`, in static batches."""
+"""The baseline for Cadenza: transformers' `generate` in static batches."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _PAD = 0  # any id: padded positions are masked
 
 
 def load_model(folder: Path, dtype: str = "auto") -> Any:
-    """The checkpoint in transformers, on the CPU, greedy and blind to EOS."""
+    """The checkpoint in transformers, on the CPU, greedy and ignoring EOS."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=_PAD)
     return model
 
 
 def generate_batch(model: Any, requests: Sequence[Request]) -> list[list[int]]:
-    """One static batch, left-padded, run to its longest output; each request's own output tokens.
+    """Run one static batch, left-padded, to its longest output; returns each request's own output tokens.
 
     Raises BenchmarkError if `generate` ended early.
     """
@@ -43,11 +43,11 @@ def generate_batch(model: Any, requests: Sequence[Request]) -> list[list[int]]:
 
 
 def use_fastest_threads(model: Any, batch: Sequence[Request]) -> dict[int, float]:
-    """Try this batch on one thread and on all usable cores, and keep what was faster.
+    """Try this batch on one thread and on all usable cores, and keep the faster setting.
 
-    Small models can be faster on one thread, and two threads on cores that others use too wait for each other: 40 times
-    slower was seen. The system that Cadenza is held against gets its best setting. Returns seconds by threads, the best
-    of two each, fastest first.
+    Small models can be faster on one thread, and two threads on cores that others use wait for each other: a factor of
+    40 was observed. The baseline gets its best setting. Returns seconds by number of threads, the best of two runs
+    each, fastest first.
     """
     seconds: dict[int, float] = {}
     for num_threads in sorted({1, usable_cores()}):
@@ -60,7 +60,7 @@ def use_fastest_threads(model: Any, batch: Sequence[Request]) -> dict[int, float
 
 
 def serve_static(model: Any, requests: Sequence[Request], batch_size: int) -> float:
-    """Serve all requests in batches in their order; seconds from the first to the last."""
+    """Serve all requests in batches in their order; returns the seconds that this took."""
     start = time.perf_counter()
     for first in range(0, len(requests), batch_size):
         generate_batch(model, requests[first : first + batch_size])

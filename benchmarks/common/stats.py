@@ -1,4 +1,4 @@
-"""The two summaries that rows hold."""
+"""The statistics that rows hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests of a burst: seeded, so that every system and every run gets the same ones."""
+"""The requests of a burst, seeded, so that every system and every run gets the same ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIRST_ID, _END_ID = 300, 8000  # past special tokens and single bytes; within t
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and how many tokens to make for it, EOS or not."""
+    """A prompt and the number of tokens to generate for it, ignoring EOS."""
 
     request_id: int | str
     prompt: list[int]  # token ids
@@ -31,8 +31,8 @@ class Request:
 def make_workload(num_requests: int, seed: int, vocab_size: int) -> list[Request]:
     """Prompts of uniform length and outputs of exponential length, clipped; random token ids of the vocabulary.
 
-    For vocabularies of 8,000 ids or more, and the same seed, these are the requests that the project's peers were
-    measured with. Raises BenchmarkError for a vocabulary that is too small.
+    For vocabularies of 8,000 ids or more and the same seed, these are the requests with which the project's peers were
+    measured. Raises BenchmarkError for a vocabulary that is too small.
     """
     first, end = _id_range(vocab_size)
     rng = random.Random(seed)
@@ -46,7 +46,7 @@ def make_workload(num_requests: int, seed: int, vocab_size: int) -> list[Request
 
 
 def decode_workload(num_requests: int, seed: int, vocab_size: int) -> list[Request]:
-    """Requests that are nearly all decoding: prompts of 16 random token ids, 128 outputs each."""
+    """Requests that mostly decode: prompts of 16 random token ids, 128 output tokens each."""
     first, end = _id_range(vocab_size)
     rng = random.Random(seed)
     return [
@@ -56,7 +56,7 @@ def decode_workload(num_requests: int, seed: int, vocab_size: int) -> list[Reque
 
 
 def poisson_arrivals(num_requests: int, rate: float, seed: int) -> list[float]:
-    """Seconds at which requests come, `rate` a second on average, independently of each other; the first at 0."""
+    """Arrival times of a Poisson process in seconds, `rate` per second on average; the first at 0."""
     rng = random.Random(seed)
     gaps = [0.0, *(rng.expovariate(rate) for _ in range(num_requests - 1))]
     return list(itertools.accumulate(gaps))
@@ -65,7 +65,7 @@ def poisson_arrivals(num_requests: int, rate: float, seed: int) -> list[float]:
 def load_workload(path: Path, vocab_size: int, max_model_len: int | None = None) -> list[Request]:
     """Requests from a JSON list of {"id", "prompt": [token ids], "output_len"}.
 
-    Raises BenchmarkError, naming the entry and its field; also for an id that is there twice, and for a prompt and
+    Raises a BenchmarkError that names the entry and its field; also for an id that is given twice, and for a prompt and
     output that together are longer than max_model_len.
     """
     try:
@@ -82,7 +82,7 @@ def load_workload(path: Path, vocab_size: int, max_model_len: int | None = None)
         try:
             request = _request(entry, vocab_size, max_model_len)
             if request.request_id in known:
-                raise ValueError(f"id {request.request_id!r} is there twice")
+                raise ValueError(f"id {request.request_id!r} is given twice")
         except ValueError as error:
             raise BenchmarkError(f"workload {path}, entry {index}: {error}") from None
         known.add(request.request_id)
@@ -91,13 +91,13 @@ def load_workload(path: Path, vocab_size: int, max_model_len: int | None = None)
 
 
 def digest(requests: Sequence[Request]) -> str:
-    """Twelve hex digits that tell workloads apart."""
+    """Twelve hex digits that identify a workload."""
     content = [(request.prompt, request.output_len) for request in requests]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
 def _id_range(vocab_size: int) -> tuple[int, int]:
-    """First and end of the token ids that random prompts take; raises BenchmarkError for too small a vocabulary."""
+    """First and end of the token ids of random prompts; raises BenchmarkError for a vocabulary that is too small."""
     end = min(_END_ID, vocab_size)
     if end <= _FIRST_ID:
         raise BenchmarkError(f"a vocabulary of {vocab_size} tokens is too small: over {_FIRST_ID} are needed")
@@ -105,7 +105,7 @@ def _id_range(vocab_size: int) -> tuple[int, int]:
 
 
 def _request(entry: Any, vocab_size: int, max_model_len: int | None) -> Request:
-    """Raises ValueError, naming the field."""
+    """Parse an entry; raises a ValueError that names the field."""
     if not isinstance(entry, dict):
         raise ValueError('must be an object with "id", "prompt" and "output_len"')
     for name in ("id", "prompt", "output_len"):

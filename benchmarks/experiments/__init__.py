@@ -1,1 +1,1 @@
-"""The experiments that started this field, made again on this system: `make experiments`, docs/experiments.md."""
+"""The experiments that started this field, repeated on this system: `make experiments`, docs/experiments.md."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.experiments [--only N,…] [--place simulate|cpu]`: run experiments, then make the page again."""
+"""`python -m benchmarks.experiments [--only N,…] [--place simulate|cpu]`: run experiments, then regenerate the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from benchmarks.common.benchmark import progress
 from benchmarks.experiments.every import EXPERIMENTS
-from benchmarks.experiments.experiment import Asked, Experiment, Place, save
+from benchmarks.experiments.experiment import Experiment, Place, RunSettings, save
 from benchmarks.experiments.page import write_page
 
 SEED = 20261122
@@ -17,27 +17,29 @@ PLACES: tuple[Place, ...] = ("simulate", "cpu")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit codes: 0 all went well, 2 wrong arguments."""
+    """Exit codes: 0 success, 2 wrong arguments."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.experiments", description=__doc__)
     parser.add_argument("--only", type=_chosen, default=list(EXPERIMENTS), metavar="N,…", help="numbers or names")
-    parser.add_argument("--place", choices=PLACES, help="only there (default: wherever an experiment can be made)")
-    parser.add_argument("--seed", type=int, default=SEED, help=f"of everything that is random (default {SEED})")
     parser.add_argument(
-        "--page", action="store_true", help="run nothing: make docs/experiments.md from the results there are"
+        "--place", choices=PLACES, help="run only there (default: everywhere that an experiment supports)"
+    )
+    parser.add_argument("--seed", type=int, default=SEED, help=f"seed of everything random (default {SEED})")
+    parser.add_argument(
+        "--page", action="store_true", help="run nothing: make docs/experiments.md from existing results"
     )
     options = parser.parse_args(arguments)
     for experiment in [] if options.page else options.only:
         for place in experiment.places:
             if options.place in (None, place):
-                _run(experiment, Asked(place, options.seed))
+                _run(experiment, RunSettings(place, options.seed))
     progress(f"written: {write_page(EXPERIMENTS)}")
     return 0
 
 
-def _run(experiment: Experiment, asked: Asked) -> None:
-    progress(f"{experiment.name} on {asked.place}: {experiment.title}")
+def _run(experiment: Experiment, settings: RunSettings) -> None:
+    progress(f"{experiment.name} on {settings.place}: {experiment.title}")
     began = time.perf_counter()
-    result = experiment.run(asked)
+    result = experiment.run(settings)
     result = result.model_copy(update={"wall_s": round(time.perf_counter() - began, 1)})
     for finding in result.findings:
         progress(f"  {'holds' if finding.held else 'does not hold'}: {finding.evidence}")

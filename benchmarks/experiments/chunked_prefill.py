@@ -1,11 +1,11 @@
-"""Experiment 5: what long prompts do to short requests that run, and what computing them in chunks changes."""
+"""Experiment 5: the effect of long prompts on running short requests, and of computing them in chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from benchmarks.experiments.chunked_runs import BUDGET, PER_PROMPT, Chunked, Outcome, measured, simulated
-from benchmarks.experiments.experiment import Asked, Experiment, ExperimentResult, Figure, Finding, Series, Table
+from benchmarks.experiments.experiment import Experiment, ExperimentResult, Figure, Finding, RunSettings, Series, Table
 from benchmarks.experiments.repeats import Repeated, ratio, series
 
 _SARATHI = "https://arxiv.org/abs/2403.02310"
@@ -20,16 +20,16 @@ _COLUMNS = {
 }
 
 
-def run(asked: Asked) -> ExperimentResult:
-    """In virtual time or on the CPU: the same questions."""
-    outcome = simulated(asked) if asked.place == "simulate" else measured(asked)
+def run(settings: RunSettings) -> ExperimentResult:
+    """Run in virtual time or on the CPU, with the same questions."""
+    outcome = simulated(settings) if settings.place == "simulate" else measured(settings)
     findings = [_stall_finding(outcome), _tpot_finding(outcome), _queue_finding(outcome)]
     if outcome.alone_s:
         findings.append(_overhead_finding(outcome.alone_s))
     return ExperimentResult(
         experiment=EXPERIMENT.name,
-        place=asked.place,
-        seed=asked.seed,
+        place=settings.place,
+        seed=settings.seed,
         setup=dict(outcome.setup),
         findings=findings,
         figures=_figures(outcome),
@@ -38,7 +38,7 @@ def run(asked: Asked) -> ExperimentResult:
 
 
 def _whole(outcome: Outcome) -> Chunked:
-    """Without a limit that matters."""
+    """The results with the largest budget, which holds every prompt whole."""
     budgets = outcome.limits[BUDGET]
     return budgets[max(budgets)]
 
@@ -173,8 +173,8 @@ EXPERIMENT = Experiment(
     name="5-chunked-prefill",
     title="Long prompts among short ones: chunked prefill",
     hypothesis=f"""
-A step takes as long as the tokens in it, so a long prompt that is computed in one step makes everybody who runs wait
-for it: a stall. [Sarathi-Serve]({_SARATHI}) computes prompts in chunks beside the decodes, within a budget of tokens
+A step takes as long as the tokens in it, so a long prompt that is computed in one step delays all running sequences: a
+stall. [Sarathi-Serve]({_SARATHI}) computes prompts in chunks beside the decodes, within a budget of tokens
 for each step. With Yi-34B on two A100s and a budget of 1,024 (table 4) the p99 time between tokens falls from 0.68 to
 0.14 s on conversations and from 1.38 to 0.17 s on summaries of papers, for a median TTFT of 0.76 in place of 0.53 s
 and 3.90 in place of 3.78 s. Small chunks cost something: the weights and the KV before them are read again for each. A

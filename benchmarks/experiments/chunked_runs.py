@@ -1,4 +1,4 @@
-"""Experiment 5's runs: short requests, long prompts among them, and limits on what of a prompt a step computes."""
+"""Experiment 5's runs: short requests, long prompts among them, and limits on the prompt tokens of a step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from benchmarks.common.checkpoints import random_checkpoint
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.experiments.experiment import Asked
+from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.repeats import Repeated
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import Case, about, drawn, fixed, h200_8b, poisson, run
 from cadenza.loadtest.metrics import Group, Metrics, Spread, measure
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorProfile
 
 BUDGET = "tokens of a step"
 PER_PROMPT = "tokens of one prompt in a step"
@@ -22,7 +22,7 @@ PER_PROMPT = "tokens of one prompt in a step"
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """Under one limit; latencies in seconds."""
+    """Results under one limit; latencies are in seconds."""
 
     short_itl_p50: Repeated
     short_itl_p99: Repeated
@@ -35,40 +35,40 @@ class Chunked:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All of an experiment in one place."""
+    """All results of the experiment at one place."""
 
     setup: Mapping[str, str]
     limits: Mapping[str, Mapping[int, Chunked]]
-    """By what is limited, then by the limit, ascending. The largest budget is no limit: whole prompts fit."""
+    """By the kind of limit, then by the limit, ascending. The largest budget does not limit: whole prompts fit."""
     quarter: int
     """A quarter of a long prompt: one of the budgets."""
     alone_s: Mapping[int, float]
-    """TTFT of one long prompt with nothing beside it, by budget; empty where it was not measured."""
+    """TTFT of one long prompt alone, by budget; empty if it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What comes."""
+    """The load."""
 
     rate: float
     """Requests per second."""
     count: int
     options: Mapping[str, Any]
-    """Of the workload long-short."""
+    """Options of the workload long-short."""
 
     @property
     def quarter(self) -> int:
-        """Of a long prompt."""
+        """A quarter of a long prompt, in tokens."""
         return int(self.options["long_len"]) // 4
 
     @property
     def text(self) -> str:
-        """For the setup."""
-        said = self.options
+        """The load as text, for the setup."""
+        options = self.options
         return (
-            f"{self.count} requests at {self.rate:g}/s (Poisson), {said['long_share']:.0%} with long prompts "
-            f"({said['long_len']} tokens), the others with short ones ({said['input_len']}); "
-            f"outputs {said['output_len']}"
+            f"{self.count} requests at {self.rate:g}/s (Poisson), {options['long_share']:.0%} with long prompts "
+            f"({options['long_len']} tokens), the others with short ones ({options['input_len']}); "
+            f"outputs {options['output_len']}"
         )
 
 
@@ -88,38 +88,38 @@ _CPU_PER_PROMPT = (32, 64)
 _CPU_PER_PROMPT_BUDGET = 256
 
 
-def simulated(asked: Asked) -> Outcome:
+def simulated(settings: RunSettings) -> Outcome:
     """On the published H200 with an 8B model."""
-    kind = h200_8b().changed({"max_num_seqs": 128, "max_model_len": 16_384})
-    load = replace(_H200_LOAD, count=60) if asked.quick else _H200_LOAD
-    budgets, per_prompt = ((512, 1024, 8192), (256,)) if asked.quick else (_BUDGETS, _PER_PROMPT)
-    seeds = range(asked.seed, asked.seed + (1 if asked.quick else 5))
+    profile = h200_8b().changed({"max_num_seqs": 128, "max_model_len": 16_384})
+    load = replace(_H200_LOAD, count=60) if settings.quick else _H200_LOAD
+    budgets, per_prompt = ((512, 1024, 8192), (256,)) if settings.quick else (_BUDGETS, _PER_PROMPT)
+    seeds = range(settings.seed, settings.seed + (1 if settings.quick else 5))
 
     def under(budget: int, threshold: int) -> Chunked:
-        return _chunked([_simulate(kind, load, seed, budget, threshold) for seed in seeds])
+        return _chunked([_simulate(profile, load, seed, budget, threshold) for seed in seeds])
 
     return Outcome(
-        setup={**about(kind), "load": load.text, "ranges in brackets": f"over {len(seeds)} seeds"},
+        setup={**about(profile), "load": load.text, "ranges in brackets": f"over {len(seeds)} seeds"},
         limits={
             BUDGET: {budget: under(budget, 0) for budget in budgets},
             PER_PROMPT: {threshold: under(_PER_PROMPT_BUDGET, threshold) for threshold in per_prompt},
         },
         quarter=load.quarter,
-        alone_s={budget: _alone(kind, load, budget) for budget in budgets},
+        alone_s={budget: _alone(profile, load, budget) for budget in budgets},
     )
 
 
-def measured(asked: Asked) -> Outcome:
+def measured(settings: RunSettings) -> Outcome:
     """The 10.5M shape on this machine's CPU."""
-    load = replace(_CPU_LOAD, count=16) if asked.quick else _CPU_LOAD
-    budgets, per_prompt = ((128, 1024), (64,)) if asked.quick else (_CPU_BUDGETS, _CPU_PER_PROMPT)
-    shapes = drawn({"workload": "long-short", **load.options}, load.count, asked.seed)
-    times = poisson(load.rate, load.count, asked.seed)
+    load = replace(_CPU_LOAD, count=16) if settings.quick else _CPU_LOAD
+    budgets, per_prompt = ((128, 1024), (64,)) if settings.quick else (_CPU_BUDGETS, _CPU_PER_PROMPT)
+    shapes = drawn({"workload": "long-short", **load.options}, load.count, settings.seed)
+    times = poisson(load.rate, load.count, settings.seed)
 
     def under(budget: int, threshold: int) -> Chunked:
         options = {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": budget, "num_gpu_blocks": 2048}
         with Server(random_checkpoint("10m"), {**options, "long_prefill_token_threshold": threshold}) as server:
-            columns = server.load(shapes, times, seed=asked.seed, keep_gaps=True)
+            columns = server.load(shapes, times, seed=settings.seed, keep_gaps=True)
         return _chunked([measure(columns, window=None, slo=None)])
 
     return Outcome(
@@ -133,9 +133,9 @@ def measured(asked: Asked) -> Outcome:
     )
 
 
-def _simulate(kind: ExecutorKind, load: _Load, seed: int, budget: int, threshold: int) -> Metrics:
+def _simulate(profile: ExecutorProfile, load: _Load, seed: int, budget: int, threshold: int) -> Metrics:
     case = Case(
-        kind,
+        profile,
         drawn({"workload": "long-short", **load.options}, load.count, seed),
         poisson(load.rate, load.count, seed),
         scheduler={"long_prefill_token_threshold": threshold},
@@ -145,8 +145,8 @@ def _simulate(kind: ExecutorKind, load: _Load, seed: int, budget: int, threshold
     return run(case).measure()
 
 
-def _alone(kind: ExecutorKind, load: _Load, budget: int) -> float:
-    case = Case(kind, fixed([int(load.options["long_len"])], [2]), executor={"max_num_batched_tokens": budget})
+def _alone(profile: ExecutorProfile, load: _Load, budget: int) -> float:
+    case = Case(profile, fixed([int(load.options["long_len"])], [2]), executor={"max_num_batched_tokens": budget})
     return float(run(case).requests.first_s[0])
 
 

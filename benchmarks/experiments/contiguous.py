@@ -1,8 +1,8 @@
-"""Memory as it was given before paging: to each request one contiguous range of slots, as long as it may ever need.
+"""Memory allocation before paging: each request gets one contiguous range of slots for its greatest possible length.
 
-What is compared, as the vLLM paper does it (section 6.1 of https://arxiv.org/abs/2309.06180): Orca with a buddy
+As in the vLLM paper (section 6.1 of https://arxiv.org/abs/2309.06180), the comparison is with Orca and a buddy
 allocator, which reserves the model's greatest length, or the output's length rounded up to a power of two, or exactly
-what will be needed, which only an oracle knows.
+the needed length, which only an oracle knows.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 
 NumSlots = Callable[[int, int], int]
-"""Slots to reserve, of prompt and output tokens."""
+"""Slots to reserve, from prompt and output tokens."""
 
 
 def to_max(max_model_len: int) -> NumSlots:
-    """Whatever a request asks for, the model's greatest length."""
+    """Always the model's greatest length."""
     return lambda num_prompt, num_output: max_model_len
 
 
@@ -30,33 +30,33 @@ def to_power_of_two(max_model_len: int) -> NumSlots:
 
 
 def to_oracle(num_prompt: int, num_output: int) -> int:
-    """The output's length is known. The last token's KV is never needed, but who reserves counts it."""
+    """The output's length is known. The last token's KV is never needed, but reservation includes it."""
     return num_prompt + num_output
 
 
 def round_up(count: int) -> int:
-    """The power of two that is not smaller; `count` is at least 1."""
+    """The smallest power of two that is at least `count`, which is at least 1."""
     return 1 << (count - 1).bit_length()
 
 
 class Allocator(Protocol):
-    """Gives contiguous ranges of slots."""
+    """Allocates contiguous ranges of slots."""
 
     def take(self, count: int) -> int | None:
-        """The first slot of a range of so many; None if there is none."""
+        """Allocate a range of `count` slots; returns its first slot, or None if there is no such range."""
 
     def give(self, start: int) -> None:
-        """Take a range back."""
+        """Free a range."""
 
 
 class BuddyAllocator:
-    """Ranges are powers of two, halved where they are too large and joined with their other half when both are free
-    (Knowlton, CACM 1965, https://doi.org/10.1145/365628.365655). A pool of another size is cut into powers of two.
+    """Ranges are powers of two: halved if they are too large, and joined with their buddy when both are free (Knowlton,
+    CACM 1965, https://doi.org/10.1145/365628.365655). A pool of another size is divided into powers of two.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._free: dict[int, list[int]] = {}
-        """Starts by size, ascending."""
+        """Starts of free ranges by size, ascending."""
         self._taken: dict[int, int] = {}
         start = 0
         while start < num_slots:
@@ -94,7 +94,7 @@ class BuddyAllocator:
 
 
 class FirstFitAllocator:
-    """Ranges of any length, each in the first hole that is long enough."""
+    """Ranges of any length, each in the first free range that is long enough."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -122,10 +122,10 @@ class FirstFitAllocator:
 
 
 class ContiguousReservation:
-    """A batching policy: whoever waits may join any step, first come first served, if a range for it is found.
+    """A batching policy: a waiting group may join any step, first come first served, if there is a range for it.
 
-    The core counts slots (blocks of one token); where they lie is settled here. Nobody loses a range once given, so
-    nobody is preempted.
+    The core counts slots (blocks of one token); this policy decides where they are. A range is never taken away, so
+    there are no preemptions.
     """
 
     def __init__(self, allocator: Allocator, num_slots: NumSlots) -> None:
@@ -134,7 +134,7 @@ class ContiguousReservation:
         self._starts: dict[SequenceGroup, int] = {}
 
     def num_admissible(self, lane: Lane, waiting: WaitingQueue, now: float, *, draining: bool) -> int:
-        """Those at the head of the queue that have a range, or find one."""
+        """Number of groups at the head of the queue that have a range or can get one."""
         for group in [group for group in self._starts if group.finished]:
             self._allocator.give(self._starts.pop(group))
         count = 0
@@ -147,13 +147,13 @@ class ContiguousReservation:
             count += 1
         return count
 
-    def joined(self, count: int, *, memory_is_full: bool) -> None:
-        """Nothing to note."""
+    def record_admissions(self, count: int, *, memory_is_full: bool) -> None:
+        """Nothing to record."""
 
     def num_reserved_tokens(self, sequence: Sequence) -> int:
         """The whole range."""
         return self._num_slots(sequence.num_prompt_tokens, sequence.max_len - sequence.num_prompt_tokens)
 
     def wakes_at(self, lane: Lane, waiting: WaitingQueue, now: float) -> float | None:
-        """Those that run make steps."""
+        """None: running sequences cause steps anyway."""
         return None

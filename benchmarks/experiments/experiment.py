@@ -1,4 +1,4 @@
-"""What an experiment is, and what it leaves: a file with numbers, from which the page and its figures are made."""
+"""Types of experiments and of their results: files with numbers, from which the page and its figures are made."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Frozen(BaseModel):
 
 
 class Series(_Frozen):
-    """One line, or one group of bars. [n] each; None: nothing was measured there."""
+    """One line, or one group of bars. [n] each; None: not measured."""
 
     label: str
     x: list[float | str]
@@ -37,7 +37,7 @@ class Figure(_Frozen):
     """A figure's data; `page` draws it. Labels have units."""
 
     name: str
-    """Of its file, unique within the experiment; letters, digits, dashes."""
+    """Name of its file, unique within the experiment; letters, digits, dashes."""
     title: str
     x_label: str
     y_label: str
@@ -46,11 +46,11 @@ class Figure(_Frozen):
     log_x: bool = False
     log_y: bool = False
     caption: str = ""
-    """What one sees, a sentence."""
+    """A sentence that explains the figure."""
 
 
 class Table(_Frozen):
-    """Numbers as they stand on the page, already formatted."""
+    """A table of the page, with formatted numbers."""
 
     title: str
     columns: list[str]
@@ -58,17 +58,17 @@ class Table(_Frozen):
 
 
 class Finding(_Frozen):
-    """A claim of the literature against what came out here."""
+    """A claim of the literature and the result here."""
 
     claim: str
-    """With its source as a Markdown link."""
+    """The claim, with its source as a Markdown link."""
     held: bool
     evidence: str
     """The numbers, made from the results."""
 
 
 class ExperimentResult(_Frozen):
-    """All that one experiment gave in one place."""
+    """All results of one experiment at one place."""
 
     experiment: str
     place: Place
@@ -76,46 +76,46 @@ class ExperimentResult(_Frozen):
     machine: ClientFacts = Field(default_factory=client_facts)
     seed: int
     setup: dict[str, Any]
-    """Model, costs, limits, workload: what one needs to know to make it again."""
+    """Model, costs, limits, workload: everything needed to repeat it."""
     wall_s: float = 0.0
-    """Seconds that it took."""
+    """Duration of the experiment in seconds."""
     findings: list[Finding]
     figures: list[Figure]
     tables: list[Table] = Field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """How an experiment is to be run."""
+class RunSettings:
+    """How to run an experiment."""
 
     place: Place
     seed: int
     quick: bool = False
-    """A small version of the same, for the tests: its numbers mean nothing."""
+    """A small version for the tests, with meaningless numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """One question, and how it is answered."""
+    """One question and the code that answers it."""
 
     name: str
-    """As 1-variance: its number and a word."""
+    """Its number and a word, such as 1-variance."""
     title: str
     hypothesis: str
-    """What the literature claims, in Markdown with its sources, and what is expected here."""
-    run: Callable[[Asked], ExperimentResult]
+    """The claims of the literature, in Markdown with sources, and the expectation here."""
+    run: Callable[[RunSettings], ExperimentResult]
     places: tuple[Place, ...] = ("simulate",)
     notes: str = ""
-    """Where it came out otherwise: why. Markdown, written by hand, after looking at the results."""
+    """Explanations of differing results, in Markdown, written by hand from the results."""
 
 
 def result_path(name: str, place: Place) -> Path:
-    """Where a result lies."""
+    """The path of a result."""
     return RESULTS / f"{name}-{place}.json"
 
 
 def save(result: ExperimentResult) -> Path:
-    """Write a result in place of the one before."""
+    """Write a result, replacing the previous one."""
     path = result_path(result.experiment, result.place)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
@@ -123,6 +123,6 @@ def save(result: ExperimentResult) -> Path:
 
 
 def load(name: str, place: Place) -> ExperimentResult | None:
-    """The result that lies there, if any."""
+    """The stored result; None if there is none."""
     path = result_path(name, place)
     return ExperimentResult.model_validate_json(path.read_bytes()) if path.exists() else None

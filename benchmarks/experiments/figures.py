@@ -1,4 +1,4 @@
-"""An experiment's figure as a file, in the load tests' style."""
+"""Draws an experiment's figures in the style of the load tests."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter, NullLocator
 
 from benchmarks.experiments.experiment import Figure, Series
-from cadenza.loadtest.figures.style import line_handle, look, new_figure, put_legend, styled, words
+from cadenza.loadtest.figures.style import drawable, line_handle, look, new_figure, put_legend, styled
 from cadenza.loadtest.figures.ticks import plain, set_scale
 from cadenza.loadtest.requests import Floats
 
 _GROUP_WIDTH = 0.8
-"""Of a group of bars; groups are 1 apart."""
+"""Width of a group of bars; groups are 1 apart."""
 _SALT = "cadenza"
-"""Ids inside an SVG follow from it and from what is drawn."""
+"""Ids inside an SVG follow from it and from the drawing."""
 
 
 @styled()
 def draw(figure: Figure, path: Path) -> None:
-    """Write the figure as SVG or PNG, as the path's suffix says; always the same bytes for the same figure.
+    """Write the figure as SVG or PNG, by the path's suffix; equal figures give equal bytes.
 
-    Bars, and series with names in place of numbers, stand at equal distances in the order in which they first appear.
+    Bars, and series with names in place of numbers, are evenly spaced in the order in which they first appear.
     """
     whole, (axes,) = new_figure(figure.title, height=3.8)
     names = _names(figure)
@@ -35,8 +35,8 @@ def draw(figure: Figure, path: Path) -> None:
             _bars(axes, series, index, len(figure.series), names)
         else:
             _line(axes, series, index, names, figure)
-    axes.set_xlabel(words(figure.x_label, 90))
-    axes.set_ylabel(textwrap.fill(words(figure.y_label, 90), 44))
+    axes.set_xlabel(drawable(figure.x_label, 90))
+    axes.set_ylabel(textwrap.fill(drawable(figure.y_label, 90), 44))
     if names:
         _put_names(axes, names)
     else:
@@ -51,7 +51,7 @@ def draw(figure: Figure, path: Path) -> None:
 
 
 def _names(figure: Figure) -> list[str]:
-    """What stands along the axis at equal distances; none if x is a number line."""
+    """The evenly spaced names on the x axis; empty if x is numeric."""
     xs = [x for series in figure.series for x in series.x]
     if figure.kind == "bar" or any(isinstance(x, str) for x in xs):
         return list(dict.fromkeys(_name(x) for x in xs))
@@ -63,7 +63,7 @@ def _name(x: float | str) -> str:
 
 
 def _places(series: Series, names: list[str]) -> Floats:
-    """[n] where its values stand."""
+    """[n] the x positions of its values."""
     return np.array([names.index(_name(x)) if names else x for x in series.x], np.float64)
 
 
@@ -101,7 +101,7 @@ def _handle(series: Series, index: int, figure: Figure) -> Line2D:
 
 
 def _put_names(axes: Axes, names: list[str]) -> None:
-    axes.set_xticks(range(len(names)), [words(name, 26) for name in names])
+    axes.set_xticks(range(len(names)), [drawable(name, 26) for name in names])
     axes.set_xlim(-0.5, len(names) - 0.5)
     axes.grid(visible=False, axis="x")
     if sum(map(len, names)) > 75:
@@ -109,7 +109,7 @@ def _put_names(axes: Axes, names: list[str]) -> None:
 
 
 def _put_ticks(axes: Axes, figure: Figure) -> None:
-    """A number line; where there are few places on a logarithmic one, each has its tick."""
+    """Set the ticks of a numeric axis; on a logarithmic axis with few values, each has a tick."""
     set_scale(axes, "x", figure.log_x, most=8)
     places = sorted({float(x) for series in figure.series for x in series.x})
     if figure.log_x and figure.kind == "line" and len(places) <= 12 and _are_apart(places):
@@ -119,6 +119,6 @@ def _put_ticks(axes: Axes, figure: Figure) -> None:
 
 
 def _are_apart(places: list[float]) -> bool:
-    """Is there room for a label at each."""
+    """Whether the places are far enough apart for a label at each."""
     logs = np.log10(np.array(places))
     return len(places) < 2 or bool(np.diff(logs).min() > (logs[-1] - logs[0]) / 18)

@@ -1,4 +1,4 @@
-"""Experiment 3: what the KV pool holds when memory is reserved, and when it is given in blocks."""
+"""Experiment 3: the use of the KV pool with reserved memory, and with memory allocated in blocks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from benchmarks.experiments.contiguous import (
     to_power_of_two,
 )
 from benchmarks.experiments.experiment import (
-    Asked,
     Experiment,
     ExperimentResult,
     Figure,
     Finding,
     Place,
+    RunSettings,
     Series,
     Table,
 )
@@ -39,7 +39,7 @@ from benchmarks.experiments.memory_runs import (
 from benchmarks.experiments.repeats import Repeated, ratio, series
 from benchmarks.experiments.simulated import a100_13b, about, drawn
 from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorProfile
 
 _FIRST_FIT = "first fit"
 _PAPER = "[vLLM, figure 2](https://arxiv.org/abs/2309.06180)"
@@ -47,60 +47,60 @@ _PAPER_STORED = {MAX: 0.204, POW2: 0.268, ORACLE: 0.382, BLOCKS: 0.963}
 _PAPER_BATCHED = {MAX: 7.00, POW2: 9.81, ORACLE: 13.62, BLOCKS: 30.42}
 _OVER = {MAX: "reservation to the maximum", ORACLE: "an oracle"}
 _SPEED_BY_SIZE: dict[Place, str] = {
-    "simulate": "By memory alone: kernels are taken to read blocks of all sizes at the same speed.",
+    "simulate": "By memory alone: kernels are assumed to read blocks of all sizes at the same speed.",
     "cpu": "By memory, and by how fast this machine reads blocks of each size.",
 }
 _VLLM = "https://arxiv.org/abs/2309.06180"
 _ALPACA_SEQUENCES = 512
 
 
-def run(asked: Asked) -> ExperimentResult:
-    """In virtual time or on the CPU: the same questions."""
-    outcome = measured(asked) if asked.place == "cpu" else _simulated(asked)
-    own = _cpu_findings(outcome) if asked.place == "cpu" else [_size_finding(outcome.by_size)]
+def run(settings: RunSettings) -> ExperimentResult:
+    """Run in virtual time or on the CPU, with the same questions."""
+    outcome = measured(settings) if settings.place == "cpu" else _simulated(settings)
+    own = _cpu_findings(outcome) if settings.place == "cpu" else [_size_finding(outcome.by_size)]
     return ExperimentResult(
         experiment=EXPERIMENT.name,
-        place=asked.place,
-        seed=asked.seed,
+        place=settings.place,
+        seed=settings.seed,
         setup=dict(outcome.setup),
         findings=[*_system_findings(outcome.systems), *own],
-        figures=_figures(outcome, asked.place),
+        figures=_figures(outcome, settings.place),
         tables=[_table(outcome.systems)],
     )
 
 
-def _simulated(asked: Asked) -> Outcome:
+def _simulated(settings: RunSettings) -> Outcome:
     """All systems and all block sizes, on the same requests."""
-    kind, count = (a100_13b().changed({"num_gpu_blocks": 256}), 40) if asked.quick else (a100_13b(), 600)
-    seeds = range(asked.seed, asked.seed + (1 if asked.quick else 3))
-    sizes = (1, 16, 256) if asked.quick else (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    profile, count = (a100_13b().changed({"num_gpu_blocks": 256}), 40) if settings.quick else (a100_13b(), 600)
+    seeds = range(settings.seed, settings.seed + (1 if settings.quick else 3))
+    sizes = (1, 16, 256) if settings.quick else (1, 2, 4, 8, 16, 32, 64, 128, 256)
     sharegpt = [drawn(SHAREGPT, count, seed) for seed in seeds]
     alpaca = [drawn(ALPACA, 4 * count, seed) for seed in seeds]
-    wide = kind.changed({"max_num_seqs": _ALPACA_SEQUENCES})
+    wide = profile.changed({"max_num_seqs": _ALPACA_SEQUENCES})
     return Outcome(
         setup={
-            **about(kind),
+            **about(profile),
             "requests": f"{count} with ShareGPT's mean lengths, {4 * count} with Alpaca's, all at once",
             "measured": "while requests wait, after the first quarter of them",
             "ranges in brackets": f"over {len(seeds)} seeds",
         },
-        num_slots=kind.limits.pool_size * kind.limits.block_size,
-        systems={name: [system(kind, shapes) for shapes in sharegpt] for name, system in _systems(kind).items()},
+        num_slots=profile.limits.pool_size * profile.limits.block_size,
+        systems={name: [system(profile, shapes) for shapes in sharegpt] for name, system in _systems(profile).items()},
         by_size={
-            "ShareGPT": {size: [paged(kind, shapes, size) for shapes in sharegpt] for size in sizes},
+            "ShareGPT": {size: [paged(profile, shapes, size) for shapes in sharegpt] for size in sizes},
             "Alpaca": {size: [paged(wide, shapes, size) for shapes in alpaca] for size in sizes},
         },
     )
 
 
-def _systems(kind: ExecutorKind) -> dict[str, Callable[[ExecutorKind, Sequence[RequestShape]], Held]]:
-    longest = kind.limits.max_model_len
+def _systems(profile: ExecutorProfile) -> dict[str, Callable[[ExecutorProfile, Sequence[RequestShape]], Held]]:
+    longest = profile.limits.max_model_len
     buddies = {MAX: to_max(longest), POW2: to_power_of_two(longest), ORACLE: to_oracle}
     return {
         **{name: partial(reserved, num_slots=slots, allocator=BuddyAllocator) for name, slots in buddies.items()},
         f"{POW2}, {_FIRST_FIT}": partial(reserved, num_slots=buddies[POW2], allocator=FirstFitAllocator),
         f"{ORACLE}, {_FIRST_FIT}": partial(reserved, num_slots=buddies[ORACLE], allocator=FirstFitAllocator),
-        BLOCKS: partial(paged, block_size=kind.limits.block_size),
+        BLOCKS: partial(paged, block_size=profile.limits.block_size),
     }
 
 
@@ -124,13 +124,13 @@ def _system_findings(systems: Mapping[str, Sequence[Held]]) -> list[Finding]:
     more = {name: ratio(batched[BLOCKS], batched[name]) for name in _OVER if name in names}
     claimed = {name: _PAPER_BATCHED[BLOCKS] / _PAPER_BATCHED[name] for name in more}
     published = " to ".join(dict.fromkeys(f"{_PAPER_STORED[name]:.1%}" for name in (names[0], names[-2])))
-    said = "; ".join(f"{name} {stored[name].text('.1%')}, there {_PAPER_STORED[name]:.1%}" for name in names)
+    evidence = "; ".join(f"{name} {stored[name].text('.1%')}, there {_PAPER_STORED[name]:.1%}" for name in names)
     return [
         Finding(
             claim=f"Where memory is reserved, {published} of the pool stores tokens; in blocks, 96.3% ({_PAPER}). "
             "Holds if the order is the same, reserving stores under a half, and blocks over nine tenths",
             held=order == sorted(order) and order[-2] < 0.5 and order[-1] > 0.9,
-            evidence=said,
+            evidence=evidence,
         ),
         Finding(
             claim="More requests run at once: "
@@ -211,15 +211,15 @@ def _figures(outcome: Outcome, place: Place) -> list[Figure]:
         Figure(
             name="shares",
             title="What the KV pool holds while requests wait for it",
-            x_label="how memory is given",
+            x_label="how memory is allocated",
             y_label="share of the pool, %",
             kind="bar",
             series=[
                 series(share, names, [_share(systems[name], place) for name in names], scale=100)
                 for place, share in enumerate(SHARES)
             ],
-            caption="Reserved: will be used by who holds it; internal: never; external: held by nobody, and too small "
-            "or too scattered for who waits, what a buddy allocator rounds up included.",
+            caption="Reserved: will be used by its holder; internal: never; external: free, but too small or too "
+            "scattered for the waiting requests, including what a buddy allocator rounds up.",
         ),
         Figure(
             name="waste",
@@ -271,22 +271,23 @@ EXPERIMENT = Experiment(
     title="Memory: reserved, or in blocks",
     hypothesis="""
 Before paging, a request's KV was one contiguous range, as long as the request might ever need. The [vLLM
-paper](https://arxiv.org/abs/2309.06180) (figure 2) tells three kinds of waste apart: *reserved* slots, which will be
+paper](https://arxiv.org/abs/2309.06180) (figure 2) distinguishes three kinds of waste: *reserved* slots, which will be
 used, but not yet; *internal* fragmentation, slots that never will; and *external* fragmentation, gaps between the
 ranges. It found 20.4%, 26.8% and 38.2% of the pool to store tokens where Orca reserves 2,048 tokens for each request,
 or its output rounded up to a power of two, or exactly what an oracle knows it will need; and 96.3% with blocks of 16.
 So 7.00, 9.81 and 13.62 requests ran at once, and 30.42 with blocks (figure 13a, OPT-13B on an A100 of 40 GB, ShareGPT
 at 2 requests/s).
 
-The same here. The core is the same in all runs, and lets whoever waits join any step. To reserve, a policy gives each
-request a range by a buddy allocator, as the paper does (section 6.1), and nobody joins for whom there is none; the
-table has a first-fit allocator too. *External* is here what nobody holds while somebody waits for memory: what does
-not suffice for who is next, and what a buddy allocator rounds up to powers of two. Without paging, block size means
-nothing; with it, the last block of each sequence is half empty, so the waste should grow with the block.
+The same here. The core is the same in all runs, and admits waiting requests in any step. To reserve, a policy gives
+each request a range by a buddy allocator, as in the paper (section 6.1), and a request without a range is not admitted;
+the table has a first-fit allocator too. *External* are here the slots that are free while a request waits for memory:
+they do not suffice for the next request, or a buddy allocator has rounded them up to powers of two. Without paging,
+block size has no meaning; with it, the last block of each sequence is half empty, so the waste should grow with the
+block.
 """,
     notes="""
 Most of what is *external* under reservation is the buddy allocator's own doing: its ranges are powers of two, so a
-request of 1,100 tokens takes 2,048. A first-fit allocator, which holds no more than was asked for, takes half as many
+request of 1,100 tokens takes 2,048. A first-fit allocator, which allocates no more than requested, takes half as many
 requests again where lengths are known up to a factor of two, and 1.4 times as many with an oracle. Against that one,
 blocks lead by 1.9 times, without an oracle.
 

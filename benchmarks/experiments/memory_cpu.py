@@ -1,4 +1,4 @@
-"""Experiment 3 on the real services: who holds how much of the pool, by the scheduler's own records of its steps."""
+"""Experiment 3 on the real services: the use of the pool, from the scheduler's own step records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.common.checkpoints import DEMO_MODEL, max_model_len
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.experiments.experiment import Asked
+from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.memory_runs import MAX, SHAREGPT, Held, Outcome
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import drawn, fixed
@@ -17,35 +17,36 @@ from cadenza.loadtest.requests import Floats
 from cadenza.v1.admin_pb2 import StepRecord
 
 _NUM_SLOTS = 15_696
-"""Tokens: the pool of the published A100, as in virtual time."""
+"""Tokens in the pool of the published A100, as in virtual time."""
 _SIZE = 16
 _MAX_NUM_SEQS = 64
 _WARM_UP = fixed([256] * 8, [16] * 8)
-"""Before those that count: the first steps of a process take longer."""
+"""Warm-up requests that do not count: the first steps of a process take longer."""
 _QUICK = {"input_len": "uniform:16:512", "output_len": "uniform:8:64"}
 
-Room = Callable[[int], int]
-"""Slots that a sequence holds, of the most tokens that it has had."""
+SlotsHeld = Callable[[int], int]
+"""Slots that a sequence holds, from the most tokens that it has had."""
 
 
-def measured(asked: Asked) -> Outcome:
-    """Reservation to the maximum, and blocks of all sizes that the executor has; a few minutes.
+def measured(settings: RunSettings) -> Outcome:
+    """Reservation to the maximum, and blocks of all sizes that the executor supports; takes a few minutes.
 
-    Ranges of one length leave no gaps but the pool's rest, so whoever waits finds one exactly while fewer run than the
-    pool has ranges: `max_num_seqs` says so many, and each of them is counted to hold the greatest length.
+    Ranges of one length leave no gaps except the pool's remainder, so a range is free exactly while fewer sequences run
+    than the pool has ranges: `max_num_seqs` is set to that number, and each sequence counts as holding the greatest
+    length.
     """
     longest = max_model_len(DEMO_MODEL)
     assert longest is not None
-    num_slots, count = (_NUM_SLOTS // 3, 32) if asked.quick else (_NUM_SLOTS, 120)
-    shapes = drawn(_QUICK if asked.quick else SHAREGPT, count, asked.seed)
-    sizes = (_SIZE, 64) if asked.quick else (8, _SIZE, 32, 64)
+    num_slots, count = (_NUM_SLOTS // 3, 32) if settings.quick else (_NUM_SLOTS, 120)
+    shapes = drawn(_QUICK if settings.quick else SHAREGPT, count, settings.seed)
+    sizes = (_SIZE, 64) if settings.quick else (8, _SIZE, 32, 64)
 
-    def serve(size: int, num_seqs: int, room: Room) -> list[Held]:
+    def serve(size: int, num_seqs: int, slots_held: SlotsHeld) -> list[Held]:
         options = {"device": "cpu", "block_size": size, "num_gpu_blocks": num_slots // size, "max_num_seqs": num_seqs}
         with Server(DEMO_MODEL, options) as server:
-            server.load(_WARM_UP, seed=asked.seed + 1)
-            columns, records = server.watched_load(shapes, seed=asked.seed)
-        return [held(records, num_slots, room, float(columns.num_output_tokens.sum()) / end_of(columns))]
+            server.load(_WARM_UP, seed=settings.seed + 1)
+            columns, records = server.watched_load(shapes, seed=settings.seed)
+        return [held(records, num_slots, slots_held, float(columns.num_output_tokens.sum()) / end_of(columns))]
 
     reserved = serve(_SIZE, num_slots // longest, lambda most: longest)
     by_size = {size: serve(size, _MAX_NUM_SEQS, in_blocks(size)) for size in sizes}
@@ -63,51 +64,51 @@ def measured(asked: Asked) -> Outcome:
     )
 
 
-def in_blocks(size: int) -> Room:
-    """Blocks of so many tokens, as many as are begun."""
+def in_blocks(size: int) -> SlotsHeld:
+    """Slots held in blocks of `size` tokens, including the last, partly filled block."""
     return lambda most: -(-most // size) * size
 
 
-def held(records: Sequence[StepRecord], num_slots: int, room: Room, output_tokens_per_s: float) -> Held:
-    """Shares of the pool while somebody waits, after the first quarter has ended; each step counts for as long as it
-    takes, from the result before to its own. See `memory_runs.Picture` for what the shares are.
+def held(records: Sequence[StepRecord], num_slots: int, slots_held: SlotsHeld, output_tokens_per_s: float) -> Held:
+    """Shares of the pool while requests wait, after the first quarter has ended; each step is weighted by its duration,
+    from the previous result to its own. See `memory_runs.Picture` for the shares.
 
-    `records`: all steps from before the first request joined until the last has left, in their order. Raises
-    BenchmarkError if nobody waited, or if the scheduler counts other tokens than its records add up to.
+    `records`: all steps from before the first request joined until the last has left, in order. Raises BenchmarkError
+    if no request waited, or if the scheduler's token count differs from the sum of its records.
     """
-    books, seconds, sums, before_ns = _Books(records), 0.0, np.zeros(5), 0
+    accounting, seconds, sums, before_ns = _PoolAccounting(records), 0.0, np.zeros(5), 0
     for record in records:
-        books.planned(record)
-        if record.load.num_waiting and books.num_left >= len(books.needs) / 4:
+        accounting.planned(record)
+        if record.load.num_waiting and accounting.num_left >= len(accounting.needs) / 4:
             step_s = (record.applied_ns - before_ns) / 1e9
             seconds += step_s
-            sums += step_s * books.picture(num_slots, room)
-        books.applied(record)
+            sums += step_s * accounting.picture(num_slots, slots_held)
+        accounting.applied(record)
         before_ns = record.applied_ns
     if not seconds:
-        raise BenchmarkError("nobody waited for memory: the load is too small for the pool")
+        raise BenchmarkError("no request waited for memory: the load is too small for the pool")
     stored, reserved, internal, external, num_sequences = (sums / seconds).tolist()
     return Held((stored, reserved, internal, external), num_sequences, output_tokens_per_s)
 
 
-class _Books:
-    """Who runs, and how many tokens' KV each has, as step by step the records say."""
+class _PoolAccounting:
+    """Running sequences and the KV tokens of each, step by step from the records."""
 
     def __init__(self, records: Sequence[StepRecord]) -> None:
         self._most = {join.sequence_id: join.num_prompt_tokens for record in records for join in record.joined}
-        """Tokens that each has got memory for: its prompt's at once."""
+        """Tokens for which each sequence has memory; the whole prompt's from the start."""
         # The last token's KV is never needed.
         self.needs = {
             leave.sequence_id: self._most[leave.sequence_id] + leave.num_output_tokens - 1
             for record in records
             for leave in record.left
         }
-        """Tokens that each will have had KV of."""
+        """Tokens whose KV each sequence will have stored in the end."""
         self.num_left = 0
         self._stored: dict[int, int] = {}
 
     def planned(self, record: StepRecord) -> None:
-        """As the step leaves it, with those that it is the last one of."""
+        """Apply a planned step, including the sequences that end with it."""
         for sequence_id in record.preempted_ids:
             self._stored.pop(sequence_id, None)
         for each, context, count in zip(record.sequence_ids, record.context_lens, record.num_tokens, strict=True):
@@ -115,21 +116,21 @@ class _Books:
             self._most[each] = max(self._most[each], context + count)
 
     def applied(self, record: StepRecord) -> None:
-        """Those that end with it are gone."""
+        """Remove the sequences that end with the step."""
         for leave in record.left:
             self._stored.pop(leave.sequence_id, None)
         self.num_left += len(record.left)
-        # The scheduler's count leaves out who ends with this step: blocks are given up as soon as that is planned.
+        # The scheduler's count excludes sequences that end with this step: their blocks are freed when that is planned.
         if sum(self._stored.values()) != record.load.num_stored_tokens:
             raise BenchmarkError(
                 f"step {record.step_id}: the scheduler counts {record.load.num_stored_tokens} tokens with KV, its "
                 f"records {sum(self._stored.values())}"
             )
 
-    def picture(self, num_slots: int, room: Room) -> Floats:
+    def picture(self, num_slots: int, slots_held: SlotsHeld) -> Floats:
         """[5] stored, reserved, internal and external share of the pool; sequences at once."""
-        rooms = {each: room(self._most[each]) for each in self._stored}
-        stored, taken = sum(self._stored.values()), sum(rooms.values())
-        needed = sum(min(slots, self.needs[each]) for each, slots in rooms.items())
+        held_slots = {each: slots_held(self._most[each]) for each in self._stored}
+        stored, taken = sum(self._stored.values()), sum(held_slots.values())
+        needed = sum(min(slots, self.needs[each]) for each, slots in held_slots.items())
         parts = np.array([stored, needed - stored, taken - needed, num_slots - taken]) / num_slots
         return np.append(parts, len(self._stored))

@@ -1,4 +1,4 @@
-"""docs/experiments.md and its figures, made from the results that lie in benchmarks/results/experiments."""
+"""Makes docs/experiments.md and its figures from the results in benchmarks/results/experiments."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _PLACES = {
 }
 _HEAD = """# The experiments that started this field
 
-Made by `make experiments` from what it measured; do not edit. Each: what the literature claims, what came out here, and
-where that is otherwise, why. The raw results are in `benchmarks/results/experiments/`; `cadenza simulate` is described
-in [simulate.md](simulate.md), the harness in [loadtest.md](loadtest.md).
+Made by `make experiments` from its measurements; do not edit. Each section has the claims of the literature, the
+results here, and an explanation where they differ. The raw results are in `benchmarks/results/experiments/`; `cadenza
+simulate` is described in [simulate.md](simulate.md), the harness in [loadtest.md](loadtest.md).
 """
 
 
@@ -65,8 +65,10 @@ def _section(experiment: Experiment, results: list[ExperimentResult]) -> Iterato
 
 
 def _setup(result: ExperimentResult) -> str:
-    said = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in result.setup.items())
-    return f"{said}. Seed {result.seed}, {result.wall_s:.0f} s on {result.machine.cores} cores of {result.machine.cpu}."
+    setup = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in result.setup.items())
+    return (
+        f"{setup}. Seed {result.seed}, {result.wall_s:.0f} s on {result.machine.cores} cores of {result.machine.cpu}."
+    )
 
 
 def _table(table: Table) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""Experiment 8: plans in flight against the duration of a step: the executor's idle time, and what newcomers wait."""
+"""Experiment 8: plans in flight against the duration of a step: the executor's idle time, and the wait of new
+requests."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common.checkpoints import DEMO_MODEL
-from benchmarks.experiments.experiment import Asked, Experiment, ExperimentResult, Figure, Finding, Series, Table
+from benchmarks.experiments.experiment import Experiment, ExperimentResult, Figure, Finding, RunSettings, Series, Table
 from benchmarks.experiments.pipelining_runs import PROMPT_LEN, STEPS_BETWEEN, Found, Load, Point, Scale, measured
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import Case, fixed, h200_8b, run
-from cadenza.simulate.executor_profiles import ExecutorKind, KindLimits
+from cadenza.simulate.executor_profiles import ExecutorProfile, ProfileLimits
 from executor_svc.simulated.costs import StepCosts
 
 _SGLANG = "[SGLang](https://lmsys.org/blog/2024-12-04-sglang-v0-4/)"
@@ -23,26 +24,26 @@ _TRTLLM = "[TensorRT-LLM](https://nvidia.github.io/TensorRT-LLM/latest/features/
 _STEPS_MS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 
 
-def _run(asked: Asked) -> ExperimentResult:
-    return _on_cpu(asked) if asked.place == "cpu" else _simulated(asked)
+def _run(settings: RunSettings) -> ExperimentResult:
+    return _on_cpu(settings) if settings.place == "cpu" else _simulated(settings)
 
 
-def _simulated(asked: Asked) -> ExperimentResult:
+def _simulated(settings: RunSettings) -> ExperimentResult:
     overheads = h200_8b().overheads
-    scale = Scale(8, 1000, 20 if asked.quick else 600, asked.seed)
+    scale = Scale(8, 1000, 20 if settings.quick else 600, settings.seed)
 
     @contextmanager
     def serving(step_ms: float, depth: int) -> Iterator[Load]:
-        kind = ExecutorKind(costs=StepCosts(step_us=1e3 * step_ms), overheads=overheads, limits=KindLimits())
-        yield lambda shapes, times: run(Case(kind, shapes, times, {"max_inflight_plans": depth})).requests
+        profile = ExecutorProfile(costs=StepCosts(step_us=1e3 * step_ms), overheads=overheads, limits=ProfileLimits())
+        yield lambda shapes, times: run(Case(profile, shapes, times, {"max_inflight_plans": depth})).requests
 
-    found = measured(scale, (0.5, 10.0) if asked.quick else _STEPS_MS, serving)
-    told = ", ".join(f"{name.removesuffix('_us')} {value:g} µs" for name, value in overheads)
-    return _result(asked, scale, found, {"overheads": told})
+    found = measured(scale, (0.5, 10.0) if settings.quick else _STEPS_MS, serving)
+    overheads_text = ", ".join(f"{name.removesuffix('_us')} {value:g} µs" for name, value in overheads)
+    return _result(settings, scale, found, {"overheads": overheads_text})
 
 
-def _on_cpu(asked: Asked) -> ExperimentResult:
-    scale = Scale(8, 400, 5 if asked.quick else 30, asked.seed)
+def _on_cpu(settings: RunSettings) -> ExperimentResult:
+    scale = Scale(8, 400, 5 if settings.quick else 30, settings.seed)
 
     @contextmanager
     def serving(step_ms: float, depth: int) -> Iterator[Load]:
@@ -53,18 +54,18 @@ def _on_cpu(asked: Asked) -> ExperimentResult:
                 server.load(fixed([PROMPT_LEN] * 4, [20] * 4))
                 yield server.load
 
-    found = measured(scale, (1.0, 5.0) if asked.quick else _STEPS_MS, serving)
-    return _result(asked, scale, found, {"executor": "simulated: the services are real, a step only takes its time"})
+    found = measured(scale, (1.0, 5.0) if settings.quick else _STEPS_MS, serving)
+    return _result(settings, scale, found, {"executor": "simulated: the services are real, a step only takes its time"})
 
 
-def _result(asked: Asked, scale: Scale, found: Found, setup: dict[str, str]) -> ExperimentResult:
+def _result(settings: RunSettings, scale: Scale, found: Found, setup: dict[str, str]) -> ExperimentResult:
     load = (
         f"{scale.num_sequences} sequences decode; then {scale.num_sequences // 2} do, and {scale.num_newcomers} others "
     )
     return ExperimentResult(
         experiment=EXPERIMENT.name,
-        place=asked.place,
-        seed=asked.seed,
+        place=settings.place,
+        seed=settings.seed,
         setup=setup | {"load": load + f"come for one token each, one in {STEPS_BETWEEN} steps on average"},
         findings=[_hidden(found), _deeper(found), _newcomers(found)],
         figures=[_speed_figure(found), _wait_figure(found)],
@@ -131,12 +132,12 @@ def _medians(points: dict[float, Point]) -> dict[float, float]:
 def _hidden(found: Found) -> Finding:
     one, two = _medians(found[1]), _medians(found[2])
     gains = {step_ms: two[step_ms] / one[step_ms] for step_ms in one}
-    told = ", ".join(f"{gain:.2f}x at {step_ms:g} ms" for step_ms, gain in gains.items())
+    evidence = ", ".join(f"{gain:.2f}x at {step_ms:g} ms" for step_ms, gain in gains.items())
     return Finding(
         claim=f"One plan ahead hides the work between steps ({_SGLANG}: 1.1 times the throughput). Holds if each step "
         "time gains, the shorter the more",
         held=min(gains.values()) > 1 and list(gains.values()) == sorted(gains.values(), reverse=True),
-        evidence=f"two plans in flight against one: {told}",
+        evidence=f"two plans in flight against one: {evidence}",
     )
 
 
@@ -156,12 +157,12 @@ def _deeper(found: Found) -> Finding:
 def _newcomers(found: Found) -> Finding:
     longest = max(found[1])
     waits = {depth: float(np.median(points[longest].wait)) for depth, points in found.items()}
-    told = ", ".join(f"{depth}: {wait:.2f} steps" for depth, wait in waits.items())
+    evidence = ", ".join(f"{depth}: {wait:.2f} steps" for depth, wait in waits.items())
     return Finding(
         claim=f"Working ahead costs a step ({_TRTLLM}), and less where plans are sent late in the step before "
         "(expected here). Holds if two in flight cost newcomers less than half a step",
         held=waits[2] - waits[1] < 0.5,
-        evidence=f"median TTFT with steps of {longest:g} ms, by plans in flight: {told}",
+        evidence=f"median TTFT with steps of {longest:g} ms, by plans in flight: {evidence}",
     )
 
 
@@ -169,8 +170,8 @@ EXPERIMENT = Experiment(
     name="8-pipelining",
     title="Plans in flight against the duration of a step",
     hypothesis=f"""
-Between two steps a scheduler takes in the result of one and makes the plan of the next, and with the scheduler in a
-process of its own both also travel. If the executor waits for that, it idles: {_SGLANG} says that an engine may spend
+Between two steps a scheduler applies the result of one and makes the plan of the next, and with the scheduler in its
+own process both are also transmitted. If the executor waits for that, it idles: {_SGLANG} says that an engine may spend
 as much as half of its time so, and that its scheduler, which runs one batch ahead, brought 1.1 times the throughput.
 The price is a step that was planned before the last result was known ({_TRTLLM} counts one extra decoding step), and a
 newcomer that finds the next step planned already. Here plans in flight are limited by `--max-inflight-plans`, and a

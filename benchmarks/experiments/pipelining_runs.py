@@ -1,4 +1,4 @@
-"""Loads of experiment 8: sequences that decode together, and newcomers while others decode."""
+"""Loads of experiment 8: sequences that decode together, and new requests while others decode."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from cadenza.loadtest.requests import Floats, RequestShape
 
 PROMPT_LEN = 8
 STEPS_BETWEEN = 5
-"""Between two newcomers, on average; a Poisson process."""
+"""Mean number of steps between two new requests; a Poisson process."""
 _DEPTHS = (1, 2, 3, 4)
 
 Load = Callable[[Sequence[RequestShape], Sequence[float] | None], RequestColumns]
 Serving = Callable[[float, int], AbstractContextManager[Load]]
-"""A server whose steps take so many milliseconds, with so many plans in flight."""
+"""A server, from the milliseconds of a step and the number of plans in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Sizes of one place."""
+    """Sizes for one place."""
 
     num_sequences: int
     num_tokens: int
-    """Of each, but never for longer than two seconds at the ideal pace."""
+    """Output tokens of each sequence, limited to two seconds at the ideal pace."""
     num_newcomers: int
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One step time at one depth."""
+    """Results for one step time at one depth."""
 
     speed: Floats
-    """[sequences] the step's duration over the time between two tokens: 1 if the executor never idles."""
+    """[sequences] the step's duration over the time between two tokens: 1 if the executor is never idle."""
     wait: Floats
-    """[newcomers] time to the first token, in steps."""
+    """[new requests] time to the first token, in steps."""
 
 
 Found = dict[int, dict[float, Point]]
@@ -47,7 +47,7 @@ Found = dict[int, dict[float, Point]]
 
 
 def measured(scale: Scale, steps_ms: Sequence[float], serving: Serving) -> Found:
-    """Each step time at each depth, on a server of its own."""
+    """Measure each step time at each depth, on a separate server."""
     found: Found = {depth: {} for depth in _DEPTHS}
     for depth in _DEPTHS:
         for step_ms in steps_ms:
@@ -57,7 +57,7 @@ def measured(scale: Scale, steps_ms: Sequence[float], serving: Serving) -> Found
 
 
 def _speed(scale: Scale, step_ms: float, load: Load) -> Floats:
-    """Sequences that start together and decode together."""
+    """Measure sequences that start together and decode together."""
     num_tokens = min(scale.num_tokens, int(2000 / step_ms))
     columns = load(fixed([PROMPT_LEN] * scale.num_sequences, [num_tokens] * scale.num_sequences), None)
     speed: Floats = step_ms / 1e3 / per_request(columns)["tpot_s"]
@@ -65,7 +65,7 @@ def _speed(scale: Scale, step_ms: float, load: Load) -> Floats:
 
 
 def _wait(scale: Scale, step_ms: float, load: Load) -> Floats:
-    """Newcomers, for one token each, while others decode."""
+    """Measure new requests of one token each, while others decode."""
     step_s = step_ms / 1e3
     times = [10 * step_s + due for due in poisson(1 / (STEPS_BETWEEN * step_s), scale.num_newcomers, scale.seed)]
     others = scale.num_sequences // 2

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from benchmarks.common.checkpoints import random_checkpoint
-from benchmarks.experiments.experiment import Asked, Experiment, ExperimentResult, Figure, Finding, Series, Table
+from benchmarks.experiments.experiment import Experiment, ExperimentResult, Figure, Finding, RunSettings, Series, Table
 from benchmarks.experiments.poisson_runs import SHARES, Latencies, Load, Scale, at_rates, requests_of
 from benchmarks.experiments.policies import DYNAMIC, PAGED, RESERVED, STATIC, policies
 from benchmarks.experiments.served import Server
@@ -21,28 +21,28 @@ _POST = "[Anyscale](https://www.anyscale.com/blog/continuous-batching-llm-infere
 _REPO = "[its code](https://github.com/anyscale/llm-continuous-batching-benchmarks)"
 _CONTINUOUS = (RESERVED, PAGED)
 _SATURATED = 2.0
-"""A server is called saturated where the median latency is so many times that at the lowest rate."""
+"""A server counts as saturated if the median latency is this many times that at the lowest rate."""
 ByRate = dict[float, dict[str, Latencies]]
 
 
-def _run(asked: Asked) -> ExperimentResult:
-    return _on_cpu(asked) if asked.place == "cpu" else _simulated(asked)
+def _run(settings: RunSettings) -> ExperimentResult:
+    return _on_cpu(settings) if settings.place == "cpu" else _simulated(settings)
 
 
-def _simulated(asked: Asked) -> ExperimentResult:
-    kind = a100_13b()
-    size = kind.limits.pool_size * kind.limits.block_size // (512 + 1536)
-    seeds = range(asked.seed, asked.seed + (1 if asked.quick else 3))
-    scale = Scale("uniform:1:512", "exponential:128:1:1536", 30 if asked.quick else 300, seeds)
+def _simulated(settings: RunSettings) -> ExperimentResult:
+    profile = a100_13b()
+    size = profile.limits.pool_size * profile.limits.block_size // (512 + 1536)
+    seeds = range(settings.seed, settings.seed + (1 if settings.quick else 3))
+    scale = Scale("uniform:1:512", "exponential:128:1:1536", 30 if settings.quick else 300, seeds)
 
     @contextmanager
     def serving(policy: str) -> Iterator[Load]:
         def load(shapes: Sequence[RequestShape], times: Sequence[float]) -> RequestColumns:
-            return run(Case(kind, shapes, times, scheduler=policies(size)[policy])).requests
+            return run(Case(profile, shapes, times, scheduler=policies(size)[policy])).requests
 
         yield load
 
-    found = at_rates(scale, (1, 4, 32) if asked.quick else (0.25, 0.5, 1, 2, 4, 6, 8, 12, 16, 32), serving)
+    found = at_rates(scale, (1, 4, 32) if settings.quick else (0.25, 0.5, 1, 2, 4, 6, 8, 12, 16, 32), serving)
     findings = [
         _every_percentile(found, 1),
         _every_percentile(found, 4),
@@ -53,35 +53,39 @@ def _simulated(asked: Asked) -> ExperimentResult:
     return ExperimentResult(
         experiment=EXPERIMENT.name,
         place="simulate",
-        seed=asked.seed,
-        setup=about(kind) | _setup(scale, size),
+        seed=settings.seed,
+        setup=about(profile) | _setup(scale, size),
         findings=findings,
         figures=[_cdf(found, 1), _cdf(found, 4), _over_rates(found)],
         tables=[_table(found)],
     )
 
 
-def _on_cpu(asked: Asked) -> ExperimentResult:
+def _on_cpu(settings: RunSettings) -> ExperimentResult:
     size, model = 4, random_checkpoint("10m")
-    scale = Scale("uniform:1:64", "exponential:32:1:256", 16 if asked.quick else 240, range(asked.seed, asked.seed + 1))
+    scale = Scale(
+        "uniform:1:64", "exponential:32:1:256", 16 if settings.quick else 240, range(settings.seed, settings.seed + 1)
+    )
     options = {"num_gpu_blocks": size * (64 + 256) // 16, "max_num_seqs": 64, "max_num_batched_tokens": 512}
 
     @contextmanager
     def serving(policy: str) -> Iterator[Load]:
         with Server(model, {**options, **policies(size)[policy]}) as server:
-            server.load(requests_of(scale, asked.seed + 1)[: 2 * size], seed=asked.seed + 1)
-            yield lambda shapes, times: server.load(shapes, times, seed=asked.seed)
+            server.load(requests_of(scale, settings.seed + 1)[: 2 * size], seed=settings.seed + 1)
+            yield lambda shapes, times: server.load(shapes, times, seed=settings.seed)
 
     with serving(PAGED) as load:
-        columns = load(requests_of(scale, asked.seed), [0.0] * scale.num_requests)
+        columns = load(requests_of(scale, settings.seed), [0.0] * scale.num_requests)
     capacity = len(columns) / end_of(columns)
-    rates = [float(f"{share * capacity:.2g}") for share in ((0.3, 2.0) if asked.quick else (0.1, 0.3, 0.6, 1.0, 2.0))]
+    rates = [
+        float(f"{share * capacity:.2g}") for share in ((0.3, 2.0) if settings.quick else (0.1, 0.3, 0.6, 1.0, 2.0))
+    ]
     found = at_rates(scale, rates, serving)
     services = ", ".join(f"{name} {value}" for name, value in options.items())
     return ExperimentResult(
         experiment=EXPERIMENT.name,
         place="cpu",
-        seed=asked.seed,
+        seed=settings.seed,
         setup={"model": f"{model.name}, 10.5M parameters", "services": services} | _setup(scale, size),
         findings=[_every_percentile(found, rates[0]), _every_percentile(found, rates[1]), _shrinks(found)],
         figures=[_cdf(found, rates[0]), _cdf(found, rates[1]), _over_rates(found)],
@@ -94,7 +98,7 @@ def _setup(scale: Scale, size: int) -> dict[str, object]:
         "load": f"{scale.num_requests} requests by a Poisson process, prompts {scale.input_len}, "
         f"outputs {scale.output_len} tokens",
         "memory can be reserved for": f"{size} sequences: the size of a batch",
-        "dynamic batches wait": "50 ms for company",
+        "dynamic batches wait": "50 ms for more requests",
         "runs of each": len(scale.seeds),
     }
 
@@ -186,12 +190,12 @@ def _saturation(found: ByRate) -> Finding:
     rates = list(found)
     saturated = {policy: _saturated_at(found, policy) for policy in policies(1)}
     at, most = saturated[PAGED], max(each[PAGED].tokens_per_s for each in found.values())
-    told = ", ".join(f"{name} {_rate(rate)}" for name, rate in saturated.items())
+    evidence = ", ".join(f"{name} {_rate(rate)}" for name, rate in saturated.items())
     return Finding(
         claim=f"With paging the server saturates around 8 requests/s, at some 1,900 tokens/s ({_POST}). Holds if the "
         "median has doubled at 8 or 12/s, not before, and the throughput is within a quarter",
         held=at is not None and 8 <= at <= 12 and abs(most / 1900 - 1) < 0.25,
-        evidence=f"first of these rates with {_SATURATED:g} times the median latency of {rates[0]:g}/s: {told}; "
+        evidence=f"first of these rates with {_SATURATED:g} times the median latency of {rates[0]:g}/s: {evidence}; "
         f"paged, at most {most:,.0f} tokens/s",
     )
 
@@ -229,11 +233,11 @@ EXPERIMENT = Experiment(
     name="2-poisson",
     title="Latency under Poisson arrivals, up to saturation",
     hypothesis=f"""
-A request that comes while a static batch runs waits for its end, and a short one then waits for the longest beside it;
-a continuous batch takes it in at the next step. {_POST} sent 100 requests at 1 and at 4 requests/s (prompts uniform
-from 1 to 512 tokens, outputs exponential with mean 128 and at most 1,536) and found continuous batches better at every
-percentile. As a server saturates, there are fewer places for newcomers, and its curve draws nearer to those of static
-batches; with more memory to use that comes later.
+A request that arrives while a static batch runs waits for the batch's end, and a short one then waits for the longest
+in its batch; a continuous batch admits it at the next step. {_POST} sent 100 requests at 1 and at 4 requests/s (prompts
+uniform from 1 to 512 tokens, outputs exponential with mean 128 and at most 1,536) and found continuous batches better
+at every percentile. As a server saturates, there are fewer places for newcomers, and its curve draws nearer to those of
+static batches; with more memory to use that comes later.
 
 The same here with 300 requests, and on to 32 requests/s. "{STATIC}" waits for a full batch; the post's static servers
 start with what there is when the batch before has ended, as {_REPO} shows: here that is "{DYNAMIC}". Beyond a server's

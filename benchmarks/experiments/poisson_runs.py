@@ -1,4 +1,4 @@
-"""Loads of experiment 2, Poisson arrivals at growing rates, and each policy's latencies under them."""
+"""Loads of experiment 2: Poisson arrivals at growing rates, and each policy's latencies."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from cadenza.loadtest.latencies import end_of, per_request
 from cadenza.loadtest.requests import Floats, RequestShape
 
 SHARES = np.arange(1, 100) / 100
-"""Percentiles that distributions are compared at."""
+"""Percentiles at which distributions are compared."""
 
 Load = Callable[[Sequence[RequestShape], Sequence[float]], RequestColumns]
 Serving = Callable[[str], AbstractContextManager[Load]]
-"""A server with the options of a policy, to be loaded as often as one likes."""
+"""A server with the options of a policy, for any number of loads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Sizes of one place; lengths as `--input-len` takes them."""
+    """Sizes for one place; lengths in the form of `--input-len`."""
 
     input_len: str
     output_len: str
@@ -34,24 +34,24 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """One policy at one rate."""
+    """Results of one policy at one rate."""
 
     e2e_s: tuple[Floats, ...]
-    """[requests], of each seed."""
+    """[requests] for each seed."""
     tokens_per_s: float
-    """Prompts' and outputs', from the first request to the last token, over the seeds."""
+    """Prompt and output tokens per second, from the first request to the last token, over the seeds."""
 
     def quantile(self, share: float) -> float:
-        """Of all seeds' requests together, in seconds."""
+        """A quantile over the requests of all seeds, in seconds."""
         return float(np.quantile(np.concatenate(self.e2e_s), share))
 
     def quantiles(self) -> Floats:
-        """[99] at SHARES, in seconds."""
+        """[99] the quantiles at SHARES, in seconds."""
         found: Floats = np.quantile(np.concatenate(self.e2e_s), SHARES)
         return found
 
     def ratios(self, other: Latencies, share: float) -> list[float]:
-        """[seeds] this quantile over the other's, each under the same load."""
+        """[seeds] the ratio of this quantile to the other's, each under the same load."""
         pairs = zip(self.e2e_s, other.e2e_s, strict=True)
         return [float(np.quantile(one, share) / np.quantile(two, share)) for one, two in pairs]
 
@@ -67,7 +67,7 @@ def at_rates(scale: Scale, rates: Sequence[float], serving: Serving) -> dict[flo
 
 
 def requests_of(scale: Scale, seed: int) -> list[RequestShape]:
-    """The same at every rate."""
+    """The requests, which are the same at every rate."""
     return drawn({"input_len": scale.input_len, "output_len": scale.output_len}, scale.num_requests, seed)
 
 

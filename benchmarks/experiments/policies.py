@@ -11,10 +11,10 @@ PAGED = "continuous, paged"
 
 
 def policies(num_reserved: int) -> dict[str, dict[str, Any]]:
-    """Options by policy, where memory for `num_reserved` sequences can be reserved up to their greatest length.
+    """Options by policy; memory for `num_reserved` sequences can be reserved up to their greatest length.
 
-    static and dynamic take batches of that size; continuous without paging is held to as many sequences at once; paged,
-    as many run as there are blocks for.
+    static and dynamic use batches of that size; continuous without paging is limited to as many sequences at once;
+    paged runs as many as there are blocks for.
     """
     return {
         STATIC: {"batching": "static", "batch_size": num_reserved},

@@ -1,4 +1,4 @@
-"""Experiment 6: when memory runs out: compute again, or move to the host, by size of blocks and pressure."""
+"""Experiment 6: preemption by recompute or by swap, by block size and memory pressure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Mapping
 
 from benchmarks.experiments.experiment import (
-    Asked,
     Experiment,
     ExperimentResult,
     Figure,
     Finding,
     Place,
+    RunSettings,
     Series,
     Table,
 )
@@ -31,27 +31,27 @@ from benchmarks.experiments.repeats import Repeated, percent_more, ratio, series
 
 _PAPER = "[vLLM, section 7.3](https://arxiv.org/abs/2309.06180)"
 _MEDIUM = (16, 64)
-"""Blocks from this size to that."""
+"""Smallest and largest medium block size."""
 _AUTO_WITHIN: dict[Place, float] = {"simulate": 0.01, "cpu": 0.05}
-"""What is measured varies from run to run."""
+"""Allowed difference; measurements vary from run to run."""
 _AGAINST: dict[Place, str] = {
-    "simulate": "Each seed against the same seed, so that what is left is the rule's.",
-    "cpu": "The same requests, due at the same times; what differs by chance is in it.",
+    "simulate": "Each seed against the same seed, so that the difference is the rule's.",
+    "cpu": "The same requests, due at the same times; random differences are included.",
 }
 _MICRO_BY: dict[Place, str] = {"simulate": "By the cost model", "cpu": "By the executor's own times"}
 
 
-def run(asked: Asked) -> ExperimentResult:
-    """In virtual time or on the CPU: the same questions."""
-    outcome = measured(asked) if asked.place == "cpu" else simulated(asked)
-    own = _cpu_findings(outcome) if asked.place == "cpu" else _simulated_findings(outcome)
+def run(settings: RunSettings) -> ExperimentResult:
+    """Run in virtual time or on the CPU, with the same questions."""
+    outcome = measured(settings) if settings.place == "cpu" else simulated(settings)
+    own = _cpu_findings(outcome) if settings.place == "cpu" else _simulated_findings(outcome)
     return ExperimentResult(
         experiment=EXPERIMENT.name,
-        place=asked.place,
-        seed=asked.seed,
+        place=settings.place,
+        seed=settings.seed,
         setup=dict(outcome.setup),
-        findings=[*own, _auto_finding(outcome, _AUTO_WITHIN[asked.place]), _pressure_finding(outcome)],
-        figures=_figures(outcome, asked.place),
+        findings=[*own, _auto_finding(outcome, _AUTO_WITHIN[settings.place]), _pressure_finding(outcome)],
+        figures=_figures(outcome, settings.place),
         tables=[_size_table(outcome), _pool_table(outcome)],
     )
 
@@ -148,18 +148,19 @@ def _auto_finding(outcome: Outcome, within: float) -> Finding:
 
 
 def _pressure_finding(outcome: Outcome) -> Finding:
-    said, held = [], True
+    evidence, held = [], True
     for rule, cases in outcome.by_pool.items():
         pools = sorted(cases)
         held &= all(cases[a].preemptions.mean >= cases[b].preemptions.mean for a, b in itertools.pairwise(pools))
         small, full = cases[pools[0]], cases[pools[-1]]
         held &= small.preemptions.mean > 0
-        said.append(f"{rule} {small.preemptions.mean:.2f} and {full.preemptions.mean:.2f} per request")
+        evidence.append(f"{rule} {small.preemptions.mean:.2f} and {full.preemptions.mean:.2f} per request")
     return Finding(
-        claim="Expected: the smaller the pool, the more requests are put out, whatever the rule. Holds if preemptions "
-        "per request never fall as the pool shrinks, and there are some",
+        claim="Expected: the smaller the pool, the more requests are preempted, whatever the rule. Holds if "
+        "preemptions per request never fall as the pool shrinks, and there are some",
         held=held,
-        evidence=f"at the rate, with {min(outcome.by_pool[AUTO]):.0%} of the pool and all of it: " + "; ".join(said),
+        evidence=f"at the rate, with {min(outcome.by_pool[AUTO]):.0%} of the pool and all of it: "
+        + "; ".join(evidence),
     )
 
 
@@ -176,8 +177,8 @@ def _gains(outcome: Outcome, line: str) -> dict[int, Repeated]:
 
 
 def _gain_text(gains: Mapping[int, Repeated]) -> str:
-    said = ", ".join(f"{gain.mean - 1:+.1%} with blocks of {size}" for size, gain in gains.items())
-    return f"throughput of swap against recompute: {said}"
+    evidence = ", ".join(f"{gain.mean - 1:+.1%} with blocks of {size}" for size, gain in gains.items())
+    return f"throughput of swap against recompute: {evidence}"
 
 
 def _figures(outcome: Outcome, place: Place) -> list[Figure]:
@@ -269,10 +270,10 @@ EXPERIMENT = Experiment(
     name="6-preemption",
     title="Preemption: compute again, or move away",
     hypothesis=f"""
-Who runs out of memory can drop KV and compute it again, or move it to the host and back. {_PAPER} finds that moving
-suffers with small blocks, as a small copy takes about as long as its launch: K and V of each layer of each block were
-copied by themselves. Computing again takes the same with every block size. With blocks of 16 to 64 both came out
-alike; with larger ones moving was better, though computing again never took over 20% longer.
+A scheduler that runs out of memory can drop KV and compute it again, or move it to the host and back. {_PAPER} finds
+that moving suffers with small blocks, as a small copy takes about as long as its launch: K and V of each layer of each
+block were copied by themselves. Computing again takes the same with every block size. With blocks of 16 to 64 both came
+out alike; with larger ones moving was better, though computing again never took over 20% longer.
 
 The same model and lengths here in virtual time. A block of n tokens takes 80 copies (40 layers, K and V), each 2.3 us
 ([as measured on an H20](https://github.com/taco-project/FlexKV/pull/193)) besides its bytes at 80% of PCIe 4.0's 32
@@ -292,7 +293,7 @@ costs 0.1 ms at most and mostly nothing. It then moved nearly always, and lost u
 experiment found that.
 
 On the real services moving 256 tokens takes a quarter of computing them, as both pools are the same memory. What that
-is worth end to end these single runs do not tell: 60 requests take a few seconds, and where nobody is put out, with all
+is worth end to end these single runs do not show: 60 requests take a few seconds, and without any preemption, with all
 of the pool, the rules differ as well. Longer runs, and several, are needed.
 """,
     run=run,

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.common.checkpoints import DEMO_MODEL
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.experiments.experiment import Asked
+from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.preemption_runs import (
     AUTO,
     BESIDE,
@@ -33,39 +33,39 @@ from cadenza.loadtest.requests import RequestShape
 from cadenza.v1.admin_pb2 import StepRecord
 
 TOGETHER = "all blocks of a layer together"
-"""How this executor moves blocks."""
+"""How the CPU executor moves blocks."""
 _OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 64}
 _LOAD = {"input_len": "uniform:16:112", "output_len": "exponential:128:8:512"}
 _NUM_SLOTS = 3072
-"""Tokens of the whole pool: some 16 sequences. More keep a CPU no busier, so that a larger one is seldom full."""
+"""Tokens of the whole pool: about 16 sequences. More do not keep a CPU busier, so a larger pool is seldom full."""
 _POOL = 0.5
-"""Of it, where block sizes are compared."""
+"""Share of the pool for the comparison of block sizes."""
 _SIZE = 16
 _WARM_UP = fixed([256] * 8, [16] * 8)
 _NUM_NEWCOMERS = 10
 
 
-def measured(asked: Asked) -> Outcome:
-    """All rules, on a server of its own each; a few minutes."""
-    sizes, pools = ((_SIZE,), (_POOL,)) if asked.quick else ((8, _SIZE, 64), (_POOL, 1.0))
-    count, num_slots = (24, _NUM_SLOTS // 2) if asked.quick else (60, _NUM_SLOTS)
-    shapes = drawn(_LOAD, count, asked.seed)
-    rate = 20.0 if asked.quick else _capacity(shapes, asked.seed)
+def measured(settings: RunSettings) -> Outcome:
+    """Measure all rules, each on a separate server; takes a few minutes."""
+    sizes, pools = ((_SIZE,), (_POOL,)) if settings.quick else ((8, _SIZE, 64), (_POOL, 1.0))
+    count, num_slots = (24, _NUM_SLOTS // 2) if settings.quick else (60, _NUM_SLOTS)
+    shapes = drawn(_LOAD, count, settings.seed)
+    rate = 20.0 if settings.quick else _capacity(shapes, settings.seed)
     moves = _Moves()
 
     def under(rule: str, size: int, pool: float) -> Preempted:
         with Server(DEMO_MODEL, _options(rule, size, int(pool * num_slots))) as server:
             server.load(_WARM_UP)
-            at_once, records = server.watched_load(shapes, seed=asked.seed)
-            paced = server.load(shapes, poisson(rate, count, asked.seed), seed=asked.seed)
+            at_once, records = server.watched_load(shapes, seed=settings.seed)
+            paced = server.load(shapes, poisson(rate, count, settings.seed), seed=settings.seed)
         moves.add(records, size)
         per_s = float(at_once.num_output_tokens.sum()) / end_of(at_once)
         return Preempted(*(Repeated((x,)) for x in (per_s, *paced_values(paced, int(paced.num_preemptions.sum())))))
 
     policies = (RECOMPUTE, SWAP, AUTO)
-    settings = [(size, _POOL) for size in sizes] + [(_SIZE, pool) for pool in pools if pool != _POOL]
-    # Rules follow each other: what else runs on this machine shall not favour one of them.
-    found = {(rule, size, pool): under(rule, size, pool) for size, pool in settings for rule in policies}
+    combinations = [(size, _POOL) for size in sizes] + [(_SIZE, pool) for pool in pools if pool != _POOL]
+    # The rules take turns, so that other load on this machine does not favour one of them.
+    found = {(rule, size, pool): under(rule, size, pool) for size, pool in combinations for rule in policies}
     own_ms, beside_ms = _computed_ms()
     return Outcome(
         setup={
@@ -73,7 +73,7 @@ def measured(asked: Asked) -> Outcome:
             "KV pool": f"{num_slots:,} tokens, {HOST_POOLS} times as many on the host; by block size: {_POOL:.0%} of "
             "it",
             "requests": f"{count}, prompts {_LOAD['input_len']}, outputs {_LOAD['output_len']} tokens, all at once, "
-            f"and at {rate:.2g}/s (Poisson), what recompute served of them at once in {_POOL:.0%} of the pool",
+            f"and at {rate:.2g}/s (Poisson), the rate of recompute with all at once in {_POOL:.0%} of the pool",
         },
         layout=TOGETHER,
         by_size={rule: {size: found[rule, size, _POOL] for size in sizes} for rule in policies},
@@ -93,33 +93,33 @@ def _options(rule: str, size: int, num_slots: int) -> dict[str, Any]:
 
 
 def _capacity(shapes: Sequence[RequestShape], seed: int) -> float:
-    """Requests per second by recompute, all at once."""
+    """Requests per second with recompute, all at once."""
     with Server(DEMO_MODEL, _options(RECOMPUTE, _SIZE, int(_POOL * _NUM_SLOTS))) as server:
         server.load(_WARM_UP)
         return len(shapes) / end_of(server.load(shapes, seed=seed))
 
 
 class _Moves:
-    """What moving a block takes, by its size: from all steps that moved some."""
+    """The time to move a block, by its size, from all steps that moved blocks."""
 
     def __init__(self) -> None:
         self._ns: dict[int, int] = defaultdict(int)
         self._num_blocks: dict[int, int] = defaultdict(int)
 
     def add(self, records: Iterable[StepRecord], size: int) -> None:
-        """Take in a run's steps, in their order."""
+        """Add a run's steps, in order."""
         self._num_blocks[size] += num_moved_blocks(records, size)
         self._ns[size] += sum(record.timings.moves_ns for record in records)
 
     def block_ms(self, size: int) -> float:
-        """Milliseconds a block, one way; raises BenchmarkError if none was moved."""
+        """Milliseconds per block, one way; raises BenchmarkError if none was moved."""
         if not self._num_blocks[size]:
             raise BenchmarkError(f"no block of {size} tokens was moved: the load is too small for the pool")
         return self._ns[size] / self._num_blocks[size] / 1e6
 
 
 def num_moved_blocks(records: Iterable[StepRecord], size: int) -> int:
-    """Blocks of so many tokens that these steps swapped out and in; `records` in their order, from the first join."""
+    """Blocks of `size` tokens that these steps swapped out and in; `records` in order, from the first join."""
     stored: dict[int, int] = {}
     count = 0
     for record in records:
@@ -131,9 +131,9 @@ def num_moved_blocks(records: Iterable[StepRecord], size: int) -> int:
 
 
 def _computed_ms() -> tuple[float, float]:
-    """Computing 256 tokens in a step of their own, and what they add to a step of 20 decodes; by the device's clock.
+    """Time of 256 tokens in a separate step, and their extra time in a step of 20 decodes; by the device's clock.
 
-    With a seat more than there are decodes, one newcomer after the other is computed beside them.
+    With one slot more than there are decodes, one new request after the other is computed beside them.
     """
     with Server(DEMO_MODEL, {**_OPTIONS, "max_num_seqs": DECODES + 1, "num_gpu_blocks": 1024}) as server:
         server.load(_WARM_UP)
@@ -148,7 +148,7 @@ def _computed_ms() -> tuple[float, float]:
 
 
 def _device_ms(records: Iterable[StepRecord], num_sequences: int, num_tokens: int) -> float:
-    """The median step of so many sequences and tokens; raises BenchmarkError if there was none."""
+    """The median time of a step with these numbers of sequences and tokens; raises BenchmarkError if there was none."""
     found = [
         record.timings.device_ns / 1e6
         for record in records

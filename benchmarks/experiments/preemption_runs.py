@@ -1,4 +1,4 @@
-"""Experiment 6's runs: requests whose memory is taken from them, by rule, size of blocks and size of the pool."""
+"""Experiment 6's runs: preempted requests, by rule, block size and pool size."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.experiments.experiment import Asked
+from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.repeats import Repeated
 from benchmarks.experiments.simulated import Case, a100_13b, about, drawn, poisson, run
 from cadenza.loadtest.columns import RequestColumns
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.published import OPT_13B
-from cadenza.simulate.step_costs import price_of
+from cadenza.simulate.step_costs import step_cost_function
 
 RECOMPUTE, SWAP, AUTO = "recompute", "swap", "auto"
 PIECEWISE, WHOLE = "a copy per layer", "a copy per block"
-"""How a block is moved: K and V of each layer by themselves, as vLLM did in 2023, or all of it at once."""
+"""How a block is moved: K and V of each layer separately, as in vLLM in 2023, or all at once."""
 OWN_STEP, BESIDE = "recompute, a step of its own", "recompute, beside 20 decodes"
 _COPY_US = 2.3
-"""Of each copy, besides its bytes: measured on an H20, layer by layer and block by block
+"""Time of each copy besides its bytes: measured on an H20, layer by layer and block by block
 (https://github.com/taco-project/FlexKV/pull/193)."""
 MICRO_TOKENS = 256
 DECODES, CONTEXT = 20, 500
 _RATE = 1.5
-"""Requests per second, which half of the pool just holds."""
+"""Requests per second that half of the pool can just serve."""
 _POOL = 0.5
-"""Of the published pool, where block sizes are compared: enough pressure that every third request is put out."""
+"""Share of the published pool for the comparison of block sizes: every third request is preempted."""
 HOST_POOLS = 4
-"""Blocks in host memory, over those on the device."""
+"""Ratio of blocks in host memory to blocks on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """One rule in one setting."""
+    """Results of one rule in one setting."""
 
     output_tokens_per_s: Repeated
     """All requests at once."""
@@ -43,12 +43,12 @@ class Preempted:
     e2e_p99_s: Repeated
     """At the rate."""
     preemptions: Repeated
-    """At the rate, for each request."""
+    """Preemptions per request, at the rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All of the experiment."""
+    """All results of the experiment."""
 
     setup: Mapping[str, str]
     layout: str
@@ -58,30 +58,30 @@ class Outcome:
     by_pool: Mapping[str, Mapping[float, Preempted]]
     """By rule and the pool's share of the whole one, with blocks of 16."""
     micro_ms: Mapping[str, Mapping[int, float]]
-    """What it takes to bring 256 tokens back: by way and block size."""
+    """Time to restore 256 tokens, by method and block size."""
 
 
 def swap_name(layout: str) -> str:
-    """Of the lines that are swaps."""
+    """The name of a swap line."""
     return f"{SWAP}, {layout}"
 
 
-def with_copies(kind: ExecutorKind, layout: str) -> ExecutorKind:
-    """The same with what each copy takes besides its bytes, of OPT-13B's layers; a kind has the bytes alone."""
+def with_copies(profile: ExecutorProfile, layout: str) -> ExecutorProfile:
+    """The profile with the fixed time of each copy, for OPT-13B's layers; without it, a profile counts only bytes."""
     copies = 2 * OPT_13B.num_layers if layout == PIECEWISE else 1
-    moved_block_us = copies * _COPY_US + kind.costs.moved_block_us
-    return kind.model_copy(update={"costs": kind.costs.model_copy(update={"moved_block_us": moved_block_us})})
+    moved_block_us = copies * _COPY_US + profile.costs.moved_block_us
+    return profile.model_copy(update={"costs": profile.costs.model_copy(update={"moved_block_us": moved_block_us})})
 
 
-def simulated(asked: Asked) -> Outcome:
+def simulated(settings: RunSettings) -> Outcome:
     """On the published A100 with a 13B model and ShareGPT's lengths, as the vLLM paper's section 7.3."""
-    kind, count = (a100_13b().changed({"num_gpu_blocks": 400}), 16) if asked.quick else (a100_13b(), 200)
-    sizes = (1, 16, 256) if asked.quick else (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    pools = (0.4, 1.0) if asked.quick else (0.3, 0.5, 0.7, 1.0)
-    seeds = range(asked.seed, asked.seed + (1 if asked.quick else 3))
+    profile, count = (a100_13b().changed({"num_gpu_blocks": 400}), 16) if settings.quick else (a100_13b(), 200)
+    sizes = (1, 16, 256) if settings.quick else (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    pools = (0.4, 1.0) if settings.quick else (0.3, 0.5, 0.7, 1.0)
+    seeds = range(settings.seed, settings.seed + (1 if settings.quick else 3))
 
     def under(rule: str, layout: str, block_size: int, pool: float) -> Preempted:
-        resized = _resized(kind, layout, block_size, pool)
+        resized = _resized(profile, layout, block_size, pool)
         runs = [_run(resized, rule, count, seed) for seed in seeds]
         return Preempted(*(Repeated(values) for values in zip(*runs, strict=True)))
 
@@ -90,10 +90,10 @@ def simulated(asked: Asked) -> Outcome:
     by_size[swap_name(WHOLE)] = {size: under(SWAP, WHOLE, size, _POOL) for size in sizes[::2]}
     return Outcome(
         setup={
-            **about(kind),
+            **about(profile),
             "requests": f"{count} with ShareGPT's mean lengths, all at once, and at {_RATE:g}/s (Poisson)",
             "by block size": f"{_POOL:.0%} of the pool",
-            "moving n tokens": f"80 copies of {_COPY_US} us for each block, and n times {_token_us(kind):.0f} us",
+            "moving n tokens": f"80 copies of {_COPY_US} us for each block, and n times {_token_us(profile):.0f} us",
             "ranges in brackets": f"over {len(seeds)} seeds",
         },
         layout=PIECEWISE,
@@ -102,42 +102,42 @@ def simulated(asked: Asked) -> Outcome:
             rule: {pool: by_size[rule][16] if pool == _POOL else under(rule, layout, 16, pool) for pool in pools}
             for rule, layout in lines.items()
         },
-        micro_ms=_micro(kind, sizes),
+        micro_ms=_micro(profile, sizes),
     )
 
 
-def _resized(kind: ExecutorKind, layout: str, block_size: int, pool: float) -> ExecutorKind:
-    sized = kind.changed({"block_size": block_size})
+def _resized(profile: ExecutorProfile, layout: str, block_size: int, pool: float) -> ExecutorProfile:
+    sized = profile.changed({"block_size": block_size})
     num_blocks = int(pool * sized.limits.pool_size)
     return with_copies(sized.changed({"num_gpu_blocks": num_blocks, "num_cpu_blocks": HOST_POOLS * num_blocks}), layout)
 
 
-def _run(kind: ExecutorKind, rule: str, count: int, seed: int) -> tuple[float, float, float, float]:
+def _run(profile: ExecutorProfile, rule: str, count: int, seed: int) -> tuple[float, float, float, float]:
     """The fields of Preempted."""
     shapes = drawn({"workload": "sharegpt"}, count, seed)
-    at_once = run(Case(kind, shapes, scheduler={"preemption": rule}))
-    paced = run(Case(kind, shapes, poisson(_RATE, count, seed), scheduler={"preemption": rule}))
+    at_once = run(Case(profile, shapes, scheduler={"preemption": rule}))
+    paced = run(Case(profile, shapes, poisson(_RATE, count, seed), scheduler={"preemption": rule}))
     return at_once.output_tokens_per_s, *paced_values(paced.requests, paced.outcome.num_preemptions)
 
 
 def paced_values(paced: RequestColumns, num_preemptions: int) -> tuple[float, float, float]:
-    """The fields of Preempted that are those at the rate."""
+    """The fields of Preempted that are measured at the rate."""
     e2e = paced.last_s - paced.due_s
     normalized = float(np.mean(e2e / paced.num_output_tokens))
     return normalized, float(np.quantile(e2e, 0.99)), num_preemptions / len(paced)
 
 
-def _micro(kind: ExecutorKind, sizes: tuple[int, ...]) -> dict[str, dict[int, float]]:
+def _micro(profile: ExecutorProfile, sizes: tuple[int, ...]) -> dict[str, dict[int, float]]:
     """By the cost model alone, in milliseconds."""
-    price = price_of(kind.costs)
+    step_cost = step_cost_function(profile.costs)
     count, pairs = MICRO_TOKENS, MICRO_TOKENS * (MICRO_TOKENS + 1) // 2
-    own_ns = price(count, pairs, count, 1, 0)[0]
+    own_ns = step_cost(count, pairs, count, 1, 0)[0]
     read = DECODES * CONTEXT
-    decodes_ns = price(DECODES, read, read, DECODES, 0)[0]
-    beside_ns = price(DECODES + count, read + pairs, read + count, DECODES, 0)[0] - decodes_ns
+    decodes_ns = step_cost(DECODES, read, read, DECODES, 0)[0]
+    beside_ns = step_cost(DECODES + count, read + pairs, read + count, DECODES, 0)[0] - decodes_ns
 
     def moved_ms(size: int, layout: str) -> float:
-        sized = with_copies(kind.changed({"block_size": size}), layout)
+        sized = with_copies(profile.changed({"block_size": size}), layout)
         return 2 * -(-count // size) * sized.costs.moved_block_us / 1e3
 
     moved = {swap_name(layout): {size: moved_ms(size, layout) for size in sizes} for layout in (PIECEWISE, WHOLE)}
@@ -145,6 +145,6 @@ def _micro(kind: ExecutorKind, sizes: tuple[int, ...]) -> dict[str, dict[int, fl
     return {**moved, **computed}
 
 
-def _token_us(kind: ExecutorKind) -> float:
-    """A token's KV on its way, one way."""
-    return kind.costs.moved_block_us / kind.limits.block_size
+def _token_us(profile: ExecutorProfile) -> float:
+    """Time to move a token's KV, one way."""
+    return profile.costs.moved_block_us / profile.limits.block_size

@@ -1,4 +1,4 @@
-"""The same with several seeds: means, and how far the smallest and the largest are from them."""
+"""Quantities repeated with several seeds: means, minima and maxima."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Repeated:
 
     @property
     def mean(self) -> float:
-        """Of all."""
+        """The mean."""
         return float(np.mean(self.values))
 
     @property
@@ -32,23 +32,23 @@ class Repeated:
         return max(self.values)
 
     def text(self, form: str = ".1f", unit: str = "", scale: float = 1.0) -> str:
-        """Mean and range, as 3.1 (2.9 to 3.4); the mean alone where the range rounds to it."""
+        """Mean and range, such as 3.1 (2.9 to 3.4); only the mean if the range rounds to it."""
         mean, low, high = (format(scale * each, form) for each in (self.mean, self.low, self.high))
         return f"{mean}{unit}" if low == mean == high else f"{mean}{unit} ({low} to {high})"
 
 
 def ratio(above: Repeated, below: Repeated) -> Repeated:
-    """Seed by seed, so that what a seed does to both falls out."""
+    """The ratio seed by seed, so that a seed's effect on both cancels."""
     return Repeated(tuple(a / b for a, b in zip(above.values, below.values, strict=True)))
 
 
 def percent_more(above: Repeated, below: Repeated) -> Repeated:
-    """By how many percent one is more than the other, seed by seed."""
+    """The difference in percent, seed by seed."""
     return Repeated(tuple(100 * (share - 1) for share in ratio(above, below).values))
 
 
 def series(label: str, x: Sequence[float | str], y: Sequence[Repeated], *, scale: float = 1.0) -> Series:
-    """A line or a group of bars, with ranges where anything was repeated."""
+    """A line or a group of bars, with ranges if there are several seeds."""
     repeated = any(len(each.values) > 1 for each in y)
     return Series(
         label=label,

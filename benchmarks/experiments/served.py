@@ -1,4 +1,4 @@
-"""Runs on the real services, as the experiments make them on this machine's CPU: one load after the other.
+"""Runs of the experiments on the real services, on this machine's CPU: one load after the other.
 
 with Server(random_checkpoint("10m"), {"num_gpu_blocks": 200}) as server:
     columns = server.load(shapes, times)
@@ -28,9 +28,10 @@ _TIMEOUT_S = 300.0
 
 
 class Server:
-    """Both services on this machine, for as long as it is open; `options` are theirs.
+    """Both services on this machine, with these `options`, while it is open.
 
-    Nothing is kept of prompts unless `enable_prefix_caching` says so: each load would else find the one before.
+    The prefix cache is off unless `enable_prefix_caching` is given; otherwise each load would hit the previous one's
+    prompts.
     """
 
     def __init__(self, model: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
@@ -52,16 +53,16 @@ class Server:
         seed: int = 0,
         keep_gaps: bool = False,
     ) -> RequestColumns:
-        """What became of these requests, due at `times` [n], in seconds; None: all at once.
+        """Send these requests, due at `times` [n] in seconds (None: all at once), and return their outcomes.
 
-        Raises BenchmarkError if one did not end well, as the numbers would mean something else.
+        Raises BenchmarkError if one failed, because the numbers would not be comparable.
         """
         return asyncio.run(self._drive(_schedule(shapes, times), seed, keep_gaps))
 
     def watched_load(
         self, shapes: Sequence[RequestShape], times: Sequence[float] | None = None, *, seed: int = 0
     ) -> tuple[RequestColumns, list[StepRecord]]:
-        """The same, and the records of its steps as the scheduler tells them, in their order.
+        """The same, with the step records of the scheduler in order.
 
         Raises BenchmarkError also if a record was lost.
         """

@@ -1,4 +1,4 @@
-"""Experiment 7: newcomers held back until enough of them wait: time to the first token against time per token."""
+"""Experiment 7: new requests are held back until enough of them wait: time to first token against time per token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from benchmarks.experiments.experiment import Asked, Experiment, ExperimentResult, Figure, Finding, Series, Table
+from benchmarks.experiments.experiment import Experiment, ExperimentResult, Figure, Finding, RunSettings, Series, Table
 from benchmarks.experiments.served_ratio_runs import (
     BOUND,
     MIDDLE,
@@ -25,13 +25,13 @@ _TPOTS = ("tpot_p50_s", "tpot_p99_s")
 _Found = Mapping[Setting, Mapping[float, Point]]
 
 
-def _run(asked: Asked) -> ExperimentResult:
-    outcome: Outcome = measured(asked) if asked.place == "cpu" else simulated(asked)
+def _run(settings: RunSettings) -> ExperimentResult:
+    outcome: Outcome = measured(settings) if settings.place == "cpu" else simulated(settings)
     found = outcome.found
     return ExperimentResult(
         experiment=EXPERIMENT.name,
-        place=asked.place,
-        seed=asked.seed,
+        place=settings.place,
+        seed=settings.seed,
         setup=dict(outcome.setup),
         findings=[_waits(found), _spared(found), *(_bounded(found, rate) for rate in outcome.rates)],
         figures=[
@@ -82,30 +82,30 @@ def _table(setting: Setting, points: Mapping[float, Point]) -> Table:
 def _waits(found: _Found) -> Finding:
     unbound = {setting: points for setting, points in found.items() if setting.max_waiting_steps == UNBOUND}
     rising = [np.diff([point.ttft_p50_s.mean() for point in points.values()]) > 0 for points in unbound.values()]
-    told = [
+    evidence = [
         f"{setting.rate:g}/s: {_seconds(points[0.0].ttft_p50_s)} s without, "
         f"{_seconds(points[MIDDLE].ttft_p50_s)} s at {MIDDLE}, {_seconds(points[4.0].ttft_p50_s)} s at 4"
         for setting, points in unbound.items()
     ]
     return Finding(
-        claim=f"Held back, those that wait may wait for very long ({_TGI}). Holds if the median TTFT grows from each "
+        claim=f"Held back, waiting requests may wait for very long ({_TGI}). Holds if the median TTFT grows from each "
         "ratio to the next",
         held=bool(np.all(rising)),
-        evidence=f"median TTFT, no bound on the steps: {'; '.join(told)}",
+        evidence=f"median TTFT, no bound on the steps: {'; '.join(evidence)}",
     )
 
 
 def _spared(found: _Found) -> Finding:
-    told, held = [], True
+    evidence, held = [], True
     for setting, points in found.items():
         changes = [100 * (getattr(points[MIDDLE], name) / getattr(points[0.0], name) - 1) for name in _TPOTS]
         held &= all(bool(change.mean() < -5) for change in changes)
-        told.append(f"{setting.label}: {_percent(changes[0])}, p99 {_percent(changes[1])}")
+        evidence.append(f"{setting.label}: {_percent(changes[0])}, p99 {_percent(changes[1])}")
     return Finding(
         claim=f"In return running requests are delayed less ({_TGI}). Holds if at {MIDDLE} median and p99 of TPOT "
         "fall by over 5%, under each load",
         held=held,
-        evidence=f"median TPOT at {MIDDLE} against none: {'; '.join(told)}",
+        evidence=f"median TPOT at {MIDDLE} against none: {'; '.join(evidence)}",
     )
 
 
@@ -137,9 +137,9 @@ EXPERIMENT = Experiment(
     title="Holding newcomers back: TTFT against TPOT",
     hypothesis=f"""
 In {_TGI} a prompt is computed in a pass of its own, for which the running batch pauses. `waiting_served_ratio` says
-when that is worth it: 1.2 (the default for long, then 0.3) lets newcomers in when there are 1.2 times as many as there
-are running; `max_waiting_tokens` (20) lets them in after so many decoded tokens in any case. If too small, its
-description says, prompts always take the compute from running requests; if too big, those that wait may wait for very
+when that is worth it: 1.2 (the default for long, then 0.3) admits new requests when there are 1.2 times as many as are
+running; `max_waiting_tokens` (20) admits them after this many decoded tokens in any case. If too small, its
+description says, prompts always take the compute from running requests; if too big, waiting requests may wait for very
 long. So TTFT should grow with the ratio, and TPOT should fall.
 
 `--waiting-served-ratio` and `--max-waiting-steps` do the same here, but this scheduler computes prompts in the same
@@ -157,8 +157,8 @@ Why it came out otherwise in virtual time:
   mixed steps. Even at a ratio of 4 without a bound, with ten seconds and more of TTFT, the median is no lower, and p99
   by 3% at most.
 - At 7 requests/s the bound on the steps does not bound the wait. Steps are longer, so more sequences run at once, and
-  near the server's capacity (some 8 requests/s) memory fills: those that were let in by the bound then wait for
-  blocks.
+  near the server's capacity (some 8 requests/s) memory fills: the requests that the bound admitted then wait for
+    blocks.
 
 So 0, never to hold back, is the right default where weights are what a step waits for. On the CPU it came out as TGI
 says: a step takes as long as its tokens do there, so that each prompt that joins holds the others up, and those that

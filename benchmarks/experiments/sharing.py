@@ -1,8 +1,8 @@
-"""Experiment 4: what sharing blocks saves and gains: parallel samples, beams, and prompts that begin alike."""
+"""Experiment 4: savings and gains of shared blocks: parallel samples, beams, and prompts with shared prefixes."""
 
 from __future__ import annotations
 
-from benchmarks.experiments.experiment import Asked, Experiment, ExperimentResult, Figure, Finding, Table
+from benchmarks.experiments.experiment import Experiment, ExperimentResult, Figure, Finding, RunSettings, Table
 from benchmarks.experiments.repeats import ratio, series
 from benchmarks.experiments.sharing_cpu import measured
 from benchmarks.experiments.sharing_runs import BEAMS, SAMPLES, Outcome, Prefixed, simulated
@@ -14,16 +14,16 @@ _PUBLISHED_SAVED = {
     ("ShareGPT", SAMPLES): "16.2 to 30.5%",
     ("ShareGPT", BEAMS): "44.3 to 66.3%",
 }
-"""With 2, 4 and 6 of them: figure 15 of the vLLM paper and the text beside it."""
+"""With widths of 2, 4 and 6: figure 15 of the vLLM paper and its text."""
 
 
-def run(asked: Asked) -> ExperimentResult:
-    """In virtual time or on the CPU: the same questions."""
-    outcome = simulated(asked) if asked.place == "simulate" else measured(asked)
+def run(settings: RunSettings) -> ExperimentResult:
+    """Run in virtual time or on the CPU, with the same questions."""
+    outcome = simulated(settings) if settings.place == "simulate" else measured(settings)
     return ExperimentResult(
         experiment=EXPERIMENT.name,
-        place=asked.place,
-        seed=asked.seed,
+        place=settings.place,
+        seed=settings.seed,
         setup=dict(outcome.setup),
         findings=[_saved_finding(outcome), _gain_finding(outcome), _prefix_finding(outcome), _ttft_finding(outcome)],
         figures=[*_group_figures(outcome), *_prefix_figures(outcome)],
@@ -32,14 +32,14 @@ def run(asked: Asked) -> ExperimentResult:
 
 
 def _saved_finding(outcome: Outcome) -> Finding:
-    said, held = [], True
+    evidence, held = [], True
     for load, cases in outcome.groups.items():
         widths = sorted({width for _, width in cases})
         for algorithm in (SAMPLES, BEAMS):
             saved = [cases[algorithm, width].saved for width in widths]
             published = _PUBLISHED_SAVED.get((load, algorithm), "")
             there = f" (there {published})" if published else ""
-            said.append(f"{load}, {algorithm}: {', '.join(f'{each.mean:.1%}' for each in saved)}{there}")
+            evidence.append(f"{load}, {algorithm}: {', '.join(f'{each.mean:.1%}' for each in saved)}{there}")
             held &= saved[-1].mean >= saved[0].mean > 0
         held &= all(cases[BEAMS, width].saved.mean > cases[SAMPLES, width].saved.mean for width in widths)
     return Finding(
@@ -47,23 +47,25 @@ def _saved_finding(outcome: Outcome) -> Finding:
         f"16.2% to 30.5% and 44.3% to 66.3% (ShareGPT; [vLLM, section 6.3]({_VLLM})). Holds if more is saved with more "
         "of them, and more with beams than with samples",
         held=held,
-        evidence="; ".join(said),
+        evidence="; ".join(evidence),
     )
 
 
 def _gain_finding(outcome: Outcome) -> Finding:
-    said, held = [], True
+    evidence, held = [], True
     for load, cases in outcome.groups.items():
         widest = max(width for _, width in cases)
         samples, beams = cases[SAMPLES, widest].gain, cases[BEAMS, widest].gain
-        said.append(f"{load}, {widest} of them: samples {samples.text('.2f')} times, beams {beams.text('.2f')} times")
+        evidence.append(
+            f"{load}, {widest} of them: samples {samples.text('.2f')} times, beams {beams.text('.2f')} times"
+        )
         held &= beams.mean > samples.mean > 1 and beams.mean > 1.4
     return Finding(
         claim="vLLM's lead over Orca with an oracle grows from 1.3 times without sharing to 2.3 times with 6 beams "
         f"([section 6.3]({_VLLM}), Alpaca): sharing adds 1.8 times. Holds if with each load beams gain more than "
         "1.4 times, and more than samples, which gain too",
         held=held,
-        evidence="throughput against the same without sharing: " + "; ".join(said),
+        evidence="throughput against the same without sharing: " + "; ".join(evidence),
     )
 
 

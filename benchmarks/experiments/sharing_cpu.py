@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.common.checkpoints import DEMO_MODEL
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.experiments.experiment import Asked
+from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.repeats import Repeated
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.sharing_runs import BEAMS, SAMPLES, Outcome, Prefixed, Shared, widened
@@ -29,18 +29,20 @@ _NUM_BLOCKS = 160
 _LENGTHS = {"input_len": "uniform:64:128", "output_len": "uniform:32:96"}
 _PREFIX_LENGTHS = {"input_len": "uniform:16:64", "output_len": "uniform:16:48", "num_prefixes": 1}
 _LOAD_SHARE = 0.6
-"""Lower than in virtual time: other processes may take this machine's cores at any moment."""
+"""Lower than in virtual time, because other processes may use this machine's cores at any time."""
 _POLL_S = 0.02
 
 
-def measured(asked: Asked) -> Outcome:
-    """Both parts; a few minutes."""
-    widths, prefixes = ((2,), (256,)) if asked.quick else ((2, 4, 6), (128, 512, 1024))
-    num_sequences, num_prefixed = (48, 16) if asked.quick else (120, 80)
-    repeats = 1 if asked.quick else 2
+def measured(settings: RunSettings) -> Outcome:
+    """Measure both parts; takes a few minutes."""
+    widths, prefixes = ((2,), (256,)) if settings.quick else ((2, 4, 6), (128, 512, 1024))
+    num_sequences, num_prefixed = (48, 16) if settings.quick else (120, 80)
+    repeats = 1 if settings.quick else 2
     with LocalServices(DEMO_MODEL, num_gpu_blocks=_NUM_BLOCKS, **_OPTIONS) as services:
         shared = {
-            (algorithm, width): _shared(services.target, algorithm, width, num_sequences // width, asked.seed, repeats)
+            (algorithm, width): _shared(
+                services.target, algorithm, width, num_sequences // width, settings.seed, repeats
+            )
             for algorithm in (SAMPLES, BEAMS)
             for width in widths
         }
@@ -54,7 +56,7 @@ def measured(asked: Asked) -> Outcome:
             f"{_PREFIX_LENGTHS['output_len']}; TTFT at {_LOAD_SHARE:.0%} of what is held without the cache",
         },
         groups={LOAD: shared},
-        prefixes={length: _prefixed(length, num_prefixed, asked.seed) for length in prefixes},
+        prefixes={length: _prefixed(length, num_prefixed, settings.seed) for length in prefixes},
     )
 
 
@@ -64,7 +66,7 @@ def _shared(address: str, algorithm: str, width: int, count: int, seed: int, rep
         shapes = widened(drawn(_LENGTHS, count, seed + repeat), algorithm, width)
         loads: list[ServerLoad] = []
         taken_s: dict[bool, float] = {}
-        # In turns, one order and then the other: what else runs on this machine shall not favour one of them.
+        # The order alternates, so that other load on this machine does not favour one of them.
         for shares in (True, False) if repeat % 2 == 0 else (False, True):
             columns, seen = asyncio.run(_watched(address, shapes if shares else apart(shapes), seed + repeat))
             taken_s[shares] = float(columns.last_s.max())
@@ -75,17 +77,18 @@ def _shared(address: str, algorithm: str, width: int, count: int, seed: int, rep
 
 
 def _saved(loads: Sequence[ServerLoad]) -> float:
-    """Share of blocks saved while somebody waited; the first quarter of that time is left out: all are of one age."""
+    """Share of blocks saved while requests waited; without the first quarter of that time, when all have the same
+    age."""
     waiting = [load for load in loads if load.num_waiting]
     steady = waiting[len(waiting) // 4 :]
     if not steady:
-        raise BenchmarkError("nobody waited for memory: the load is too small for the pool")
+        raise BenchmarkError("no request waited for memory: the load is too small for the pool")
     saved = sum(load.num_shared_block_refs for load in steady)
     return saved / (saved + sum(load.num_used_device_blocks for load in steady))
 
 
 async def _watched(address: str, shapes: Sequence[RequestShape], seed: int) -> tuple[RequestColumns, list[ServerLoad]]:
-    """All requests at once, and the server's load every now and then while they run."""
+    """Send all requests at once, and sample the server's load while they run."""
     target, loads = SessionTarget(address, seed=seed), []
     async with AsyncClient(address) as client:
 
@@ -117,7 +120,7 @@ def _prefixed(length: int, count: int, seed: int) -> tuple[Prefixed, Prefixed]:
         with Server(DEMO_MODEL, {**_OPTIONS, "enable_prefix_caching": cached}) as server:
             at_once = server.load(shapes, seed=seed)
             rates.append(count / float(at_once.last_s.max()))
-            # Prompts of another seed, so that the cache holds nothing of them, the prefix included.
+            # Prompts of another seed, so that the cache holds no part of them, including the prefix.
             paced = server.load(shapes, poisson(_LOAD_SHARE * rates[0], count, seed), seed=seed + 1)
         ttft = measure(paced, window=None, slo=None).ttft_s
         assert ttft is not None

@@ -6,49 +6,49 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.experiments.experiment import Asked
+from benchmarks.experiments.experiment import RunSettings
 from benchmarks.experiments.memory_runs import ALPACA, SHAREGPT
 from benchmarks.experiments.repeats import Repeated, ratio
 from benchmarks.experiments.simulated import Case, a100_13b, about, drawn, poisson
 from benchmarks.experiments.simulated import run as run_case
 from benchmarks.experiments.stepping import apart, step_through
 from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorProfile
 from scheduler_svc.core.scheduler import Scheduler
 
 SAMPLES, BEAMS = "samples", "beams"
 _SEQUENCES = {"ShareGPT": 300, "Alpaca": 1800}
-"""Samples or beams of a run: several times what the pool holds, so that memory is what limits."""
+"""Samples or beams of a run: several times the pool's capacity, so that memory is the limit."""
 _MAX_NUM_SEQS = 1024
 _LOAD = 0.8
-"""Of what the server can take without the prefix cache: the rate at which TTFT is measured."""
+"""Share of the server's throughput without the prefix cache: the rate at which TTFT is measured."""
 _OWN_LEN = _OUTPUT_LEN = "uniform:16:64"
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """One algorithm with one width."""
+    """Results of one algorithm with one width."""
 
     saved: Repeated
-    """Blocks saved, over the blocks that there would be if nothing were shared."""
+    """Blocks saved, as a share of the blocks without sharing."""
     gain: Repeated
-    """Throughput over that of as many requests that share nothing."""
+    """Ratio of the throughput to that of as many requests without sharing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefixed:
-    """One prefix, with the prefix cache or without."""
+    """Results for one prefix, with the prefix cache or without."""
 
     requests_per_s: Repeated
     """All at once."""
     ttft_p50_s: Repeated
     ttft_p99_s: Repeated
-    """Both at a rate that the server holds without the cache."""
+    """Both at a rate that the server can serve without the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All of an experiment in one place."""
+    """All results of the experiment at one place."""
 
     setup: Mapping[str, str]
     groups: Mapping[str, Mapping[tuple[str, int], Shared]]
@@ -58,14 +58,14 @@ class Outcome:
 
 
 class Saving:
-    """Blocks saved by sharing, while somebody waits for memory; each step counts for as long as it takes."""
+    """Blocks saved by sharing while requests wait for memory; each step is weighted by its duration."""
 
     def __init__(self, num_requests: int) -> None:
         self._begins_at = 0.75 * num_requests
         self._saved = self._whole = 0.0
 
     def look(self, core: Scheduler, seconds: float) -> None:
-        """As `step_through` asks for it."""
+        """Observe the core; called by `step_through`."""
         if len(core.waiting) and len(core.groups) <= self._begins_at:
             lane = core.lanes[0]
             saved = lane.blocks.num_shared_refs
@@ -74,31 +74,31 @@ class Saving:
 
     @property
     def share(self) -> float:
-        """Saved, of what there would be without sharing; raises BenchmarkError if nobody waited."""
+        """Share of the blocks without sharing that was saved; raises BenchmarkError if no request waited."""
         if not self._whole:
-            raise BenchmarkError("nobody waited for memory: the load is too small for the pool")
+            raise BenchmarkError("no request waited for memory: the load is too small for the pool")
         return self._saved / self._whole
 
 
 def widened(shapes: Sequence[RequestShape], algorithm: str, width: int) -> list[RequestShape]:
-    """The same requests with so many samples or beams each."""
+    """The same requests with `width` samples or beams each."""
     if algorithm == BEAMS:
         return [replace(shape, beam_width=width) for shape in shapes]
     return [replace(shape, n=width) for shape in shapes]
 
 
-def simulated(asked: Asked) -> Outcome:
+def simulated(settings: RunSettings) -> Outcome:
     """On the published A100 with a 13B model."""
-    kind = a100_13b().changed({"max_num_seqs": _MAX_NUM_SEQS})
-    if asked.quick:
-        kind = kind.changed({"num_gpu_blocks": 256})
-    widths, prefixes = ((2, 4), (64,)) if asked.quick else ((2, 4, 6), (80, 341, 1024))
-    seeds = range(asked.seed, asked.seed + (1 if asked.quick else 3))
+    profile = a100_13b().changed({"max_num_seqs": _MAX_NUM_SEQS})
+    if settings.quick:
+        profile = profile.changed({"num_gpu_blocks": 256})
+    widths, prefixes = ((2, 4), (64,)) if settings.quick else ((2, 4, 6), (80, 341, 1024))
+    seeds = range(settings.seed, settings.seed + (1 if settings.quick else 3))
     loads = {"ShareGPT": SHAREGPT, "Alpaca": ALPACA}
-    scale, num_prefixed = (4, 40) if asked.quick else (1, 600)
+    scale, num_prefixed = (4, 40) if settings.quick else (1, 600)
     groups = {
         load: {
-            (algorithm, width): _shared(kind, load, options, algorithm, width, seeds, scale)
+            (algorithm, width): _shared(profile, load, options, algorithm, width, seeds, scale)
             for algorithm in (SAMPLES, BEAMS)
             for width in widths
         }
@@ -107,19 +107,19 @@ def simulated(asked: Asked) -> Outcome:
     counts = ", ".join(f"{load} {count // scale}" for load, count in _SEQUENCES.items())
     return Outcome(
         setup={
-            **about(kind),
+            **about(profile),
             "samples or beams of a run": f"{counts}, all at once; beams have made-up candidates",
             "prefixes": f"{num_prefixed} requests with one prefix, then {_OWN_LEN} tokens of their own, and "
             f"{_OUTPUT_LEN} of output; TTFT at {_LOAD:.0%} of what is held without the cache",
             "ranges in brackets": f"over {len(seeds)} seeds",
         },
         groups=groups,
-        prefixes={length: _prefixed(kind, length, num_prefixed, seeds) for length in prefixes},
+        prefixes={length: _prefixed(profile, length, num_prefixed, seeds) for length in prefixes},
     )
 
 
 def _shared(
-    kind: ExecutorKind,
+    profile: ExecutorProfile,
     load: str,
     options: Mapping[str, str],
     algorithm: str,
@@ -131,13 +131,13 @@ def _shared(
     for seed in seeds:
         shapes = widened(drawn(options, _SEQUENCES[load] // scale // width, seed), algorithm, width)
         saving = Saving(len(shapes))
-        together_s.append(step_through(kind, shapes, saving.look).duration_s)
-        apart_s.append(step_through(kind, apart(shapes), lambda core, seconds: None).duration_s)
+        together_s.append(step_through(profile, shapes, saving.look).duration_s)
+        apart_s.append(step_through(profile, apart(shapes), lambda core, seconds: None).duration_s)
         saved.append(saving.share)
     return Shared(Repeated(tuple(saved)), ratio(Repeated(tuple(apart_s)), Repeated(tuple(together_s))))
 
 
-def _prefixed(kind: ExecutorKind, length: int, count: int, seeds: Sequence[int]) -> tuple[Prefixed, Prefixed]:
+def _prefixed(profile: ExecutorProfile, length: int, count: int, seeds: Sequence[int]) -> tuple[Prefixed, Prefixed]:
     options = {"input_len": _OWN_LEN, "output_len": _OUTPUT_LEN, "num_prefixes": 1, "prefix_len": str(length)}
     at_once: dict[bool, list[float]] = {False: [], True: []}
     p50: dict[bool, list[float]] = {False: [], True: []}
@@ -145,7 +145,7 @@ def _prefixed(kind: ExecutorKind, length: int, count: int, seeds: Sequence[int])
     for seed in seeds:
         shapes = drawn({"workload": "shared-prefix", **options}, count, seed)
         for cached in (False, True):
-            case = Case(kind, shapes, scheduler={"enable_prefix_caching": cached}, prompt_seed=seed)
+            case = Case(profile, shapes, scheduler={"enable_prefix_caching": cached}, prompt_seed=seed)
             at_once[cached].append(count / run_case(case).duration_s)
             times = poisson(_LOAD * at_once[False][-1], count, seed)
             ttft = run_case(replace(case, times=times)).measure().ttft_s

@@ -1,11 +1,10 @@
-"""Runs in virtual time, as the experiments make them: a case goes in, columns and metrics come out.
+"""Runs of the experiments in virtual time: from a case to columns and metrics.
 
-    kind = a100_13b()
-    shapes = fixed(prompts, outputs)  # or drawn({"workload": "sharegpt"}, 500, seed)
-    case = Case(kind, shapes, poisson(4.0, len(shapes), seed), scheduler={"batching": "dynamic", "batch_size": 8})
+    profile = a100_13b() shapes = fixed(prompts, outputs)  # or drawn({"workload": "sharegpt"}, 500, seed) case =
+    Case(profile, shapes, poisson(4.0, len(shapes), seed), scheduler={"batching": "dynamic", "batch_size": 8})
     run(case).measure().e2e_s.p99
 
-Nothing of the environment enters: an option that a case does not say has its default.
+The environment has no effect: an option that a case does not give has its default.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.slo import Slo
 from cadenza.loadtest.workloads import WorkloadSpec, make_workload
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.published import PUBLISHED
 from cadenza.simulate.run import Outcome, Simulation
 from cadenza.simulate.traffic import Traffic
@@ -33,18 +32,18 @@ from scheduler_svc.config import SchedulerConfig
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is run. Options are named as the services have them."""
+    """A simulation. Options have the services' names."""
 
-    kind: ExecutorKind
+    profile: ExecutorProfile
     shapes: Sequence[RequestShape]
     times: Sequence[float] | None = None
-    """[n] when each is due, in seconds; None: all at once."""
+    """[n] due times in seconds; None: all at once."""
     scheduler: Mapping[str, Any] = field(default_factory=dict)
-    """Of SchedulerConfig: batching, max_num_seqs, preemption, …"""
+    """Options of SchedulerConfig: batching, max_num_seqs, preemption, …"""
     executor: Mapping[str, Any] = field(default_factory=dict)
-    """In place of the kind's limits: block_size, num_gpu_blocks, num_cpu_blocks, max_num_seqs, …"""
+    """Options that replace the profile's limits: block_size, num_gpu_blocks, num_cpu_blocks, max_num_seqs, …"""
     prompt_seed: int | None = None
-    """Prompts are made of token ids, and the prefix cache finds what is alike; None: no prompt is like another."""
+    """Seed of prompts as token ids, in which the prefix cache finds shared prefixes; None: no shared prefixes."""
     keep_gaps: bool = False
     """Keep inter-token latencies."""
     num_executors: int = 1
@@ -52,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What came out of a case."""
+    """The results of a case."""
 
     case: Case
     outcome: Outcome
@@ -80,22 +79,22 @@ class Ran:
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompts' and outputs', over the whole run: what the Anyscale post calls throughput."""
+        """Prompt and output tokens per second over the whole run: the throughput of the Anyscale post."""
         return float((self.requests.num_prompt_tokens + self.requests.num_output_tokens).sum()) / self.duration_s
 
     def measure(self, window: Window | None = None, slo: Slo | None = None) -> Metrics:
-        """The harness's metrics; `window` in seconds of the run, None for all of it."""
+        """The harness's metrics; `window` is in seconds of the run, None: the whole run."""
         return measure(self.requests, window=window, slo=slo, steps=self.outcome.steps)
 
 
 def run(case: Case) -> Ran:
-    """Run a case; raises BenchmarkError if a request did not end well, as its numbers would mean something else."""
-    kind = case.kind.changed(dict(case.executor))
+    """Run a case; raises BenchmarkError if a request failed, because the numbers would not be comparable."""
+    profile = case.profile.changed(dict(case.executor))
     times = itertools.repeat(0.0) if case.times is None else case.times
     traffic = Traffic(iter(zip(times, case.shapes, strict=case.times is not None)))
     prompts = None if case.prompt_seed is None else Prompts(case.prompt_seed)
     config = scheduler_config({"max_queued_requests": len(case.shapes) + 1, **case.scheduler})
-    fleet = [kind] * case.num_executors
+    fleet = [profile] * case.num_executors
     outcome = Simulation(fleet, config, traffic, prompts=prompts, keep_gaps=case.keep_gaps).run()
     failed = outcome.requests.error[~outcome.requests.ok]
     if len(failed) or len(outcome.requests) != len(case.shapes):
@@ -104,7 +103,7 @@ def run(case: Case) -> Ran:
 
 
 def scheduler_config(options: Mapping[str, Any]) -> SchedulerConfig:
-    """The scheduler's configuration with these options, whatever the environment says."""
+    """The scheduler's configuration with these options; ignores the environment."""
     defaults = {
         name: each.get_default(call_default_factory=True) for name, each in SchedulerConfig.model_fields.items()
     }
@@ -112,35 +111,35 @@ def scheduler_config(options: Mapping[str, Any]) -> SchedulerConfig:
 
 
 def fixed(prompts: Sequence[int], outputs: Sequence[int], kinds: Sequence[str] | None = None) -> list[RequestShape]:
-    """[n] requests of these lengths, in tokens; `kinds`: labels of parts that metrics are told of."""
+    """[n] requests of these lengths, in tokens; `kinds`: labels for which metrics are reported separately."""
     labels = [""] * len(prompts) if kinds is None else kinds
     lengths = zip(prompts, outputs, labels, strict=True)
     return [RequestShape(index, int(i), int(o), kind) for index, (i, o, kind) in enumerate(lengths)]
 
 
 def drawn(options: Mapping[str, Any], count: int, seed: int) -> list[RequestShape]:
-    """`count` requests of a workload, options as `cadenza loadtest` takes them: workload, input_len, output_len, …"""
+    """`count` requests of a workload; options as for `cadenza loadtest`: workload, input_len, output_len, …"""
     return list(make_workload(WorkloadSpec(**options)).shapes(count, seed))
 
 
 def poisson(rate: float, count: int, seed: int) -> list[float]:
-    """[count] when requests of a Poisson process come, in seconds; `rate` per second, inf: all at once."""
+    """[count] arrival times of a Poisson process in seconds; `rate` per second, inf: all at once."""
     return list(itertools.islice(make_arrivals("poisson", rate).times(seed), count))
 
 
-def about(kind: ExecutorKind) -> dict[str, str]:
-    """A kind, for an experiment's `setup`."""
-    limits, costs = kind.limits, kind.costs.model_dump(exclude_defaults=True)
-    said = ", ".join(f"{name} {value:g}" for name, value in costs.items())
+def about(profile: ExecutorProfile) -> dict[str, str]:
+    """Facts about a profile for an experiment's `setup`."""
+    limits, costs = profile.limits, profile.costs.model_dump(exclude_defaults=True)
+    costs_text = ", ".join(f"{name} {value:g}" for name, value in costs.items())
     pool = f"{limits.pool_size:,} blocks of {limits.block_size} tokens"
-    return {"executor": f"{kind.name} ({said})", "KV pool": pool}
+    return {"executor": f"{profile.name} ({costs_text})", "KV pool": pool}
 
 
-def a100_13b() -> ExecutorKind:
+def a100_13b() -> ExecutorProfile:
     """OPT-13B on an A100 of 40 GB, as in the vLLM paper and the Anyscale post."""
     return PUBLISHED["a100-40gb-opt-13b"]
 
 
-def h200_8b() -> ExecutorKind:
+def h200_8b() -> ExecutorProfile:
     """Llama-3.1-8B on an H200."""
     return PUBLISHED["h200-llama-3.1-8b"]

@@ -1,4 +1,4 @@
-"""The scheduler's core step by step, with a look at its books after each plan: at what StepColumns do not tell."""
+"""Runs the scheduler's core step by step and observes its state after each plan, beyond what StepColumns record."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.experiments.simulated import scheduler_config
 from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.lanes import TOKEN, SimulatedLane
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
 
 Look = Callable[[Scheduler, float], None]
-"""Sees the core after each plan, and for how many seconds it stays so: until the step's result is in."""
+"""Called with the core after each plan, and the seconds until the step's result is applied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What a run came to."""
+    """The result of a run."""
 
     duration_s: float
     """From the start to the last token, in virtual time."""
@@ -29,37 +29,38 @@ class Stepped:
 
 
 def step_through(
-    kind: ExecutorKind,
+    profile: ExecutorProfile,
     shapes: Sequence[RequestShape],
     look: Look,
     *,
     policies: Policies | None = None,
     watermark: float = 0.01,
 ) -> Stepped:
-    """Serve requests that all come at once, one plan in flight, so that a plan holds what it says while it runs.
+    """Serve requests that all arrive at once, with one plan in flight, so that the state does not change while a plan
+    runs.
 
-    Raises BenchmarkError if the core finds nothing to do while requests wait.
+    Raises BenchmarkError if the core finds nothing to plan while requests wait.
     """
     core = Scheduler(policies or Policies())
-    core.add_executor(0, kind.spec(scheduler_config({"watermark": watermark})))
-    lane, now = SimulatedLane(0, kind, core.lanes[0], 1), 0.0
+    core.add_executor(0, profile.spec(scheduler_config({"watermark": watermark})))
+    lane, now = SimulatedLane(0, profile, core.lanes[0], 1), 0.0
     for shape in shapes:
         core.add_request(_spec(shape), now)
     has_beams = any(shape.beam_width for shape in shapes)
     while core.groups:
         if core.plan_step(0, now) is None:
-            raise BenchmarkError(f"{len(core.groups)} requests wait for ever: the policy lets none of them in")
-        flight = lane.launch(lane.core.inflight[-1], now, beams=has_beams)
-        look(core, flight.result_at - now)
-        now = flight.result_at
-        lane.land(now)
-        core.apply_result(0, flight.result, now)
-        core.take_ended()
+            raise BenchmarkError(f"{len(core.groups)} requests wait forever: the policy admits none of them")
+        inflight_step = lane.launch(lane.core.inflight[-1], now, beams=has_beams)
+        look(core, inflight_step.result_at - now)
+        now = inflight_step.result_at
+        lane.take_result(now)
+        core.apply_result(0, inflight_step.result, now)
+        core.take_finished()
     return Stepped(now, core.last_step_id, core.num_preemptions)
 
 
 def apart(shapes: Sequence[RequestShape]) -> list[RequestShape]:
-    """The same without anything shared: each sample, or beam, as a request of its own."""
+    """The same without sharing: each sample or beam as a separate request."""
     counts = [shape.beam_width or shape.n for shape in shapes]
     alone = [
         replace(shape, n=1, beam_width=0) for shape, count in zip(shapes, counts, strict=True) for _ in range(count)
@@ -71,7 +72,7 @@ def _spec(shape: RequestShape) -> RequestSpec:
     return RequestSpec(
         str(shape.index),
         (TOKEN,) * shape.num_prompt_tokens,
-        Sampling(temperature=0.0),
+        Sampling(),
         shape.num_output_tokens,
         num_samples=1 if shape.beam_width else shape.n,
         beams=BeamSpec(shape.beam_width) if shape.beam_width else None,

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks.common.checkpoints import random_checkpoint
-from benchmarks.experiments.experiment import Asked, Experiment, ExperimentResult, Figure, Finding, Series, Table
+from benchmarks.experiments.experiment import Experiment, ExperimentResult, Figure, Finding, RunSettings, Series, Table
 from benchmarks.experiments.policies import DYNAMIC, PAGED, RESERVED, STATIC, policies
 from benchmarks.experiments.served import Server
 from benchmarks.experiments.simulated import Case, a100_13b, about, run
@@ -24,50 +24,50 @@ _CONFIGURED = (
 _HALF = "continuous, half the memory reserved"
 _PUBLISHED = {RESERVED: 8.0, PAGED: 23.0}
 _FASTER_TRANSFORMER = 4.0
-"""Static batches in FasterTransformer, over those in Hugging Face's pipelines, by the same post."""
+"""Throughput of static batches in FasterTransformer over those in Hugging Face's pipelines, by the same post."""
 
 
-def _run(asked: Asked) -> ExperimentResult:
-    return _on_cpu(asked) if asked.place == "cpu" else _simulated(asked)
+def _run(settings: RunSettings) -> ExperimentResult:
+    return _on_cpu(settings) if settings.place == "cpu" else _simulated(settings)
 
 
-def _simulated(asked: Asked) -> ExperimentResult:
-    kind = a100_13b()
-    pool_tokens = kind.limits.pool_size * kind.limits.block_size
-    seeds = range(asked.seed, asked.seed + (1 if asked.quick else 2))
-    maxima = (32, 1536) if asked.quick else (32, 128, 512, 1536)
-    scale = Scale(512, 128, maxima, pool_tokens, 40 if asked.quick else 1000, seeds)
+def _simulated(settings: RunSettings) -> ExperimentResult:
+    profile = a100_13b()
+    pool_tokens = profile.limits.pool_size * profile.limits.block_size
+    seeds = range(settings.seed, settings.seed + (1 if settings.quick else 2))
+    maxima = (32, 1536) if settings.quick else (32, 128, 512, 1536)
+    scale = Scale(512, 128, maxima, pool_tokens, 40 if settings.quick else 1000, seeds)
 
     def serve(policy: str, shapes: Sequence[RequestShape], size: int) -> float:
         options = policies(size // 2)[RESERVED] if policy == _HALF else policies(size)[policy]
-        return run(Case(kind, shapes, scheduler=options)).tokens_per_s
+        return run(Case(profile, shapes, scheduler=options)).tokens_per_s
 
     points = growing_maxima(scale, (*_POLICIES, _HALF), serve)
-    equal = equal_means(scale, (STATIC, RESERVED, PAGED), serve, every=5 if asked.quick else 1)
+    equal = equal_means(scale, (STATIC, RESERVED, PAGED), serve, every=5 if settings.quick else 1)
     return ExperimentResult(
         experiment=EXPERIMENT.name,
         place="simulate",
-        seed=asked.seed,
-        setup=about(kind) | _setup(scale),
+        seed=settings.seed,
+        setup=about(profile) | _setup(scale),
         findings=[*_findings(points), _half_finding(points), _window_finding(points), *_equal_findings(equal)],
         figures=[_over_maxima(points), _over_cv(equal)],
         tables=[
-            _table("Exponential outputs, cut ever later:", points),
+            _table("Exponential outputs, truncated at increasing lengths:", points),
             _table(f"Outputs of {MEAN} on average:", equal),
         ],
     )
 
 
-def _on_cpu(asked: Asked) -> ExperimentResult:
-    maxima = (16, 96) if asked.quick else (16, 96, 480)
-    scale = Scale(32, 48, maxima, 2048, 12 if asked.quick else 160, range(asked.seed, asked.seed + 1))
+def _on_cpu(settings: RunSettings) -> ExperimentResult:
+    maxima = (16, 96) if settings.quick else (16, 96, 480)
+    scale = Scale(32, 48, maxima, 2048, 12 if settings.quick else 160, range(settings.seed, settings.seed + 1))
     options = {"num_gpu_blocks": scale.pool_tokens // 16, "max_num_seqs": 64, "max_num_batched_tokens": 512}
     model = random_checkpoint("10m")
 
     def serve(policy: str, shapes: Sequence[RequestShape], size: int) -> float:
         with Server(model, {**options, **policies(size)[policy]}) as server:
-            server.load(shapes[:size], seed=asked.seed + 1)
-            columns = server.load(shapes, seed=asked.seed)
+            server.load(shapes[:size], seed=settings.seed + 1)
+            columns = server.load(shapes, seed=settings.seed)
         return float((columns.num_prompt_tokens + columns.num_output_tokens).sum()) / end_of(columns)
 
     points = growing_maxima(scale, _POLICIES, serve)
@@ -75,7 +75,7 @@ def _on_cpu(asked: Asked) -> ExperimentResult:
     return ExperimentResult(
         experiment=EXPERIMENT.name,
         place="cpu",
-        seed=asked.seed,
+        seed=settings.seed,
         setup={"model": f"{model.name}, 10.5M parameters", "services": services} | _setup(scale),
         findings=[*_findings(points), _window_finding(points)],
         figures=[_over_maxima(points)],

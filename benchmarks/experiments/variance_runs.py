@@ -1,4 +1,4 @@
-"""Workloads of experiment 1, outputs that vary more and more, and each policy's throughput on them."""
+"""Workloads of experiment 1, with increasingly varied outputs, and each policy's throughput."""
 
 from __future__ import annotations
 
@@ -14,62 +14,62 @@ from cadenza.loadtest.requests import Floats, Ints, RequestShape
 from cadenza.loadtest.seeds import stream
 
 MEAN = 128
-"""Of the outputs in `equal_means`."""
+"""Mean of the outputs in `equal_means`."""
 
 Serve = Callable[[str, Sequence[RequestShape], int], float]
-"""Tokens per second, prompts' and outputs' as the post counts them, of a policy with batches of so many."""
+"""Tokens per second (prompts and outputs, as in the post) of a policy, from policy, requests and batch size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Sizes of one place; lengths in tokens."""
+    """Sizes for one place; lengths are in tokens."""
 
     prompt_len: int
     mean: int
-    """Of the exponential distribution that outputs are drawn from."""
+    """Mean of the exponential distribution of outputs."""
     maxima: tuple[int, ...]
-    """Draws over it are drawn again, as in the post."""
+    """Limits of the outputs; larger draws are redrawn, as in the post."""
     pool_tokens: int
     num_requests: int
-    """At least."""
+    """Minimum number of requests."""
     seeds: range
 
     def num_reserved(self, maximum: int) -> int:
-        """Sequences whose greatest length fits in the pool."""
+        """Number of sequences whose greatest length fits in the pool."""
         return self.pool_tokens // (self.prompt_len + maximum)
 
     def num_loaded(self, maximum: int) -> int:
-        """Requests in whole batches, as in the post: a static batch that is not full waits for ever."""
+        """Number of requests in whole batches, as in the post: an incomplete static batch waits forever."""
         size = self.num_reserved(maximum)
         return -(-self.num_requests // size) * size
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One workload, and what came out."""
+    """Results for one workload."""
 
     label: str
     num_reserved: int
-    """Sequences of a batch."""
+    """Sequences in a batch."""
     cv: float
     """Standard deviation of the outputs over their mean."""
     longest_over_mean: float
-    """Of the static batches, in their order: steps that a batch takes for each that a sequence of it needs."""
+    """Longest output over the mean in static batches: steps of a batch for each step that a sequence needs."""
     tokens_per_s: dict[str, Floats]
     """[seeds] by policy."""
 
     def ratio(self, policy: str, over: str = STATIC) -> float:
-        """Mean throughput over another's."""
+        """Ratio of the mean throughput to another policy's."""
         return float(self.tokens_per_s[policy].mean() / self.tokens_per_s[over].mean())
 
     def spread(self, policy: str) -> tuple[float, float]:
-        """Least and greatest ratio of the runs to static batches with the same load."""
+        """Minimum and maximum over the runs of the ratio to static batches with the same load."""
         ratios = self.tokens_per_s[policy] / self.tokens_per_s[STATIC]
         return float(ratios.min()), float(ratios.max())
 
 
 def growing_maxima(scale: Scale, names: Sequence[str], serve: Serve) -> list[Point]:
-    """The post's workloads: exponential outputs, cut ever later, and as large a batch as each leaves room for."""
+    """The post's workloads: exponential outputs with increasing limits, each with the largest batch that fits."""
     found = []
     for maximum in scale.maxima:
         loads = [_exponential(scale, maximum, seed) for seed in scale.seeds]
@@ -78,7 +78,7 @@ def growing_maxima(scale: Scale, names: Sequence[str], serve: Serve) -> list[Poi
 
 
 def equal_means(scale: Scale, names: Sequence[str], serve: Serve, every: int = 1) -> list[Point]:
-    """Outputs of one mean and one maximum, so of one batch size, and of growing variance; `every` n-th of them."""
+    """Outputs of equal mean and maximum, hence equal batch size, and of growing variance; every `every`-th workload."""
     maximum = scale.maxima[-1]
     lengths = [
         ("constant", str(MEAN)),

@@ -1,1 +1,1 @@
-"""Drivers of other systems, each run by an interpreter of its own."""
+"""Drivers of other systems, each run by its own interpreter."""

@@ -11,7 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def answering() -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yields what sends an answer, one JSON line on stdout. All else that is printed meanwhile goes to stderr."""
+    """Yields a function that sends an answer, one JSON line on stdout. Other output goes to stderr meanwhile."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)
         yield lambda found: print(json.dumps(found), file=out, flush=True)

@@ -31,7 +31,7 @@ _OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm",
 def gguf_of(folder: Path, cache: Path) -> Path:
     """The checkpoint as GGUF, made once in `cache` per version of the checkpoint.
 
-    Raises ValueError for what is no Llama in bf16.
+    Raises ValueError for a checkpoint other than a Llama in bf16.
     """
     stamp = int((folder / "config.json").stat().st_mtime)
     path = cache / f"{folder.name}-{stamp}.gguf"

@@ -1,4 +1,4 @@
-"""guidellm, a load generator of others, as a command of its own interpreter: what it sends, and what it says of it.
+"""Runs guidellm, another load generator, with its own interpreter: sends the load and reads its report.
 
 https://github.com/vllm-project/guidellm
 """
@@ -20,7 +20,7 @@ NAME = "guidellm"
 
 
 def run_guidellm(python: Path, load: Load, folder: Path) -> Seen:
-    """Send the load and read the stamps of each request; raises BenchmarkError if one failed."""
+    """Send the load and read the timestamps of each request; raises BenchmarkError if one failed."""
     data, result = folder / "guidellm.jsonl", folder / "guidellm.json"
     data.write_text(load.lines(prompt="prompt", output_len="output_tokens_count"), encoding="utf-8")
     backend = {
@@ -46,7 +46,7 @@ def _seen(report: Mapping[str, Any], count: int) -> Seen:
     (run,) = report["benchmarks"]
     metrics, requests = run["metrics"], run["requests"]["successful"]
     if len(requests) != count:
-        raise BenchmarkError(f"{NAME}: {len(requests)} of {count} requests ended well")
+        raise BenchmarkError(f"{NAME}: {len(requests)} of {count} requests completed")
     stamps = [each["info"]["timings"] for each in requests]
 
     def column(name: str) -> Any:

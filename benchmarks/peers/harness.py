@@ -1,4 +1,4 @@
-"""Load generators, ours and others', as commands: the load that each is given, and the stamps that each leaves."""
+"""Load generators as commands: the load that each one gets, and the timestamps that it reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Load:
     url: str
     """Base URL, with /v1."""
     model: str
-    """Its name there."""
+    """Name of the model at the server."""
     tokenizer: Path
     prompts: Sequence[str]
     output_len: int
@@ -39,22 +39,23 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a generator saw. Stamps in seconds of one clock of its own, [n] each in one order."""
+    """The measurements of a generator. Timestamps are in seconds of its own clock, [n] each in one order."""
 
     due_s: Floats
     sent_s: Floats
     first_s: Floats
-    """The first output token was there."""
+    """Arrival of the first output token."""
     last_s: Floats
     num_prompt_tokens: int
     """Over all requests, as the server counts them; so is the next."""
     num_output_tokens: int
     reported: Mapping[str, float]
-    """What its own report says, by our names."""
+    """The values of its own report, by Cadenza's names."""
     version: str
 
     def metrics(self, output_len: int) -> dict[str, float]:
-        """Medians of one definition for all, in milliseconds, from the stamps; throughput from first due to last."""
+        """Medians in milliseconds, computed from the timestamps alike for all; throughput from first due to last
+        token."""
         after_first = max(output_len - 1, 1)
         return {
             "lag_p50_ms": _median_ms(self.sent_s - self.due_s),
@@ -66,7 +67,7 @@ class Seen:
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-    """Run it to its end, by default in our environment; if it fails, raises BenchmarkError with what it wrote last."""
+    """Run a command, by default in this environment; if it fails, raises BenchmarkError with its last output."""
     with log_file() as log, log.open("w", encoding="utf-8") as out:
         try:
             done = subprocess.run(

@@ -1,10 +1,10 @@
-"""llama.cpp through llama-cpp-python's low-level calls: the plainest loop that keeps its batches full.
+"""llama.cpp through llama-cpp-python's low-level calls: the simplest loop that keeps its batches full.
 
-The package has no server that batches. Each step is one `llama_decode`: a token of every running sequence and whole
-prompts of those that join, greedy from the raw logits. Needs llama-cpp-python and gguf.
-Arguments: the model's folder, tokens of the longest request, a folder for the GGUF file, threads. A question is
-`{"requests": [{"prompt", "output_len"}], "arrivals": null or seconds}`, its answer `{"wall_s", "times": [[first, last,
-tokens, due]]}` in seconds since the start.
+The package has no batching server. Each step is one `llama_decode`: a token of every running sequence and the whole
+prompts of new ones, greedy from the raw logits. Needs llama-cpp-python and gguf. Arguments: the model's folder, tokens
+of the longest request, a folder for the GGUF file, threads. A question is `{"requests": [{"prompt", "output_len"}],
+"arrivals": null or seconds}`, its answer `{"wall_s", "times": [[first, last, tokens, due]]}` in seconds since the
+start.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Sequence:
 
 @dataclass(slots=True)
 class Batch:
-    """What the next `llama_decode` computes."""
+    """The input of the next `llama_decode`."""
 
     native: Any
-    rows: dict[int, int] = field(default_factory=dict)  # slot -> row whose logits are wanted
+    rows: dict[int, int] = field(default_factory=dict)  # slot -> row whose logits are needed
 
     def clear(self) -> None:
         """Empty it."""
@@ -51,7 +51,7 @@ class Batch:
         self.rows.clear()
 
     def add(self, slot: int, token: int, position: int, *, sample: bool) -> None:
-        """One more token of a sequence."""
+        """Add a token of a sequence."""
         native, row = self.native, self.native.n_tokens
         native.token[row], native.pos[row] = token, position
         native.n_seq_id[row], native.seq_id[row][0], native.logits[row] = 1, slot, sample
@@ -61,7 +61,7 @@ class Batch:
 
 
 class Engine:
-    """A loaded model with room for some sequences."""
+    """A loaded model with `num_slots` sequence slots."""
 
     def __init__(self, library: Any, model: Any, num_slots: int, longest: int, num_threads: int) -> None:
         self._library = library
@@ -84,7 +84,7 @@ class Engine:
         self._num_slots = num_slots
 
     def serve(self, requests: list[dict[str, Any]], arrivals: list[float] | None) -> dict[str, Any]:
-        """Serve all, in the order of arrival."""
+        """Serve all requests in the order of arrival."""
         due = arrivals or [0.0] * len(requests)
         times: list[list[float]] = [[]] * len(requests)
         waiting = list(range(len(requests)))[::-1]
@@ -119,7 +119,7 @@ class Engine:
         return Sequence(index, len(prompt) - 1, request["output_len"])
 
     def _step(self, running: dict[int, Sequence], start: float) -> list[tuple[int, Sequence]]:
-        """Compute the batch and take the tokens; those that have ended with it."""
+        """Compute the batch and take its tokens; returns the sequences that have ended."""
         code = self._library.llama_decode(self._context, self._batch.native)
         if code:
             raise RuntimeError(f"llama_decode failed with {code}")
@@ -139,7 +139,7 @@ class Engine:
 
 
 def main() -> None:
-    """Load, say the version, then answer until stdin ends; fewer requests than slots have a context of that size."""
+    """Load, report the version, then answer until stdin ends; fewer requests than slots get a smaller context."""
     folder, longest, cache, num_threads = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
     with answering() as answer:
         library = importlib.import_module("llama_cpp")
@@ -153,11 +153,11 @@ def main() -> None:
         answer({"version": library.__version__, "threads": num_threads, "max_slots": MAX_SLOTS})
         engines: dict[int, Engine] = {}
         for line in sys.stdin:
-            asked = json.loads(line)
-            num_slots = min(MAX_SLOTS, len(asked["requests"]))
+            question = json.loads(line)
+            num_slots = min(MAX_SLOTS, len(question["requests"]))
             if num_slots not in engines:
                 engines[num_slots] = Engine(library, model, num_slots, longest, num_threads)
-            answer(engines[num_slots].serve(asked["requests"], asked["arrivals"]))
+            answer(engines[num_slots].serve(question["requests"], question["arrivals"]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A peer in a process of its own: questions go to its stdin, answers come from its stdout, one JSON line each."""
+"""A peer in its own process: questions go to its stdin, answers come from its stdout, one JSON line each."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _STOP_S = 10.0
 
 
 class PeerProcess:
-    """A peer that has said its version, and maybe more of itself, and waits for questions."""
+    """A peer that has reported its version and possibly more facts, and waits for questions."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process = process
         self._log = log
         self.about = self._answer()
-        """What the peer said of itself, "version" at least."""
+        """The facts that the peer reported, at least "version"."""
         self.version = str(self.about["version"])
 
     @property
@@ -34,9 +34,9 @@ class PeerProcess:
         return self._process.pid
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """The peer's answer; raises BenchmarkError with the end of what the peer wrote if it failed."""
+        """Send a question and return the answer; if the peer failed, raises BenchmarkError with the end of its log."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # then there is no answer either, which is said better
+        with contextlib.suppress(BrokenPipeError):  # then reading the answer fails with a better message
             print(json.dumps(question), file=self._process.stdin, flush=True)
         return self._answer()
 
@@ -53,7 +53,7 @@ class PeerProcess:
 def peer_process(
     python: Path, module: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Iterator[PeerProcess]:
-    """Run a peer's module with this interpreter, `environment` on top of ours; at the end close its stdin and wait.
+    """Run a peer's module with this interpreter and extra `environment`; at the end close its stdin and wait.
 
     Raises BenchmarkError if it does not start.
     """
@@ -83,22 +83,22 @@ def peer_process(
 
 @contextlib.contextmanager
 def log_file() -> Iterator[Path]:
-    """Where a peer's stderr goes, for as long as the peer lives."""
+    """A file for a peer's stderr, which exists while the peer runs."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder) / "log"
 
 
 def last_lines(log: Path, count: int = 5) -> str:
-    """The end of what a peer wrote."""
+    """The last lines of a peer's log."""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-count:])
 
 
-def stop(process: subprocess.Popen[Any], *, ask: bool = False) -> None:
-    """Wait for a process to end, with `ask` after SIGTERM; then kill what is left of it and of its descendants."""
+def stop(process: subprocess.Popen[Any], *, terminate: bool = False) -> None:
+    """Wait for a process to end, with `terminate` after SIGTERM; then kill it and its descendants if they still run."""
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         family = psutil.Process(process.pid).children(recursive=True)
-    if ask:
+    if terminate:
         process.terminate()
     try:
         process.wait(_STOP_S)
@@ -112,7 +112,7 @@ def stop(process: subprocess.Popen[Any], *, ask: bool = False) -> None:
 
 
 def can_import(python: Path, package: str) -> bool:
-    """Does this interpreter find a package? It is not imported."""
+    """Whether this interpreter finds a package; the package is not imported."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
     try:
         return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0

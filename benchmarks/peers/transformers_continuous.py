@@ -1,4 +1,4 @@
-"""transformers' continuous batching with its paged cache, in a process of its own.
+"""transformers' continuous batching with its paged cache, in its own process.
 
 Arguments: the model's folder, tokens of the longest request, most requests at once. A question is
 `{"requests": [{"prompt", "output_len"}], "arrivals": null or seconds}`, its answer `{"wall_s", "times": [[first, last,
@@ -28,7 +28,7 @@ _POLL_S = 1.0
 
 
 def serve(manager: Any, requests: list[dict[str, Any]], arrivals: list[float] | None, tag: str) -> dict[str, Any]:
-    """Serve all; raises RuntimeError if the manager failed, or for an output of the wrong length."""
+    """Serve all requests; raises RuntimeError if the manager failed, or for an output of the wrong length."""
     due = arrivals or [0.0] * len(requests)
     start = time.perf_counter()
 
@@ -63,7 +63,7 @@ def serve(manager: Any, requests: list[dict[str, Any]], arrivals: list[float] | 
 
 
 def main() -> None:
-    """Load, say the version, then answer until stdin ends."""
+    """Load, report the version, then answer until stdin ends."""
     folder, longest, most = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     with answering() as answer:
         model = load_model(folder)
@@ -81,8 +81,8 @@ def main() -> None:
         ) as manager:
             answer({"version": transformers.__version__, "threads": torch.get_num_threads()})
             for line, tag in zip(sys.stdin, itertools.count(), strict=False):
-                asked = json.loads(line)
-                answer(serve(manager, asked["requests"], asked["arrivals"], str(tag)))
+                question = json.loads(line)
+                answer(serve(manager, question["requests"], question["arrivals"], str(tag)))
 
 
 if __name__ == "__main__":

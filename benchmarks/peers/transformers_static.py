@@ -1,4 +1,4 @@
-"""transformers' `generate` in static batches, in a process of its own so that its threads disturb nobody.
+"""transformers' `generate` in static batches, in its own process so that its threads disturb no other system.
 
 Argument: the model's folder. A question is `{"requests": [{"prompt", "output_len"}], "batch_size"}`, its answer
 `{"wall_s"}`.
@@ -21,7 +21,7 @@ _TRIAL = (16, 64, 8)  # requests, prompt tokens, output tokens
 
 
 def main() -> None:
-    """Load, try which number of threads is fastest, say the version, then answer until stdin ends."""
+    """Load, find the fastest number of threads, report the version, then answer until stdin ends."""
     with answering() as answer:
         model = load_model(Path(sys.argv[1]))
         num_requests, num_prompt, num_output = _TRIAL
@@ -33,9 +33,9 @@ def main() -> None:
         threads = use_fastest_threads(model, trial)
         answer({"version": transformers.__version__, "threads": next(iter(threads))})
         for line in sys.stdin:
-            asked = json.loads(line)
-            requests = [Request(0, each["prompt"], each["output_len"]) for each in asked["requests"]]
-            answer({"wall_s": serve_static(model, requests, asked["batch_size"])})
+            question = json.loads(line)
+            requests = [Request(0, each["prompt"], each["output_len"]) for each in question["requests"]]
+            answer({"wall_s": serve_static(model, requests, question["batch_size"])})
 
 
 if __name__ == "__main__":

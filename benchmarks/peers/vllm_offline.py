@@ -18,7 +18,7 @@ MAX_NUM_BATCHED_TOKENS = 2048
 
 
 def serve(vllm: Any, llm: Any, requests: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds until all have ended; raises RuntimeError for an output of the wrong length."""
+    """Serve all requests; returns the seconds that this took. Raises RuntimeError for an output of the wrong length."""
     prompts = [vllm.TokensPrompt(prompt_token_ids=each["prompt"]) for each in requests]
     params = [
         vllm.SamplingParams(temperature=0.0, max_tokens=each["output_len"], ignore_eos=True, detokenize=False)
@@ -34,7 +34,7 @@ def serve(vllm: Any, llm: Any, requests: list[dict[str, Any]]) -> dict[str, floa
 
 
 def main() -> None:
-    """Load, say the version, then answer until stdin ends."""
+    """Load, report the version, then answer until stdin ends."""
     folder, longest, most = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     with answering() as answer:
         vllm = importlib.import_module("vllm")

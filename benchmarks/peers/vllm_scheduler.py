@@ -1,7 +1,7 @@
 """vLLM's v1 scheduler under the load of `scheduler_cost`: `schedule` is its plan, `update_from_output` its apply.
 
-A server of its own process, which needs vllm alone: cases come as JSON lines on stdin, `{"case": …, "steps", "seed"}`,
-metrics go as JSON lines to stdout. It makes no model: the scheduler runs without a GPU, and results are made up.
+It runs in its own process and needs only vllm: cases come as JSON lines on stdin, `{"case": …, "steps", "seed"}`,
+metrics go as JSON lines to stdout. There is no model: the scheduler runs without a GPU, and the results are synthetic.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _SHAPE = {
 
 
 def _vllm(module: str, name: str) -> Any:
-    """Not imported by its name: where this benchmark is checked and tested there is no vllm."""
+    """Import by string, because vllm is not installed where this benchmark is type-checked and tested."""
     return getattr(importlib.import_module(f"vllm.{module}"), name)
 
 
 class Peer:
-    """A vLLM scheduler and what made-up model runs answer it."""
+    """A vLLM scheduler with synthetic model results."""
 
     def __init__(self, case: Case, num_steps: int, seed: int, folder: Path) -> None:
         self._case = case
@@ -63,7 +63,7 @@ class Peer:
         self._start(case.prompts(seed))
 
     def measure(self, num_steps: int) -> StepTimes:
-        """Time steps; raises RuntimeError for one that is not as it should be."""
+        """Time steps; raises RuntimeError for an unexpected step."""
         for _ in range(WARM_UP_STEPS if self._case.churn else 0):
             self._join()
             self._update(self._scheduler.schedule(), self._case.num_changing)
@@ -82,7 +82,7 @@ class Peer:
         return times
 
     def _start(self, prompts: list[tuple[int, ...]]) -> None:
-        """Run all of them until each has a token."""
+        """Run all requests until each has a token."""
         for prompt in prompts:
             self._add(prompt)
         running = self._scheduler.running
@@ -111,7 +111,7 @@ class Peer:
         return time.perf_counter_ns() - begin
 
     def _update(self, plan: Any, num_ending: int) -> tuple[int, Any]:
-        """A token for each request whose prompt is computed; returns nanoseconds and the outputs of the requests."""
+        """Give a token to each request whose prompt is computed; returns nanoseconds and the requests' outputs."""
         self._num_steps += 1
         ids = list(plan.num_scheduled_tokens)
         known = self._scheduler.requests
@@ -183,15 +183,15 @@ def _make_scheduler(case: Case, num_steps: int, folder: Path) -> Any:
 
 
 def main() -> None:
-    """Say the version, then answer each case until stdin ends. What vllm prints goes to stderr."""
+    """Report the version, then answer each case until stdin ends. Output of vllm goes to stderr."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with answering() as answer, tempfile.TemporaryDirectory() as folder:
         answer({"version": importlib.import_module("vllm").__version__})
         for line in sys.stdin:
-            asked = json.loads(line)
-            peer = Peer(Case(**asked["case"]), asked["steps"], asked["seed"], Path(folder))
-            answer(peer.measure(asked["steps"]).metrics())
+            question = json.loads(line)
+            peer = Peer(Case(**question["case"]), question["steps"], question["seed"], Path(folder))
+            answer(peer.measure(question["steps"]).metrics())
 
 
 if __name__ == "__main__":

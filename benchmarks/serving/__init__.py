@@ -1,1 +1,1 @@
-"""The parts of `cpu_serving`: the systems, how they are opened, the runs, and the rows."""
+"""The parts of `cpu_serving`: the systems, their start, the runs, and the rows."""

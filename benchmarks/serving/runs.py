@@ -18,7 +18,7 @@ _WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is sent in one measurement, the same to every system."""
+    """The requests of one measurement, the same for every system."""
 
     measure: str
     requests: Sequence[Request]
@@ -35,7 +35,7 @@ class Run:
     about: dict[str, Any]
     repeat: int  # from 0
     metrics: dict[str, float]
-    other_cores: float  # that anything but this system and its client used meanwhile, idle systems included
+    other_cores: float  # used by everything but this system and its client, including idle systems
 
 
 def measure_all(systems: Sequence[System], jobs: Sequence[Job], repeats: int, quiet_wait_s: float) -> Iterator[Run]:
@@ -44,7 +44,7 @@ def measure_all(systems: Sequence[System], jobs: Sequence[Job], repeats: int, qu
         for job in jobs:
             system.serve(warm_up(job.requests))
     for repeat in range(repeats):
-        # Every other time in reverse, so that no system always follows the same one.
+        # The order alternates, so that no system always follows the same one.
         order = systems if repeat % 2 == 0 else systems[::-1]
         for job in jobs:
             for system in serving(job, order):
@@ -52,7 +52,7 @@ def measure_all(systems: Sequence[System], jobs: Sequence[Job], repeats: int, qu
 
 
 def serving(job: Job, systems: Sequence[System]) -> list[System]:
-    """Those that serve a job: of one driver with several batch sizes the largest, where there is no more to batch."""
+    """The systems that serve a job: all of them for a burst; otherwise, of several batch sizes only the largest."""
     sizes = {system.about["batch_size"] for system in systems if "batch_size" in system.about}
     if job.measure == "burst":
         return list(systems)
@@ -60,7 +60,7 @@ def serving(job: Job, systems: Sequence[System]) -> list[System]:
 
 
 def warm_up(requests: Sequence[Request]) -> list[Request]:
-    """The first few, with short outputs."""
+    """The first few requests, with short outputs."""
     few = requests[:_WARM_UP_REQUESTS]
     return [replace(request, output_len=min(request.output_len, _WARM_UP_TOKENS)) for request in few]
 
@@ -73,7 +73,7 @@ def timed(
     quiet_wait_s: float,
     take: Callable[[], tuple[dict[str, float], dict[str, Any]]],
 ) -> Run:
-    """One run: wait for a quiet machine, take metrics and what the system says of itself, note what others used."""
+    """One run: wait for a quiet machine, take metrics and the system's facts, and note the load of others."""
     wait_quiet(quiet_wait_s, others)
     with OtherLoad(others) as other:
         metrics, about = take()
@@ -81,7 +81,7 @@ def timed(
 
 
 def burst_rate(runs: Sequence[Run], system: str) -> float | None:
-    """Requests per second in the bursts of this system, the median; None if it had none."""
+    """Median requests per second in the bursts of this system; None if it had none."""
     rates = [run.metrics["requests_per_s"] for run in runs if run.system == system and run.measure == "burst"]
     return statistics.median(rates) if rates else None
 
@@ -112,12 +112,12 @@ def _memory(system: System) -> dict[str, float]:
 
 
 def _others(system: System, systems: Sequence[System]) -> set[int]:
-    """Processes of the systems that have to be idle."""
+    """Processes of the systems that must be idle."""
     return {pid for each in systems for pid in each.pids.values()} - set(system.pids.values())
 
 
-def said(run: Run) -> str:
-    """A line for people."""
+def run_text(run: Run) -> str:
+    """A run as a line of text."""
     shown = {name: value for name, value in run.metrics.items() if name not in ("requests_per_s", "wall_s")}
     note = note_on(run.other_cores)
     return (

@@ -1,4 +1,4 @@
-"""How long from nothing to the first token: `cadenza up`, and vLLM's server, each as a process that is started anew."""
+"""Time from process start to the first token: `cadenza up` and vLLM's server, each as a new process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.serving.runs import Run, timed
 STARTED = (CADENZA, VLLM)
 START = "start"
 _Start = Callable[[contextlib.ExitStack], tuple[float, dict[str, Any]]]
-"""Starts a system and serves one request; seconds to the first token, and what the system says of itself."""
+"""Starts a system and serves one request; returns the seconds to the first token and the system's facts."""
 
 
 def measure_starts(
@@ -41,7 +41,7 @@ def measure_starts(
 
 
 def _timed(name: str, repeat: int, quiet_wait_s: float, start: _Start) -> Run:
-    # Stopped after the run: a process that its parent does not wait for takes the record of its work along.
+    # Stopped after the run: the CPU time of a process that its parent does not reap is lost.
     with contextlib.ExitStack() as stack:
 
         def take() -> tuple[dict[str, float], dict[str, Any]]:
@@ -70,18 +70,18 @@ def _start_vllm(
 
 
 def _first_token_s(start: float, times: Sequence[StreamTimes], wall_s: float) -> float:
-    """Called when a run of one request has just ended: seconds from `start` to its first token."""
+    """Seconds from `start` to the first token; call it when a run of one request has just ended."""
     return time.perf_counter() - start - (wall_s - times[0].first_s)
 
 
 @contextlib.contextmanager
 def cadenza_up(folder: Path, service: Mapping[str, Any]) -> Iterator[str]:
-    """`cadenza up` as a process, until it says `ready HOST:PORT`; yields that address.
+    """Start `cadenza up` as a process and wait until it prints `ready HOST:PORT`; yields that address.
 
     Raises BenchmarkError if it ends before.
     """
     settings = {"device": "cpu", "skip_tokenizer_init": True, **service}
-    # Truth values as the environment has them; what an option names, such as a folder, stays as it is.
+    # Booleans in the form of the environment; other values, such as a folder, are unchanged.
     environment = {
         f"CADENZA_{name.upper()}": str(value).lower() if isinstance(value, bool) else str(value)
         for name, value in settings.items()
@@ -100,5 +100,5 @@ def cadenza_up(folder: Path, service: Mapping[str, Any]) -> Iterator[str]:
                 raise BenchmarkError("`cadenza up` has ended: " + last_lines(log))
             yield line.split()[1]
         finally:
-            stop(process, ask=True)
+            stop(process, terminate=True)
             process.stdout.close()

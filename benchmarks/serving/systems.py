@@ -1,4 +1,4 @@
-"""The systems that are measured: each serves a list of requests and says how long that took."""
+"""The measured systems: each serves a list of requests and reports how long that took."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from benchmarks.peers.process import PeerProcess
 from cadenza import LocalServices
 
 Arrivals = Sequence[float] | None
-"""Seconds since the start at which requests come; None: all at once."""
+"""Arrival times in seconds since the start; None: all at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What came of serving some requests."""
+    """The result of serving some requests."""
 
-    wall_s: float  # from the first that was sent to the last that ended
-    times: list[StreamTimes] | None = None  # of each request, from systems that show tokens as they come
+    wall_s: float  # from the first request sent to the last one ended
+    times: list[StreamTimes] | None = None  # of each request, from systems that stream tokens
 
 
 class System(Protocol):
-    """One way of serving, in processes that are children of this one."""
+    """One way of serving, in child processes."""
 
     @property
     def name(self) -> str:
-        """As in rows."""
+        """Name in rows."""
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -40,15 +40,15 @@ class System(Protocol):
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Its processes by what they are in rows; they may have children."""
+        """Process ids by their names in rows; the processes may have children."""
 
     def serve(self, requests: Sequence[Request], arrivals: Arrivals = None) -> Served:
-        """Serve all of them, greedy, EOS ignored; raises BenchmarkError if an output has the wrong length."""
+        """Serve all requests, greedy and ignoring EOS; raises BenchmarkError if an output has the wrong length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cadenza:
-    """Both services, through a session for all requests that brings finished results, or with a stream for each."""
+    """Both services, with one session for all requests that returns finished results, or with a stream for each."""
 
     services: LocalServices
     streams: bool
@@ -61,11 +61,11 @@ class Cadenza:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Scheduler and executor."""
+        """Process ids of scheduler and executor."""
         return self.services.pids()
 
     def serve(self, requests: Sequence[Request], arrivals: Arrivals = None) -> Served:
-        """Requests that arrive over time are always streams."""
+        """Serve all requests; with arrival times, each on its own stream."""
         if self.streams or arrivals is not None:
             times, wall_s = asyncio.run(stream_burst(self.services.target, requests, arrivals))
             return Served(wall_s, times)
@@ -75,7 +75,7 @@ class Cadenza:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A driver of benchmarks/peers in a process of its own, by whose clock the times are."""
+    """A driver of benchmarks/peers in its own process; times are by its clock."""
 
     name: str
     process: PeerProcess
@@ -83,24 +83,24 @@ class Peer:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What the driver said of itself, and the settings."""
+        """The driver's facts and the settings."""
         return {**self.process.about, **self.settings}
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """The driver; what it started are its children."""
+        """Process id of the driver; processes that it started are its children."""
         return {"driver": self.process.pid}
 
     def serve(self, requests: Sequence[Request], arrivals: Arrivals = None) -> Served:
         """Seconds and, from drivers that have them, times of each request: [first, last, tokens, due]."""
-        asked = [{"prompt": each.prompt, "output_len": each.output_len} for each in requests]
-        found = self.process.ask({"requests": asked, "arrivals": arrivals, **self.settings})
+        question = [{"prompt": each.prompt, "output_len": each.output_len} for each in requests]
+        found = self.process.ask({"requests": question, "arrivals": arrivals, **self.settings})
         times = found.get("times")
         return Served(found["wall_s"], [StreamTimes(*each) for each in times] if times else None)
 
 
 def resident_mb(pid: int) -> float:
-    """Resident memory of a process and its descendants, in MB (1e6 bytes); pages that they share count for each."""
+    """Resident memory of a process and its descendants, in MB (1e6 bytes); shared pages count for each."""
     total = 0
     root = psutil.Process(pid)
     for process in [root, *root.children(recursive=True)]:

@@ -1,6 +1,6 @@
-"""vLLM's OpenAI-compatible server as a process, and a client of its streams that is as light as possible.
+"""vLLM's OpenAI-compatible server as a process, and a minimal client for its streams.
 
-The client is plain HTTP/1.1 with a connection for each request: server and client share the cores.
+The client is plain HTTP/1.1 with a connection for each request, because server and client share the cores.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ _MAX_NUM_BATCHED_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class VllmServer:
-    """A server that answers; as a System it streams, one request per connection."""
+    """A running server; as a System it streams, one request per connection."""
 
     port: int
     pid: int
     about: Mapping[str, Any]
     model: str = _MODEL
-    """Its name there."""
+    """Name of the model at the server."""
 
     @property
     def name(self) -> str:
-        """The same as of the offline engine: rows say which by their measurement."""
+        """The same name as the offline engine's: rows are distinguished by their measurement."""
         return NAME
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """The server; its engine is its child."""
+        """Process id of the server; its engine is a child process."""
         return {"server": self.pid}
 
     def serve(self, requests: Sequence[Request], arrivals: Arrivals = None) -> Served:
-        """All at once, or as they arrive, by the clock of this process."""
+        """Serve all requests at once, or as they arrive, by the clock of this process."""
         return asyncio.run(_serve(self.port, requests, arrivals or [0.0] * len(requests)))
 
 
@@ -70,7 +70,7 @@ def vllm_server(
 ) -> Iterator[VllmServer]:
     """Start the server and wait until it is healthy; raises BenchmarkError if it ends before.
 
-    Without its tokenizer it takes token ids alone.
+    Without its tokenizer it accepts only token ids.
     """
     port = _free_port()
     command = [
@@ -97,7 +97,7 @@ def vllm_server(
             _wait_healthy(process, port, log)
             yield VllmServer(port, process.pid, {"version": _version(port), **about})
         finally:
-            stop(process, ask=True)
+            stop(process, terminate=True)
 
 
 def _wait_healthy(process: subprocess.Popen[Any], port: int, log: Path) -> None:
@@ -166,7 +166,7 @@ async def _read(reader: asyncio.StreamReader, request: Request, start: float, du
 
 
 def _http_request(request: Request) -> bytes:
-    asked = {
+    payload = {
         "model": _MODEL,
         "prompt": request.prompt,
         "max_tokens": request.output_len,
@@ -175,7 +175,7 @@ def _http_request(request: Request) -> bytes:
         "stream": True,
         "return_token_ids": True,
     }
-    body = json.dumps(asked).encode()
+    body = json.dumps(payload).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {_HOST}\r\nContent-Type: application/json\r\n"
         f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -6,7 +6,7 @@
         for output in llm.generate(["Hello"], SamplingParams(max_tokens=32)):
             print(output.outputs[0].text)
 
-Everything loads on first use: importing `cadenza.v1`, as the services do, loads no client.
+Everything is loaded on first use: importing `cadenza.v1`, as the services do, loads no client.
 """
 
 from __future__ import annotations

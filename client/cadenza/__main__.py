@@ -1,4 +1,4 @@
-"""`python -m cadenza`: the `cadenza` command where its script is not on the path."""
+"""`python -m cadenza`: the `cadenza` command if its script is not on the path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client on grpc.aio: the one implementation, which the blocking `Client` runs on a thread."""
+"""The client on grpc.aio: the only implementation, which the blocking `Client` runs on a thread."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ T = TypeVar("T")
 class AsyncClient:
     """A client of one Cadenza server at `HOST:PORT`; use it within one event loop.
 
-    The connection is made by the first call. Every method raises a `CadenzaError` subclass for what the server
-    refuses or fails at, UnavailableError if it is not there, and ValueError for arguments that are wrong by
-    themselves. A call that is left early (an exception, cancellation, a generator closed or dropped) is cancelled, and
-    the server aborts its requests.
+    The first call makes the connection. Every method raises a subclass of `CadenzaError` for requests that the server
+    refuses or fails, UnavailableError if it cannot be reached, and ValueError for invalid arguments. A call that is
+    left early (by an exception, cancellation, or a closed or dropped generator) is cancelled, and the server aborts its
+    requests.
     """
 
     def __init__(self, target: str = f"127.0.0.1:{SCHEDULER_PORT}") -> None:
@@ -71,9 +71,9 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel what runs and close the connection; a second call does nothing."""
+        """Cancel running calls and close the connection; a second call does nothing."""
         self._closed = True
-        # Closing the channel ends only calls that somebody is waiting on just now, and a paused generator is not.
+        # Closing the channel ends only calls that are being awaited, and a paused generator is not awaited.
         for call in self._streams:
             call.cancel()
         channel, self._channel = self._channel, None
@@ -83,12 +83,12 @@ class AsyncClient:
     async def generate(
         self, prompts: Prompts, params: Params = None, *, enable_prefix_caching: bool = True
     ) -> list[RequestOutput]:
-        """Complete prompts, as text or token ids, without a chat template; results in the order of prompts.
+        """Complete prompts, as text or token ids, without a chat template; returns results in the order of prompts.
 
-        All run over one stream, and no more at once than the server's queue takes: more prompts than that wait here.
-        If some prompts fail, the others are finished first; then the first failing prompt's error is raised, with
-        `prompt_index`, `errors` and `outputs`. Without `enable_prefix_caching` they neither use nor fill the prefix
-        cache.
+        All prompts run over one stream, at most as many at once as the server's queue accepts; further prompts wait in
+        the client. If some prompts fail, the others are finished first; then the first failing prompt's error is
+        raised, with `prompt_index`, `errors` and `outputs`. Without `enable_prefix_caching` the prompts neither use nor
+        fill the prefix cache.
         """
         return await self._run(parse_prompts(prompts), params, enable_prefix_caching)
 
@@ -120,11 +120,11 @@ class AsyncClient:
         enable_prefix_caching: bool = True,
         **rendering: Unpack[ChatKeywords],
     ) -> RequestOutput | list[RequestOutput]:
-        """Answer one conversation (returns RequestOutput) or a list of them (returns a list), chat template applied.
+        """Answer one conversation (returns RequestOutput) or a list of them (returns a list), with the chat template.
 
-        `rendering`: `add_generation_prompt=True` ends the prompt with the header of the assistant's turn; to have the
-        last message continued instead of answered, set it to False and `continue_final_message` to True. The rest is
-        as in `generate`.
+        `rendering`: `add_generation_prompt=True` ends the prompt with the header of the assistant's turn; to continue
+        the last message instead of answering it, set it to False and `continue_final_message` to True. The rest is as
+        in `generate`.
         """
         chats, single = parse_chats(messages, parse_rendering(rendering))
         results = await self._run(chats, params, enable_prefix_caching)
@@ -140,7 +140,7 @@ class AsyncClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt and yield deltas: each holds only text, tokens and logprobs that are new.
 
-        The request starts with the first delta asked for. Raises QueueFullError when the server's queue is full.
+        The request starts when the first delta is requested. Raises QueueFullError when the server's queue is full.
         """
         return self._stream(
             parse_prompt(prompt), match_params(params, 1)[0], parse_request_id(request_id), enable_prefix_caching
@@ -162,7 +162,7 @@ class AsyncClient:
     async def tokenize(
         self, prompt: str | Messages, add_special_tokens: bool = True, **rendering: Unpack[ChatKeywords]
     ) -> list[int]:
-        """Token ids of a text, with the model's special tokens if wanted, or of a chat, its template applied."""
+        """Token ids of a text, with the model's special tokens if requested, or of a chat with its template applied."""
         parsed = parse_text_or_chat(prompt, parse_rendering(rendering))
         request = generation_pb2.TokenizeRequest(
             prompt=[convert.prompt_to_proto(parsed)], add_special_tokens=add_special_tokens
@@ -170,7 +170,7 @@ class AsyncClient:
         return list((await self._call(self._stub().Tokenize(request))).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Text of token ids; invalid UTF-8 becomes U+FFFD."""
         request = generation_pb2.DetokenizeRequest(
             token_ids=parse_token_ids(token_ids), skip_special_tokens=skip_special_tokens
         )
@@ -183,7 +183,7 @@ class AsyncClient:
         return response.aborted
 
     async def model_info(self) -> ModelInfo:
-        """Describe the model that is served."""
+        """Describe the served model."""
         response = await self._call(self._stub().GetModelInfo(generation_pb2.GetModelInfoRequest()))
         return convert.model_info_from_proto(response)
 
@@ -202,7 +202,7 @@ class AsyncClient:
         if self._channel is None:
             self._channel, self._loop = grpc.aio.insecure_channel(self.target, options=channel_options()), loop
         elif None is not self._loop is not loop:
-            raise RuntimeError("this AsyncClient is of another event loop: make one in each")
+            raise RuntimeError("this AsyncClient belongs to another event loop: make one for each")
         return self._channel
 
     def _stub(self) -> GenerationServiceAsyncStub:
@@ -246,14 +246,16 @@ class AsyncClient:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise what ends a call as one of our errors."""
+        """Convert an exception that ends a call to a CadenzaError."""
         try:
             yield
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, self.target) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._closed and task is not None and not task.cancelling():  # by `close`, and not the caller's task
+            if (
+                self._closed and task is not None and not task.cancelling()
+            ):  # cancelled by `close`, not by the caller's task
                 raise UnavailableError("the client was closed during the call") from None
             raise
 

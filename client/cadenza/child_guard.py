@@ -1,7 +1,7 @@
-"""Runs a service as `python -m` would, and ends it when the process that started it is gone.
+"""Runs a service as `python -m` would, and ends it when its parent process has died.
 
-`python -m cadenza.child_guard -m executor_svc --model …`: standard input is the lifeline. The parent holds its other
-end and never writes; end of file means that the parent has died, in whichever way. (PR_SET_PDEATHSIG would not do: it
+`python -m cadenza.child_guard -m executor_svc --model …`: the parent holds the other end of standard input and never
+writes to it; end of file means that the parent has died, for any reason. (PR_SET_PDEATHSIG does not work for this: it
 fires when the parent's *thread* ends.)
 """
 

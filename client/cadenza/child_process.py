@@ -1,4 +1,4 @@
-"""One service as a child process: start, wait until it is ready, pass its log on, stop."""
+"""One service as a child process: start it, wait until it is ready, forward its log, stop it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ERROR = "error: "
 class ChildService:
     """A child process that prints `ready HOST:PORT` on stdout once it serves, and logs to stderr.
 
-    `program` is `["-m", module]` or `[script.py]`. Its options are its arguments alone: the caller has read environment
-    and options file, and the child gets no CADENZA_ variable. The child is in a session of its own, so that Ctrl-C in a
-    terminal reaches the parent alone, and it ends by itself when the parent dies.
+    `program` is `["-m", module]` or `[script.py]`. The child gets its options as arguments only: the caller has read
+    the environment and the options file, and the child gets no CADENZA_ variable. The child runs in its own session, so
+    that Ctrl-C in a terminal reaches only the parent, and it exits when the parent dies.
     """
 
     def __init__(self, name: str, program: Sequence[str], arguments: Sequence[str], on_log: LogSink) -> None:
@@ -75,38 +75,38 @@ class ChildService:
         while not self._ready.wait(0.02):
             for child in (self, *beside):
                 if child.exit_code() is not None and not child._ready.is_set():
-                    raise LocalServiceError(f"the {child.name} did not start: {child.last_words()}")
+                    raise LocalServiceError(f"the {child.name} did not start: {child.exit_reason()}")
             if cancelled.is_set():
                 raise LocalServiceError(f"the {self.name} did not start: stopped")
             if time.monotonic() > deadline:
                 raise LocalServiceError(f"the {self.name} was not ready after {timeout_s:g} s\n{self.log_tail()}")
         return self._address
 
-    def last_words(self) -> str:
-        """How it ended: exit code or signal, and the end of its log."""
+    def exit_reason(self) -> str:
+        """How the child ended: exit code or signal, and the end of its log."""
         for reader in self._readers:
             reader.join(timeout=1.0)
         code = self.exit_code()
         how = f"exit code {code}" if code is None or code >= 0 else f"killed by signal {-code}"
-        # A service says what is wrong in one line that begins so; a traceback's last line is its error.
+        # A service reports its error in one line with this prefix; the last line of a traceback is its error.
         lines = [line.strip() for line in self._tail if line.strip()] or ["it logged nothing"]
-        told = [line for line in lines if line.startswith(_ERROR)]
-        if not told and code is not None and -code in (signal.SIGKILL, signal.SIGTERM):
-            return how  # whoever killed it, it did not say why
-        told = told or lines
-        return f"{how}: {told[-1].removeprefix(_ERROR)}"
+        errors = [line for line in lines if line.startswith(_ERROR)]
+        if not errors and code is not None and -code in (signal.SIGKILL, signal.SIGTERM):
+            return how  # it was killed and logged no error
+        errors = errors or lines
+        return f"{how}: {errors[-1].removeprefix(_ERROR)}"
 
     def log_tail(self) -> str:
         """The last lines of its log."""
         return "\n".join(self._tail)
 
     def terminate(self) -> None:
-        """Ask it to stop."""
+        """Send it SIGTERM."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
 
     def stop(self, grace_s: float) -> None:
-        """Stop it: SIGTERM, after `grace_s` seconds SIGKILL; returns when it is gone and collected."""
+        """Stop it with SIGTERM, after `grace_s` seconds with SIGKILL; returns when it has exited and is reaped."""
         self.terminate()
         try:
             self._process.wait(timeout=grace_s)

@@ -20,7 +20,7 @@ from cadenza.transport import SCHEDULER_PORT
 class Client:
     """A blocking client of one Cadenza server at `HOST:PORT`; may be used from several threads.
 
-    It does what AsyncClient does, raises the same errors, and Ctrl-C during a call aborts the call's requests.
+    It has the methods and errors of AsyncClient; Ctrl-C during a call aborts the call's requests.
     """
 
     def __init__(self, target: str = f"127.0.0.1:{SCHEDULER_PORT}") -> None:
@@ -42,7 +42,7 @@ class Client:
         return self._client.target
 
     def close(self) -> None:
-        """Cancel what runs and close the connection; a second call does nothing."""
+        """Cancel running calls and close the connection; a second call does nothing."""
         self._finalizer()
 
     def generate(
@@ -112,11 +112,11 @@ class Client:
     def tokenize(
         self, prompt: str | Messages, add_special_tokens: bool = True, **rendering: Unpack[ChatKeywords]
     ) -> list[int]:
-        """Token ids of a text, with the model's special tokens if wanted, or of a chat, its template applied."""
+        """Token ids of a text, with the model's special tokens if requested, or of a chat with its template applied."""
         return self._loop.run(self._client.tokenize(prompt, add_special_tokens, **rendering))
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Text of token ids; invalid UTF-8 becomes U+FFFD."""
         return self._loop.run(self._client.detokenize(token_ids, skip_special_tokens))
 
     def abort(self, request_id: str) -> bool:
@@ -124,7 +124,7 @@ class Client:
         return self._loop.run(self._client.abort(request_id))
 
     def model_info(self) -> ModelInfo:
-        """Describe the model that is served."""
+        """Describe the served model."""
         return self._loop.run(self._client.model_info())
 
     def server_info(self) -> ServerInfo:
@@ -145,8 +145,8 @@ class Client:
             while (delta := self._loop.call(lambda: _next(deltas))) is not None:
                 yield delta
         finally:
-            # A generator that outlives the interpreter's main program has no loop any more; its connection is closed.
-            # In a forked child it is the parent's.
+            # A generator that outlives the main program has no loop any more; its connection is closed. In a forked
+            # child the loop is the parent's.
             if self._loop.lives and not sys.is_finalizing():
                 self._loop.finish(_finish(deltas))
 

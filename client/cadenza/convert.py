@@ -12,13 +12,10 @@ from cadenza.sampling_params import SamplingParams
 from cadenza.v1 import generation_pb2, types_pb2
 
 _DEFAULTS = SamplingParams()
-# Absent means the same as the default for these; max_tokens is not among them: absent there means without limit.
-_SCALARS = (
-    "n best_of temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty seed min_tokens "
-    "ignore_eos logprobs prompt_logprobs include_stop_str_in_output skip_special_tokens detokenize "
-    "truncate_prompt_tokens beam_width length_penalty priority"
-).split()
 _LISTS = "stop stop_token_ids allowed_token_ids bad_words".split()
+_OF_THEIR_OWN = (*_LISTS, "max_tokens", "logit_bias", "early_stopping")
+# Absent means the same as the default for these; max_tokens is not among them: absent there means without limit.
+_SCALARS = [each.name for each in fields(SamplingParams) if each.name not in _OF_THEIR_OWN]
 _EARLY_STOPPING = {
     True: types_pb2.EARLY_STOPPING_TRUE,
     "never": types_pb2.EARLY_STOPPING_NEVER,

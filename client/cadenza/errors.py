@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions: one class per kind of gRPC status, with the google.rpc details unpacked."""
+"""The client's exceptions: one class per kind of gRPC status, with the google.rpc details unpacked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CadenzaError(Exception):
 
 
 class InvalidRequestError(CadenzaError, ValueError):
-    """The request is wrong, and `field_violations` says where; or its message is too large to be sent."""
+    """The request is invalid, with the fields in `field_violations`; or its message is too large to be sent."""
 
     def __init__(self, message: str, field_violations: Sequence[FieldViolation] = ()) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class InvalidRequestError(CadenzaError, ValueError):
 
 
 class QueueFullError(CadenzaError):
-    """The server's queue is full; try again after `retry_after_s` seconds (None: the server did not say)."""
+    """The server's queue is full; retry after `retry_after_s` seconds (None: the server gave no time)."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -80,15 +80,15 @@ class UnsupportedError(CadenzaError):
 
 
 class InternalError(CadenzaError):
-    """Something is broken in the server or in what it sent."""
+    """The server has an internal error or sent an invalid response."""
 
 
 class LocalServiceError(CadenzaError):
-    """A service that this process started did not start, or died for good."""
+    """A service that this process runs did not start, or died repeatedly."""
 
 
 class OptionError(CadenzaError, ValueError):
-    """An option of the services is unknown or has a bad value."""
+    """An option of the services is unknown or has an invalid value."""
 
 
 _BY_CODE: dict[grpc.StatusCode, type[CadenzaError]] = {
@@ -102,7 +102,7 @@ _BY_CODE: dict[grpc.StatusCode, type[CadenzaError]] = {
     grpc.StatusCode.DATA_LOSS: InternalError,
 }
 _TOO_LARGE = "message larger than max"
-"""gRPC's own words, on either side, for a message over `cadenza.transport.MAX_MESSAGE_BYTES`: no use trying again."""
+"""Part of gRPC's error, on either side, for a message over `cadenza.transport.MAX_MESSAGE_BYTES`: do not retry."""
 _CODE_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 

@@ -1,7 +1,7 @@
 """`python -m cadenza.healthcheck HOST:PORT`: exit code 0 if a service is serving, else 1 and the reason in one line.
 
-For the health checks of containers and of whatever else starts processes. It asks grpc.health.v1, as both services
-answer it, and needs nothing but grpcio and protobuf.
+For the health checks of containers and process supervisors. It calls grpc.health.v1, which both services implement, and
+needs only grpcio and protobuf.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _SERVING = _STATES.index("SERVING")
 
 
 def check(target: str, service: str = "", *, timeout_s: float = 3.0) -> str | None:
-    """Ask a server how `service` is, where "" stands for the whole server. None if it is serving, else the reason.
+    """Check the health of `service`; "" means the whole server. Returns None if it is serving, else the reason.
 
-    Raises ValueError if `target` is no HOST:PORT, or `timeout_s` no time to wait.
+    Raises ValueError if `target` is not HOST:PORT, or `timeout_s` is not over 0.
     """
     if not 0 < timeout_s < math.inf:
         raise ValueError(f"the timeout must be a number of seconds above 0, not {timeout_s:g}")
     address = format_address(*parse_address(target, default_port=SCHEDULER_PORT))
-    # A check of this machine by this machine: no proxy that the environment may name has a part in it.
+    # Connect directly: a proxy from the environment must not be used for a check on the same machine.
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        # Request and response are one field each, numbered 1, a string and an enum: on the wire what these wrappers
-        # are. The real messages come with grpcio-health-checking, which the light client does without.
+        # Request and response have one field each, numbered 1, a string and an enum: on the wire they equal these #
+        # wrappers. The real messages come with grpcio-health-checking, which the light client does not need.
         call = channel.unary_unary(
             _CHECK,
             request_serializer=wrappers_pb2.StringValue.SerializeToString,
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 serving, 1 not serving or no answer, 2 wrong options."""
     parser = argparse.ArgumentParser(prog="python -m cadenza.healthcheck", description="Is a Cadenza service serving?")
     parser.add_argument("target", metavar="HOST:PORT")
-    parser.add_argument("--service", default="", metavar="NAME", help="ask for one gRPC service (default: the server)")
+    parser.add_argument("--service", default="", metavar="NAME", help="check one gRPC service (default: the server)")
     parser.add_argument("--timeout-s", type=float, default=3.0, metavar="SECONDS", help="how long to wait (default: 3)")
     options = parser.parse_args(arguments)
     try:

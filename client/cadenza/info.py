@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The model that a server serves."""
+    """The served model."""
 
-    model: str  # folder or hub id, as the executor was told
+    model: str  # folder or hub id, as given to the executor
     architecture: str
     vocab_size: int
     max_model_len: int  # tokens of prompt and output together
@@ -19,13 +19,13 @@ class ModelInfo:
     has_tokenizer: bool  # text prompts and text output work
     has_chat_template: bool  # chat works
     num_parameters: int
-    exact_numerics: bool  # a token does not depend on what it was batched with
-    fingerprint: bytes  # digest of all that decides bits; empty if the server does not say
+    exact_numerics: bool  # a token does not depend on the batch that it is computed in
+    fingerprint: bytes  # digest of everything that determines output bits; empty if the server does not report it
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """A server's queues and memory now, and its counts since start; the proto's names."""
+    """A server's current queues and memory, and its counts since start; the names are the proto's."""
 
     num_waiting: int
     num_running: int

@@ -1,4 +1,4 @@
-"""Offline use: both services as child processes, behind vLLM's `LLM`."""
+"""Offline use: both services as child processes, with the interface of vLLM's `LLM`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 class LLM:
-    """A model, loaded and served on this machine for as long as this object lives.
+    """A model that is loaded and served on this machine while this object exists.
 
     `options` are those of the two services: dtype, device, block_size, num_gpu_blocks, max_model_len, max_num_seqs,
     skip_tokenizer_init … (`cadenza up --help` lists them); `config` names a TOML file of them. Raises OptionError for
-    an unknown or bad option before anything starts, and LocalServiceError with a service's own words when one does not
-    start. Use it with `with`, or call `close`; otherwise the services end when the object is collected or the program
-    ends.
+    an unknown or invalid option before anything starts, and LocalServiceError with the service's own message when one
+    does not start. Use it with `with`, or call `close`; otherwise the services end when the object is collected or the
+    program ends.
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
@@ -40,7 +40,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End what runs and stop both services; a second call does nothing."""
+        """Cancel running calls and stop both services; a second call does nothing."""
         self._client.close()
         self._services.close()
 
@@ -52,7 +52,7 @@ class LLM:
     def generate(
         self, prompts: Prompts, sampling_params: Params = None, *, enable_prefix_caching: bool = True
     ) -> list[RequestOutput]:
-        """Complete one prompt or many, without a chat template; a list, in the order of prompts.
+        """Complete one prompt or many, without a chat template; returns a list in the order of prompts.
 
         Prompts are a str, {"prompt": str}, a list of token ids, {"prompt_token_ids": [...]}, or a list of these; one
         SamplingParams for all or a list with one for each. The rest is as in `AsyncClient.generate`.
@@ -69,7 +69,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         **rendering: Unpack[ChatKeywords],
     ) -> list[RequestOutput]:
-        """Answer one conversation or many with the model's chat template; always a list, as in vLLM.
+        """Answer one conversation or many with the model's chat template; always returns a list, as in vLLM.
 
         Messages are {"role": …, "content": …}; the rest is as in `AsyncClient.chat`.
         """
@@ -82,11 +82,11 @@ class LLM:
     def tokenize(
         self, prompt: str | Messages, add_special_tokens: bool = True, **rendering: Unpack[ChatKeywords]
     ) -> list[int]:
-        """Token ids of a text, with the model's special tokens if wanted, or of a chat, its template applied."""
+        """Token ids of a text, with the model's special tokens if requested, or of a chat with its template applied."""
         return self._guarded(lambda: self._client.tokenize(prompt, add_special_tokens, **rendering))
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Text of token ids; invalid UTF-8 becomes U+FFFD."""
         return self._guarded(lambda: self._client.detokenize(token_ids, skip_special_tokens))
 
     def model_info(self) -> ModelInfo:
@@ -98,11 +98,11 @@ class LLM:
         return self._guarded(self._client.server_info)
 
     def _guarded(self, call: Callable[[], T]) -> T:
-        """Name the service that died in place of the lost connection."""
+        """Run a call; if a service died, raise its error in place of the lost connection's."""
         try:
             return call()
         except UnavailableError as error:
-            # The watcher notices within a moment of the connection's end.
+            # The watcher notices the death shortly after the connection has ended.
             if self._services.wait_failure(0.5) and self._services.failure is not None:
                 raise LocalServiceError(self._services.failure.message) from error
             raise

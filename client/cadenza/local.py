@@ -1,4 +1,4 @@
-"""Both services as child processes of this one: started, watched, restarted when they die, stopped."""
+"""Runs both services as child processes: starts, watches, restarts and stops them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from typing import Any
 
 from cadenza.child_process import ChildService, LogSink
 from cadenza.errors import LocalServiceError, OptionError
-from cadenza.local_options import EXECUTOR, SCHEDULER, ServiceArguments, Setting, check_model, route_options, unheard
+from cadenza.local_options import (
+    EXECUTOR,
+    SCHEDULER,
+    ServiceArguments,
+    Setting,
+    check_model,
+    ignored_variables,
+    route_options,
+)
 from cadenza.transport import format_address
 
 _logger = logging.getLogger("cadenza.local")
@@ -30,7 +38,7 @@ _WATCH_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """What is run: `["-m", module]` or `[script.py]`; tests put small scripts in place of the services."""
+    """The programs to run: `["-m", module]` or `[script.py]`; tests replace the services by small scripts."""
 
     executor: Sequence[str] = ("-m", "executor_svc")
     scheduler: Sequence[str] = ("-m", "scheduler_svc")
@@ -38,18 +46,19 @@ class Programs:
 
 @dataclass(slots=True)
 class _Family:
-    """The children and what is needed to start them again; shared with the watching thread, so no LocalServices."""
+    """The child processes and what a restart needs; shared with the watcher thread, so it must not refer to
+    LocalServices."""
 
     arguments: ServiceArguments
     programs: Programs
-    addresses: dict[str, str]  # where each listens; the scheduler's port may be 0 until it has chosen
-    kept: contextlib.ExitStack  # what is held as long as they may be started: the executor's port
+    addresses: dict[str, str]  # where each listens; the scheduler's port may be 0 until it has chosen one
+    kept: contextlib.ExitStack  # held as long as services may be started: the executor's port
     start_timeout_s: float
     stop_grace_s: float
     on_log: LogSink
     on_event: Callable[[str], None]
     on_back: Callable[[str], None]
-    owner: int = field(default_factory=os.getpid)  # the process whose children they are
+    owner: int = field(default_factory=os.getpid)  # the parent process
     children: dict[str, ChildService] = field(default_factory=dict)
     deaths: dict[str, deque[float]] = field(default_factory=lambda: {EXECUTOR: deque(), SCHEDULER: deque()})
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -59,14 +68,14 @@ class _Family:
 
 
 class LocalServices:
-    """An executor and a scheduler on this machine, for as long as this object (or this process) lives.
+    """An executor and a scheduler on this machine, while this object and this process exist.
 
     `options` are those of the two services, by their names in `executor_svc.config` and `scheduler_svc.config`; each
-    goes to the services that have it. What is not given may stand in the environment, as CADENZA_BLOCK_SIZE, or in the
-    TOML file `config`. Everything is checked before anything is started: OptionError names the option.
-    LocalServiceError says which service did not start and why. A service that dies later is started again at the same
-    port, with a message to `on_event`, and `on_back` gets its name when it is ready again; five deaths within a minute
-    are the end of both, and `failure` says so.
+    option goes to the services that have it. Options that are not given may come from the environment, such as
+    CADENZA_BLOCK_SIZE, or from the TOML file `config`. Everything is checked before anything is started: an OptionError
+    names the option. A LocalServiceError names the service that did not start and the reason. A service that dies later
+    is restarted at the same port, with a message to `on_event`, and `on_back` gets its name when it is ready again;
+    after five deaths within a minute both services are stopped, and `failure` is set.
     """
 
     def __init__(
@@ -101,9 +110,9 @@ class LocalServices:
             on_event or _logger.warning,
             on_back or (lambda service: None),
         )
-        for sentence in unheard():
+        for sentence in ignored_variables():
             self._family.on_event(sentence)
-        # Also at exit: no child outlives the program, whether or not close was called.
+        # Runs also at exit: no child outlives the program, even if close was not called.
         self._finalizer = weakref.finalize(self, _stop, self._family)
         try:
             _start_both(self._family)
@@ -133,12 +142,12 @@ class LocalServices:
 
     @property
     def settings(self) -> Mapping[str, Setting]:
-        """The services' options that are not left at their defaults, and where each was said."""
+        """The services' options that are not left at their defaults, with the source of each."""
         return self._family.arguments.settings
 
     @property
     def failure(self) -> LocalServiceError | None:
-        """Why the services were given up; None while all is well."""
+        """Why the services were stopped for good; None if they were not."""
         return self._family.failure
 
     def pids(self) -> dict[str, int]:
@@ -146,16 +155,16 @@ class LocalServices:
         return {name: child.pid for name, child in self._family.children.items()}
 
     def wait_failure(self, timeout_s: float) -> bool:
-        """Wait until the services are given up; False if they were not within `timeout_s` seconds."""
+        """Wait until the services have failed for good; returns False if `timeout_s` seconds pass before."""
         return self._family.failed.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop both: SIGTERM, then SIGKILL; returns when they are gone. A second call does nothing."""
+        """Stop both with SIGTERM, then SIGKILL; returns when they have exited. A second call does nothing."""
         self._finalizer()
 
 
 def _start_both(family: _Family) -> None:
-    """Start both services at once and wait until they are ready: the scheduler waits for the executor by itself."""
+    """Start both services at once and wait until they are ready; the scheduler itself waits for the executor."""
     executor, scheduler = (_spawn(family, service) for service in (EXECUTOR, SCHEDULER))
     for child, other in ((executor, scheduler), (scheduler, executor)):
         address = child.wait_ready(family.start_timeout_s, family.stopping, beside=[other])
@@ -163,12 +172,12 @@ def _start_both(family: _Family) -> None:
 
 
 def _start(family: _Family, service: str) -> None:
-    """Start one service again at its address and wait until it is ready."""
+    """Restart one service at its address and wait until it is ready."""
     _spawn(family, service).wait_ready(family.start_timeout_s, family.stopping)
 
 
 def _spawn(family: _Family, service: str) -> ChildService:
-    """Start one service; its port stays its own from then on."""
+    """Start one service at its address."""
     arguments = ["--listen", family.addresses[service]]
     if service == EXECUTOR:
         program, arguments = family.programs.executor, [*family.arguments.executor, *arguments]
@@ -181,7 +190,7 @@ def _spawn(family: _Family, service: str) -> ChildService:
 
 
 def _watch(family: _Family) -> None:
-    """Restart what dies until told to stop."""
+    """Restart services that die, until `stopping` is set."""
     try:
         while not family.stopping.wait(_WATCH_S):
             for service, child in list(family.children.items()):
@@ -197,8 +206,8 @@ def _watch(family: _Family) -> None:
 
 
 def _restart(family: _Family, service: str, child: ChildService) -> None:
-    """Start a dead service again, more slowly each time; raises LocalServiceError when it is time to give up."""
-    words = child.last_words()
+    """Restart a dead service with a growing delay; raises LocalServiceError after too many deaths."""
+    words = child.exit_reason()
     child.stop(0)
     deaths = family.deaths[service]
     while True:
@@ -229,7 +238,7 @@ def _restart(family: _Family, service: str, child: ChildService) -> None:
 
 def _stop(family: _Family) -> None:
     if family.owner != os.getpid():
-        return  # a forked child is at its end: the services are its parent's
+        return  # a forked child exits: the services belong to its parent
     family.stopping.set()
     if family.watcher is not None and family.watcher is not threading.current_thread():
         family.watcher.join(timeout=family.stop_grace_s)
@@ -238,7 +247,7 @@ def _stop(family: _Family) -> None:
 
 
 def _stop_children(family: _Family) -> None:
-    """The scheduler first: its clients see it go, and not their executor."""
+    """Stop the scheduler first, so that its clients see its shutdown and not an executor failure."""
     for service in (SCHEDULER, EXECUTOR):
         child = family.children.get(service)
         if child is not None:
@@ -251,10 +260,10 @@ def _check_port(port: object) -> None:
 
 
 def _reserve_port(host: str, kept: contextlib.ExitStack) -> str:
-    """An address with a free port that no other program gets, as long as `kept` is open.
+    """An address with a free port that no other program can take while `kept` is open.
 
-    The port is bound here and not listened at; a service that sets SO_REUSEADDR, as gRPC does, can listen there all
-    the same. Where the system does not allow that, the port is free, and only likely to be still free in a moment.
+    The port is bound here without listening; a service that sets SO_REUSEADDR, as gRPC does, can still listen on it. If
+    the system does not allow that, the port is free now, but another program may take it.
     """
     holder = _bound(host, 0)
     port = int(holder.getsockname()[1])
@@ -269,7 +278,7 @@ def _reserve_port(host: str, kept: contextlib.ExitStack) -> str:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A TCP socket that is bound and does not listen; raises OSError."""
+    """A TCP socket that is bound but not listening; raises OSError."""
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -281,7 +290,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _check_port_is_free(host: str, port: int) -> None:
-    """Fail before a model is loaded for nothing; raises OptionError."""
+    """Check the port before a model is loaded; raises OptionError if it is taken."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Which option belongs to which service, and where its value comes from: what is given goes before the environment,
-that before a TOML file. A field's name in the services' configurations is the option's name.
+"""Routes options to the services and finds their values: given options override the environment, which overrides a TOML
+file. An option's name is that of the field in the services' configurations.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 EXECUTOR = "executor"
 SCHEDULER = "scheduler"
 PLACES = ("model", "host", "port")
-"""Options of `cadenza up` itself; they may stand in a file beside those of the services."""
-# Cadenza sets these itself when it starts both services.
+"""Options of `cadenza up` itself; a file may have them besides those of the services."""
+# Cadenza sets these options itself when it starts both services.
 _OWN = {"model": "it is the model", "listen": "use host and port", "executor": "it is started here"}
-# Kubernetes gives every pod such variables for a service that is named cadenza.
+# Kubernetes sets such variables in every pod for a service named cadenza.
 _KUBERNETES = re.compile(r"CADENZA_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)|CADENZA_PORT")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value that is not the default, and where it was said."""
+    """A value other than the default, and its source."""
 
     value: Any
-    origin: str = ""  # a variable or a file; empty: given by the caller or on the command line
+    origin: str = ""  # an environment variable or a file; empty: the caller or the command line
 
     def refused(self, name: str, reason: str) -> OptionError:
         """The error for this value."""
@@ -48,7 +48,7 @@ class ServiceArguments:
 
     executor: list[str]
     scheduler: list[str]
-    settings: dict[str, Setting]  # what was set of either service, without the model
+    settings: dict[str, Setting]  # the options of either service that were set, without the model
 
 
 def config_classes() -> dict[str, type[ServiceSettings]]:
@@ -64,7 +64,7 @@ def config_classes() -> dict[str, type[ServiceSettings]]:
 
 
 def service_options() -> dict[str, list[str]]:
-    """Every option that may be given, and the services that take it."""
+    """Every option that may be given, and the services that have it."""
     options: dict[str, list[str]] = {}
     for service, config in config_classes().items():
         for name in config.model_fields:
@@ -74,7 +74,7 @@ def service_options() -> dict[str, list[str]]:
 
 
 def check_model(model: str | os.PathLike[str]) -> str:
-    """The model's folder or hub id as the services shall see it; raises OptionError for a folder that is not there."""
+    """The model's folder or hub id in the form for the services; raises OptionError for a missing folder."""
     if not isinstance(model, (str, os.PathLike)):
         raise OptionError(f"option model: must be a folder or a hub id, not {model!r}")
     model = os.fspath(model)
@@ -96,11 +96,11 @@ def route_options(
     config: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ServiceArguments:
-    """Give each option to the services that have it and check all values.
+    """Route each option to the services that have it and check all values.
 
-    `options` go before `environment` (by default the process's), that before the file `config` (by default the one
-    that CADENZA_CONFIG names, if any). An option of None counts as not given. Raises OptionError that names the
-    option, and the variable or the file where it stood.
+    `options` override `environment` (by default the process's), which overrides the file `config` (by default the one
+    that CADENZA_CONFIG names, if any). An option of None counts as not given. Raises an OptionError that names the
+    option and the variable or file that set it.
     """
     known = service_options()
     for name in options:
@@ -108,12 +108,12 @@ def route_options(
             raise OptionError(_unknown(name, list(known)))
     environment = os.environ if environment is None else environment
     file = _read_file(config, environment, {*known, *PLACES})
-    said = _from_environment(environment, known) | _given(options)
+    given = _from_environment(environment, known) | _given(options)
     chosen: dict[str, dict[str, Setting]] = {}
     for service, fields in _fields_by_service().items():
         from_file = {} if file is None else file.of_service(service, [*fields, *_OWN])
         settings = {name: Setting(value, file.path) for name, value in from_file.items()} if file is not None else {}
-        settings |= {name: setting for name, setting in said.items() if name in fields}
+        settings |= {name: setting for name, setting in given.items() if name in fields}
         chosen[service] = {name: setting for name, setting in settings.items() if name in fields}
     arguments = {service: _checked(service, model, settings) for service, settings in chosen.items()}
     if "tokenizer" not in chosen[SCHEDULER]:
@@ -126,9 +126,9 @@ def read_places(
     config: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Setting]:
-    """Model, host and port as `cadenza up` takes them: given, else from the environment, else from the file.
+    """Model, host and port of `cadenza up`: as given, else from the environment, else from the file.
 
-    Ports are integers. What is said nowhere is absent. Raises OptionError.
+    The port is an integer. Values that are set nowhere are absent. Raises OptionError.
     """
     environment = os.environ if environment is None else environment
     file = _read_file(config, environment, {*service_options(), *PLACES})
@@ -142,8 +142,9 @@ def read_places(
     return places
 
 
-def unheard(environment: Mapping[str, str] | None = None) -> Iterator[str]:
-    """A sentence for each CADENZA_ variable that has no effect here: a misspelled option, or one that is set here."""
+def ignored_variables(environment: Mapping[str, str] | None = None) -> Iterator[str]:
+    """A sentence for each CADENZA_ variable without effect here: a misspelled option, or one that Cadenza sets
+    itself."""
     from cadenza.settings.names import ENV_PREFIX, suggestion, variable
 
     known = {variable(name) for name in (*service_options(), *PLACES, "config")}
@@ -152,7 +153,7 @@ def unheard(environment: Mapping[str, str] | None = None) -> Iterator[str]:
         if not name.upper().startswith(ENV_PREFIX) or name.upper() in known or _KUBERNETES.fullmatch(name):
             continue
         reason = own.get(name.upper())
-        wrong = f"has no effect here: {reason}" if reason else f"is no option{suggestion(name, known)}"
+        wrong = f"has no effect here: {reason}" if reason else f"is not an option{suggestion(name, known)}"
         yield f"{name} in the environment {wrong}"
 
 
@@ -193,7 +194,7 @@ def _from_environment(environment: Mapping[str, str], names: Collection[str]) ->
 def _read_file(
     config: str | os.PathLike[str] | None, environment: Mapping[str, str], known: Collection[str]
 ) -> OptionsFile | None:
-    """The file that was named, if any, checked for names that nobody has."""
+    """The given options file, if any, checked for unknown names."""
     from cadenza.settings.file import OptionsFileError, read_file
 
     named = _from_environment(environment, ["config"]) | _given({"config": config})
@@ -201,7 +202,7 @@ def _read_file(
         return None
     try:
         file = read_file(os.fspath(named["config"].value))
-        # What a service takes when it stands alone has no meaning here, but does no harm either.
+        # Options that only a standalone service uses have no meaning here, but do no harm.
         file.refuse_unknown(file.top, [*known, *_OWN])
         for service, fields in _fields_by_service().items():
             file.refuse_unknown(file.tables.get(service, ()), [*fields, *_OWN], f"[{service}] ")
@@ -217,17 +218,18 @@ def _checked(service: str, model: str, settings: Mapping[str, Setting]) -> list[
     values = {name: setting.value for name, setting in settings.items()}
     if service == EXECUTOR:
         values["model"] = model
-    # Without these, the environment and the file would be asked again; addresses are chosen at the start.
+    # Without these, the configuration would read the environment and the file again; addresses are chosen at the start.
     fixed: dict[str, Any] = {"config": None, "listen": "", **({"executor": [""]} if service == SCHEDULER else {})}
     try:
         checked = config_classes()[service](**values, **fixed)
     except ValidationError as error:
         raise _explained(error, settings) from None
-    return to_arguments({name: getattr(checked, name) for name in values})  # "yes" is True by now
+    return to_arguments({name: getattr(checked, name) for name in values})  # "yes" has become True
 
 
 def _own_tokenizer(model: str) -> list[str]:
-    """Arguments that name the tokenizer of a model's folder: the scheduler then loads it while the executor loads."""
+    """Arguments that name the tokenizer of a model's folder, so that the scheduler loads it while the executor
+    loads."""
     from executor_svc.models.folder import tokenizer_of
 
     folder = Path(model)

@@ -20,9 +20,9 @@ _CANCEL_TIMEOUT_S = 5.0
 
 
 class _PollerNoise(logging.Filter):
-    """Drops one harmless record of asyncio's log, which two event loops in one process would fill the screen with.
+    """Drops one harmless message of asyncio's log, which is very frequent with two event loops in one process.
 
-    grpc.aio wakes every loop for every event; all but the first find nothing to read any more (grpc#42357).
+    grpc.aio wakes every loop for every event; all but the first find nothing left to read (grpc#42357).
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -32,7 +32,7 @@ class _PollerNoise(logging.Filter):
         )
 
 
-_POLLER_NOISE = _PollerNoise()  # one object: a logger takes the same filter once only
+_POLLER_NOISE = _PollerNoise()  # one object: a logger adds the same filter only once
 
 
 class LoopThread:
@@ -44,13 +44,14 @@ class LoopThread:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self._pid = os.getpid()
-        self._finishing: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
+        self._finishing: set[asyncio.Task[None]] = set()  # the loop itself holds only weak references to tasks
         self._thread = threading.Thread(target=self._run_loop, name="cadenza-client", daemon=True)
         self._thread.start()
 
     @classmethod
     def shared(cls) -> LoopThread:
-        """The process's one; made on first use, and anew in a forked child, where threads do not live on."""
+        """The process's loop thread; made on first use, and again in a forked child, where threads do not exist any
+        more."""
         with cls._lock:
             if cls._shared is None or not cls._shared.lives:
                 cls._shared = cls()
@@ -59,11 +60,11 @@ class LoopThread:
 
     @property
     def lives(self) -> bool:
-        """Does its thread run in this process: not in a forked child of the one that made it."""
+        """Whether its thread runs in this process; not in a forked child of the process that made it."""
         return self._pid == os.getpid()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the loop and wait; as `call` otherwise."""
+        """Run a coroutine on the loop and wait; otherwise as `call`."""
         try:
             return self.call(lambda: work)
         finally:
@@ -73,8 +74,8 @@ class LoopThread:
     def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Make a coroutine on the loop, run it there, and wait.
 
-        An exception in the waiting thread, such as KeyboardInterrupt, cancels the work, waits until it has ended (5
-        seconds at most) and goes on. Raises RuntimeError where waiting would never end: on the loop itself, and in a
+        An exception in the waiting thread, such as KeyboardInterrupt, cancels the work, waits until it has ended (at
+        most 5 seconds) and propagates. Raises RuntimeError if waiting would never end: on the loop itself, and in a
         forked child.
         """
         if not self.lives:
@@ -92,7 +93,7 @@ class LoopThread:
         def cancel() -> None:
             if tasks:
                 tasks[0].cancel()
-            else:  # the interruption came before the loop was told, for it takes callbacks in order
+            else:  # the interruption came before the loop ran `start`, because callbacks run in order
                 outcome.set_exception(asyncio.CancelledError())
 
         try:
@@ -106,7 +107,7 @@ class LoopThread:
             raise
 
     def finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run clean-up and wait; where waiting is impossible (garbage collection on the loop itself), only start it."""
+        """Run clean-up and wait; if waiting is impossible (garbage collection on the loop itself), only start it."""
         if threading.current_thread() is self._thread:
             task = self.loop.create_task(work)
             self._finishing.add(task)

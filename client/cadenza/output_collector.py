@@ -1,4 +1,4 @@
-"""Puts a request's deltas together, and finds what was lost or came twice."""
+"""Merges a request's deltas, and detects lost or repeated ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from cadenza.outputs import CompletionOutput, Delta, LogprobRow, RequestOutput
 
 
 class OutputCollector:
-    """Puts a request's deltas together into one RequestOutput."""
+    """Merges a request's deltas into one RequestOutput."""
 
     def __init__(self, request_id: str, *, prompt: str | None, prompt_token_ids: list[int] | None) -> None:
         self._total = RequestOutput(request_id, prompt=prompt, prompt_token_ids=prompt_token_ids)
@@ -15,18 +15,18 @@ class OutputCollector:
 
     @property
     def finished(self) -> bool:
-        """Has the request ended."""
+        """Whether the request has ended."""
         return self._total.finished
 
     @property
     def prompt_token_ids(self) -> list[int] | None:
-        """The prompt's token ids as far as they are known."""
+        """The prompt's token ids, if they are known."""
         return self._total.prompt_token_ids
 
     def add(self, delta: Delta) -> RequestOutput:
-        """Take the next delta and return it as `stream` shows it.
+        """Add the next delta and return it in the form that `stream` yields.
 
-        Raises InternalError if tokens or text are missing before it, or come twice.
+        Raises InternalError if tokens or text before it are missing or repeated.
         """
         new, total = delta.output, self._total
         for sample, token_index, text_offset in zip(
@@ -46,7 +46,7 @@ class OutputCollector:
         return new
 
     def result(self) -> RequestOutput:
-        """Everything so far; samples in the order of their index."""
+        """The result so far, with samples in the order of their index."""
         self._total.outputs = [self._samples[index] for index in sorted(self._samples)]
         return self._total
 

@@ -17,18 +17,18 @@ class Logprob:
     decoded_token: str | None = None  # None with detokenize off
 
 
-LogprobRow = dict[int, Logprob]  # of one position: the chosen token first, then the top ones, best first
+LogprobRow = dict[int, Logprob]  # of one position: the sampled token first, then the top tokens, best first
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sample of a request; in a delta, only what is new of it."""
+    """One sample of a request; in a delta, only its new part."""
 
-    index: int  # which sample; with best_of and beams the best is 0
+    index: int  # index of the sample; with best_of and beams the best is 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = (
-        None  # known at the end, if logprobs were asked for; with best_of and of beams always
+        None  # known at the end, if logprobs were requested; always with best_of and beams
     )
     logprobs: list[LogprobRow] | None = None  # one row per token of token_ids
     finish_reason: FinishReason | None = None  # None while it runs
@@ -36,13 +36,13 @@ class CompletionOutput:
     finish_detail: str | None = None  # the exact reason, such as "eos", "max_tokens" or "kv_capacity"
 
     def finished(self) -> bool:
-        """Has this sample ended."""
+        """Whether this sample has ended."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Counts and times of a finished request as the server measured them; times in seconds from its arrival."""
+    """Counts and times of a finished request, measured by the server; times are in seconds from its arrival."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -64,13 +64,13 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int | None = None  # prompt tokens from the prefix cache; known at the end
-    seed: int | None = None  # the seed in use, given or drawn
+    seed: int | None = None  # the effective seed, given or drawn
     metrics: RequestMetrics | None = None  # known at the end
 
 
 @dataclass(slots=True)
 class Delta:
-    """What one response says, with the positions that prove that nothing was lost."""
+    """One response, with the positions that show whether anything was lost."""
 
     output: RequestOutput
     first_token_index: list[int]  # for each of output.outputs

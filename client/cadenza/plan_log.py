@@ -1,7 +1,7 @@
 """The plan log as a file: the messages of planlog.proto, each after its length. Both services read it.
 
-The form is protobuf's own for many messages in a file (`google.protobuf.proto`); reading is done here, because theirs
-cannot tell a file that was cut from one that is something else.
+The format is protobuf's own for many messages in a file (`google.protobuf.proto`); this module has its own reader,
+because protobuf's cannot distinguish a truncated file from another kind of file.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from cadenza.v1.planlog_pb2 import PlanLogHeader, PlanLogRecord
 MAGIC = "cadenza plan log"
 FORMAT_VERSION = 1
 _MAX_LENGTH_BYTES = 10
-"""Of a varint."""
+"""Most bytes of a varint."""
 
 
 class PlanLogError(ValueError):
-    """A file is no plan log, or cannot be read on; the message names the file and is for the user."""
+    """A file is not a plan log, or cannot be read further; the message names the file and is for the user."""
 
 
 def record_bytes(record: PlanLogRecord) -> bytes:
-    """A record as it stands in the file."""
+    """A record as written to the file."""
     out = io.BytesIO()
     serialize_length_prefixed(record, out)
     return out.getvalue()
 
 
 class PlanLogReader:
-    """A file that is being read: its header, then an iterator over the other records. To be used in a `with`."""
+    """An open plan log: its header, and an iterator over the other records. Use it in a `with`."""
 
     header: PlanLogHeader
 
     def __init__(self, path: str) -> None:
         """Open the file and read its header; raises PlanLogError."""
         self.num_cut_bytes = 0
-        """Of a last record that was not written to its end, known once the others have been read: it is left out."""
+        """Bytes of an incomplete last record, which is left out; known once the other records have been read."""
         self._path = path
         try:
             self._file = open(path, "rb")  # noqa: SIM115  # closed by __exit__
@@ -73,7 +73,7 @@ class PlanLogReader:
             if record is None:
                 return
             if record.WhichOneof("record") in (None, "header"):
-                raise PlanLogError(f"{self._path}: the record at byte {at} is of no known kind")
+                raise PlanLogError(f"{self._path}: the record at byte {at} is of an unknown kind")
             yield record
 
     def _read_header(self) -> PlanLogHeader:
@@ -92,7 +92,7 @@ class PlanLogReader:
         return header
 
     def _read(self) -> PlanLogRecord | None:
-        """The next record; None at the end of the file, or where it was cut. Raises DecodeError."""
+        """The next record; None at the end of the file or before an incomplete record. Raises DecodeError."""
         whole = self._num_left
         length = self._read_length()
         if length is None or length > self._num_left:

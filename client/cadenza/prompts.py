@@ -1,4 +1,4 @@
-"""The forms in which prompts, chats and their parameters are taken: vLLM's."""
+"""Parses prompts, chats and their parameters, in the forms that vLLM accepts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Prompt:
 def parse_prompts(prompts: object) -> list[Prompt]:
     """One prompt or many, as a list. A list of integers is one prompt, a list of lists many.
 
-    Raises ValueError, naming the index, for anything that is no prompt.
+    Raises a ValueError that names the index for anything that is not a prompt.
     """
     if isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts):
         return [parse_prompt(prompts)]
@@ -82,7 +82,7 @@ def parse_prompts(prompts: object) -> list[Prompt]:
 
 
 def parse_prompt(prompt: object, where: str = "") -> Prompt:
-    """Exactly one prompt; raises ValueError that begins with `where`."""
+    """Exactly one prompt; raises a ValueError that begins with `where`."""
     if isinstance(prompt, Prompt):
         return prompt
     if isinstance(prompt, str):
@@ -107,7 +107,7 @@ def parse_chats(messages: object, options: ChatOptions | None = None) -> tuple[l
 
 
 def parse_chat(messages: object, options: ChatOptions | None = None, where: str = "") -> Prompt:
-    """One conversation as a prompt; raises ValueError that begins with `where`."""
+    """One conversation as a prompt; raises a ValueError that begins with `where`."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise ValueError(f'{where}a conversation is a list of {{"role": ..., "content": ...}}, not {_short(messages)}')
     turns: list[tuple[str, str]] = []
@@ -126,7 +126,7 @@ def parse_chat(messages: object, options: ChatOptions | None = None, where: str 
 
 
 def parse_text_or_chat(value: object, options: ChatOptions | None = None) -> Prompt:
-    """What can be tokenized, a text or a conversation; raises ValueError."""
+    """A prompt that can be tokenized, a text or a conversation; raises ValueError."""
     return Prompt(text=sendable(value, "the text")) if isinstance(value, str) else parse_chat(value, options)
 
 
@@ -149,7 +149,7 @@ def parse_request_id(value: object) -> str:
 
 
 def parse_token_ids(value: object) -> list[int]:
-    """Token ids, perhaps none; raises ValueError for anything else."""
+    """Token ids, possibly none; raises ValueError for anything else."""
     return [] if isinstance(value, Sized) and len(value) == 0 else _token_ids(value, "")
 
 
@@ -178,7 +178,7 @@ def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
     if salt is not None and not isinstance(salt, str):
         raise ValueError(f"{where}cache_salt must be a str, not {_short(salt)}")
     sendable(salt or "", f"{where}cache_salt")
-    if prompt.get("prompt_token_ids") is not None:  # as in vLLM, token ids go before the text beside them
+    if prompt.get("prompt_token_ids") is not None:  # as in vLLM, token ids take precedence over a text
         return Prompt(token_ids=_token_ids(prompt["prompt_token_ids"], where), cache_salt=salt)
     text = prompt.get("prompt")
     if not isinstance(text, str):
@@ -187,8 +187,8 @@ def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
 
 
 def _is_token_ids(value: object) -> bool:
-    """Is it a non-empty flat sequence of integers: one prompt and not many."""
-    # An array of numpy or torch is no Sequence, and its elements are no int, but it can be had as a list.
+    """Whether the value is a non-empty flat sequence of integers: one prompt, not several."""
+    # An array of numpy or torch is not a Sequence and its elements are not int, but it converts to a list.
     items = value.tolist() if hasattr(value, "tolist") else value
     return isinstance(items, Sequence) and not isinstance(items, (str, bytes)) and isinstance(_first(items), Integral)
 

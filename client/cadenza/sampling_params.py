@@ -28,6 +28,7 @@ class SamplingParams:
     top_p: float = 1.0  # in (0, 1]
     top_k: int = 0  # -1 or 0: all
     min_p: float = 0.0  # in [0, 1]
+    top_n_sigma: float = 0.0  # in standard deviations of the logits below the highest; 0 or less: off
     repetition_penalty: float = 1.0  # over 0
     presence_penalty: float = 0.0  # in [-2, 2]
     frequency_penalty: float = 0.0  # in [-2, 2]
@@ -88,6 +89,7 @@ class SamplingParams:
         if self.top_p == 0.0:
             raise _bad("top_p", "must be over 0 and at most 1", self.top_p)
         self._float("min_p", low=0.0, high=1.0)
+        self._float("top_n_sigma", low=-math.inf)
         self._float("repetition_penalty", low=0.0, why="must be over 0")
         if self.repetition_penalty == 0.0:
             raise _bad("repetition_penalty", "must be over 0", self.repetition_penalty)

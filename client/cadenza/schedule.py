@@ -1,4 +1,4 @@
-"""The schedule that really ran, from step records: who was computed in which step, and what it cost.
+"""The schedule that ran, from step records: the sequences computed in each step, and statistics.
 
 Pure functions of StepRecords; `schedule_picture` draws what these return.
 """
@@ -13,12 +13,12 @@ from cadenza.v1 import admin_pb2, execution_pb2
 
 
 class Cell(IntEnum):
-    """What one sequence did in one step; where steps share a column, the largest is shown."""
+    """The state of one sequence in one step; if steps share a column, the largest is shown."""
 
     ABSENT = 0
     WAITING = 1  # not yet admitted, or preempted
     IDLE = 2  # in the batch, but not computed in this step
-    UNUSED = 3  # computed, but after its end: planned before that was known, and dropped
+    UNUSED = 3  # computed after its end, because the step was planned before the end was known; dropped
     DECODE = 4
     PREFILL = 5  # prompt tokens, or recompute after preemption
 
@@ -45,7 +45,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleStats:
-    """What the step records measure; shares are 0 to 1, NaN-free: 0 where nothing was measured."""
+    """Statistics of step records; shares are 0 to 1, and 0 (not NaN) if nothing was measured."""
 
     num_steps: int
     duration_s: float  # from the first plan to the last result
@@ -74,7 +74,7 @@ def ran(records: Sequence[admin_pb2.StepRecord]) -> list[admin_pb2.StepRecord]:
 
 
 def build_schedule(records: Sequence[admin_pb2.StepRecord], labels: Mapping[str, str]) -> Schedule:
-    """The schedule of all sequences in `records`; `labels` are by request id, which stands in where one is missing."""
+    """The schedule of all sequences in `records`; `labels` are by request id, which replaces a missing label."""
     joined = {join.sequence_id: join for record in records for join in record.joined}
     left = {leave.sequence_id: leave.num_output_tokens for record in records for leave in record.left}
     steps = ran(records)
@@ -90,7 +90,7 @@ def build_schedule(records: Sequence[admin_pb2.StepRecord], labels: Mapping[str,
 
 
 def summarize(records: Sequence[admin_pb2.StepRecord], *, block_size: int, batch_size: int) -> ScheduleStats:
-    """Measure a run; `batch_size` is that of the static batches it is compared with."""
+    """Compute the statistics of a run; `batch_size` is that of the static batches for comparison."""
     steps = ran(records)
     schedule = build_schedule(records, {})
     held = sum(record.load.num_used_blocks for record in steps) * block_size
@@ -152,6 +152,6 @@ def _cell(row: Row, record: admin_pb2.StepRecord) -> Cell | None:
 
 
 def _static_steps(schedule: Schedule, batch_size: int) -> int:
-    """Batches in the order of joining, each as long as its longest sequence, by the steps each sequence really took."""
+    """Steps of static batches in the order of joining, each as long as its longest sequence's steps in this run."""
     lengths = [sum(cell in (Cell.DECODE, Cell.PREFILL) for cell in row.cells) for row in schedule.rows]
     return sum(max(lengths[start : start + batch_size]) for start in range(0, len(lengths), batch_size))

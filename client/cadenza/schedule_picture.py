@@ -34,8 +34,8 @@ _LOOKS = {
 def draw_schedule(schedule: Schedule, *, width: int, ascii_only: bool = False) -> Text:
     """The picture in at most `width` terminal cells below its headline; each line ends with a newline.
 
-    Where there are more steps than columns, each column shows several steps, and a line says so. `ascii_only` is for
-    terminals that cannot show the block glyphs.
+    If there are more steps than columns, each column shows several steps, and the headline states it. `ascii_only` is
+    for terminals that cannot show the block glyphs.
     """
     if not schedule.rows:
         return Text("no steps were recorded\n")
@@ -75,7 +75,7 @@ def _bin(cells: list[Cell], per_column: int) -> list[Cell]:
 
 
 def _occupancy(schedule: Schedule, per_column: int) -> str:
-    """Sequences computed per step, rounded over each column, as one digit; + is ten or more."""
+    """Mean number of sequences computed per step in each column, as one digit; + is ten or more."""
     digits = []
     for start in range(0, len(schedule.occupancy), per_column):
         part = schedule.occupancy[start : start + per_column]
@@ -85,7 +85,7 @@ def _occupancy(schedule: Schedule, per_column: int) -> str:
 
 
 def _axis(num_columns: int, per_column: int, rule: str) -> str:
-    """Step numbers, counted from 1, at every tenth column; the first stands over its own column."""
+    """Step numbers, counted from 1, at every tenth column; the first digit is above the step's column."""
     text = ""
     for column in range(0, num_columns, _TICK):
         number = str(column * per_column + 1)
@@ -118,7 +118,7 @@ def _legend(schedule: Schedule, width: int, ascii_only: bool) -> Text:
 
 
 def _fit(label: str, width: int, ascii_only: bool) -> str:
-    """Exactly `width` terminal cells; wide characters count two, and one that would be cut in half becomes a space."""
+    """Exactly `width` terminal cells; wide characters count two, and a wide character at the edge becomes a space."""
     if cell_len(label) > width:
         label = set_cell_size(label, width - 1).rstrip() + ("~" if ascii_only else "…")
     return set_cell_size(label, width)

@@ -1,10 +1,10 @@
-"""Text that can be sent: what the wire's UTF-8 can hold."""
+"""Checks that text can be encoded as UTF-8 for sending."""
 
 from __future__ import annotations
 
 
 def sendable(text: str, spot: str) -> str:
-    """The text; raises ValueError, beginning with `spot`, for lone surrogates, which are no characters."""
+    """The text; raises a ValueError that begins with `spot` for lone surrogates, which are not characters."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

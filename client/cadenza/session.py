@@ -1,4 +1,4 @@
-"""Many requests over one Session stream, with a window that follows what the server's queue takes."""
+"""Many requests over one Session stream, with a window that adapts to the capacity of the server's queue."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SessionCall = grpc.aio.StreamStreamCall[generation_pb2.SessionRequest, generati
 
 @dataclass(slots=True)
 class BatchItem:
-    """One request of a batch and what has come of it."""
+    """One request of a batch and its outcome."""
 
     request: generation_pb2.GenerateRequest
     collector: OutputCollector
@@ -47,7 +47,8 @@ class BatchItem:
 
 @dataclass(slots=True)
 class _Window:
-    """How many requests may be in flight: halts at what the queue took, grows by one with each that ends."""
+    """Limits the requests in flight: shrinks to the number that the queue accepted, grows by one with each that
+    ends."""
 
     size: int = MAX_IN_FLIGHT
     pending: deque[int] = field(default_factory=deque)
@@ -56,7 +57,7 @@ class _Window:
 
     def refused(self, index: int, now: float, retry_after_s: float | None) -> None:
         self.in_flight.discard(index)
-        # Refusals come in the order of sending, so the first waits at the front.
+        # Refusals arrive in the order of sending; the first refused request stays at the front.
         position = next((at for at, other in enumerate(self.pending) if other > index), len(self.pending))
         self.pending.insert(position, index)
         self.size = max(1, len(self.in_flight))
@@ -68,11 +69,11 @@ class _Window:
 
 
 class SessionBatch:
-    """Runs requests over one Session stream until every one has ended.
+    """Runs requests over one Session stream until all have ended.
 
-    A request that finds the server's queue full is sent again after the server's RetryInfo, for as long as it takes;
-    any other error ends that request only. Leaving `run` early, in whichever way, cancels the stream and so aborts
-    what still runs.
+    A request refused because the server's queue is full is sent again after the delay in the server's RetryInfo,
+    without a limit; any other error ends only that request. Leaving `run` early, for any reason, cancels the stream and
+    so aborts the requests in flight.
     """
 
     def __init__(self, stub: GenerationServiceAsyncStub, target: str, items: Sequence[BatchItem]) -> None:
@@ -87,7 +88,7 @@ class SessionBatch:
         self._wake = asyncio.Event()
 
     async def run(self) -> None:
-        """Fill in every item; raises the CadenzaError of a stream that broke."""
+        """Run all items; raises the CadenzaError of a broken stream."""
         if self._num_open == 0:
             return
         call: _SessionCall = self._stub.Session()
@@ -124,13 +125,13 @@ class SessionBatch:
                     await call.write(generation_pb2.SessionRequest(generate=self._items[index].request))
             await call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the reader sees why the call ended
+            return  # the reader handles the reason why the call ended
 
     def _take(self, event: generation_pb2.SessionEvent) -> None:
         index = self._index_of.get(event.request_id)
         if index is None or self._items[index].done:
             raise InternalError(
-                f"{self._target} sent output of request {event.request_id!r}, which this session has not"
+                f"{self._target} sent output of request {event.request_id!r}, which this session does not have"
             )
         item = self._items[index]
         kind = event.WhichOneof("event")
@@ -156,7 +157,7 @@ class SessionBatch:
 
 
 def _refuse_too_large(item: BatchItem) -> None:
-    """End a request that gRPC would not send here: it would break the stream, and with it all the others."""
+    """End a request that exceeds gRPC's message limit: sending it would break the stream and all other requests."""
     size = item.request.ByteSize()
     if size + _ENVELOPE_BYTES > MAX_MESSAGE_BYTES:
         message = f"the request has {size} bytes, and a message can have {MAX_MESSAGE_BYTES} at most"
@@ -164,7 +165,7 @@ def _refuse_too_large(item: BatchItem) -> None:
 
 
 def batch_results(items: Sequence[BatchItem]) -> list[RequestOutput]:
-    """The results in the order of the items; raises the first failing item's error, with all that the rest produced."""
+    """The results in the order of the items; raises the first failing item's error, with the results of the others."""
     errors = {index: item.error for index, item in enumerate(items) if item.error is not None}
     if not errors:
         return [item.collector.result() for item in items]

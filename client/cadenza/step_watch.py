@@ -1,4 +1,4 @@
-"""A watch over a server's steps: AdminService.WatchSteps, for the demo's picture and `cadenza top`."""
+"""Watches a server's steps by AdminService.WatchSteps, for the demo's picture and `cadenza top`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cadenza.v1.admin_pb2_grpc import AdminServiceStub
 
 @dataclass(slots=True)
 class StepWatch:
-    """The step records since the watch began, as they come in."""
+    """The step records since the watch began."""
 
     records: list[admin_pb2.StepRecord] = field(default_factory=list)
     num_dropped: int = 0  # records that the server lost to this watch
@@ -27,30 +27,30 @@ class StepWatch:
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, response: admin_pb2.WatchStepsResponse) -> None:
-        """Take what one message brings."""
+        """Add the records of a message."""
         self.records.extend(response.records)
         self.num_left += sum(len(record.left) for record in response.records)
         self.num_dropped = response.num_dropped
         self._changed.set()
 
     def take(self) -> list[admin_pb2.StepRecord]:
-        """The records since the last call; they are kept no longer."""
+        """Remove and return the records since the last call."""
         records, self.records = self.records, []
         return records
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Mark the watch as ended."""
         self._ended.set()
 
     async def wait_end(self, timeout_s: float) -> bool:
-        """Wait until the watch has ended, `timeout_s` seconds at most; returns whether it has."""
+        """Wait until the watch has ended, at most `timeout_s` seconds; returns whether it has."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()
         return self._ended.is_set()
 
     async def wait_left(self, count: int, timeout_s: float) -> None:
-        """Wait until `count` sequences have left, `timeout_s` seconds at most."""
+        """Wait until `count` sequences have left, at most `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.num_left < count:
@@ -60,9 +60,9 @@ class StepWatch:
 
 @contextlib.asynccontextmanager
 async def watch_steps(client: AsyncClient) -> AsyncIterator[StepWatch]:
-    """A watch that stands before the body begins: the server's first message says so.
+    """A watch that is established before the body begins: the server confirms it by its first message.
 
-    Raises CadenzaError if it cannot stand, or broke while the body ran.
+    Raises CadenzaError if it cannot be established, or if it broke while the body ran.
     """
     watch = StepWatch()
     stub: Any = AdminServiceStub(client.channel)

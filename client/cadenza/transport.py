@@ -1,7 +1,7 @@
 """Channel and server options, addresses and error details: one place for every Cadenza process.
 
-Each was tried with grpcio (docs/callers.md, "Channel settings"): options that are often copied and do nothing are left
-out on purpose.
+Each option was tested with grpcio (docs/callers.md, "Channel settings"): options that are often copied but have no
+effect are left out on purpose.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _COMMON: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A dead connection is noticed after one minute of silence and 20 s without an answer to a ping. It is this option
-    # that says how long: with `keepalive_timeout_ms` alone, whatever it says, gRPC waits for a minute.
+    # A dead connection is detected after one minute of silence and 20 s without an answer to a ping. This option sets
+    # the 20 s: with `keepalive_timeout_ms` alone, whatever its value, gRPC waits for a minute.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
 ]
@@ -34,52 +34,50 @@ def channel_options() -> list[tuple[str, Any]]:
     """Options for a client's channel: one ping a minute at most, so that no server sends GOAWAY."""
     return [
         *_COMMON,
-        # By default silent streams get two pings and then one a minute at most.
+        # By default, silent streams send two pings and then at most one a minute.
         ("grpc.http2.max_pings_without_data", 0),
-        # A local subchannel that failed is tried again soon: a restarted executor should not wait out a backoff.
+        # Retry a failed connection soon: a restarted executor should not have to wait for a long backoff.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
-        # In spite of its name: how long one attempt to connect may take.
+        # Despite its name: the time limit of one connection attempt.
         ("grpc.min_reconnect_backoff_ms", 5_000),
         # Each channel has its own connection, so that closing one closes its streams and no others.
         ("grpc.use_local_subchannel_pool", 1),
-        # `http_proxy` is meant for the web; without this even 127.0.0.1 is looked for behind it.
+        # `http_proxy` is meant for the web; without this option gRPC would use it even for 127.0.0.1.
         ("grpc.enable_http_proxy", 0),
     ]
 
 
 def server_options() -> list[tuple[str, Any]]:
-    """Options for a server: bursts of new streams are taken, quick pings are tolerated."""
+    """Options for a server: bursts of new streams are accepted, frequent pings are tolerated."""
     return [
         *_COMMON,
-        # By default a server that is busy refuses part of a burst of new streams; with these it takes all of 10,000.
+        # By default a busy server refuses part of a burst of new streams; with these it accepts all of 10,000.
         ("grpc.server.max_pending_requests", 20_000),
         ("grpc.server.max_pending_requests_hard_limit", 20_000),
-        # The option that works; `min_recv_ping_interval_without_data_ms` does nothing (measured).
+        # This option works; `min_recv_ping_interval_without_data_ms` has no effect (measured).
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        # Two processes must not share a port unseen: a taken port is an error.
+        # Two processes must not share a port unnoticed: a taken port is an error.
         ("grpc.so_reuseport", 0),
     ]
 
 
 def parse_address(address: str, *, default_port: int) -> tuple[str, int]:
-    """Split `HOST:PORT`, `HOST`, `:PORT` or `[V6]:PORT`; raises ValueError saying what is wrong."""
+    """Split `HOST:PORT`, `HOST`, `:PORT` or `[V6]:PORT`; raises ValueError with the problem."""
     if not isinstance(address, str):
         raise ValueError(f"{address!r} is not HOST:PORT: it must be a str")
     text = address.strip()
     if "/" in text or len(text.split()) > 1:
-        raise ValueError(f"{address!r} is not HOST:PORT: it can have no scheme, path or space")
+        raise ValueError(f"{address!r} is not HOST:PORT: it must not have a scheme, path or space")
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         if not bracket or (rest and rest[0] != ":") or not _is_ipv6(host):
-            raise ValueError(
-                f"{address!r} is not HOST:PORT: between brackets stands an IPv6 address, as in [::1]:50051"
-            )
+            raise ValueError(f"{address!r} is not HOST:PORT: brackets must enclose an IPv6 address, as in [::1]:50051")
         port_text = rest.removeprefix(":")
     elif text.count(":") > 1:
         host, port_text = text, ""
         if not _is_ipv6(host):
-            raise ValueError(f"{address!r} is not HOST:PORT: it has more than one colon and is no IPv6 address")
+            raise ValueError(f"{address!r} is not HOST:PORT: it has more than one colon and is not an IPv6 address")
     else:
         host, _, port_text = text.partition(":")
     host = host or "127.0.0.1"
@@ -106,7 +104,7 @@ def format_address(host: str, port: int) -> str:
 def bind(server: Any, address: str, *, default_port: int) -> str:
     """Bind a grpc(.aio) server to `HOST:PORT` (port 0: any free one).
 
-    Returns the address bound; raises OSError with a clear message when the port is taken or not ours to take.
+    Returns the bound address; raises OSError with a clear message if the port is taken or not permitted.
     """
     host, port = parse_address(address, default_port=default_port)
     try:
@@ -136,7 +134,7 @@ def field_violation(field: str, description: str) -> error_details_pb2.BadReques
 
 
 def retry_info(delay_s: float) -> error_details_pb2.RetryInfo:
-    """RetryInfo: come back after this many seconds."""
+    """RetryInfo: retry after this many seconds."""
     seconds = int(delay_s)
     return error_details_pb2.RetryInfo(
         retry_delay=duration_pb2.Duration(seconds=seconds, nanos=int((delay_s - seconds) * 1e9))

@@ -1,4 +1,4 @@
-"""The flat tensors of one forward pass, and how batch slots are turned into them."""
+"""The flat tensors of one forward pass, built from batch slots."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from executor_svc.batch.slots import Scheduled, Slots
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """What a forward pass computes: T tokens of S sequences, prefill chunks and decodes mixed, in slot order."""
+    """The input of a forward pass: T tokens of S sequences, prefill chunks and decodes mixed, in slot order."""
 
     token_ids: Tensor
     """[T] int64."""
     positions: Tensor
     """[T] int64, absolute."""
     slot_mapping: Tensor
-    """[T] int64: block_id * block_size + offset, where each token's K and V are written."""
+    """[T] int64: block_id * block_size + offset, the place of each token's K and V."""
     query_start_loc: Tensor
     """[S + 1] int32: sequence s owns tokens query_start_loc[s] to query_start_loc[s + 1]."""
     seq_lens: Tensor
@@ -28,15 +28,15 @@ class ForwardBatch:
     block_tables: Tensor
     """[S, max_blocks_per_seq] int32, rows padded with any valid block id."""
     logits_rows: Tensor
-    """[L] int64: the tokens whose logits are wanted, as indices into T."""
+    """[L] int64: indices into T of the tokens whose logits the step needs."""
     rope_lens: Tensor
-    """[T] int64: max(prompt length, position + 1), the length that length-dependent rotary embeddings go by."""
+    """[T] int64: max(prompt length, position + 1), the length that length-dependent rotary embeddings use."""
     max_query_len: int
     max_seq_len: int
 
 
 def build_batch(slots: Slots, scheduled: Scheduled) -> ForwardBatch | None:
-    """The flat tensors of what is scheduled, on the CPU; None if nothing is to be computed."""
+    """Return the flat tensors of the scheduled tokens, on the CPU; None if there are none."""
     rows, counts = scheduled.slots, scheduled.num_tokens
     if not len(rows):
         return None
@@ -47,14 +47,14 @@ def build_batch(slots: Slots, scheduled: Scheduled) -> ForwardBatch | None:
     counts.cumsum(out=starts[1:])
     owner, positions = rows, context
     if starts[-1] != len(rows):
-        # Token t of sequence s stands at context[s] + t - starts[s].
+        # The position of token t of sequence s is context[s] + t - starts[s].
         owner = np.repeat(rows, counts)
         positions = np.arange(starts[-1]) + np.repeat(context - starts[:-1], counts)
     rope_lens = np.maximum(slots.num_prompt_tokens[owner], positions + 1)
     blocks = slots.block_tables[owner, positions // block_size].astype(np.int64)
     max_seq_len = int(seq_lens.max())
     width = -(-max_seq_len // block_size)
-    # What lies behind a block table is 0 or a block of an earlier sequence: valid, if without meaning.
+    # Entries after the end of a block table are 0 or blocks of an earlier sequence: valid, but without meaning.
     return ForwardBatch(
         token_ids=torch.from_numpy(slots.token_ids[owner, positions].astype(np.int64)),
         positions=torch.from_numpy(positions),

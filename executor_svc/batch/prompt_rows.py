@@ -1,4 +1,4 @@
-"""Which prompt tokens a step tells logprobs of, and the entries of its result that tell them."""
+"""The prompt tokens whose logprobs a step computes, and their entries in its result."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import numpy as np
 
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.slots import Scheduled, Slots
-from executor_svc.plan.plan import FloatArray, IntArray, SlotLogprobs
+from executor_svc.plan.arrays import FloatArray, IntArray
+from executor_svc.plan.plan import SlotLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """The prompt tokens that a step tells logprobs of: S slots that asked, Q tokens, in the order of slots.
+    """The prompt tokens whose logprobs a step computes: Q tokens of S slots that requested them, in slot order.
 
-    Computing the positions a to b - 1 of a sequence predicts its tokens a + 1 to b; those behind the prompt are output
-    and not told.
+    Computing the positions a to b - 1 of a sequence predicts its tokens a + 1 to b. Predicted tokens after the end of
+    the prompt are output tokens and are left out.
     """
 
     slots: IntArray
@@ -24,34 +25,34 @@ class PromptRows:
     starts: IntArray
     """[S] index of each slot's first such token in its sequence."""
     counts: IntArray
-    """[S] its number of them, one or more."""
+    """[S] number of each slot's tokens, one or more."""
     num_top: IntArray
-    """[S] best tokens wanted beside each."""
+    """[S] number of most likely tokens requested for each position."""
     rows: IntArray
-    """[Q] the tokens that predict them, as indices into the T tokens of the step."""
+    """[Q] indices, into the T tokens of the step, of the tokens that predict them."""
     token_ids: IntArray
     """[Q]."""
 
 
 def prompt_rows(slots: Slots, scheduled: Scheduled) -> PromptRows | None:
-    """What the scheduled tokens tell of prompts, before `commit`; None if nothing that was asked for."""
-    num_top = slots.sampling.num_prompt_logprobs[scheduled.slots]
+    """Return the prompt tokens that the scheduled tokens predict, before `commit`; None if none is requested."""
+    num_top = slots.sampling["num_prompt_logprobs"][scheduled.slots]
     if (num_top < 0).all():
         return None
     context = slots.num_computed_tokens[scheduled.slots]
     left = slots.num_prompt_tokens[scheduled.slots] - 1 - context
     counts = np.where(num_top >= 0, np.minimum(scheduled.num_tokens, left), 0)
-    asked = np.flatnonzero(counts > 0)
-    if not len(asked):
+    wanted = np.flatnonzero(counts > 0)
+    if not len(wanted):
         return None
-    first_rows = (np.cumsum(scheduled.num_tokens) - scheduled.num_tokens)[asked]
-    chosen, starts, counts = scheduled.slots[asked], context[asked] + 1, counts[asked]
+    first_rows = (np.cumsum(scheduled.num_tokens) - scheduled.num_tokens)[wanted]
+    chosen, starts, counts = scheduled.slots[wanted], context[wanted] + 1, counts[wanted]
     owner, positions = spans(starts, counts)
     return PromptRows(
         slots=chosen,
         starts=starts,
         counts=counts,
-        num_top=np.minimum(num_top[asked], slots.limits.vocab_size),
+        num_top=np.minimum(num_top[wanted], slots.limits.vocab_size),
         rows=spans(first_rows, counts)[1],
         token_ids=slots.token_ids[chosen[owner], positions].astype(np.int64),
     )
@@ -59,7 +60,7 @@ def prompt_rows(slots: Slots, scheduled: Scheduled) -> PromptRows | None:
 
 @dataclass(frozen=True, slots=True)
 class PromptColumns:
-    """Logprobs of Q tokens; those of the best tokens lie behind each other, num_top of each row."""
+    """Logprobs of Q tokens. top_ids and top concatenate the most likely tokens of all rows, num_top each."""
 
     chosen: FloatArray
     ranks: IntArray
@@ -67,21 +68,21 @@ class PromptColumns:
     top: FloatArray
 
 
-def by_slot(asked: PromptRows, columns: PromptColumns) -> tuple[SlotLogprobs, ...]:
-    """One entry for each slot that asked."""
-    ends = np.cumsum(asked.counts)
-    top_ends = np.cumsum(asked.counts * asked.num_top)
+def by_slot(wanted: PromptRows, columns: PromptColumns) -> tuple[SlotLogprobs, ...]:
+    """Return one entry for each slot of `wanted`."""
+    ends = np.cumsum(wanted.counts)
+    top_ends = np.cumsum(wanted.counts * wanted.num_top)
     entries = []
-    for i, slot in enumerate(asked.slots.tolist()):
-        rows = slice(int(ends[i] - asked.counts[i]), int(ends[i]))
-        best = slice(int(top_ends[i] - asked.counts[i] * asked.num_top[i]), int(top_ends[i]))
+    for i, slot in enumerate(wanted.slots.tolist()):
+        rows = slice(int(ends[i] - wanted.counts[i]), int(ends[i]))
+        best = slice(int(top_ends[i] - wanted.counts[i] * wanted.num_top[i]), int(top_ends[i]))
         entries.append(
             SlotLogprobs(
                 slot=slot,
-                start=int(asked.starts[i]),
+                start=int(wanted.starts[i]),
                 chosen_logprobs=columns.chosen[rows],
                 chosen_ranks=columns.ranks[rows],
-                num_top=int(asked.num_top[i]),
+                num_top=int(wanted.num_top[i]),
                 top_token_ids=columns.top_ids[best],
                 top_logprobs=columns.top[best],
             )

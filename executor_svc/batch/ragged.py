@@ -1,4 +1,4 @@
-"""Lists of different lengths, one per batch slot, that are read for many slots at once, without a loop."""
+"""Lists of different lengths, one per batch slot; reads cover many slots at once, without a loop."""
 
 from __future__ import annotations
 
@@ -7,36 +7,39 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from executor_svc.plan.plan import IntArray
+from executor_svc.plan.arrays import IntArray
 
 
 def spans(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
-    """Spell out n runs of places, run i from starts[i] on: (which run, which place), [lengths.sum()] each."""
+    """Return the elements of n runs of places: (index of the run, place), [lengths.sum()] each.
+
+    Run i begins at starts[i] and has lengths[i] places.
+    """
     owner = np.repeat(np.arange(len(lengths)), lengths)
     places = np.arange(len(owner)) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
     return owner, places
 
 
 class SlotLists:
-    """A list for each slot, in one or more columns that lie behind each other in flat arrays.
+    """A list for each slot, with one or more columns; each column is a flat array that holds all lists.
 
-    A new list goes to the end; when that is reached, the lists that still count are moved to arrays of twice their
-    size, so the memory follows what is in use and the cost of moving is spread over the lists that came since.
+    A new list is appended. Once an array is full, the lists in use move to arrays of twice their size: memory follows
+    the lists in use, and the cost of a move is amortized over the lists appended since the last one.
     """
 
     def __init__(self, num_slots: int, *dtypes: DTypeLike) -> None:
         self.columns: tuple[NDArray[Any], ...] = tuple(np.zeros(0, dtype) for dtype in dtypes)
-        """Values at the places that `locate` gives."""
+        """Values at the places that `locate` returns."""
         self._starts = np.zeros(num_slots, np.int64)
         self._lengths = np.zeros(num_slots, np.int64)
         self._end = 0
 
     def put(self, slot: int, *values: NDArray[Any]) -> None:
-        """Give a slot its list, in place of an earlier one: an array for each column, all [length]."""
+        """Replace a slot's list: one array [length] for each column."""
         length = len(values[0])
         self._lengths[slot] = 0
         if self._end + length > len(self.columns[0]):
-            self._make_room(length)
+            self._grow(length)
         for column, part in zip(self.columns, values, strict=True):
             column[self._end : self._end + length] = part
         self._starts[slot], self._lengths[slot] = self._end, length
@@ -47,14 +50,14 @@ class SlotLists:
         self._lengths[slots] = 0
 
     def any_of(self, slots: IntArray) -> bool:
-        """Has any of these slots a list that is not empty."""
+        """Return whether any of these slots has a list that is not empty."""
         return bool(self._lengths[slots].any())
 
     def locate(self, slots: IntArray) -> tuple[IntArray, IntArray]:
-        """Where these slots' lists are: (index into slots, place in the columns) of every element, in order."""
+        """Return (index into slots, place in the columns) of every element of these slots' lists, in order."""
         return spans(self._starts[slots], self._lengths[slots])
 
-    def _make_room(self, length: int) -> None:
+    def _grow(self, length: int) -> None:
         _, kept = self.locate(np.arange(len(self._lengths)))
         size = 2 * (len(kept) + length)
         moved = []

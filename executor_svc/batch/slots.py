@@ -1,8 +1,8 @@
-"""Batch slots: the mirror of what plans have told, as arrays with a row per slot.
+"""Batch slots: the state of sequences as plans describe it, in arrays with a row per slot.
 
-Work per plan follows what the plan changes, plus a few array operations over the batch. `Slots.apply` takes the parts
-of a plan in the order that execution.proto states; block operations touch no slot, so they run after the whole plan has
-been found valid. Every contradiction raises InvalidPlan; the slots are then undefined until `clear`.
+The work per plan is proportional to its changes, plus a few array operations over the batch. `Slots.apply` handles the
+parts of a plan in the order of execution.proto. Block operations change no slot, so they run after the whole plan has
+been checked. Every contradiction raises InvalidPlan; the slots are then undefined until `clear`.
 """
 
 from __future__ import annotations
@@ -12,42 +12,34 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from executor_svc.batch.column_checks import check_range, check_unique
+from executor_svc.batch.plan_checks import check_admission, check_block_moves, check_supported
 from executor_svc.batch.sampling_columns import SlotSampling
-from executor_svc.plan.column_checks import check_range, check_unique
-from executor_svc.plan.plan import (
-    AdmittedSequence,
-    BoolArray,
-    IntArray,
-    InvalidPlan,
-    Limits,
-    ScheduledTokens,
-    SlotColumns,
-    StepPlan,
-)
-from executor_svc.plan.plan_checks import check_admission, check_block_moves, check_supported
+from executor_svc.plan.arrays import BoolArray, IntArray
+from executor_svc.plan.plan import AdmittedSequence, InvalidPlan, Limits, ScheduledTokens, SlotColumns, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """What one step computes, slots ascending."""
+    """The work of one step, slots ascending."""
 
     slots: IntArray
-    """[S] slots with one token or more to compute."""
+    """[S] slots that compute one token or more."""
     num_tokens: IntArray
     """[S]."""
     samples: BoolArray
-    """[S]: is its last token a logits row. There are L of these, in the order of slots."""
+    """[S]: whether the slot's last token has a logits row. There are L such rows, in slot order."""
     idle_slots: IntArray
-    """Slots that the plan lets sample but that have stopped, and forks of such: they report no token."""
+    """Slots that the plan lists for sampling but that have stopped, and their forks: they report no token."""
     sampling_slots: IntArray
-    """[R] slots that read a logits row, forks included."""
+    """[R] slots that sample from a logits row, forks included."""
     sources: IntArray | None
-    """[R] the logits row that each reads; None: its own, as there are no forks and R is L."""
+    """[R] the logits row of each sampling slot; None: row i for slot i, as there are no forks and R is L."""
     candidates: IntArray
-    """[C] indices into sampling_slots, ascending: those that have candidates told and sample no token."""
+    """[C] indices into sampling_slots, ascending, of slots that report candidates and sample no token."""
 
     def takes_token(self, valid: BoolArray) -> BoolArray:
-        """[R]: which of sampling_slots have sampled a token, given which have not failed."""
+        """Return [R]: whether each of sampling_slots has a new token; valid: [R], whether it has not failed."""
         if not len(self.candidates):
             return valid
         taken = valid.copy()
@@ -61,8 +53,8 @@ class Slots:
     def __init__(self, limits: Limits) -> None:
         n = limits.num_slots
         self.limits = limits
-        # Pages of these two are touched only as sequences grow. One column more than a sequence may compute: for the
-        # token that is sampled last.
+        # Pages of these two are written only as sequences grow. token_ids has one column more than a sequence may
+        # compute: for the last sampled token.
         self.token_ids = np.zeros((n, limits.max_model_len + 1), np.int32)
         self.block_tables = np.zeros((n, limits.max_blocks_per_seq), np.int32)
         self.num_tokens = np.zeros(n, np.int64)
@@ -71,9 +63,9 @@ class Slots:
         self.num_blocks = np.zeros(n, np.int64)
         self.admitted = np.zeros(n, np.bool_)
         self.held = np.zeros(n, np.bool_)
-        # Has sampled a stop token, or failed alone: computes nothing more.
+        # The slot has sampled a stop token or has failed, and computes nothing more.
         self.stopped = np.zeros(n, np.bool_)
-        # Prompt logits that were not finite: the slot fails when it samples.
+        # The slot's prompt logits were not finite: it fails when it samples.
         self.prompt_failed = np.zeros(n, np.bool_)
         self.sampling = SlotSampling(limits)
 
@@ -83,13 +75,13 @@ class Slots:
         self.sampling.release(np.arange(self.limits.num_slots))
 
     def ready(self) -> BoolArray:
-        """[n]: admitted, not held, not stopped, and lacking the KV of exactly one known token."""
+        """Return [n]: whether a slot is admitted, neither held nor stopped, and lacks the KV of exactly one token."""
         one_left = self.num_tokens - self.num_computed_tokens == 1
         result: BoolArray = self.admitted & ~self.held & ~self.stopped & one_left
         return result
 
     def apply(self, plan: StepPlan) -> None:
-        """Take all parts of the plan up to given tokens; block operations are only checked."""
+        """Apply all parts of the plan up to the given tokens; block operations are only checked."""
         check_supported(plan)
         self._release(plan.released_slots)
         check_block_moves(plan, self.limits)
@@ -98,7 +90,7 @@ class Slots:
         self._append_blocks(plan.appends)
         self._hold(plan.held_slots, True, "held_slots")
         self._hold(plan.resumed_slots, False, "resumed_slots")
-        self._give(plan.given)
+        self._append_given(plan.given)
 
     def _check_admitted(self, slots: IntArray, part: str) -> None:
         check_range(slots, self.limits.num_slots, f"{part}: slot")
@@ -153,7 +145,7 @@ class Slots:
         self.block_tables[slots, places] = blocks
         self.num_blocks[slots[first]] += counts
 
-    def _give(self, given: SlotColumns) -> None:
+    def _append_given(self, given: SlotColumns) -> None:
         slots = given.slots
         if not len(slots):
             return
@@ -171,7 +163,7 @@ class Slots:
         self.sampling.add_tokens(slots, given.values)
 
     def schedule(self, plan: StepPlan) -> Scheduled:
-        """What the plan computes, after `apply`: the explicit slots and, if asked for, every other ready slot."""
+        """Return the work of an applied plan: its explicit slots and, with decode_ready, every other ready slot."""
         part, n = plan.scheduled, self.limits.num_slots
         self._check_scheduled(part)
         self._check_forks(plan.forks, part)
@@ -192,20 +184,20 @@ class Slots:
         readers = slots[samples[slots]]
         if len(plan.forks.slots):
             readers, sources, idle = self._fork(plan, readers, idle)
-        candidates = np.flatnonzero(self.sampling.num_candidates[readers])
+        candidates = np.flatnonzero(self.sampling["num_candidates"][readers])
         scheduled = Scheduled(slots, counts[slots], samples[slots], idle, readers, sources, candidates)
-        self._check_room(scheduled)
+        self._check_limits(scheduled)
         return scheduled
 
     def _fork(self, plan: StepPlan, readers: IntArray, idle: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Add forks to the slots that read their own logits row [L] and to the idle ones, ascending each.
+        """Add forks to the slots that sample from their own logits row [L] and to the idle slots, both ascending.
 
-        Returns (reading slots [R], the row that each reads [R], idle slots).
+        Returns (sampling slots [R], the logits row of each [R], idle slots).
         """
         forks, sources = plan.forks.slots, plan.forks.values
         reads, is_idle = np.isin(sources, readers), np.isin(sources, idle)
         if plan.decode_ready:
-            # Such a source would be ready had it not stopped, which the scheduler may not know yet.
+            # This source would be ready if it had not stopped, which the scheduler may not know yet.
             unnamed = ~np.isin(sources, plan.scheduled.slots)
             is_idle |= self.stopped[sources] & ~self.held[sources] & unnamed
         silent = ~(reads | is_idle)
@@ -225,7 +217,7 @@ class Slots:
         return slots[order], rows[order], np.sort(np.concatenate((idle, forks[is_idle])))
 
     def _check_forks(self, forks: SlotColumns, part: ScheduledTokens) -> None:
-        """What can be said of forks before it is known who samples."""
+        """Check forks, as far as that does not depend on which slots sample."""
         if not len(forks.slots):
             return
         self._check_admitted(forks.slots, "forks")
@@ -240,7 +232,7 @@ class Slots:
                 raise InvalidPlan(f"forks: slot {forks.slots[wrong][0]} {reason}")
 
     def _check_scheduled(self, part: ScheduledTokens) -> None:
-        """Explicit counts must fit what is known; a stopped slot computes nothing, so any count is an upper bound."""
+        """Check explicit counts against known tokens. A stopped slot computes nothing, so it accepts any count."""
         if not len(part.slots):
             return
         self._check_admitted(part.slots, "scheduled")
@@ -251,19 +243,19 @@ class Slots:
         if over.any():
             i = over.argmax()
             raise InvalidPlan(
-                f"scheduled: slot {part.slots[i]} is to compute {part.num_tokens[i]} tokens, but only {left[i]} of its "
+                f"scheduled: slot {part.slots[i]} would compute {part.num_tokens[i]} tokens, but only {left[i]} of its "
                 "known tokens are not computed"
             )
         early = running & part.samples & ((part.num_tokens < left) | (part.num_tokens == 0))
         if early.any():
             i = early.argmax()
             raise InvalidPlan(
-                f"scheduled: slot {part.slots[i]} is to sample after {part.num_tokens[i]} of {left[i]} tokens that are "
+                f"scheduled: slot {part.slots[i]} would sample after {part.num_tokens[i]} of {left[i]} tokens that are "
                 "not computed: it must compute all its known tokens, and one at least"
             )
 
-    def _check_room(self, scheduled: Scheduled) -> None:
-        """The step must fit the limits, and each sequence its block table and max_model_len."""
+    def _check_limits(self, scheduled: Scheduled) -> None:
+        """Check the step against the limits, and each sequence against its block table and max_model_len."""
         limits = self.limits
         slots, counts = scheduled.slots, scheduled.num_tokens
         if len(slots) > limits.max_num_seqs:
@@ -288,16 +280,16 @@ class Slots:
             )
 
     def commit(self, scheduled: Scheduled, token_ids: IntArray, valid: BoolArray) -> None:
-        """After the step: context lengths grow by what was computed, sampled tokens become known.
+        """Record the results of a step: context lengths grow by the computed tokens, sampled tokens become known.
 
-        token_ids and valid: [R], for scheduled.sampling_slots; one that is not valid has failed and stops. A slot that
-        has candidates told takes no token, and waits until its next one is given. A fork of a stopped slot stops too.
+        token_ids and valid: [R], for scheduled.sampling_slots; a slot that is not valid has failed and stops. A slot
+        that reports candidates gets no token, and waits for its next one in a plan. A fork of a stopped slot stops too.
         """
         self.num_computed_tokens[scheduled.slots] += scheduled.num_tokens
         self.stopped[scheduled.idle_slots] = True
         slots = scheduled.sampling_slots
         if scheduled.sources is not None:
-            # A fork shares all that its source has computed.
+            # A fork shares all computed tokens of its source.
             self.num_computed_tokens[slots] = self.num_tokens[slots]
         taken = scheduled.takes_token(valid)
         if not taken.all():
@@ -309,11 +301,11 @@ class Slots:
         self.sampling.add_tokens(slots, token_ids)
         stop = self.sampling.are_stop_ids(slots, token_ids)
         if stop.any():
-            enough = places + 1 - self.num_prompt_tokens[slots] >= self.sampling.min_tokens[slots]
+            enough = places + 1 - self.num_prompt_tokens[slots] >= self.sampling["min_tokens"][slots]
             self.stopped[slots[enough & stop]] = True
 
     def digest(self) -> bytes:
-        """SHA-256 over the admitted slots in order.
+        """Return SHA-256 over the admitted slots in order.
 
         For each, little-endian int32: slot, num_tokens, num_prompt_tokens, num_computed_tokens, num_blocks; then its
         token ids; then its block table.

@@ -1,4 +1,4 @@
-"""What a step's computation made, and the result that tells it; the same for every kind of executor."""
+"""The values that a step computes, and the step result built from them; the same for every kind of executor."""
 
 from __future__ import annotations
 
@@ -7,22 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from executor_svc.batch.slots import Scheduled
-from executor_svc.plan.plan import (
-    BoolArray,
-    FloatArray,
-    IntArray,
-    SlotCandidates,
-    SlotError,
-    SlotLogprobs,
-    StepResult,
-    StepStatus,
-    StepTimings,
-)
+from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
+from executor_svc.plan.plan import SlotCandidates, SlotError, SlotLogprobs, StepResult, StepStatus, StepTimings
 
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
-    """Logprobs of the tokens of the rows that asked for them: of the model's own distribution."""
+    """Logprobs of the rows that requested them, from the model's own distribution."""
 
     rows: IntArray
     """[n]."""
@@ -33,54 +24,54 @@ class RowLogprobs:
     num_top: IntArray
     """[n]."""
     top_ids: IntArray
-    """[n, max(num_top)], best first; row i's first num_top[i] count."""
+    """[n, max(num_top)], best first; row i has num_top[i] entries."""
     top: FloatArray
     """The same shape."""
 
     def of_rows(self, rows: IntArray) -> RowLogprobs:
-        """The same where `rows` [R] says which row each of the present ones is."""
+        """Return the same logprobs with row i renumbered to rows[i]; rows: [R]."""
         return replace(self, rows=rows[self.rows])
 
 
 @dataclass(frozen=True, slots=True)
 class RowCandidates:
-    """Best next tokens of the C rows that asked for them: Scheduled.candidates, in this order."""
+    """The most likely next tokens of the C rows of Scheduled.candidates, in this order."""
 
     counts: IntArray
-    """[C] how many were found."""
+    """[C] number of candidates found."""
     token_ids: IntArray
-    """[C, widest], best first; row i's first counts[i] count."""
+    """[C, widest], best first; row i has counts[i] entries."""
     logprobs: FloatArray
     """The same shape."""
     errors: IntArray
-    """[C] SlotError of rows that have none; 0 for the others."""
+    """[C] SlotError of rows without candidates; 0 for the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What was chosen for R rows."""
+    """The sampled tokens of R rows."""
 
     token_ids: IntArray
-    """[R]; of rows with candidates without meaning."""
+    """[R]; without meaning for rows with candidates."""
     errors: IntArray
-    """[R] SlotError of rows that cannot be sampled, whose token means nothing; 0 for the others."""
+    """[R] SlotError of rows that cannot be sampled, whose token has no meaning; 0 for the others."""
     logprobs: RowLogprobs | None
     candidates: RowCandidates | None = None
 
     @property
     def valid(self) -> BoolArray:
-        """[R]: has the row not failed."""
+        """[R]: whether the row has not failed."""
         result: BoolArray = self.errors == 0
         return result
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a step's computation made."""
+    """The values that a step has computed."""
 
     sampled: SampledTokens
     positions: IntArray
-    """[R] in their sequences, of what was chosen."""
+    """[R] positions of the sampled tokens in their sequences."""
     prompt_logprobs: tuple[SlotLogprobs, ...] = ()
     device_ns: int = 0
     sample_ns: int = 0
@@ -88,7 +79,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A step that had run when its launch returned; implements `worker.Launched`."""
+    """A step that was done when its launch returned; implements `worker.Launched`."""
 
     outcome: StepResult
 
@@ -102,7 +93,7 @@ class Finished:
 def make_result(
     step_id: int, scheduled: Scheduled, computed: Computed, timings: StepTimings, digest: bytes
 ) -> StepResult:
-    """The result of a step that ran."""
+    """Return the result of a step that has run."""
     sampled = computed.sampled
     rows = scheduled.sampling_slots
     valid = sampled.valid
@@ -130,7 +121,7 @@ def make_result(
 
 
 def _candidates(sampled: SampledTokens, scheduled: Scheduled) -> tuple[SlotCandidates, ...]:
-    """One entry for each slot that asked and has not failed, in slot order."""
+    """Return one entry for each slot that requested candidates and has not failed, in slot order."""
     found = sampled.candidates
     if found is None:
         return ()
@@ -142,7 +133,10 @@ def _candidates(sampled: SampledTokens, scheduled: Scheduled) -> tuple[SlotCandi
 
 
 def _logprobs(computed: Computed, slots: IntArray) -> tuple[SlotLogprobs, ...]:
-    """One entry for each slot that asked and has a token, in slot order; slots: [R] that sampled."""
+    """Return one entry for each slot that requested logprobs and has a token, in slot order.
+
+    slots: [R], the sampling slots.
+    """
     logprobs, valid = computed.sampled.logprobs, computed.sampled.valid
     if logprobs is None:
         return ()

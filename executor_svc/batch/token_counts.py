@@ -1,30 +1,31 @@
-"""Which tokens a sequence holds, and how often: what penalties are reckoned from."""
+"""The tokens of a sequence with their counts, from which penalties are computed."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from executor_svc.batch.ragged import spans
-from executor_svc.plan.plan import IntArray, Limits
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import Limits
 
 
 class TokenCounts:
-    """The distinct tokens of each slot's history, and how often each stands in its output.
+    """The distinct tokens of each slot's history, and the occurrences of each in its output.
 
-    A function of the sequence's token ids alone: a sequence that comes back is counted anew from them. Pages of the
-    tables are touched only by slots that are counted.
+    A function of the sequence's token ids only: a readmitted sequence is counted again from them. Only slots that are
+    counted write to pages of the tables.
     """
 
     def __init__(self, limits: Limits) -> None:
         n, width = limits.num_slots, min(limits.vocab_size, limits.max_model_len + 1)
         # 0: not in the history; else 1 + occurrences in the output.
         self._table = np.zeros((n, limits.vocab_size), np.int32)
-        # The ids whose entry in the table is not 0, so that a step and the next owner need not walk the vocabulary.
+        # The ids whose entry in the table is not 0, so that neither a step nor an admission scans the vocabulary.
         self._ids = np.zeros((n, width), np.int32)
         self._num_ids = np.zeros(n, np.int64)
 
     def restart(self, slot: int, prompt: IntArray, output: IntArray) -> None:
-        """Begin a slot's history with these tokens; prompt may be empty where only the output matters."""
+        """Set a slot's history to these tokens; prompt may be empty where only the output counts."""
         table = self._table[slot]
         table[self._ids[slot, : self._num_ids[slot]]] = 0
         ids = np.unique(np.concatenate((prompt, output)))
@@ -43,7 +44,7 @@ class TokenCounts:
         self._num_ids[slots] += 1
 
     def read(self, slots: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """(index into slots, token id, occurrences in the output) of every distinct token, slot after slot."""
+        """Return (index into slots, token id, occurrences in the output) of every distinct token, slot by slot."""
         owner, places = spans(slots * self._ids.shape[1], self._num_ids[slots])
         ids = self._ids.reshape(-1)[places].astype(np.int64)
         return owner, ids, self._table[slots[owner], ids].astype(np.int64) - 1

@@ -1,4 +1,4 @@
-"""The CPU as a device: kernels made for it at start, memory sized from what is free."""
+"""The CPU as a device: kernels compiled for it at start, KV pools sized by its free memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.kernels.codegen.compiled import processor
-from executor_svc.cpu.kernels.kernels import CpuKernels
+from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
 from executor_svc.cpu.kernels.probe import probe_linear
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores
@@ -25,13 +25,13 @@ from executor_svc.plan.description import ModelGeometry
 def _resolve_dtype(option: str, checkpoint: str) -> torch.dtype:
     """Return the dtype to run in on the CPU: float16 checkpoints run in float32, which holds their values exactly."""
     if option == "float16":
-        raise DeviceError("--dtype float16 is not supported on the CPU: take float32 or bfloat16")
+        raise DeviceError("--dtype float16 is not supported on the CPU: use float32 or bfloat16")
     chosen = checkpoint if option == "auto" else option
     return torch.bfloat16 if chosen == "bfloat16" else torch.float32
 
 
 _SHARE = 0.5
-"""Of the free memory, unless --gpu-memory-utilization says otherwise."""
+"""Default share of the free memory, without --gpu-memory-utilization."""
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_FILES = (
     ("memory.max", "memory.current"),  # cgroup v2
@@ -40,7 +40,7 @@ _CGROUP_FILES = (
 
 
 def _cgroup_free_bytes(root: Path = _CGROUP) -> int | None:
-    """Return what a memory limit of the container leaves, or None without one."""
+    """Return the bytes left of the container's memory limit, or None without a limit."""
     for limit_file, used_file in _CGROUP_FILES:
         try:
             limit, used = (int((root / name).read_text()) for name in (limit_file, used_file))
@@ -51,7 +51,7 @@ def _cgroup_free_bytes(root: Path = _CGROUP) -> int | None:
 
 
 def _processor() -> str:
-    """Return the processor's model: libraries choose kernels by it."""
+    """Return the processor's model, by which libraries choose kernels."""
     wanted = ("vendor_id", "cpu family", "model", "model name", "CPU implementer", "CPU part")
     try:
         text = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
@@ -64,14 +64,14 @@ def _processor() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Budget:
-    """KV blocks that fit into memory, and those that the limits on sequences could use."""
+    """The KV blocks that fit into memory, and the most that the limits on sequences could use."""
 
     fitting: int
     useful: int
 
 
 class CpuDevice:
-    """Runs a model on the CPU with kernels of our own, and samples with PyTorch and numpy."""
+    """Runs a model on the CPU with Cadenza's own kernels, and samples with PyTorch and numpy."""
 
     name = "cpu"
 
@@ -117,9 +117,9 @@ class CpuDevice:
         return available if limited is None else min(available, limited)
 
     def new_kv_cache(self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0) -> KVCache:
-        """Size the pools: `num_gpu_blocks`, or what fits into the share of free memory that the options give.
+        """Size the pools: `num_gpu_blocks`, or as many blocks as fit into the options' share of the free memory.
 
-        Never more than max_num_seqs sequences of max_model_len could use.
+        A pool is never larger than max_num_seqs sequences of max_model_len could use.
         """
         head_size = self._kernels.padded_head_size(geometry.head_size)
         size = block_bytes(geometry.num_layers, geometry.num_kv_heads, config.block_size, head_size, self.dtype)
@@ -152,7 +152,7 @@ class CpuDevice:
         )
 
     def _budget(self, geometry: ModelGeometry, config: ExecutorConfig, size: int, free: int) -> _Budget:
-        """Weights are in memory already: the share is of what was free before them."""
+        """Return the blocks that fit. The share applies to the memory that was free before the weights were loaded."""
         for_kv = (config.gpu_memory_utilization or _SHARE) * (free + geometry.weight_bytes) - geometry.weight_bytes
         useful = config.max_num_seqs * -(-geometry.max_model_len // config.block_size)
         return _Budget(max(0, int(for_kv // size)), useful)
@@ -163,5 +163,5 @@ class CpuDevice:
             if found is not None:
                 raise NumericsError(
                     f"linear {name} (in {linear.in_features}, out {linear.out_features}, {self.dtype}): {found}; "
-                    "exact numerics can not be held on this CPU, use --numerics fast"
+                    "this CPU cannot guarantee exact numerics, use --numerics fast"
                 )

@@ -1,4 +1,4 @@
-"""Runs a model over the flat tensors of a step: its operations, recorded once, are replayed on each step's rows."""
+"""Runs a model over the flat tensors of a step: operations are recorded once and replayed on each step's rows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.recorded import RecordedModel
-from executor_svc.plan.plan import IntArray, Limits
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import Limits
 from executor_svc.sampling.row_math import argmax
 
 
 class ModelRunner:
     """A model and its cache on the CPU; for use by one thread.
 
-    What it returns is its own memory: hidden states, and logits of the batch's own logits_rows, which are computed with
-    them, stay until the next `forward`, other logits until the next `logits`.
+    It returns views of its own memory. Hidden states, and the logits of the batch's own logits_rows, which are computed
+    with them, are valid until the next `forward`; other logits are valid until the next `logits`.
     """
 
     def __init__(self, loaded: LoadedModel, device: Device, kv_cache: KVCache, limits: Limits) -> None:
@@ -27,17 +28,17 @@ class ModelRunner:
         sizes = (limits.max_num_batched_tokens, limits.max_num_batched_tokens, limits.max_num_seqs)
         tensors = (torch.zeros(size, dtype=torch.int64) for size in sizes)
         self._recorded = RecordedModel(loaded.model, device.kernels, kv_cache, limits, *tensors)
-        self._most_logits = limits.max_num_seqs
+        self._max_logits = limits.max_num_seqs
         self._batch_rows = self._recorded.sampled[:0]
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Write the batch's keys and values to the cache; return hidden states [T, hidden] of its tokens."""
+        """Write the batch's keys and values to the cache and return the hidden states [T, hidden] of its tokens."""
         recorded, num_tokens, num_sampled = self._recorded, len(batch.token_ids), len(batch.logits_rows)
-        if num_sampled > self._most_logits:
+        if num_sampled > self._max_logits:
             num_sampled = 0
         self._batch_rows = batch.logits_rows
-        # Through numpy: PyTorch's copy lets other threads take the interpreter's lock, which a step then waits for.
+        # Through numpy: PyTorch's copy releases the interpreter's lock, and the step would wait to get it back.
         recorded.sampled.numpy()[:num_sampled] = batch.logits_rows.numpy()[:num_sampled]
         recorded.token_ids.numpy()[:num_tokens] = batch.token_ids.numpy()
         recorded.positions.numpy()[:num_tokens] = batch.positions.numpy()
@@ -50,19 +51,19 @@ class ModelRunner:
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Return the logits [R, vocab_size] fp32 of these rows [R] int64 of the last `forward`'s hidden states.
 
-        A row's bits do not depend on the others, so many rows can be asked for piece by piece.
+        A row's bits do not depend on the other rows, so many rows are computed in pieces.
         """
         recorded, num_rows = self._recorded, rows.shape[0]
-        if num_rows > self._most_logits:
-            return torch.cat([self.logits(hidden, part).clone() for part in rows.split(self._most_logits)])
+        if num_rows > self._max_logits:
+            return torch.cat([self.logits(hidden, part).clone() for part in rows.split(self._max_logits)])
         if rows is self._batch_rows:
             return recorded.sampled_logits[:num_rows]
-        recorded.asked[:num_rows] = rows
+        recorded.requested[:num_rows] = rows
         recorded.run_logits(num_rows)
-        return recorded.asked_logits[:num_rows]
+        return recorded.requested_logits[:num_rows]
 
     def argmax(self, logits: Tensor) -> IntArray:
-        """Return the most likely token [R] of each row of what `logits` returned last, as `row_math.argmax` does."""
+        """Return the most likely token [R] of each row of the last logits, as `row_math.argmax` does."""
         if logits.data_ptr() == self._recorded.sampled_logits.data_ptr():
             return self._recorded.best.numpy()[: len(logits)]
         return argmax(logits)

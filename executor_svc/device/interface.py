@@ -1,4 +1,4 @@
-"""The one seam behind which everything device-specific sits."""
+"""The interface of devices: everything device-specific is behind it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Numerics = Literal["exact", "fast"]
 
 
 class DeviceError(StartError):
-    """The device can not do what the options ask; the message names the option."""
+    """The device does not support an option's value; the message names the option."""
 
 
 class NumericsError(DeviceError):
-    """`--numerics exact` can not be held here; the message names the shape."""
+    """The device cannot guarantee `--numerics exact`; the message names the shape."""
 
 
 class Device(Protocol):
-    """What the executor needs from a kind of device. It also is the `models.base.Builder` that models load through."""
+    """A device as the executor uses it. It is also the `models.base.Builder` that loads models."""
 
     name: str
     torch_device: torch.device
@@ -39,7 +39,7 @@ class Device(Protocol):
 
     @property
     def isa(self) -> str:
-        """Names the instruction set and the chip, as far as they choose among kernels."""
+        """The instruction set and the chip, as far as the choice of kernels depends on them."""
         ...
 
     @property
@@ -47,41 +47,41 @@ class Device(Protocol):
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """Libraries whose version may change the bits of a result, as `name version`."""
+        """The libraries whose version may change the bits of a result, as `name version`."""
         ...
 
     def adopt_dtype(self, checkpoint_dtype: str, fp8_cache: bool = False) -> None:
-        """Settle `dtype` and `kv_dtype` from the options and, where these are auto, from what the checkpoint names.
+        """Set `dtype` and `kv_dtype` from the options and, where these are auto, from the checkpoint.
 
-        fp8_cache: it says that its keys and values are for fp8. Raises DeviceError for an option that can not be.
+        fp8_cache: the checkpoint specifies keys and values in fp8. Raises DeviceError for an unsupported option.
         """
         ...
 
     def prepare_linear(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Make weight [out_features, in_features] and bias ready for use; the weight may be freed afterwards."""
+        """Prepare weight [out_features, in_features] and bias for use; the weight may be freed afterwards."""
         ...
 
     def new_kv_cache(self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0) -> KVCache:
         """Reserve the KV pools, sized by the options or by free memory; raises DeviceError if not one block fits.
 
-        step_bytes: what steps will take beside what is in memory now, to be left free.
+        step_bytes: memory that steps will need beside everything loaded now; it is left free.
         """
         ...
 
     def free_memory_bytes(self) -> int:
-        """Return the memory that this process could still take on the device."""
+        """Return the bytes that this process can still allocate on the device."""
         ...
 
     def probe_numerics(self, max_rows: int) -> None:
-        """Check that a row's bits do not depend on its batch for every shape of prepared linears.
+        """Check, for every shape of prepared linears, that a row's bits do not depend on its batch.
 
-        Raises NumericsError naming the shape that does not hold.
+        Raises NumericsError naming the shape that fails the check.
         """
         ...
 
 
 def is_interpreted() -> bool:
-    """Is a GPU's part played by Triton's interpreter, on the CPU: for tests."""
+    """Return whether Triton's interpreter, on the CPU, stands in for a GPU: for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -1,7 +1,7 @@
-"""What a device offers to the layers: one method per operation, the same for every device.
+"""The operations of a device that model layers use: one method per operation, the same for every device.
 
-Names of sizes: T tokens of the step, S sequences, H query heads, KVH key and value heads, D head size, DP padded head
-size, B block size, N blocks of the pool.
+Sizes: T tokens of the step, S sequences, H query heads, KVH key and value heads, D head size, DP padded head size,
+B block size, N blocks of the pool.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class AttentionShape:
     scale: float
     """Scores are multiplied by this."""
     window: int | None = None
-    """At least 1: a token at position p sees only positions above p - window up to its own; None: all up to its own."""
+    """At least 1: a token at position p attends to positions above p - window up to p; None: to all up to p."""
     softcap: float | None = None
-    """Scores s become softcap * tanh(s / softcap) before the mask; None: they stay."""
+    """Scores s become softcap * tanh(s / softcap) before the mask; None: no softcap."""
 
     @property
     def group(self) -> int:
@@ -37,14 +37,14 @@ class AttentionShape:
 
 
 class Rope(NamedTuple):
-    """Rotary embedding of a step's tokens: where each finds its angles."""
+    """Rotary embedding of a step's tokens: tables of angles, and each token's row in them."""
 
     cos: Tensor
     """[P, R] cosines, in the model's dtype; R is even and at most D."""
     sin: Tensor
     """[P, R] sines, the first half of each row negated."""
     rows: Tensor
-    """[T] int64: the row of cos and sin that each token takes."""
+    """[T] int64: each token's row of cos and sin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,44 +52,44 @@ class HeadNorms:
     """RMS norms of query and key heads over their first D columns, before the rotary embedding."""
 
     q: Tensor
-    """[D], shared by all heads; it and k follow the rule of `Kernels.rms_norm`."""
+    """[D], shared by all heads; its dtype, as that of k, has the meaning described in `Kernels.rms_norm`."""
     k: Tensor
     eps: float
 
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """What keys and values in fp8 are multiplied with to be what was meant: [KVH] float32, one for each head."""
+    """Scales of keys and values in fp8: value = stored * scale. [KVH] float32 each, one per head."""
 
     k: Tensor
     v: Tensor
 
 
 class Linear(Protocol):
-    """A weight made ready for this device: maps [rows, in_features] to [rows, out_features]."""
+    """A weight prepared for this device: maps [rows, in_features] to [rows, out_features]."""
 
     in_features: int
     out_features: int
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """Return x @ weight.T + bias of contiguous x, rounded to its dtype; out_dtype float32: as floats even so."""
+        """Return x @ weight.T + bias for contiguous x, in the dtype of x; out_dtype float32: unrounded, as float32."""
         ...
 
 
 class AttentionPlan(Protocol):
-    """What is worked out once per step and every layer of one attention shape uses; each device has its own."""
+    """Data computed once per step and shared by all layers of one attention shape; specific to the device."""
 
     name: str
-    """Names the number of its tiles to a program."""
+    """The name of its number of tiles in `Program.run`."""
 
     num_tiles: int
-    """Of the step that it holds: what attention's work is counted in."""
+    """Number of tiles of the current step: the units of attention's work."""
 
     def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
-        """Take a step: arguments as in `input_batch.ForwardBatch`.
+        """Set the step; arguments as in `forward_batch.ForwardBatch`.
 
-        With a window, blocks wholly before the one of a sequence's first token are not needed: their entries may be
-        any valid block, with any content.
+        With a window, attention does not read the blocks that lie wholly before the window of a sequence's first token:
+        their entries may be any valid block, with any content.
         """
         ...
 
@@ -98,47 +98,47 @@ class Program(Protocol):
     """Recorded operations."""
 
     def run(self, **counts: int) -> None:
-        """Run them on the first rows of the tensors that they were recorded with.
+        """Run the operations on the first rows of the tensors that they were recorded with.
 
-        Given are the number of rows, by the name that it had in the recording, and each plan's number of tiles, by its.
+        counts: each number of rows by its name in the recording, and each plan's number of tiles by the plan's name.
         """
         ...
 
 
 class Recording(Protocol):
-    """Operations as they are recorded."""
+    """A recording in progress."""
 
     rows: str
-    """What the number of rows of the following operations is called, "rows" at first; may be changed on the way."""
+    """Name of the number of rows of the operations that follow, "rows" at first; may change during the recording."""
 
     def program(self) -> Program:
-        """Return what has been recorded, ready to run."""
+        """Return the recorded operations, ready to run."""
         ...
 
 
 class Kernels(Protocol):
-    """The operations of a transformer layer. Meaning of each: `kernels.reference`."""
+    """The operations of a transformer layer. `device.reference` defines each."""
 
     @property
     def name(self) -> str:
-        """Names the kernels and their version; part of the numerics fingerprint."""
+        """Name and version of the kernels; part of the numerics fingerprint."""
         ...
 
     def padded_head_size(self, head_size: int) -> int:
-        """Return the head size that q, k, v and the cache have on this device."""
+        """Return the head size of q, k, v and the cache on this device."""
         ...
 
     def new_attention_plan(
-        self, shape: AttentionShape, max_model_len: int, most_tokens: int, most_seqs: int | None = None
+        self, shape: AttentionShape, max_model_len: int, max_tokens: int, max_seqs: int | None = None
     ) -> AttentionPlan:
-        """Return a plan, to be filled for each step of at most so many tokens and sequences (None: as tokens)."""
+        """Return a plan for steps of at most max_tokens tokens and max_seqs sequences (None: max_tokens)."""
         ...
 
     def recording(self) -> AbstractContextManager[Recording]:
         """Record operations instead of running them.
 
-        Results are in memory that is kept: of the same operation on the same shape, counted by the same name, it is the
-        same each time.
+        Results are in memory that is kept. The same operation on the same shape, with the same name of its rows, always
+        has the same result memory.
         """
         ...
 
@@ -153,7 +153,7 @@ class Kernels(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalize rows of x [T, hidden] by their root mean square, in fp32, and multiply by weight [hidden].
 
-        A weight in the dtype of x multiplies rows that are rounded to it (Llama), one in fp32 while x is narrower
+        A weight in the dtype of x multiplies rows after their rounding (Llama); a weight in fp32, with a narrower x,
         multiplies before the rounding (Gemma).
         """
         ...
@@ -178,13 +178,13 @@ class Kernels(Protocol):
         norms: HeadNorms | None = None,
         scales: KVScales | None = None,
     ) -> Tensor:
-        """Normalize q and k where norms are given, rotate them, write k and v to the cache, return q.
+        """Normalize q and k if norms are given, rotate them, write k and v to the cache, return q.
 
         Args:
             qkv: [T, (H + 2 KVH) * DP]; may be overwritten.
-            rope: in the dtype of qkv; only the first R columns of a head are rotated, the others stay.
-            kv_layer: [N, 2, KVH, B, DP], written at the plan's slots, in an order of the device's own within a head.
-            scales: for a cache in fp8 alone, where None is 1.
+            rope: in the dtype of qkv; only the first R columns of a head are rotated.
+            kv_layer: [N, 2, KVH, B, DP], written at the plan's slots; the order within a head is device-specific.
+            scales: only for a cache in fp8; None: 1.
 
         Returns: q [T, H, DP].
         """
@@ -195,7 +195,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Causal attention of q [T, H, DP] over each token's own sequence in the cache: [T, H * DP].
 
-        The shape's window and softcap apply; plan must be made for this very shape. Scales are those of the writes.
+        The shape's window and softcap apply. plan must be a plan for this shape; scales must equal the scales of the
+        writes.
         """
         ...
 
@@ -217,6 +218,6 @@ class Kernels(Protocol):
     def finish_logits(self, logits: Tensor, dtype: torch.dtype, divisor: float, cap: float | None) -> Tensor:
         """Return cap * tanh(logits / divisor / cap) of logits [R, vocabulary] float32; may write into them.
 
-        Rounded to dtype after each operation. Divisor 1 and cap None: these operations are not there.
+        Rounds to dtype after each operation. Divisor 1 and cap None leave out these operations.
         """
         ...

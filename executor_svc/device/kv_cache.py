@@ -1,9 +1,8 @@
-"""KV memory in blocks: a device pool and a host pool, and the moves of blocks within and between them.
+"""KV memory in blocks: a device pool and a host pool, with block moves within and between them.
 
-Layout, for each layer: [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size]. All of a block's data in a layer
-is one contiguous piece, which copies and swaps move whole; within a head's part of it the order is the device's own (on
-the CPU keys lie as [head_size, block_size], see `kernels.cpu.rope`). The host pool has all layers of a block side by
-side.
+Layout of each layer: [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size]. A block's data in a layer is one
+contiguous piece, which copies and swaps move as a whole. The order within a head is device-specific (keys on the CPU
+are [head_size, block_size], see `cpu.kernels.rope`). The host pool keeps all layers of a block side by side.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ BlockIds = Sequence[int] | Tensor
 
 
 def block_bytes(num_layers: int, num_kv_heads: int, block_size: int, head_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block over all layers; head_size as stored, that is padded."""
+    """Return the bytes of one block over all layers; head_size: as stored, with padding."""
     return num_layers * 2 * num_kv_heads * block_size * head_size * dtype.itemsize
 
 
 class KVCache:
-    """Both pools of one model. Memory is not initialized: attention never reads what was not written."""
+    """Both pools of one model. Their memory is not initialized: attention never reads unwritten places."""
 
     def __init__(
         self,
@@ -35,7 +34,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Reserve memory for the blocks of all layers; head_size as stored, that is padded."""
+        """Reserve memory for the blocks of all layers; head_size: as stored, with padding."""
         self.block_size = block_size
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
@@ -48,10 +47,10 @@ class KVCache:
         self._host_layers: tuple[Tensor, ...] = self._host.unbind(1)
 
     def warm_up(self) -> None:
-        """Make ready what moves need, so that no step waits for it; contents stay."""
+        """Prepare block moves, so that no step waits for their setup; the contents do not change."""
 
     def copy(self, sources: BlockIds, destinations: BlockIds) -> None:
-        """Copy device blocks sources[i] to destinations[i] in all layers; all sources are read before any is written.
+        """Copy device blocks sources[i] to destinations[i] in all layers. Reads all sources before it writes any block.
 
         Raises ValueError for ids out of range, lists of unequal length, or a destination named twice.
         """
@@ -77,7 +76,7 @@ class KVCache:
         return read, written
 
     def _copy(self, sources: Tensor, destinations: Tensor) -> None:
-        """Move what has been checked; ids are int64 on the CPU, and there may be none."""
+        """Copy checked blocks; ids are int64 on the CPU and may be empty."""
         _move(self.layers, sources, self.layers, destinations)
 
     def _swap_out(self, device_ids: Tensor, host_ids: Tensor) -> None:
@@ -94,7 +93,7 @@ def _move(source: Sequence[Tensor], sources: Tensor, target: Sequence[Tensor], d
 
 
 def _checked(ids: BlockIds, num_blocks: int, what: str) -> Tensor:
-    """Return ids as an int64 tensor, all of them within the pool."""
+    """Return ids as an int64 tensor; raises ValueError for an id outside the pool."""
     tensor = torch.as_tensor(ids, dtype=torch.int64).reshape(-1)
     if tensor.numel() and (int(tensor.min()) < 0 or int(tensor.max()) >= num_blocks):
         raise ValueError(f"{what} block ids must be in 0 to {num_blocks - 1}")

@@ -1,4 +1,4 @@
-"""What each operation means, in float64 and without any concern for speed. Tests hold every device's kernels to it."""
+"""Reference implementation of each operation, in float64. Tests compare every device's kernels with it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def rope(x: Tensor, angles: Tensor) -> Tensor:
 def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Write k and v [T, KVH, D] to kv_layer [N, 2, KVH, B, D] at slot block * B + offset, in place.
 
-    This is the order of the cache's shape; a device may have another of its own within a head's block.
+    This is the order of the cache's shape; within a head's block a device may use another order.
     """
     block_size = kv_layer.shape[3]
     for token, slot in enumerate(slot_mapping.tolist()):
@@ -77,7 +77,7 @@ def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> No
 
 
 def read_kv(kv_layer: Tensor, block_table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return k and v [length, KVH, D] in float64 of the sequence whose blocks are block_table."""
+    """Return k and v [length, KVH, D] in float64 of the sequence with this block table."""
     num_blocks = -(-length // kv_layer.shape[3])
     blocks = kv_layer[block_table[:num_blocks].long()].double()  # [n, 2, KVH, B, D]
     both = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
@@ -98,10 +98,10 @@ def attention(
 
     Args:
         q: [T, H, D]; head h reads KV head h // (H / KVH).
-        kv_layer: [N, 2, KVH, B, D]; what no token sees may be anything.
-        query_start_loc, seq_lens, block_tables: as in `input_batch.ForwardBatch`.
-        window: a token at position p sees positions above p - window only; None: from 0 on.
-        softcap: scores s become softcap * tanh(s / softcap) before the mask; None: they stay.
+        kv_layer: [N, 2, KVH, B, D]; positions that no token attends to may have any content.
+        query_start_loc, seq_lens, block_tables: as in `forward_batch.ForwardBatch`.
+        window: a token at position p attends to positions above p - window only; None: to all from 0.
+        softcap: scores s become softcap * tanh(s / softcap) before the mask; None: no softcap.
     """
     out = torch.zeros(q.shape, dtype=torch.float64)
     group = q.shape[1] // kv_layer.shape[2]

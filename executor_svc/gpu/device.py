@@ -1,4 +1,4 @@
-"""A CUDA GPU as a device: Triton's kernels, cuBLAS for matrix products, memory sized from what is free."""
+"""A CUDA GPU as a device: Triton kernels, cuBLAS for matrix products, KV pools sized by its free memory."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores, is_interpreted
 from executor_svc.device.kernels import Linear
 from executor_svc.device.kv_cache import KVCache, block_bytes
-from executor_svc.gpu.kernels.kernels import GpuKernels
+from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
 from executor_svc.gpu.linear import GpuLinear, Workspace, make_linear
 from executor_svc.plan.description import ModelGeometry
 
 _SHARE = 0.9
-"""Of the device's memory, unless --gpu-memory-utilization says otherwise."""
+"""Default share of the device's memory, without --gpu-memory-utilization."""
 _BYTES_FOR_GRAPHS = 1 << 30
-"""Left for what libraries and CUDA graphs take."""
+"""Memory left free for libraries and CUDA graphs."""
 _LEAST_ARCH = 80
 _LEAST_ARCH_OF_FP8_CACHE = 90
 _HOPPER = 90, 132
-"""Compute capability and multiprocessors of what Triton's interpreter stands for."""
+"""Compute capability and multiprocessors of the GPU that Triton's interpreter simulates."""
 
 
 class RecordedLinear:
-    """A linear layer whose calls can be recorded; implements `kernels.interface.Linear`."""
+    """A linear layer whose calls can be recorded; implements `device.kernels.Linear`."""
 
     def __init__(self, linear: GpuLinear, kernels: GpuKernels) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -39,13 +39,13 @@ class RecordedLinear:
 
 
 class GpuDevice:
-    """Runs a model on one GPU. Where Triton's interpreter is on (TRITON_INTERPRET=1) that is the CPU: for tests."""
+    """Runs a model on one GPU; on the CPU with Triton's interpreter (TRITON_INTERPRET=1), for tests."""
 
     name = "cuda"
     numerics: Numerics = "fast"
 
     def __init__(self, config: ExecutorConfig) -> None:
-        """Raise DeviceError, naming the option, for what this machine or this version can not do."""
+        """Raise DeviceError, naming the option, for options that this machine or version does not support."""
         if config.numerics == "exact":
             raise NumericsError(
                 "--numerics exact is not possible with --device cuda yet: matrix products there choose their kernels "
@@ -90,28 +90,29 @@ class GpuDevice:
         self.kv_dtype = torch.float8_e4m3fn if fp8 else self.dtype
 
     def _no_fp8_cache(self) -> str | None:
-        """Return what is missing for a cache in fp8, if anything is."""
+        """Return the missing requirement of a cache in fp8, or None."""
         if self._arch < _LEAST_ARCH_OF_FP8_CACHE:
             has, least = (f"{arch // 10}.{arch % 10}" for arch in (self._arch, _LEAST_ARCH_OF_FP8_CACHE))
             return f"a GPU of compute capability {least} or later, this has {has}"
         return "--dtype bfloat16 or float16" if self.dtype == torch.float32 else None
 
     def prepare_linear(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Raise DeviceError, naming the option, if the layer can not be quantized as it asks."""
+        """Raise DeviceError, naming the option, if it cannot quantize this layer."""
         linear = make_linear(weight, bias, "none" if name == "lm_head" else self._quantization, self._workspace)
         return RecordedLinear(linear, self._kernels)
 
     def free_memory_bytes(self) -> int:
         if self._interpreted:
             return 1 << 30
-        # What PyTorch keeps for itself can be taken too.
+        # Memory in PyTorch's cache is available too.
         kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + kept
 
     def new_kv_cache(self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0) -> KVCache:
-        """Size the pools: `num_gpu_blocks`, or what --gpu-memory-utilization leaves of the device's memory.
+        """Size the pools: `num_gpu_blocks`, or as many blocks as fit within --gpu-memory-utilization.
 
-        Weights must be in memory already. Never more than max_num_seqs sequences of max_model_len could use.
+        Weights must be in memory already. A pool is never larger than max_num_seqs sequences of max_model_len could
+        use.
         """
         head_size = self._kernels.padded_head_size(geometry.head_size)
         size = block_bytes(geometry.num_layers, geometry.num_kv_heads, config.block_size, head_size, self.kv_dtype)
@@ -123,7 +124,7 @@ class GpuDevice:
             if blocks < 1:
                 raise DeviceError(
                     f"not one KV block of {size} bytes fits into what --gpu-memory-utilization "
-                    f"{config.gpu_memory_utilization or _SHARE} leaves of the GPU's memory beside weights and steps"
+                    f"{config.gpu_memory_utilization or _SHARE} leaves of the GPU's memory after weights and steps"
                 )
         elif blocks * size + beside > self.free_memory_bytes():
             raise DeviceError(
@@ -148,17 +149,17 @@ class GpuDevice:
         )
 
     def _bytes_for_kv(self, config: ExecutorConfig, beside: int) -> int:
-        """Return what is left for the pool beside so many bytes and what is in memory."""
+        """Return the bytes left for the pool, after `beside` bytes and everything in memory."""
         free = self.free_memory_bytes()
         total = free if self._interpreted else torch.cuda.mem_get_info(self.torch_device)[1]
         left = 0 if self._interpreted else _BYTES_FOR_GRAPHS
         return int((config.gpu_memory_utilization or _SHARE) * total) - (total - free) - left - beside
 
     def probe_numerics(self, max_rows: int) -> None:
-        """Nothing is promised in fast mode."""
+        """Nothing to check: fast mode has no guarantee."""
 
 
 def _properties(device: torch.device) -> tuple[int, int]:
-    """Return compute capability, as 90, and number of multiprocessors."""
+    """Return the compute capability, such as 90, and the number of multiprocessors."""
     found = torch.cuda.get_device_properties(device)
     return found.major * 10 + found.minor, int(found.multi_processor_count)

@@ -1,10 +1,10 @@
-"""KV memory of a GPU: a device pool and a host pool in pinned memory, with swaps beside the compute.
+"""KV memory of a GPU: a device pool and a host pool in pinned memory, with swaps concurrent to computation.
 
-A swap goes through a staging buffer on the device. Out: a kernel on the compute stream gathers blocks into it, then the
-copy engine takes them to the host on a side stream. In: the copy engine fills it on the side stream, then a kernel on
-the compute stream scatters it. So a block that was swapped out may be written by whatever the compute stream runs next,
-and what is swapped in is there before it. The side stream does one thing after the other, which orders the accesses to
-a host block. The host never waits.
+A swap passes through a staging buffer on the device. Out: a kernel on the compute stream gathers blocks into the
+buffer, then the copy engine copies it to the host on a side stream. In: the copy engine fills the buffer on the side
+stream, then a kernel on the compute stream scatters it. Later work on the compute stream may therefore overwrite
+swapped-out blocks, and finds swapped-in blocks complete. The side stream runs in order, which orders the accesses to a
+host block. The host never waits.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ from executor_svc.device.kv_cache import KVCache
 from executor_svc.gpu.kernels.copy_blocks import copy_blocks
 
 STAGING_BYTES = 256 << 20
-"""Of the staging buffer, unless told otherwise: what is swapped beyond it at once waits for the bus."""
+"""Default size of the staging buffer; a larger swap waits for the bus."""
 
 _NUM_PARTS = 4
-"""Parts of the staging buffer: while one is filled or emptied, the others are copied."""
+"""Parts of the staging buffer: while a kernel fills or empties one, the copy engine copies others."""
 
 
-def staging_blocks(num_host_blocks: int, block_bytes: int, most_bytes: int = STAGING_BYTES) -> int:
-    """Return the blocks of the staging buffer of so many host blocks: of at most so many bytes, but a block a part."""
+def staging_blocks(num_host_blocks: int, block_bytes: int, max_bytes: int = STAGING_BYTES) -> int:
+    """Return the blocks of the staging buffer: at most max_bytes, but at least one block per part."""
     if not num_host_blocks:
         return 0
     enough = -(-num_host_blocks // _NUM_PARTS)
-    return _NUM_PARTS * max(1, min(enough, most_bytes // (_NUM_PARTS * block_bytes)))
+    return _NUM_PARTS * max(1, min(enough, max_bytes // (_NUM_PARTS * block_bytes)))
 
 
 class Streams(Protocol):
-    """Two queues of device work, compute and side, and events between them."""
+    """Two queues of device work, compute and side, with events between them."""
 
     def new_event(self) -> Any:
-        """Return an event that nobody waits for until it has been recorded."""
+        """Return an event; before it is recorded, waiting for it has no effect."""
         ...
 
     def compute(self, work: Callable[[], None]) -> None:
-        """Enqueue work that the steps' compute follows."""
+        """Enqueue work before the later computation of steps."""
         ...
 
     def side(self, work: Callable[[], None]) -> None:
-        """Enqueue work beside the compute."""
+        """Enqueue work concurrent to the computation."""
         ...
 
     def record_compute(self, event: Any) -> None:
-        """Let the event happen after all compute work so far."""
+        """Record the event after all compute work so far."""
         ...
 
     def record_side(self, event: Any) -> None:
-        """Let the event happen after all side work so far."""
+        """Record the event after all side work so far."""
         ...
 
     def compute_waits(self, event: Any) -> None:
-        """Compute work from here on comes after the event as it was last recorded."""
+        """Make later compute work wait for the last record of the event."""
         ...
 
     def side_waits(self, event: Any) -> None:
-        """Side work from here on comes after the event as it was last recorded."""
+        """Make later side work wait for the last record of the event."""
         ...
 
 
 class NoStreams:
-    """A device that does its work at once, in the order that it is asked for: the CPU."""
+    """The streams of a device that works synchronously: the CPU."""
 
     def new_event(self) -> None:
         pass
@@ -93,7 +93,7 @@ class NoStreams:
 
 
 class CudaStreams:
-    """The stream that is current when work comes, and one of its own."""
+    """The current stream for compute work, and a separate stream for side work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -131,15 +131,15 @@ class _Part:
     by_layer: Tensor
     """The same memory as [layers, blocks, ...], as the device pool."""
     full: Any
-    """Event: it holds what is to be moved on."""
+    """Event: it holds the data of a swap."""
     free: Any
     """Event: it may be overwritten."""
 
 
 class GpuKVCache(KVCache):
-    """Both pools of one model. Moves are enqueued, on the stream that steps compute on, and not waited for.
+    """Both pools of one model. Moves are enqueued on the stream of the steps' computation; no call waits.
 
-    On a CPU device (Triton's interpreter) the same code runs, at once.
+    On a CPU device (Triton's interpreter) the same code runs synchronously.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class GpuKVCache(KVCache):
         staging_bytes: int = STAGING_BYTES,
         streams: Streams | None = None,
     ) -> None:
-        """Reserve memory for the blocks of all layers, and of the staging buffer if there are host blocks."""
+        """Reserve memory for the blocks of all layers, and for the staging buffer if there are host blocks."""
         super().__init__(
             num_layers, num_kv_heads, head_size, block_size, num_device_blocks, num_host_blocks, dtype, device
         )
@@ -176,7 +176,7 @@ class GpuKVCache(KVCache):
         return [_Part(part, part.transpose(0, 1), new_event(), new_event()) for part in staging.unbind(0)]
 
     def warm_up(self) -> None:
-        """Compile the kernels of moves; contents stay."""
+        """Compile the kernels of block moves; the contents do not change."""
         if self.num_device_blocks:
             first = torch.zeros(1, dtype=torch.int64)
             self._move(self._device, self._device, first, first, 1)
@@ -186,7 +186,7 @@ class GpuKVCache(KVCache):
                 self.streams.record_compute(part.free)
 
     def _copy(self, sources: Tensor, destinations: Tensor) -> None:
-        # Plans have no block on both sides, so this is one launch; else what would be overwritten is read first.
+        # Plans have no block on both sides, so this is one launch. Otherwise read blocks before they are overwritten.
         late = torch.isin(sources, destinations)
         num_late = int(late.sum())
         if not num_late:
@@ -218,7 +218,7 @@ class GpuKVCache(KVCache):
             self.streams.record_compute(part.free)
 
     def _in_parts(self, ids: Tensor) -> Iterator[tuple[_Part, int, int]]:
-        """Cut pairs into ranges, each with the part of the staging buffer that has been left alone for longest."""
+        """Split pairs into ranges, each with the least recently used part of the staging buffer."""
         start = 0
         while start < len(ids):
             part = self._parts[self._next_part]
@@ -230,19 +230,19 @@ class GpuKVCache(KVCache):
     def _move(
         self, source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids: Tensor | None, num_pairs: int
     ) -> None:
-        """Enqueue a launch of `copy_blocks`, for ids on the host."""
+        """Enqueue `copy_blocks`, for ids on the host."""
         if num_pairs:
             read, written = self._on_device(source_ids), self._on_device(target_ids)
             self.streams.compute(lambda: copy_blocks(source, target, read, written, num_pairs))
 
     def _on_device(self, ids: Tensor | None) -> Tensor | None:
-        # Pinned memory comes from PyTorch's cache, which keeps it until the copy is done.
+        # PyTorch's cache of pinned memory keeps this until the copy is done.
         if ids is None or self._device.device.type != "cuda":
             return ids
         return ids.pin_memory().to(self._device.device, non_blocking=True)
 
     def _transfer(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy between the staging buffer and pinned memory, one contiguous piece."""
+        """Enqueue a copy of one contiguous piece between the staging buffer and pinned memory."""
         self.streams.side(lambda: _copy_over(target, source))
 
 
@@ -251,7 +251,7 @@ def _copy_over(target: Tensor, source: Tensor) -> None:
 
 
 def _runs(ids: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Cut ids into runs of consecutive ones: (index of the first, first, length)."""
+    """Split ids into runs of consecutive ids: (index of the first id, first id, length)."""
     start, listed = 0, ids.tolist()
     for index in range(1, len(listed) + 1):
         if index == len(listed) or listed[index] != listed[index - 1] + 1:
@@ -260,9 +260,9 @@ def _runs(ids: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _pin(owner: object, pool: Tensor) -> None:
-    """Pin a tensor's memory for as long as its owner lives.
+    """Pin a tensor's memory during the life of its owner.
 
-    PyTorch's own allocator of pinned memory rounds sizes up to a power of two, which is up to half of a large pool.
+    PyTorch's allocator of pinned memory rounds sizes up to a power of two, which can waste half of a large pool.
     """
     cudart: Any = torch.cuda.cudart()
     address = pool.data_ptr()
@@ -271,7 +271,7 @@ def _pin(owner: object, pool: Tensor) -> None:
 
 
 def _unpin(pool: Tensor) -> None:
-    """Wait for the copies and release; keeps the memory until then."""
+    """Wait for the copies, then unpin the memory."""
     torch.cuda.synchronize()
     cudart: Any = torch.cuda.cudart()
     torch.cuda.check_error(cudart.cudaHostUnregister(pool.data_ptr()))

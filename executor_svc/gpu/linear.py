@@ -1,6 +1,6 @@
-"""Linear layers on a GPU: by cuBLAS, or with 8-bit weights by our kernel or by PyTorch's scaled product.
+"""Linear layers on a GPU: with cuBLAS, or for 8-bit weights with Cadenza's kernel or PyTorch's scaled product.
 
-`--quantization` names what becomes of the weights, as users of other engines know it.
+The values of `--quantization` are those of other engines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from executor_svc.gpu.kernels.linear_w8 import linear_w8, workspace_size
 from executor_svc.gpu.kernels.quantize import quantize_fp8, quantize_int8, quantize_rows
 
 Quantization = Literal["none", "int8", "fp8", "fp8_w8a8"]
-"""int8 and fp8: of weights alone (W8A16); fp8_w8a8: of activations too, each row as it comes."""
+"""int8 and fp8: weights only (W8A16); fp8_w8a8: also activations, with dynamic scales per row."""
 
 _HOPPER_SMS = 132
 _ALIGNMENT = 16
@@ -25,14 +25,17 @@ _ALIGNMENT = 16
 
 @dataclass(slots=True)
 class Workspace:
-    """Memory that linears on one stream share for sums in parts; grows while they are made, so before any capture."""
+    """Memory for partial sums, shared by the linears of one stream.
+
+    Grows only at their creation, before any capture.
+    """
 
     device: torch.device
     memory: Tensor | None = None
-    """float32; None while nobody needs any."""
+    """float32; None while no linear needs any."""
 
     def reserve(self, size: int) -> None:
-        """Have room for so many float32 numbers."""
+        """Grow to at least `size` float32 numbers."""
         if size and (self.memory is None or self.memory.numel() < size):
             self.memory = torch.empty(size, dtype=torch.float32, device=self.device)
 
@@ -62,7 +65,7 @@ class PlainLinear:
         if x.device.type == "cuda":
             torch.mm(x, self._weight.t(), out_dtype=torch.float32, out=out)
         else:
-            # PyTorch has no product with a wider result on the CPU.
+            # On the CPU, PyTorch has no product with a wider result dtype.
             torch.mm(x.float(), self._weight.t().float(), out=out)
         return out if self._bias is None else out.add_(self._bias)
 
@@ -77,7 +80,7 @@ class W8Linear:
         self.out_features, self.in_features = weight.shape
         quantize = quantize_int8 if quantization == "int8" else quantize_fp8
         narrow, self._scale = quantize(weight)
-        # Zeros that add nothing: the kernel reads 16 bytes at a time.
+        # Padding with zeros: the kernel reads 16 bytes at a time.
         self._padding = -self.in_features % _ALIGNMENT
         self._weight = functional.pad(narrow.view(torch.int8), (0, self._padding)).view(narrow.dtype).contiguous()
         self._bias = torch.zeros_like(self._scale) if bias is None else bias.float().contiguous()
@@ -98,8 +101,8 @@ class W8Linear:
 class Fp8Linear:
     """x @ weight.T + bias with both in fp8 e4m3, by `torch._scaled_mm`: a scale per row of x and per output channel.
 
-    Tensor cores add with fewer bits than float32 (use_fast_accum), as is usual for inference. Memory for the quantized
-    rows comes from PyTorch's allocator at each call.
+    Tensor cores accumulate with fewer bits than float32 (use_fast_accum), as is usual for inference. Each call
+    allocates memory for the quantized rows from PyTorch.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -113,13 +116,13 @@ class Fp8Linear:
         self._weight, scale = quantize_fp8(weight)
         self._scale = scale.view(1, -1)
         self._bias = bias
-        # Elsewhere PyTorch multiplies rows by kernels whose result is 16 bits wide.
+        # On other GPUs, PyTorch's kernels for scales per row only have 16-bit results.
         self._to_float = weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device)[0] == 9
 
     def __call__(self, x: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         """Map [rows, in_features] to [rows, out_features], into `out` if given; out_dtype: that of x, or float32.
 
-        float32 is rounded to the dtype of x first on GPUs other than Hopper.
+        On GPUs other than Hopper, a float32 result is first rounded to the dtype of x.
         """
         dtype = _result_dtype(x, out, out_dtype)
         if out is None:
@@ -152,10 +155,10 @@ GpuLinear = PlainLinear | W8Linear | Fp8Linear
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, quantization: Quantization, workspace: Workspace) -> GpuLinear:
-    """Make weight [out_features, in_features] and bias ready for use, on the device that they are on.
+    """Prepare weight [out_features, in_features] and bias for use, on their device.
 
-    Raises DeviceError naming the option if this GPU, dtype or shape can not do it, and ValueError for weights that are
-    not finite.
+    Raises DeviceError naming the option if it does not support this GPU, dtype or shape, and ValueError for weights
+    that are not finite.
     """
     check_quantization(quantization, weight.dtype, weight.device)
     if quantization == "none":
@@ -166,7 +169,7 @@ def make_linear(weight: Tensor, bias: Tensor | None, quantization: Quantization,
 
 
 def check_quantization(quantization: Quantization, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise DeviceError, naming the option, if a model of this dtype can not run so on this device."""
+    """Raise DeviceError, naming the option, if this device does not support it for models of this dtype."""
     if quantization == "none":
         return
     if dtype not in (torch.bfloat16, torch.float16):

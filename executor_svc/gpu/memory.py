@@ -1,4 +1,4 @@
-"""What work takes of a GPU's memory while it runs."""
+"""Measures the peak GPU memory of a piece of work."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 import torch
 
 
-def taken_by(work: Callable[[], None], device: torch.device) -> int:
-    """Do the work; return the most bytes that PyTorch held for it at once, above what it holds afterwards.
+def peak_bytes_of(work: Callable[[], None], device: torch.device) -> int:
+    """Do the work; return the peak of PyTorch's bytes during it, minus its bytes afterwards.
 
-    What the work has made and nobody keeps, garbage too, is gone then, and PyTorch keeps no memory that is free.
+    Unreferenced objects of the work, garbage too, and PyTorch's cached free memory are released first.
     """
-    _give_back(device)
+    _free_unused(device)
     torch.cuda.reset_peak_memory_stats(device)
     work()
     most = torch.cuda.max_memory_reserved(device)
-    _give_back(device)
+    _free_unused(device)
     return int(most - torch.cuda.memory_reserved(device))
 
 
-def _give_back(device: torch.device) -> None:
+def _free_unused(device: torch.device) -> None:
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

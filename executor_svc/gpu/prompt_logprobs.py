@@ -1,6 +1,6 @@
-"""Logprobs of prompt tokens on the device: computed piece by piece after the forward pass, told with the step's tokens.
+"""Logprobs of prompt tokens on the device: computed in pieces after the forward pass, reported with the step's tokens.
 
-The meaning is that of `prompt_logprobs`. A prompt whose logits are not finite marks its slot, which fails when it
+Computes the same as `sampling.prompt_logprobs`. Prompt logits that are not finite mark their slot, which fails when it
 samples.
 """
 
@@ -21,19 +21,19 @@ from executor_svc.plan.plan import SlotLogprobs
 
 
 class PendingPrompts:
-    """Logprobs of prompt tokens on their way to the host: of pieces of at most so many rows."""
+    """Logprobs of prompt tokens that are being copied to the host, in pieces."""
 
-    def __init__(self, asked: PromptRows, pieces: list[tuple[Fetched, int]], most: int) -> None:
-        """pieces: each with its number of rows; most: best tokens that there is room for beside each."""
-        self._asked, self._pieces, self._most = asked, pieces, most
+    def __init__(self, wanted: PromptRows, pieces: list[tuple[Fetched, int]], most: int) -> None:
+        """pieces: each with its number of rows; most: maximum number of top tokens per row."""
+        self._wanted, self._pieces, self._most = wanted, pieces, most
 
     def wait(self) -> tuple[SlotLogprobs, ...]:
-        """Wait for them; one entry for each slot that asked."""
+        """Wait for the copies; return one entry for each slot of `wanted`."""
         found = [
             DeviceLogprobs.over(torch.from_numpy(fetched.wait()), num_rows, self._most)
             for fetched, num_rows in self._pieces
         ]
-        num_top = np.repeat(self._asked.num_top, self._asked.counts)
+        num_top = np.repeat(self._wanted.num_top, self._wanted.counts)
         there = np.arange(self._most) < num_top[:, None]
         columns = PromptColumns(
             torch.cat([one.chosen for one in found]).numpy(),
@@ -41,38 +41,40 @@ class PendingPrompts:
             torch.cat([one.top_ids for one in found]).numpy()[there].astype(np.int64),
             torch.cat([one.top for one in found]).numpy()[there],
         )
-        return by_slot(self._asked, columns)
+        return by_slot(self._wanted, columns)
 
 
 class GpuPromptLogprobs:
-    """Tells logprobs of prompts, in a workspace that sampling has too: both on one stream."""
+    """Computes logprobs of prompt tokens, in the workspace of sampling, which runs on the same stream."""
 
     def __init__(self, logits: Callable[[Tensor], Tensor], workspace: SamplingWorkspace, prompt_failed: Tensor) -> None:
-        """logits: gives those [R, vocab] float32 of rows [R] int64 of the step; prompt_failed: [n] int32 by slot."""
+        """logits: returns [R, vocab] float32 for rows [R] int64 of the step; prompt_failed: [n] int32 by slot."""
         self._logits, self._workspace, self._prompt_failed = logits, workspace, prompt_failed
-        self._most_rows = workspace.best.shape[0]
-        self._download = Download(DeviceLogprobs.num_words(self._most_rows, most_top(1)), prompt_failed.device)
+        self._max_rows = workspace.best.shape[0]
+        self._download = Download(DeviceLogprobs.num_words(self._max_rows, most_top(1)), prompt_failed.device)
 
-    def tell(self, asked: PromptRows) -> PendingPrompts:
-        """Enqueue all that the step's rows ask for."""
-        most = most_top(int(asked.num_top.max()))
-        owners, num_top = np.repeat(asked.slots, asked.counts), np.repeat(asked.num_top, asked.counts)
+    def compute(self, wanted: PromptRows) -> PendingPrompts:
+        """Enqueue the computation of all wanted logprobs, and their copy to the host."""
+        most = most_top(int(wanted.num_top.max()))
+        owners, num_top = np.repeat(wanted.slots, wanted.counts), np.repeat(wanted.num_top, wanted.counts)
         pieces = []
-        for start in range(0, len(asked.rows), self._most_rows):
-            piece = slice(start, start + self._most_rows)
-            told = self._tell(asked.rows[piece], asked.token_ids[piece], owners[piece], num_top[piece], most)
-            pieces.append((self._download.fetch(told.words), len(told.chosen)))
-        return PendingPrompts(asked, pieces, most)
+        for start in range(0, len(wanted.rows), self._max_rows):
+            piece = slice(start, start + self._max_rows)
+            found = self._compute_piece(
+                wanted.rows[piece], wanted.token_ids[piece], owners[piece], num_top[piece], most
+            )
+            pieces.append((self._download.fetch(found.words), len(found.chosen)))
+        return PendingPrompts(wanted, pieces, most)
 
-    def _tell(
+    def _compute_piece(
         self, rows: np.ndarray, token_ids: np.ndarray, owners: np.ndarray, num_top: np.ndarray, most: int
     ) -> DeviceLogprobs:
         device = self._prompt_failed.device
         logits = self._logits(sent(rows, device))
         out, index = DeviceLogprobs.empty(len(rows), most, device), torch.arange(len(rows), device=device).int()
-        asked = sent(num_top.astype(np.int32), device)
-        row_logprobs(logits, index, index, sent(token_ids, device), asked, self._workspace, out, after_sampling=False)
-        # The largest is NaN if any is.
+        wanted = sent(num_top.astype(np.int32), device)
+        row_logprobs(logits, index, index, sent(token_ids, device), wanted, self._workspace, out, after_sampling=False)
+        # The maximum is NaN if any logit is.
         failed = ~logits.amax(dim=1).isfinite()
         self._prompt_failed.index_add_(0, sent(owners, device), failed.int())
         return out

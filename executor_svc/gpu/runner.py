@@ -1,4 +1,4 @@
-"""Runs a model over step tensors that stay on a GPU: by graphs of fixed sizes where they pay, else launch by launch."""
+"""Runs a model over step tensors that stay on a GPU: with graphs of fixed sizes, or launch by launch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from executor_svc.batch.slots import Scheduled
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
-from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer, Replayer, decode_sizes, fitting, mixed_sizes
+from executor_svc.gpu.device_slots import DeviceSlots
+from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer, Replayer, decode_sizes, mixed_sizes, smallest_fitting
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.slots.slots import StepSizes
-from executor_svc.gpu.slots import DeviceSlots
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.recorded import RecordedModel
 from executor_svc.plan.plan import Limits
 
 
 class GpuRunner:
-    """A model and its cache, for one stream and one thread; everything is enqueued and nothing waited for."""
+    """A model and its cache, for one stream and one thread; calls enqueue work and do not wait."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class GpuRunner:
         slots: DeviceSlots,
         captures: bool = True,
     ) -> None:
-        """Record the model over the tensors of `slots`; with `captures`, for steps of fixed sizes by CUDA graphs."""
+        """Record the model over the tensors of `slots`; captures: with CUDA graphs for steps of fixed sizes."""
         self._model = loaded.model
         self._slots = slots
-        self._most_logits = limits.max_num_seqs
+        self._max_logits = limits.max_num_seqs
         self._most = slots.buffers.most
         inputs = slots.inputs(self._most)
         self._recorded = RecordedModel(
@@ -48,29 +48,29 @@ class GpuRunner:
             self._decodes = decode_sizes(limits.max_num_seqs)
             self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, loaded.geometry.num_parameters)
         self._whole, self._hidden = frozenset(self._decodes), frozenset(self._mixed)
-        """What is replayed: steps whole, or, once their inputs are there, their hidden states."""
+        """Replayed sizes: of whole steps, and of the computation of hidden states from existing inputs."""
         graphs = captures and device.torch_device.type == "cuda"
         make: type[CudaGraphs | DirectReplayer] = CudaGraphs if graphs else DirectReplayer
         self._replayer: Replayer = make([*self._decodes, *self._mixed], self._run_fixed)
 
     def sizes_of(self, scheduled: Scheduled) -> StepSizes:
-        """Return what a step is padded to: its own sizes, or the next ones that have a graph."""
+        """Return the padded sizes of a step: the next sizes with a graph, or its own."""
         counts = scheduled.num_tokens
         num_tokens, num_seqs, num_rows = int(counts.sum()), len(counts), len(scheduled.sampling_slots)
         sizes = StepSizes(num_tokens, num_seqs, int(scheduled.samples.sum()), num_rows)
         if sizes == StepSizes.decode(num_seqs):
-            return fitting(self._decodes, sizes) or sizes
+            return smallest_fitting(self._decodes, sizes) or sizes
         if num_tokens == num_seqs:
             return sizes
-        found = fitting(self._mixed, StepSizes(num_tokens, num_seqs, 0, 0))
+        found = smallest_fitting(self._mixed, StepSizes(num_tokens, num_seqs, 0, 0))
         return sizes if found is None else replace(found, num_logits=sizes.num_logits, num_rows=num_rows)
 
     @torch.inference_mode()
     def forward(self, scheduled: Scheduled, sizes: StepSizes, max_seq_len: int) -> tuple[Tensor, Tensor]:
-        """Enqueue a step: its inputs, keys and values, hidden states, logits.
+        """Enqueue a step: inputs, keys and values, hidden states, logits.
 
-        max_seq_len: of its longest sequence, this step's tokens included. Returns its logits [L, vocab] float32, and
-        the likeliest token of each [L] int64, -1 where it can not be sampled.
+        max_seq_len: of its longest sequence, with this step's tokens. Returns its logits [L, vocab] float32 and the
+        most likely token of each row [L] int64, -1 for a row that cannot be sampled.
         """
         one_each = self._slots.stage(scheduled, sizes)
         if sizes in self._whole:
@@ -78,7 +78,7 @@ class GpuRunner:
         else:
             self._slots.launch_build(sizes, one_each)
             hidden = replace(sizes, num_logits=0, num_rows=0)
-            # Its attention has the tiles of prompts; decodes have their own.
+            # Graphs of hidden states capture attention with the tiles of prompts; decodes have other tiles.
             if hidden in self._hidden and not one_each:
                 self._replayer.replay(hidden)
             else:
@@ -90,15 +90,15 @@ class GpuRunner:
     def logits(self, rows: Tensor) -> Tensor:
         """Return the logits [R, vocab_size] fp32 of these rows [R] int64 of the last step's hidden states."""
         num_rows = rows.shape[0]
-        if num_rows > self._most_logits:
-            return torch.cat([self.logits(part).clone() for part in rows.split(self._most_logits)])
-        self._recorded.asked[:num_rows].copy_(rows, non_blocking=True)
+        if num_rows > self._max_logits:
+            return torch.cat([self.logits(part).clone() for part in rows.split(self._max_logits)])
+        self._recorded.requested[:num_rows].copy_(rows, non_blocking=True)
         self._recorded.run_logits(num_rows)
-        return self._recorded.asked_logits[:num_rows]
+        return self._recorded.requested_logits[:num_rows]
 
     @torch.inference_mode()
     def _run_fixed(self, sizes: StepSizes) -> None:
-        """Enqueue what has a graph: decodes, whole, some of which may be empty, or the hidden states of any step."""
+        """Enqueue a step that has a graph: a whole decode step, or only the hidden states of another step."""
         longest = self._slots.limits.max_model_len
         if not sizes.num_logits:
             self._run_hidden(sizes, sizes.num_tokens, longest)
@@ -108,9 +108,9 @@ class GpuRunner:
         self._recorded.run(0, sizes.num_logits)
 
     def _run_hidden(self, sizes: StepSizes, max_query_len: int, max_seq_len: int) -> None:
-        """Enqueue keys, values and hidden states of the step whose tensors are there."""
+        """Enqueue keys, values and hidden states of the step in the input tensors."""
         inputs = self._slots.inputs(sizes)
         self._model.fill_ropes(inputs.positions, inputs.rope_lens, self._recorded.ropes)
         for plan in self._plans:
-            plan.become(sizes.num_seqs, sizes.num_tokens, max_query_len, max_seq_len)
+            plan.set_sizes(sizes.num_seqs, sizes.num_tokens, max_query_len, max_seq_len)
         self._recorded.run(sizes.num_tokens, 0)

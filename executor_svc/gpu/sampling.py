@@ -19,7 +19,9 @@ from executor_svc.gpu.kernels.sampling.state import field as place
 from executor_svc.gpu.kernels.slots.slots import StepInputs, padded
 from executor_svc.gpu.sampling_state import SlotSamplingState
 from executor_svc.gpu.staging import Download, Fetched
-from executor_svc.plan.plan import BoolArray, IntArray, Limits
+from executor_svc.plan.arrays import BoolArray, IntArray
+from executor_svc.plan.plan import Limits
+from executor_svc.plan.sampling import Need
 
 _LIKELY_TOP = 32
 """Best tokens beside each, up to which logprobs come by buffers that are kept."""
@@ -40,7 +42,9 @@ class Wanted:
     drawn: bool = False
     """Has any a temperature above 0."""
     filtered: bool = False
-    """Has any of those top_k or top_p."""
+    """Do any of those draw from their most likely tokens."""
+    floored: bool = False
+    """Have any of those a floor."""
     counted: bool = False
     """Does any count its tokens."""
     here: IntArray = field(default_factory=_no_rows)
@@ -53,19 +57,21 @@ class Wanted:
     @classmethod
     def by(cls, slots: IntArray, sampling: SlotSampling, without_room: BoolArray, vocab: int) -> Wanted:
         """Of these slots [R], by the parameters of all slots; without_room: [n], as `SlotSamplingState` has it."""
-        waits = sampling.num_candidates[slots] > 0
-        drawn = sampling.temperature[slots] > 0
-        filtered = drawn & ((sampling.top_k[slots] > 0) | (sampling.top_p[slots] < 1))
-        told = np.flatnonzero((sampling.num_logprobs[slots] >= 0) & ~waits)
+        waits = sampling["num_candidates"][slots] > 0
+        drawn = sampling["temperature"][slots] > 0
+        filtered = drawn & sampling.on(Need.SEARCH)[slots]
+        floored = drawn & sampling.on(Need.FLOOR)[slots]
+        told = np.flatnonzero((sampling["num_logprobs"][slots] >= 0) & ~waits)
         return cls(
             slots=slots,
             edited=bool(sampling.processed[slots].any()),
             drawn=bool(drawn.any()),
             filtered=bool(filtered.any()),
-            counted=bool(sampling.penalised[slots].any()),
+            floored=bool(floored.any()),
+            counted=bool(sampling.on(Need.COUNTS)[slots].any()),
             here=np.flatnonzero(waits | without_room[slots]),
             told=told,
-            num_top=np.minimum(sampling.num_logprobs[slots[told]], vocab),
+            num_top=np.minimum(sampling["num_logprobs"][slots[told]], vocab),
         )
 
 
@@ -116,7 +122,7 @@ class GpuSampler:
             return
         sample(
             logits, inputs.rows, inputs.sources, self.slots.state, self.workspace, tokens, errors,
-            edited=wanted.edited, drawn=wanted.drawn, filtered=wanted.filtered,
+            edited=wanted.edited, drawn=wanted.drawn, filtered=wanted.filtered, floored=wanted.floored,
         )  # fmt: skip
 
     def tell(self, logits: Tensor, inputs: StepInputs, wanted: Wanted) -> PendingLogprobs | None:
@@ -137,7 +143,7 @@ class GpuSampler:
         logits, nobody = torch.zeros(1, self._vocab, device=self._tokens.device), _no_rows()
         best = torch.zeros_like(self._tokens[:1])
         for edited, (drawn, filtered) in product((False, True), ((False, False), (True, False), (True, True))):
-            self.choose(logits, best, inputs, Wanted(nobody, edited, drawn, filtered))
+            self.choose(logits, best, inputs, Wanted(nobody, edited, drawn, filtered, floored=drawn))
         for drawn in (False, True):
             told, num_top = np.zeros(1, np.int64), np.ones(1, np.int64)
             self.tell(logits, inputs, Wanted(nobody, drawn=drawn, told=told, num_top=num_top))

@@ -8,20 +8,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.kernels.sampling.penalties import add_tokens, restart_counts
-from executor_svc.gpu.kernels.sampling.state import (
-    RECORD_WORDS,
-    SamplingLists,
-    SamplingState,
-    following,
-    num_words,
-    pack_bits,
-    pack_record,
-)
+from executor_svc.gpu.kernels.sampling.state import RECORD_WORDS, SamplingLists, SamplingState, num_words
 from executor_svc.gpu.kernels.slots.slots import StepInputs, padded
+from executor_svc.gpu.sampling_records import following, pack_bits, pack_record
 from executor_svc.gpu.slot_changes import Applied
-from executor_svc.gpu.slots import DeviceSlots
-from executor_svc.plan.plan import BoolArray, IntArray, Limits, SequenceSampling, StepPlan
+from executor_svc.plan.arrays import BoolArray, IntArray
+from executor_svc.plan.plan import Limits, StepPlan
+from executor_svc.plan.sampling import Need, SequenceSampling
 
 LIST_ROOM = 65536
 """Entries of biases, bad words or early stop ids that all slots have together."""
@@ -96,7 +91,7 @@ class SlotSamplingState:
         self._rooms.free(plan.released_slots)
         for sequence in plan.admitted:
             self._admit(sequence.slot, sequence.sampling)
-        counted = any(sequence.sampling.is_penalised for sequence in plan.admitted)
+        counted = any(Need.COUNTS in sequence.sampling.needs() for sequence in plan.admitted)
         self._applied = applied if counted else None
 
     def count_admitted(self) -> None:

@@ -1,4 +1,4 @@
-"""What a plan changes in the slots on the device, as runs and single words of their state."""
+"""The changes of a plan to the slots on the device, as runs and single words of their state."""
 
 from __future__ import annotations
 
@@ -10,51 +10,52 @@ from torch import Tensor
 from executor_svc.gpu.kernels.sampling.state import MAX_INT32
 from executor_svc.gpu.kernels.slots.slots import NUM_NUMBERS, SlotState, padded
 from executor_svc.gpu.staging import Changes
-from executor_svc.plan.plan import AdmittedSequence, IntArray, SlotColumns, StepPlan
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import AdmittedSequence, SlotColumns, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a plan changed, for those who keep more by slot; on the device after `build` or `flush`, until the next."""
+    """A plan's admissions, for other state by slot; valid on the device from `build` or `flush` to the next one."""
 
     slots: Tensor
     """[A] int32: slots admitted."""
     max_tokens: int
-    """None of them has more known tokens; 0 if there are none."""
+    """The most known tokens of any of them; 0 without admissions."""
 
 
 class ChangeLog:
-    """Turns plans into changes of a state. Keeps what the device is not asked for: block counts, words of stop ids."""
+    """Translates plans into changes of the state. Keeps block counts and words of stop ids on the host."""
 
     def __init__(self, state: SlotState, admitted: Tensor) -> None:
-        """admitted: `list_words` words of the state, for the slots that a plan admits to."""
+        """admitted: `list_words` words of the state, for the list of a plan's admitted slots."""
         n = state.num_slots
         self._numbers = int(state.numbers.storage_offset()) + np.arange(NUM_NUMBERS) * state.numbers.stride(0)
         self._token_ids = _Rows(int(state.token_ids.storage_offset()), state.token_ids.stride(0))
         self._tables = _Rows(int(state.block_tables.storage_offset()), state.block_tables.stride(0))
         self._stop_bits = _Rows(int(state.stop_bits.storage_offset()), state.stop_bits.stride(0))
-        # Appended blocks go behind these, and bits of earlier stop ids must be cleared.
+        # The ends of block tables, for appended blocks, and the words of stop ids that an admission must clear.
         self._num_blocks = np.zeros(n, np.int64)
         self._stop_words = [np.zeros(0, np.int64)] * n
         self._admitted = admitted
 
     @staticmethod
     def list_words(num_slots: int) -> int:
-        """Words of the state that its list takes."""
+        """Return the words of the state for the list of admitted slots."""
         return padded(num_slots)
 
-    def note(self, plan: StepPlan, changes: Changes) -> Applied:
-        """Add a plan's admissions, appended blocks and given tokens to changes of no other plan."""
+    def add_plan(self, plan: StepPlan, changes: Changes) -> Applied:
+        """Add a plan's admissions, appended blocks and given tokens; changes: without those of any other plan."""
         if plan.admitted:
             self._admit(plan.admitted, changes)
         self._append_blocks(plan.appends, changes)
-        changes.give(plan.given.slots, plan.given.values)
+        changes.give_tokens(plan.given.slots, plan.given.values)
         longest = max((len(sequence.token_ids) for sequence in plan.admitted), default=0)
         return Applied(self._admitted[: len(plan.admitted)], longest)
 
     def _admit(self, sequences: tuple[AdmittedSequence, ...], changes: Changes) -> None:
         slots = np.array([sequence.slot for sequence in sequences], np.int64)
-        # In the order of the rows of `SlotState.numbers`: no flag is up.
+        # In the order of the rows of `SlotState.numbers`, with all flags 0.
         numbers = np.array(
             [
                 (
@@ -79,7 +80,7 @@ class ChangeLog:
             self._set_stop_ids(slot, sequence.sampling.stop_token_ids, changes)
 
     def _set_stop_ids(self, slot: int, token_ids: IntArray, changes: Changes) -> None:
-        """Clear the words of the slot's earlier stop ids, and set the bits of these."""
+        """Clear the words of the slot's earlier stop ids, and set the bits of the new ones."""
         earlier = self._stop_words[slot]
         if not len(token_ids) and not len(earlier):
             return
@@ -102,7 +103,7 @@ class ChangeLog:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Where the rows of a matrix are in the state."""
+    """The places of a matrix's rows in the state."""
 
     place: int
     stride: int

@@ -1,6 +1,6 @@
-"""Words on their way between host and device: pinned buffers and events, changes packed for one copy. No call waits.
+"""Copies of words between host and device: pinned buffers, events, and changes packed for one copy. No call waits.
 
-On a CPU device (Triton's interpreter) the same code runs, with plain copies and events that have always happened.
+On a CPU device (Triton's interpreter) the same code runs, with synchronous copies and events that are always done.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from executor_svc.batch.ragged import spans
 from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, UpdateCounts
-from executor_svc.plan.plan import IntArray
+from executor_svc.plan.arrays import IntArray
 
 Words = NDArray[np.int32]
 
@@ -26,23 +26,23 @@ _SINGLE_COLUMNS = 2
 
 
 class Event(Protocol):
-    """A point in the device's queue of work."""
+    """A point in the device's work queue."""
 
     def record(self) -> None:
-        """Let it happen after all work so far."""
+        """Record the event after all work so far."""
         ...
 
     def query(self) -> bool:
-        """Has it happened, or was it never recorded."""
+        """Return whether it is done or was never recorded."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until it is done."""
         ...
 
 
 class NullEvent:
-    """The event of a device that does its work at once: the CPU."""
+    """The event of a device that works synchronously: the CPU."""
 
     def record(self) -> None:
         pass
@@ -63,7 +63,7 @@ def new_event(device: torch.device) -> Event:
 
 
 class _Pinned:
-    """Host memory that the device can copy by itself, and the event after its last copy."""
+    """Pinned host memory, and the event after its last copy."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
         self.tensor = torch.zeros(num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -72,13 +72,13 @@ class _Pinned:
 
 
 def sent(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Enqueue the copy of an array to the device; it may be changed once this returns."""
+    """Enqueue the copy of an array to the device; the array may change once this returns."""
     there = torch.from_numpy(values)
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.clone()
 
 
 class Upload:
-    """Pinned buffers, and the one buffer on the device that they are copied to in turn."""
+    """Pinned buffers, and the one buffer on the device that they are copied to."""
 
     def __init__(self, num_words: int, device: torch.device, num_buffers: int = 3) -> None:
         self.num_words = num_words
@@ -87,13 +87,13 @@ class Upload:
         self._ring = deque(_Pinned(num_words, device) for _ in range(num_buffers))
 
     def take(self) -> Words:
-        """Return a buffer [num_words] to be filled; one more is made if all are still being copied."""
+        """Return a free buffer [num_words]; allocates another one if all are still being copied."""
         if not self._ring[0].copied.query():
             self._ring.appendleft(_Pinned(self.num_words, self._device))
         return self._ring[0].words
 
     def send(self, num_words: int) -> None:
-        """Enqueue the copy of the first words of the buffer that was taken last."""
+        """Enqueue the copy of the first words of the last taken buffer."""
         pinned = self._ring.popleft()
         self.on_device[:num_words].copy_(pinned.tensor[:num_words], non_blocking=True)
         pinned.copied.record()
@@ -101,14 +101,14 @@ class Upload:
 
 
 class Download:
-    """Pinned buffers for what the device tells the host."""
+    """Pinned buffers for copies from device to host."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
         self._num_words, self._device = num_words, device
         self._free: deque[_Pinned] = deque(_Pinned(num_words, device) for _ in range(2))
 
     def fetch(self, words: Tensor) -> Fetched:
-        """Enqueue the copy of a contiguous int32 tensor, by buffers that stay if it has at most num_words."""
+        """Enqueue the copy of a contiguous int32 tensor; buffers are reused for up to num_words words."""
         num_words = words.numel()
         free = self._free if num_words <= self._num_words else deque[_Pinned]()
         pinned = free.popleft() if free else _Pinned(max(num_words, self._num_words), self._device)
@@ -118,7 +118,7 @@ class Download:
 
 
 class Fetched:
-    """Words that are being copied to the host; for one thread at a time."""
+    """Words that are being copied to the host; for use by one thread at a time."""
 
     def __init__(self, pinned: _Pinned, num_words: int, free: deque[_Pinned]) -> None:
         self._pinned: _Pinned | None = pinned
@@ -126,7 +126,7 @@ class Fetched:
         self._free = free
 
     def is_done(self) -> bool:
-        """Would `wait` return at once."""
+        """Return whether `wait` would return at once."""
         return self._pinned is None or self._pinned.copied.query()
 
     def wait(self) -> Words:
@@ -141,15 +141,15 @@ class Fetched:
 
 @dataclass(slots=True)
 class Changes:
-    """What is to be written into the state of the slots, in no order: no word twice."""
+    """Writes to the state of the slots, in any order; no word is written twice."""
 
     runs: list[tuple[int, NDArray[Any]]] = field(default_factory=list)
-    """Place in the state, and integers that fit 32 bits to be written from there on."""
+    """(first place in the state, integers that fit 32 bits)."""
     places: list[IntArray] = field(default_factory=list)
-    """Places in the state of single words, and beside them in `values` what is written there."""
+    """Places in the state of single words; their values are in `values`."""
     values: list[IntArray] = field(default_factory=list)
     given_slots: list[IntArray] = field(default_factory=list)
-    """Slots that get the token beside them in `given_tokens`."""
+    """Slots with a given token; the tokens are in `given_tokens`."""
     given_tokens: list[IntArray] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -166,34 +166,34 @@ class Changes:
             self.places.append(places)
             self.values.append(values)
 
-    def give(self, slots: IntArray, tokens: IntArray) -> None:
+    def give_tokens(self, slots: IntArray, tokens: IntArray) -> None:
         """Add given tokens."""
         if len(slots):
             self.given_slots.append(slots)
             self.given_tokens.append(tokens)
 
     def num_words(self) -> int:
-        """Words that they take when packed."""
+        """Return the number of words of the packed changes."""
         singles = sum(map(len, self.places)) + sum(map(len, self.given_slots))
         return sum(_run_words(len(words)) for _, words in self.runs) + _SINGLE_COLUMNS * singles
 
-    def cut(self, room: int) -> Iterator[Changes]:
-        """Cut into parts that take at most `room` words each, which must hold RUN_WORDS and more; none if empty."""
-        if not self or self.num_words() <= room:
+    def split(self, max_words: int) -> Iterator[Changes]:
+        """Split into parts of at most `max_words` words each, more than RUN_WORDS; an empty log has no parts."""
+        if not self or self.num_words() <= max_words:
             yield from [self] if self else []
             return
-        most = room // _SINGLE_COLUMNS
+        most = max_words // _SINGLE_COLUMNS
         for places, values in _slices(self.places, self.values, most):
             yield Changes(places=[places], values=[values])
         for slots, tokens in _slices(self.given_slots, self.given_tokens, most):
             yield Changes(given_slots=[slots], given_tokens=[tokens])
-        part, left = Changes(), room
+        part, left = Changes(), max_words
         for place, words in self.runs:
             while len(words):
-                taken = min(len(words), _run_fits(left))
+                taken = min(len(words), _longest_run(left))
                 if not taken:
                     yield part
-                    part, left = Changes(), room
+                    part, left = Changes(), max_words
                     continue
                 part.write(place, words[:taken])
                 left -= _run_words(taken)
@@ -202,7 +202,7 @@ class Changes:
             yield part
 
     def pack(self, buffer: Words, first: int) -> UpdateCounts:
-        """Write them to the buffer from word `first` on, as `slot_updates` reads them."""
+        """Write the changes to the buffer from word `first` on, in the layout of `slot_updates`."""
         places, values = _joined(self.places), _joined(self.values)
         slots, tokens = _joined(self.given_slots), _joined(self.given_tokens)
         lengths = np.array([len(words) for _, words in self.runs], np.int64)
@@ -227,7 +227,7 @@ class Changes:
         return counts
 
     def packed_end(self, counts: UpdateCounts) -> int:
-        """Where the packed words end in the buffer."""
+        """Return the end of the packed words in the buffer."""
         return counts.end + sum(len(words) for _, words in self.runs)
 
 
@@ -235,14 +235,14 @@ def _run_words(length: int) -> int:
     return length + _RUN_COLUMNS * -(-length // RUN_WORDS)
 
 
-def _run_fits(room: int) -> int:
-    """The longest run that takes no more than so many words."""
-    whole, rest = divmod(room, RUN_WORDS + _RUN_COLUMNS)
+def _longest_run(max_words: int) -> int:
+    """Return the length of the longest run that takes at most max_words words."""
+    whole, rest = divmod(max_words, RUN_WORDS + _RUN_COLUMNS)
     return whole * RUN_WORDS + max(0, rest - _RUN_COLUMNS)
 
 
 def _slices(first: list[IntArray], second: list[IntArray], most: int) -> Iterator[tuple[IntArray, IntArray]]:
-    """Two joined columns in parts of at most so many rows."""
+    """Yield two joined columns in parts of at most `most` rows."""
     left, right = _joined(first), _joined(second)
     for start in range(0, len(left), most):
         yield left[start : start + most], right[start : start + most]

@@ -1,8 +1,8 @@
-"""Steps on a GPU: each is enqueued at once, and its sampled tokens feed the next without visiting the host.
+"""Steps on a GPU: each is enqueued at once; its sampled tokens stay on the device for the next step.
 
-The host schedules by a mirror of the slots, which may be steps behind: a slot that has stopped meanwhile is padding on
-the device, and told to be idle. Candidates of beams are found on the host, by the code of the CPU: a step with these,
-with forks or with given tokens waits for those before it.
+The host schedules with a mirror of the slots, which may be steps behind: a slot that has stopped in the meantime is
+padding on the device, and reported as idle. Beam candidates are chosen on the host, with the CPU's code: a step with
+candidates, forks or given tokens waits for all earlier steps.
 """
 
 from __future__ import annotations
@@ -16,31 +16,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor_svc.batch.mirror_slots import MirrorSlots, Taken
+from executor_svc.batch.mirror_slots import MirrorSlots, ReportedTokens
 from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.slots import Scheduled
 from executor_svc.batch.step_result import Computed, RowCandidates, SampledTokens, make_result
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
+from executor_svc.gpu.device_slots import DeviceSlots, PendingTokens
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.gpu.prompt_logprobs import GpuPromptLogprobs, PendingPrompts
 from executor_svc.gpu.runner import GpuRunner
 from executor_svc.gpu.sampling import GpuSampler, PendingLogprobs, Wanted
 from executor_svc.gpu.sampling_state import SlotSamplingState
-from executor_svc.gpu.slots import DeviceSlots, PendingTokens
 from executor_svc.gpu.staging import sent
 from executor_svc.gpu.timing import StepClock
 from executor_svc.models.loading import LoadedModel
-from executor_svc.plan.plan import IntArray, Limits, StepPlan, StepResult, StepTimings
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import Limits, StepPlan, StepResult, StepTimings
 from executor_svc.sampling.row_math import argmax
 from executor_svc.sampling.sample_step import choose
-from executor_svc.worker.step_work import is_device_lost, is_out_of_memory, move_blocks
-from executor_svc.worker.trace import Spans
+from executor_svc.worker.block_moves import move_blocks
+from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
+from executor_svc.worker.profiling import Spans
 
 
 @dataclass(frozen=True, slots=True)
 class _Enqueued:
-    """What a step will tell, once the device has computed it."""
+    """The pending results of a step."""
 
     tokens: PendingTokens
     logprobs: PendingLogprobs | None
@@ -49,7 +51,7 @@ class _Enqueued:
 
 
 class GpuStep:
-    """A step that has been enqueued."""
+    """An enqueued step."""
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class GpuStep:
         plan: StepPlan,
         scheduled: Scheduled,
         enqueued: _Enqueued | None,
-        owners: IntArray,
+        generations: IntArray,
         clock: StepClock,
         timings: StepTimings,
     ) -> None:
@@ -65,25 +67,25 @@ class GpuStep:
         self._plan = plan
         self._scheduled = scheduled
         self._enqueued = enqueued
-        self._owners = owners
+        self._generations = generations
         self._clock = clock
         self._timings = timings
         self._launched = time.monotonic_ns()
         self._result: StepResult | None = None
 
     def is_done(self) -> bool:
-        """Would `result` return at once."""
+        """Return whether `result` would return at once."""
         return self._result is not None or self._enqueued is None or self._enqueued.tokens.is_done()
 
     def result(self) -> StepResult:
-        """Wait for the step, after those before it. Raises what the device raises."""
+        """Wait for the step and all earlier ones. Raises any error of the device."""
         if self._result is None:
             self._owner.settle_until(self)
         assert self._result is not None
         return self._result
 
     def settle(self, slots: MirrorSlots) -> None:
-        """Wait, bring the mirror up to date, and make the result; all steps before this one are settled."""
+        """Wait for the step, update the mirror, and build the result. All earlier steps must be settled."""
         none = self._scheduled.slots[:0]
         scheduled, computed = self._scheduled, Computed(SampledTokens(none, none, None), none)
         if self._enqueued is not None:
@@ -94,18 +96,18 @@ class GpuStep:
         self._result = make_result(self._plan.step_id, scheduled, computed, timings, digest)
 
     def _settle(self, slots: MirrorSlots, enqueued: _Enqueued) -> tuple[Scheduled, Computed]:
-        """What was computed, by those of the scheduled slots that had not stopped before."""
-        told = enqueued.tokens.wait()
-        idle, scheduled = told.idle, self._scheduled
-        taken = Taken(told.token_ids, np.where(idle, 0, told.errors), idle)
-        slots.settle(scheduled, self._owners, told.positions, taken)
+        """Return the scheduled work without the slots that had stopped before, and its results."""
+        committed = enqueued.tokens.wait()
+        idle, scheduled = committed.idle, self._scheduled
+        taken = ReportedTokens(committed.token_ids, np.where(idle, 0, committed.errors), idle)
+        slots.settle(scheduled, self._generations, committed.positions, taken)
         logprobs = None if enqueued.logprobs is None else enqueued.logprobs.wait(~idle)
         prompts = () if enqueued.prompts is None else enqueued.prompts.wait()
         if idle.any():
-            scheduled, told = _without_idle(scheduled, idle), told.of_rows(~idle)
-        sampled = SampledTokens(told.token_ids, told.errors, logprobs, enqueued.candidates)
+            scheduled, committed = _without_idle(scheduled, idle), committed.of_rows(~idle)
+        sampled = SampledTokens(committed.token_ids, committed.errors, logprobs, enqueued.candidates)
         device_ns, sample_ns = self._clock.between()
-        return scheduled, Computed(sampled, told.positions, prompts, device_ns, sample_ns)
+        return scheduled, Computed(sampled, committed.positions, prompts, device_ns, sample_ns)
 
 
 class GpuStepExecutor:
@@ -114,7 +116,7 @@ class GpuStepExecutor:
     def __init__(
         self, loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits, *, enforce_eager: bool = False
     ) -> None:
-        """Make the slots, record the model, and capture its graphs, unless enforce_eager says that there are none."""
+        """Allocate the slots, record the model, and capture its graphs, unless enforce_eager is set."""
         torch_device = device.torch_device
         self.limits = limits
         self.slots = MirrorSlots(limits)
@@ -138,7 +140,7 @@ class GpuStepExecutor:
         self._sampler.warm_up(self._device_slots.inputs(StepSizes.decode(1)))
 
     def clear(self) -> None:
-        """Free all slots, after what is enqueued; KV stays."""
+        """Free all slots, after the enqueued steps; KV stays."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._pending.clear()
@@ -161,12 +163,12 @@ class GpuStepExecutor:
     def launch(self, plan: StepPlan, received_ns: int) -> GpuStep:
         """Enqueue one step; received_ns is the plan's arrival on the monotonic clock.
 
-        Raises InvalidPlan before anything is enqueued or moved, and whatever the device raises.
+        Raises InvalidPlan before anything is enqueued or moved, and any error of the device.
         """
         started = time.monotonic_ns()
         with self._span("plan"):
             self.slots.apply(plan)
-            if self._wants_host(plan):
+            if self._needs_settled_mirror(plan):
                 self.settle_until(None)
             scheduled = self.slots.schedule(plan)
         moves_ns = move_blocks(self._pools, plan)
@@ -175,33 +177,36 @@ class GpuStepExecutor:
             self._wanted = None
         clock = StepClock(self._device)
         enqueued = self._compute(scheduled, clock)
-        owners = self.slots.advance(scheduled)
+        generations = self.slots.advance(scheduled)
         timings = StepTimings(started - received_ns, 0, 0, time.monotonic_ns() - started, moves_ns)
-        step = GpuStep(self, plan, scheduled, enqueued, owners, clock, timings)
+        step = GpuStep(self, plan, scheduled, enqueued, generations, clock, timings)
         self._pending.append(step)
         return step
 
     def settle_until(self, last: GpuStep | None) -> None:
-        """Settle the enqueued steps in their order up to this one, or all of them."""
+        """Settle the enqueued steps in order, up to `last`; None: all."""
         while self._pending:
             step = self._pending.popleft()
             step.settle(self.slots)
             if step is last:
                 return
 
-    def _wants_host(self, plan: StepPlan) -> bool:
-        """Does the plan need a mirror that knows all tokens."""
-        here = self.slots.admitted & (self._sampling.without_room | (self.slots.sampling.num_candidates > 0))
+    def _needs_settled_mirror(self, plan: StepPlan) -> bool:
+        """Return whether the plan needs a mirror with all tokens."""
+        here = self.slots.admitted & (self._sampling.without_room | (self.slots.sampling["num_candidates"] > 0))
         return bool(here.any()) or bool(len(plan.forks.slots) or len(plan.given.slots) or plan.debug_digest)
 
     def _wanted_by(self, slots: IntArray) -> Wanted:
-        """What these slots ask for: as in the last step, if they are the same and nobody has come."""
+        """Return the sampling needs of these slots.
+
+        Reuses the last step's needs for the same slots without admissions since.
+        """
         if self._wanted is None or not np.array_equal(self._wanted.slots, slots):
             self._wanted = Wanted.by(slots, self.slots.sampling, self._sampling.without_room, self.limits.vocab_size)
         return self._wanted
 
     def _compute(self, scheduled: Scheduled, clock: StepClock) -> _Enqueued | None:
-        """Enqueue what is scheduled; None if nothing is computed."""
+        """Enqueue the scheduled work; return None if there is none."""
         if not len(scheduled.slots):
             self._device_slots.flush()
             self._sampling.count_admitted()
@@ -219,23 +224,26 @@ class GpuStepExecutor:
         return enqueued
 
     def _sample(self, scheduled: Scheduled, sizes: StepSizes, logits: Tensor, best: Tensor) -> _Enqueued:
-        """Enqueue what is made of a step's logits [L, vocab] and their likeliest tokens [L]."""
+        """Enqueue sampling from a step's logits [L, vocab] and their most likely tokens [L]."""
         inputs, wanted = self._device_slots.inputs(sizes), self._wanted_by(scheduled.sampling_slots)
-        asked = prompt_rows(self.slots, scheduled)
-        # The logits of sampled rows lie elsewhere and stay.
-        prompts = None if asked is None else self._prompts.tell(asked)
+        wanted_prompts = prompt_rows(self.slots, scheduled)
+        # Logits of prompts have their own memory; those of sampling rows stay.
+        prompts = None if wanted_prompts is None else self._prompts.compute(wanted_prompts)
         self._sampler.choose(logits, best, inputs, wanted)
-        candidates = self._choose_here(scheduled, wanted.here, inputs, logits) if len(wanted.here) else None
+        candidates = self._choose_on_host(scheduled, wanted.here, inputs, logits) if len(wanted.here) else None
         logprobs = self._sampler.tell(logits, inputs, wanted)
         pending = self._device_slots.commit(scheduled, sizes, *self._sampler.rows(inputs))
         if wanted.counted:
             self._sampling.count_taken(inputs)
         return _Enqueued(pending, logprobs, prompts, candidates)
 
-    def _choose_here(
+    def _choose_on_host(
         self, scheduled: Scheduled, rows: IntArray, inputs: StepInputs, logits: Tensor
     ) -> RowCandidates | None:
-        """Choose for these rows as the CPU does, in place of what the device chose; the mirror knows all tokens."""
+        """Choose tokens of these rows with the CPU's code, and overwrite the device's.
+
+        The mirror must have all tokens.
+        """
         sources = np.arange(len(scheduled.sampling_slots)) if scheduled.sources is None else scheduled.sources
         needed, sources = np.unique(sources[rows], return_inverse=True)
         these = replace(
@@ -253,7 +261,7 @@ class GpuStepExecutor:
 
 
 def _without_idle(scheduled: Scheduled, idle: np.ndarray) -> Scheduled:
-    """The same where these of the sampling slots [R] are idle ones; such steps have neither forks nor candidates."""
+    """Return the scheduled work with some sampling slots made idle; idle: [R]. It has neither forks nor candidates."""
     slots = scheduled.sampling_slots
     return replace(
         scheduled, sampling_slots=slots[~idle], idle_slots=np.sort(np.concatenate((scheduled.idle_slots, slots[idle])))

@@ -1,4 +1,4 @@
-"""When a step's parts ran on the device, by events in its queue: what the host's clock can not see."""
+"""Times the parts of a step on the device, with events in its queue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class StepClock:
-    """Marks in the queue of one step. A CPU (Triton's interpreter) has done all before a mark when it is set."""
+    """Marks in the queue of one step. A CPU (Triton's interpreter) works synchronously: a mark is a time stamp."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -16,7 +16,7 @@ class StepClock:
         self._stamps: list[int] = []
 
     def mark(self) -> None:
-        """Set a mark behind all work so far."""
+        """Set a mark after all work so far."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -25,7 +25,7 @@ class StepClock:
             self._stamps.append(time.monotonic_ns())
 
     def between(self) -> list[int]:
-        """Nanoseconds from each mark to the next; waits for the last, behind which nothing of the step comes."""
+        """Wait for the last mark; return the nanoseconds from each mark to the next."""
         if self._on_gpu:
             self._marks[-1].synchronize()
             pairs = zip(self._marks[:-1], self._marks[1:], strict=True)

@@ -12,17 +12,17 @@ import numpy as np
 
 from executor_svc.gpu.kernels.attention.split import LEAST_KEYS
 from executor_svc.gpu.kernels.linear_w8 import TILE_ROWS
-from executor_svc.plan.plan import AdmittedSequence, IntArray, Limits, ScheduledTokens, SequenceSampling, StepPlan
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import AdmittedSequence, Limits, ScheduledTokens, StepPlan
+from executor_svc.plan.sampling import Need, SequenceSampling, in_warm_up
 from executor_svc.worker.worker import Executor
 
 _LENGTH = 2
 """Tokens of the sequences in steps of each kind: with those they sample they fit into one block."""
 _FIRST = np.zeros(1, np.int64)
-_EVERYTHING = SequenceSampling(
-    temperature=1.0, top_k=2, top_p=0.5, repetition_penalty=2.0, num_logprobs=1, num_prompt_logprobs=1
-)
-_DRAWN = SequenceSampling(temperature=1.0, min_p=1e-9, repetition_penalty=2.0, num_logprobs=1)
-_NUCLEUS = SequenceSampling(temperature=1e3, top_p=0.999, repetition_penalty=2.0, num_logprobs=1)
+_EVERYTHING = in_warm_up()
+_DRAWN = in_warm_up(Need.SEARCH, Need.NOTHING)
+_NUCLEUS = replace(in_warm_up(Need.FLOOR, Need.NOTHING), temperature=1e3, top_k=0, top_p=0.999)
 """From the whole vocabulary, and from nearly all of it, sorted: most memory where PyTorch's operations sample."""
 _CANDIDATES = SequenceSampling(repetition_penalty=2.0, num_candidates=2)
 """As beams ask for."""

@@ -1,4 +1,4 @@
-"""What every model architecture offers to the runner, and what it is built from."""
+"""The interfaces of model architectures: for the runner, and for loading."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, 
 
 
 class ModelConfigError(ValueError):
-    """A config.json asks for something that this architecture's code does not do; the message names the field."""
+    """A config.json needs a feature that this architecture's code lacks; the message names the field."""
 
 
 class WeightSource(Protocol):
-    """Where a model's tensors come from, one by one."""
+    """The source of a model's tensors."""
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor in the model's dtype; raises LoaderError if it is missing or has another shape."""
+        """Return a tensor in the model's dtype; raises LoaderError if it is missing or has another shape."""
         ...
 
 
 class Builder(Protocol):
-    """The part of a device that a model needs while it is built."""
+    """The part of a device that builds models."""
 
     torch_device: torch.device
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class Builder(Protocol):
     def kernels(self) -> Kernels: ...
 
     def prepare_linear(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Make a weight [out_features, in_features] ready for use."""
+        """Prepare a weight [out_features, in_features] for use."""
         ...
 
 
@@ -41,16 +41,16 @@ class CausalLM(Protocol):
     """A causal language model whose keys and values live in the paged cache."""
 
     attention_shapes: tuple[AttentionShape, ...]
-    """The different shapes of its layers' attention: one for most models, two where only some layers have a window."""
+    """The distinct shapes of its layers' attention: one for most models, two if only some layers have a window."""
     num_layers: int
     vocab_size: int
 
     def new_ropes(self, positions: Tensor) -> list[Rope]:
-        """Return each kind of rotary embedding for tokens at `positions` [most tokens] int64, which is filled later."""
+        """Return each kind of rotary embedding, for tokens at `positions` [max_tokens] int64; steps fill positions."""
         ...
 
     def fill_ropes(self, positions: Tensor, rope_lens: Tensor, ropes: Sequence[Rope]) -> None:
-        """Make ropes ready for a step; positions, rope_lens: [T] int64, as in `input_batch.ForwardBatch`."""
+        """Set ropes for a step; positions, rope_lens: [T] int64, as in `forward_batch.ForwardBatch`."""
         ...
 
     def forward(
@@ -60,11 +60,11 @@ class CausalLM(Protocol):
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
-        """Return hidden states [T, hidden] before the final norm; every operation is one of the kernels.
+        """Return hidden states [T, hidden] before the final norm; every operation is one of the device's kernels.
 
         Args:
-            token_ids: [T] int64, as in `input_batch.ForwardBatch`.
-            ropes: as `new_ropes` returned them.
+            token_ids: [T] int64, as in `forward_batch.ForwardBatch`.
+            ropes: from `new_ropes`.
             kv_layers: the cache of each layer, [N, 2, KVH, B, DP].
             plans: one for each of `attention_shapes`.
         """

@@ -1,4 +1,4 @@
-"""A model's tensors: from the files of its folder, or seeded random numbers."""
+"""A model's tensors: from the files of its folder, or random numbers of a seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DUMMY_STD = 0.02
 
 
 class Weights:
-    """Tensors by name, each read once, checked, converted and hashed. Base of the sources below."""
+    """Tensors by name; each is read once, checked, converted and hashed. Base class of the sources below."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -30,30 +30,30 @@ class Weights:
         raise NotImplementedError
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor in the model's dtype, as a copy of its own; raises LoaderError for a wrong shape or name."""
-        # Copied also where nothing is converted: one view of a file's mapping keeps all of it resident.
+        """Return a copy of a tensor in the model's dtype; raises LoaderError for a wrong shape or name."""
+        # Copied even without a conversion: one view of a file's mapping keeps all of it resident.
         tensor = self._read(name, shape).to(self._dtype, copy=True).contiguous()
         self._hashes[name] = _hash(name, tensor)
         self.num_parameters += tensor.numel()
         return tensor.to(self._torch_device)
 
     def get_scales(self, name: str, count: int) -> Tensor | None:
-        """Return scales of so many heads, [count] float32 on the CPU, finite and above 0; None if there are none.
+        """Return the scales of `count` heads, [count] float32 on the CPU, finite and above 0; None if there are none.
 
-        A tensor of one number is for all heads. Raises LoaderError for other shapes and numbers.
+        A tensor of one number applies to all heads. Raises LoaderError for other shapes and numbers.
         """
         return None
 
     def digest(self) -> bytes:
-        """Return sha256 over names, shapes, dtype and bytes of all tensors as loaded; their order does not matter."""
+        """Return sha256 over names, shapes, dtype and bytes of all loaded tensors, independent of their order."""
         return hashlib.sha256(b"".join(self._hashes[name] for name in sorted(self._hashes))).digest()
 
 
 class DummyWeights(Weights):
-    """Random weights that depend on seed and tensor name only; norms are 1, biases small like the rest.
+    """Random weights that depend only on seed and tensor name; norms are 1, biases are as small as the others.
 
-    A GPU draws its own, in its memory: other numbers than the CPU's, maybe than another GPU's. The digest is then over
-    what they follow from, not over their bytes.
+    A GPU draws its weights in its own memory: they differ from the CPU's, and possibly from another GPU's. The digest
+    is then over seed, names, shapes and dtype, not over their bytes.
     """
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class DummyWeights(Weights):
         self._seed = seed
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor in the model's dtype; on a GPU nothing else takes memory."""
+        """Return the tensor in the model's dtype; on a GPU it needs no other memory."""
         if self._torch_device.type == "cpu":
             return super().get(name, shape)
         tensor = self.draw(name, shape, self._torch_device)
@@ -71,7 +71,7 @@ class DummyWeights(Weights):
         return tensor
 
     def draw(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return the tensor drawn in place by a device, in the model's dtype."""
+        """Return the tensor, drawn in place on a device, in the model's dtype."""
         tensor = torch.empty(shape, dtype=self._dtype, device=device)
         if "norm" in name:
             return tensor.fill_(1.0)
@@ -108,7 +108,7 @@ class SafetensorsWeights(Weights):
         return tensor
 
     def get_scales(self, name: str, count: int) -> Tensor | None:
-        """As in `Weights`; never rounded to the model's dtype."""
+        """As in `Weights`; scales are never rounded to the model's dtype."""
         path = self._file_of.get(name)
         if path is None:
             return None
@@ -131,11 +131,11 @@ class SafetensorsWeights(Weights):
         try:
             tensor: Tensor = self._open_file[1].get_tensor(name)
         except SafetensorError as error:
-            raise LoaderError(f"{path}: tensor {name} can not be read: {error}") from error
+            raise LoaderError(f"{path}: tensor {name} cannot be read: {error}") from error
         return tensor
 
     def check_all_used(self, ignored: Callable[[str], bool]) -> None:
-        """Raise LoaderError if the files hold tensors that the model did not ask for: it is another model then."""
+        """Raise LoaderError if the files hold tensors that the model has not read: they are of another model."""
         unused = sorted(name for name in self._file_of if name not in self._hashes and not ignored(name))
         if unused:
             shown = ", ".join(unused[:3]) + (", …" if len(unused) > 3 else "")
@@ -159,7 +159,7 @@ def _open(path: Path) -> Any:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor; a sharded checkpoint's index names them, else the one file does."""
+    """Return the file of each tensor, from a sharded checkpoint's index or from the single file."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if index.is_file():
         content = read_json(folder, index.name, required=True).get("weight_map")
@@ -174,6 +174,6 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         found = f", and {others[0]} is not read" if others else ""
         raise LoaderError(
             f"model folder {folder}: no weights: neither model.safetensors nor model.safetensors.index.json is there"
-            f"{found} (--load-format dummy takes random ones)"
+            f"{found} (--load-format dummy uses random weights)"
         )
     return dict.fromkeys(_open(single).keys(), single)

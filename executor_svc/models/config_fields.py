@@ -1,4 +1,4 @@
-"""Checked reading of config.json: a value that is missing, of a wrong kind or out of range names its field."""
+"""Checked access to config.json: errors about missing values, wrong types and wrong ranges name the field."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from executor_svc.models.base import ModelConfigError
 
 
 class Fields:
-    """The fields of config.json, or of an object in it. A field that is null is as good as absent."""
+    """The fields of config.json, or of an object in it. A null field counts as absent."""
 
     def __init__(self, content: dict[str, Any], path: str = "") -> None:
-        """Take an object and where it lies in config.json: "" for the whole, else "name." """
+        """content: an object; path: its place in config.json: "" for the whole file, else "name." """
         self._content = content
         self._path = path
 
     def error(self, name: str, problem: str) -> ModelConfigError:
-        """Return an error about a field, to be raised."""
+        """Return an error about a field, for the caller to raise."""
         return ModelConfigError(f"config.json: {self._path}{name} {problem}")
 
     def has(self, name: str) -> bool:
-        """Return whether the field is there, null or not."""
+        """Return whether the field is present, even if null."""
         return name in self._content
 
     def get(self, name: str) -> Any:
-        """Return a field as it is, None if it is absent."""
+        """Return a field unchecked, None if it is absent."""
         return self._content.get(name)
 
     def integer(self, name: str, default: int | None = None, at_most: int | None = None) -> int:
-        """Return a positive integer, up to `at_most`; without a default the field must be there."""
+        """Return a positive integer, up to `at_most`; without a default the field is required."""
         value = self.get(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -39,7 +39,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None, at_least: float | None = None) -> float:
-        """Return a finite number, above 0 or at least `at_least`; without a default the field must be there."""
+        """Return a finite number, above 0 or at least `at_least`; without a default the field is required."""
         value: Any = self.get(name)
         value = default if value is None else value
         wanted = "above 0" if at_least is None else f"of at least {at_least:g}"
@@ -52,7 +52,7 @@ class Fields:
         return None if self.get(name) is None else self.number(name)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """Return a list of so many finite numbers above 0."""
+        """Return a list of `count` finite numbers above 0."""
         value = self.get(name)
         if not isinstance(value, list) or len(value) != count or not all(_is_number(v) and v > 0 for v in value):
             shown = f"{len(value)} entries" if isinstance(value, list) else repr(value)
@@ -60,7 +60,7 @@ class Fields:
         return tuple(map(float, value))
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return true or false."""
+        """Return a boolean field."""
         value = self.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -68,18 +68,18 @@ class Fields:
         return value
 
     def section(self, name: str) -> Fields:
-        """Return the object in a field; an absent one is empty."""
+        """Return the object in a field; empty if the field is absent."""
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, f"must be an object, not {value!r}")
         return Fields(value or {}, f"{self._path}{name}.")
 
     def sections(self) -> list[str]:
-        """Return the names of fields that hold objects."""
+        """Return the names of the fields that hold objects."""
         return [name for name, value in self._content.items() if isinstance(value, dict)]
 
     def refuse(self, name: str, problem: str) -> None:
-        """Raise an error if a field is there and asks for something: is not null, false, 0 or empty."""
+        """Raise an error if a field has a value other than null, false, 0 or empty."""
         if self.get(name):
             raise self.error(name, f"is {self.get(name)!r}: {problem}")
 

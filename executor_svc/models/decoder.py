@@ -1,4 +1,4 @@
-"""A decoder-only transformer, assembled from its `DecoderSpec`: the one model behind all supported architectures."""
+"""A decoder-only transformer, assembled from its `DecoderSpec`: the model of all supported architectures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from executor_svc.models.spec import DecoderSpec, LayerSpec
 
 
 class Decoder:
-    """Implements `models.base.CausalLM`. Rounds where transformers rounds, to stay close to it in bf16."""
+    """Implements `models.base.CausalLM`. Rounds where transformers rounds, so that results in bf16 stay close."""
 
     def __init__(
         self,
@@ -26,9 +26,9 @@ class Decoder:
         builder: Builder,
         kv_scales: Sequence[KVScales | None] | None = None,
     ) -> None:
-        """Load the weights; raises LoaderError, from the weights, for a tensor that is missing or has another shape.
+        """Load the weights; raises LoaderError for a tensor that is missing or has another shape.
 
-        kv_scales: of each layer, for a cache in fp8.
+        kv_scales: scales of each layer, for a cache in fp8.
         """
         self._spec = spec
         self._kernels = builder.kernels
@@ -96,7 +96,7 @@ class Decoder:
         return residual if delta is None else kernels.add(delta, residual, scale)
 
     def _normed_after(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """Return an output x of attention or feed-forward, with the norm after it where the model has one."""
+        """Return an output x of attention or feed-forward, normalized if the model has a norm after it."""
         return x if norm is None else self._kernels.rms_norm(x, norm, self._spec.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -107,6 +107,6 @@ class Decoder:
 
 
 def ignored_tensors(spec: DecoderSpec) -> tuple[str, ...]:
-    """Return endings of names of tensors that checkpoints may hold and the model does not need."""
+    """Return the name suffixes of tensors that checkpoints may hold and the model does not need."""
     head = ("lm_head.weight",) if spec.tied else ()
     return ("rotary_emb.inv_freq", *head, *(f".self_attn{ending}" for ending in SCALES))

@@ -1,4 +1,4 @@
-"""Reads a decoder's tensors by their names in transformers' checkpoints and makes layers of them."""
+"""Reads a decoder's tensors by their names in transformers' checkpoints, and builds its layers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class LayerWeights:
     attention: Attention
     mlp: GatedMlp
     before_attention: Tensor
-    """Norm weights, these and the following; None: there is no such norm."""
+    """Norm weights, as the following ones; None: the model has no such norm."""
     after_attention: Tensor | None
     before_mlp: Tensor
     after_mlp: Tensor | None
 
 
 class DecoderWeights:
-    """Loads layer by layer; linears are made ready at once, so that no second copy of them stays."""
+    """Loads layer by layer, and prepares each linear at once, so that no second copy of its weight stays."""
 
     def __init__(self, spec: DecoderSpec, weights: WeightSource, builder: Builder) -> None:
         self._spec = spec
@@ -43,14 +43,14 @@ class DecoderWeights:
         return self._norm("model.norm", self._spec.hidden_size)
 
     def head(self, embedding: Tensor) -> Linear:
-        """Return the linear from hidden states to logits, which may be the embedding's weight."""
+        """Return the linear from hidden states to logits; its weight may be that of the embedding."""
         weight = embedding
         if not self._spec.tied:
             weight = self._weights.get("lm_head.weight", (self._spec.vocab_size, self._spec.hidden_size))
         return self._builder.prepare_linear("lm_head", weight)
 
     def layer(self, index: int, shape: AttentionShape, scales: KVScales | None) -> LayerWeights:
-        """Return a layer whose keys and values have these scales."""
+        """Return a layer; scales: of its keys and values."""
         prefix, hidden = f"model.layers.{index}", self._spec.hidden_size
         sandwiched = self._spec.norms_after
         before_mlp = "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm"
@@ -64,7 +64,7 @@ class DecoderWeights:
         )
 
     def _norm(self, name: str, size: int) -> Tensor:
-        """Return a norm's weight, in fp32 where something is added to it: the kernels then multiply in fp32."""
+        """Return a norm's weight, in fp32 if it has an offset: the kernels then multiply in fp32."""
         weight = self._weights.get(f"{name}.weight", (size,))
         offset = self._spec.norm_weight_offset
         return weight.float() + offset if offset else weight
@@ -111,7 +111,7 @@ class DecoderWeights:
     def _parts(
         self, prefix: str, fused: str, sizes: dict[str, int], kind: str, columns: tuple[int, ...]
     ) -> list[Tensor]:
-        """Return tensors [size, *columns] that one linear will hold together: one by one, or split from one tensor."""
+        """Return the tensors [size, *columns] of one fused linear: read one by one, or split from one tensor."""
         if self._spec.fused_tensors:
             whole = self._weights.get(f"{prefix}.{fused}.{kind}", (sum(sizes.values()), *columns))
             return list(whole.split(list(sizes.values())))

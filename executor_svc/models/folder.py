@@ -1,4 +1,4 @@
-"""The files of a model's folder, or of the Hugging Face hub, that are no tensors. Nothing here needs torch."""
+"""The files without tensors of a model's folder or of a Hugging Face hub model. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from executor_svc.errors import StartError
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "vocab*", "merges*"]
 _HUB_COPIES = ["consolidated*", "original/*"]
-"""The same weights once more, in the makers' own format: Mistral's and Meta's."""
+"""Copies of the same weights in the publishers' own formats: Mistral's and Meta's."""
 
 
 class LoaderError(StartError):
-    """A model can not be loaded; the message names the folder or option and what is missing."""
+    """A model cannot be loaded; the message names the folder or option, and the missing part."""
 
 
 def looks_like_path(model: str) -> bool:
-    """Can this be no hub id."""
+    """Return whether a model's name cannot be a hub id."""
     return model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or model in (".", "..")
 
 
 def resolve_folder(model: str, with_weights: bool) -> Path:
-    """Return the local folder of a model given as a folder or a hub id, downloading the latter."""
+    """Return the local folder of a model; downloads the model of a hub id."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -44,14 +44,14 @@ def _download(model: str, patterns: list[str]) -> Path:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise LoaderError(
             f"--model {model}: no such folder, and as a hub id it is not in the local cache and the Hugging Face hub "
-            "can not be reached (offline?)"
+            "cannot be reached (offline?)"
         ) from error
     except (HfHubHTTPError, ValueError, OSError) as error:
         raise LoaderError(f"--model {model}: no such folder, and the Hugging Face hub says: {error}") from error
 
 
 def read_json(folder: Path, name: str, required: bool) -> dict[str, Any]:
-    """Return a JSON object of the folder; an absent file that is not required is an empty one."""
+    """Return a JSON object of the folder; empty if the file is absent and not required."""
     path = folder / name
     try:
         if not path.is_file():
@@ -60,14 +60,17 @@ def read_json(folder: Path, name: str, required: bool) -> dict[str, Any]:
             return {}
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise LoaderError(f"model folder {folder}: {name} can not be read: {error}") from error
+        raise LoaderError(f"model folder {folder}: {name} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise LoaderError(f"model folder {folder}: {name} holds no JSON object")
     return content
 
 
 def token_ids_of(folder: Path, files: dict[str, dict[str, Any]], field: str) -> list[int]:
-    """Return what files, by name, have in a field that may hold one id, a list of them, or nothing."""
+    """Return all ids in a field of some files; the field may hold one id, a list of ids, or nothing.
+
+    files: contents by file name. Raises LoaderError for other values.
+    """
     ids: list[int] = []
     for name, content in files.items():
         value = content.get(field)
@@ -81,7 +84,7 @@ def token_ids_of(folder: Path, files: dict[str, dict[str, Any]], field: str) -> 
 
 
 def tokenizer_of(model: str, folder: Path) -> str:
-    """Return what to load the tokenizer from: the folder's full path, or the hub id, or nothing."""
+    """Return the source of the tokenizer: the folder's absolute path, the hub id, or "" without a tokenizer."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return ""
     return str(folder.resolve()) if Path(model).expanduser().is_dir() else model

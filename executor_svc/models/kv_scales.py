@@ -1,7 +1,7 @@
-"""Scales that a checkpoint's keys and values were calibrated with, for a cache in fp8: stored times scale is meant.
+"""Calibrated scales of a checkpoint's keys and values, for a cache in fp8: value = stored * scale.
 
 One number for a layer, or one for each KV head, under any of the names that llm-compressor, vLLM, ModelOpt and older
-tools have given them.
+tools use.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from executor_svc.device.kernels import KVScales
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.folder import LoaderError, read_json
 
-_OF_KEYS = ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale")
-_OF_VALUES = ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale")
-_OF_BOTH = ("kv_scale", "attn.kv_scale")
-_OF_OTHERS = ("q_scale", "attn.q_scale", "prob_scale", "attn.prob_scale")
-"""Queries and weights of values, which are never in fp8 here."""
+_KEY_SCALES = ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale")
+_VALUE_SCALES = ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale")
+_SHARED_SCALES = ("kv_scale", "attn.kv_scale")
+_UNUSED_SCALES = ("q_scale", "attn.q_scale", "prob_scale", "attn.prob_scale")
+"""Scales of queries and of attention weights, which Cadenza never keeps in fp8."""
 
-SCALES = tuple(f".{name}" for name in (*_OF_KEYS, *_OF_VALUES, *_OF_BOTH, *_OF_OTHERS))
-"""Endings of the names of all such tensors, behind the name of a layer's attention: none is a part of the model."""
+SCALES = tuple(f".{name}" for name in (*_KEY_SCALES, *_VALUE_SCALES, *_SHARED_SCALES, *_UNUSED_SCALES))
+"""Name suffixes of all scales, after the name of a layer's attention; none of these tensors is part of the model."""
 
 _TOOLS = ("compressed-tensors", "modelopt")
 
 
 class ScaleSource(Protocol):
-    """Where scales come from."""
+    """A source of scales."""
 
     def get_scales(self, name: str, count: int) -> Tensor | None:
-        """Return [count] float32 on the CPU, finite and above 0, or None; raises LoaderError for any others."""
+        """Return [count] float32 on the CPU, finite and above 0, or None; raises LoaderError for other values."""
         ...
 
 
 def _is_for_fp8(quantization: Fields) -> bool:
-    """Return whether a `quantization_config` says that keys and values are for fp8, symmetric."""
+    """Return whether a `quantization_config` specifies keys and values in symmetric fp8."""
     scheme = quantization.section("kv_cache_scheme")
     return (scheme.get("num_bits"), scheme.get("type")) == (8, "float") and scheme.get("symmetric") is not False
 
 
 def quantizes_kv_alone(quantization: Fields) -> bool:
-    """Return whether all that a `quantization_config` says of a checkpoint are scales for keys and values in fp8."""
+    """Return whether a `quantization_config` quantizes nothing except keys and values, in fp8."""
     if quantization.get("quant_method") not in _TOOLS or quantization.get("quant_algo"):
         return False
     groups = quantization.section("config_groups")
@@ -52,32 +52,34 @@ def quantizes_kv_alone(quantization: Fields) -> bool:
     return _is_for_fp8(quantization) and not quantized
 
 
-def asks_for_fp8(folder: Path, content: dict[str, Any]) -> bool:
-    """Return whether a checkpoint says that its keys and values are for fp8, in config.json or in ModelOpt's own file.
+def wants_fp8_kv_cache(folder: Path, content: dict[str, Any]) -> bool:
+    """Return whether a checkpoint specifies keys and values in fp8, in config.json or in ModelOpt's own file.
 
-    content: of config.json. Raises ModelConfigError or LoaderError for files that can not be read, and for a checkpoint
-    that is quantized otherwise by ModelOpt's file.
+    content: of config.json. Raises ModelConfigError or LoaderError for unreadable files, and for a checkpoint with
+    another quantization in ModelOpt's file.
     """
     found = read_json(folder, "hf_quant_config.json", required=False).get("quantization")
-    theirs = found if isinstance(found, dict) else {}
-    if theirs.get("quant_algo"):
+    quantization = found if isinstance(found, dict) else {}
+    if quantization.get("quant_algo"):
         raise LoaderError(
-            f"model folder {folder}: hf_quant_config.json: quant_algo {theirs['quant_algo']!r}: quantized checkpoints "
-            "are not supported"
+            f"model folder {folder}: hf_quant_config.json: quant_algo {quantization['quant_algo']!r}: quantized "
+            "checkpoints are not supported"
         )
-    return theirs.get("kv_cache_quant_algo") == "FP8" or _is_for_fp8(Fields(content).section("quantization_config"))
+    return quantization.get("kv_cache_quant_algo") == "FP8" or _is_for_fp8(
+        Fields(content).section("quantization_config")
+    )
 
 
 def read_kv_scales(
     source: ScaleSource, folder: Path, prefixes: Sequence[str], num_kv_heads: int, device: torch.device
 ) -> tuple[KVScales | None, ...]:
-    """Return what there is for each layer, on the device; prefixes: names of the layers' attention.
+    """Return the scales of each layer, on the device, None without scales; prefixes: names of the layers' attention.
 
-    Raises LoaderError, naming the folder, where a layer has scales of keys or of values only.
+    Raises LoaderError, naming the folder, if a layer has scales of keys or of values only.
     """
     found = []
     for prefix in prefixes:
-        keys, values = _of_layer(source, prefix, num_kv_heads)
+        keys, values = _layer_scales(source, prefix, num_kv_heads)
         if (keys is None) != (values is None):
             there, missing = ("v_scale", "k_scale") if keys is None else ("k_scale", "v_scale")
             raise LoaderError(f"model folder {folder}: {prefix} has a {there} and no {missing}: both are needed")
@@ -85,14 +87,14 @@ def read_kv_scales(
     return tuple(found)
 
 
-def _of_layer(source: ScaleSource, prefix: str, count: int) -> tuple[Tensor | None, Tensor | None]:
-    keys, values = (_first(source, prefix, names, count) for names in (_OF_KEYS, _OF_VALUES))
+def _layer_scales(source: ScaleSource, prefix: str, count: int) -> tuple[Tensor | None, Tensor | None]:
+    keys, values = (_first_present(source, prefix, names, count) for names in (_KEY_SCALES, _VALUE_SCALES))
     if keys is None and values is None:
-        keys = values = _first(source, prefix, _OF_BOTH, count)
+        keys = values = _first_present(source, prefix, _SHARED_SCALES, count)
     return keys, values
 
 
-def _first(source: ScaleSource, prefix: str, names: tuple[str, ...], count: int) -> Tensor | None:
-    """Return the scales under the first of these names that is there."""
+def _first_present(source: ScaleSource, prefix: str, names: tuple[str, ...], count: int) -> Tensor | None:
+    """Return the scales of the first of these names that the source has."""
     found = (source.get_scales(f"{prefix}.{name}", count) for name in names)
     return next((scales for scales in found if scales is not None), None)

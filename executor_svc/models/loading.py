@@ -1,4 +1,4 @@
-"""Loads a model: config.json, weights, and what else the scheduler wants to know of it."""
+"""Loads a model: config.json, weights, and the properties that the scheduler needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from executor_svc.models.base import CausalLM, ModelConfigError
 from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
 from executor_svc.models.decoder import Decoder, ignored_tensors
 from executor_svc.models.folder import LoaderError, read_json, resolve_folder, token_ids_of, tokenizer_of
-from executor_svc.models.kv_scales import asks_for_fp8, read_kv_scales
+from executor_svc.models.kv_scales import read_kv_scales, wants_fp8_kv_cache
 from executor_svc.models.registry import ARCHITECTURES, own_architecture, unknown_architecture
 from executor_svc.plan.description import ModelGeometry
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and what is known of it."""
+    """A model ready to run, and its properties."""
 
     model: CausalLM
     geometry: ModelGeometry
@@ -37,20 +37,20 @@ class LoadedModel:
     tokenizer: str
     """Folder or hub id to load the tokenizer from; empty where the model has none."""
     weights_digest: bytes
-    """sha256 over names, shapes and bytes of all tensors as loaded."""
+    """sha256 over names, shapes and bytes of all loaded tensors."""
     spec_digest: bytes
-    """sha256 over what config.json says of the computation."""
+    """sha256 over the fields of config.json that define the computation."""
     shares_prefixes: bool
-    """Do a token's keys and values depend on nothing but the tokens before it."""
+    """Whether a token's keys and values depend only on it and the tokens before it."""
     recordable: bool = True
-    """Is every operation of the model one of the device's: `ModelRunner` runs it, else `EagerRunner`."""
+    """Whether all of the model's operations are the device's: `ModelRunner` runs it, else `EagerRunner`."""
 
 
 def load_model(config: ExecutorConfig, device: Device) -> LoadedModel:
-    """Load `config.model` onto a device and settle the device's dtype.
+    """Load `config.model` onto a device and set the device's dtype.
 
-    Raises LoaderError for a model that is not there, not whole or not supported (the message names what is wrong),
-    and NumericsError where exact numerics were asked for and can not be held on this machine.
+    Raises LoaderError for a model that is missing, incomplete or not supported (the message names the problem), and
+    NumericsError if exact numerics are requested and this machine cannot guarantee them.
     """
     folder = resolve_folder(config.model, with_weights=config.load_format != "dummy")
     content = read_json(folder, "config.json", required=True)
@@ -69,10 +69,10 @@ def _load_own(
         spec = ARCHITECTURES[architecture](content)
     except ModelConfigError as error:
         raise LoaderError(f"model folder {folder}: {error}") from error
-    eos, bos = _ends(folder, content)
+    eos, bos = _special_tokens(folder, content)
     max_model_len = _max_model_len(config, spec.context_limit)
     _adopt_dtypes(device, folder, content)
-    _check_memory(folder, spec.least_numbers(max_model_len), "weights and rotary tables", max_model_len, device)
+    _check_memory(folder, spec.min_num_elements(max_model_len), "weights and rotary tables", max_model_len, device)
     weights, scales = _weights(config, device, folder), None
     if device.kv_dtype != device.dtype:
         names = [f"model.layers.{layer}.self_attn" for layer in range(spec.num_layers)]
@@ -98,11 +98,11 @@ def _load_own(
 def load_through_transformers(
     config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any], names: Sequence[str]
 ) -> LoadedModel:
-    """Load a model that transformers has the code for; arguments and errors as `load_model` has them.
+    """Load a model with the code of transformers; arguments and errors as for `load_model`.
 
-    Raises LoaderError also where numerics must be exact: what torch computes may depend on the batch.
+    Also raises LoaderError if numerics must be exact: results of torch may depend on the batch.
     """
-    # Only here: importing transformers takes a second.
+    # Imported here: transformers takes a second to import.
     from executor_svc.models.through_transformers import build, choice
 
     model_type = content.get("model_type")
@@ -116,11 +116,11 @@ def load_through_transformers(
         )
     device.numerics = "fast"
     chosen = choice.choose(folder, architecture)
-    eos, bos = _ends(folder, content)
+    eos, bos = _special_tokens(folder, content)
     max_model_len = _max_model_len(config, chosen.context_limit)
     choice.check_length(chosen, max_model_len)
     _adopt_dtypes(device, folder, content)
-    _check_memory(folder, build.count_numbers(chosen, folder), "weights", max_model_len, device)
+    _check_memory(folder, build.count_parameters(chosen, folder), "weights", max_model_len, device)
     dummy_seed = config.seed if config.load_format == "dummy" else None
     built = build.build(chosen, folder, max_model_len, config.block_size, device, dummy_seed)
     model, digest = built.model, built.weights_digest
@@ -152,7 +152,7 @@ def _weights(config: ExecutorConfig, device: Device, folder: Path) -> DummyWeigh
 def _read_scales(
     source: DummyWeights | SafetensorsWeights, folder: Path, names: Sequence[str], num_kv_heads: int, device: Device
 ) -> Sequence[KVScales | None]:
-    """Return the scales of each layer's keys and values, for a cache in fp8, and log what there is."""
+    """Return the scales of each layer's keys and values, for a cache in fp8, and log whether there are any."""
     scales = read_kv_scales(source, folder, names, num_kv_heads, device.torch_device)
     scaled = sum(each is not None for each in scales)
     if scaled and scaled == len(scales):
@@ -167,8 +167,8 @@ def _read_scales(
     return scales
 
 
-def _ends(folder: Path, content: dict[str, Any]) -> tuple[list[int], int | None]:
-    """Return the ids that end a text, ascending, and the one that begins it."""
+def _special_tokens(folder: Path, content: dict[str, Any]) -> tuple[list[int], int | None]:
+    """Return the end-of-text ids, ascending, and the beginning-of-text id."""
     files = {
         "config.json": content,
         "generation_config.json": read_json(folder, "generation_config.json", required=False),
@@ -204,15 +204,15 @@ def _geometry(
 
 
 def _adopt_dtypes(device: Device, folder: Path, content: dict[str, Any]) -> None:
-    """Settle the device's dtypes, and log where keys and values are not in fp8 though the checkpoint says so."""
+    """Set the device's dtypes; log if the checkpoint specifies keys and values in fp8 and they are not."""
     try:
-        fp8_cache = asks_for_fp8(folder, content)
+        fp8_cache = wants_fp8_kv_cache(folder, content)
     except ModelConfigError as error:
         raise LoaderError(f"model folder {folder}: {error}") from error
     device.adopt_dtype(_checkpoint_dtype(content), fp8_cache)
     if fp8_cache and device.kv_dtype == device.dtype:
         name = str(device.dtype).removeprefix("torch.")
-        _log.info("the checkpoint says that its keys and values are for fp8; they are kept in %s here", name)
+        _log.info("the checkpoint specifies keys and values in fp8; they are kept in %s here", name)
 
 
 def _checkpoint_dtype(content: dict[str, Any]) -> str:
@@ -222,21 +222,21 @@ def _checkpoint_dtype(content: dict[str, Any]) -> str:
 
 
 def _max_model_len(config: ExecutorConfig, limit: int | None) -> int:
-    asked = config.max_model_len
+    requested = config.max_model_len
     if limit is None:
-        if asked is None:
+        if requested is None:
             raise LoaderError(
                 f"--model {config.model}: config.json has no max_position_embeddings; give --max-model-len"
             )
-        return asked
-    if asked is not None and asked > limit:
-        raise LoaderError(f"--max-model-len {asked}: the model was made for at most {limit} positions")
-    return limit if asked is None else asked
+        return requested
+    if requested is not None and requested > limit:
+        raise LoaderError(f"--max-model-len {requested}: the model supports at most {limit} positions")
+    return limit if requested is None else requested
 
 
-def _check_memory(folder: Path, numbers: int, what: str, max_model_len: int, device: Device) -> None:
-    """Refuse what can not fit before minutes of loading end in the kernel's out-of-memory killer."""
-    needed, free = numbers * device.dtype.itemsize, device.free_memory_bytes()
+def _check_memory(folder: Path, num_elements: int, what: str, max_model_len: int, device: Device) -> None:
+    """Raise LoaderError for a model larger than memory, before minutes of loading end in the out-of-memory killer."""
+    needed, free = num_elements * device.dtype.itemsize, device.free_memory_bytes()
     if needed > free:
         raise LoaderError(
             f"model folder {folder}: {what} for --max-model-len {max_model_len} take {needed} bytes "
@@ -245,7 +245,7 @@ def _check_memory(folder: Path, numbers: int, what: str, max_model_len: int, dev
 
 
 def _probe(device: Device, max_rows: int) -> None:
-    """In exact mode, check that a row's bits do not depend on its batch on this machine, for steps up to max_rows.
+    """In exact mode, check that a row's bits do not depend on its batch on this machine, for steps up to max_rows rows.
 
     Raises NumericsError, naming the shape that fails and `--numerics fast`.
     """

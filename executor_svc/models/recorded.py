@@ -1,4 +1,4 @@
-"""A model's operations, recorded once over tensors that stay: a step fills these and runs the programs."""
+"""A model's operations, recorded once over fixed tensors: a step fills the tensors and runs the programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from executor_svc.plan.plan import Limits
 
 
 class RecordedModel:
-    """Tensors of the largest step on the model's device, and the programs over them."""
+    """Tensors for the largest step, on the model's device, and the programs over them."""
 
     def __init__(
         self,
@@ -24,15 +24,15 @@ class RecordedModel:
         positions: Tensor,
         sampled: Tensor,
     ) -> None:
-        """Record steps over token_ids and positions [most tokens] and logits of the rows `sampled`, all int64."""
-        most, most_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
-        self.kv_cache = kv_cache  # whose addresses the programs have
+        """Record steps over token_ids and positions [max_tokens], and logits of the rows `sampled`; all int64."""
+        most, max_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
+        self.kv_cache = kv_cache  # kept alive: the programs hold its addresses
         self.token_ids, self.positions = token_ids, positions
-        self.sampled, self.asked = sampled, torch.zeros_like(sampled)
-        """Rows of hidden states whose logits are wanted with the step, and after it."""
+        self.sampled, self.requested = sampled, torch.zeros_like(sampled)
+        """Rows of hidden states: those whose logits the step computes, and those requested after it."""
         self.ropes = model.new_ropes(self.positions)
         self.plans = [
-            kernels.new_attention_plan(shape, limits.max_model_len, most, most_seqs) for shape in model.attention_shapes
+            kernels.new_attention_plan(shape, limits.max_model_len, most, max_seqs) for shape in model.attention_shapes
         ]
         with kernels.recording() as recording:
             self.hidden = model.forward(self.token_ids, self.ropes, kv_cache.layers, self.plans)
@@ -41,15 +41,18 @@ class RecordedModel:
             self.best = kernels.argmax(self.sampled_logits)
             self._forward = recording.program()
         with kernels.recording() as recording:
-            recording.rows = "asked"
-            self.asked_logits = model.logits(kernels.take_rows(self.hidden, self.asked))
+            recording.rows = "requested"
+            self.requested_logits = model.logits(kernels.take_rows(self.hidden, self.requested))
             self._logits = recording.program()
 
     def run(self, num_tokens: int, num_sampled: int) -> None:
-        """Compute the hidden states of so many tokens, then logits and the most likely tokens of `sampled`; 0: not."""
+        """Compute hidden states of num_tokens tokens, then logits and best tokens of num_sampled rows.
+
+        0 skips a part.
+        """
         tiles = {plan.name: plan.num_tiles for plan in self.plans}
         self._forward.run(rows=num_tokens, sampled=num_sampled, **tiles)
 
-    def run_logits(self, num_asked: int) -> None:
-        """Compute the logits of `asked`."""
-        self._logits.run(asked=num_asked)
+    def run_logits(self, num_requested: int) -> None:
+        """Compute the logits of the first num_requested rows of `requested`."""
+        self._logits.run(requested=num_requested)

@@ -1,4 +1,4 @@
-"""The architectures that Cadenza has its own code for, by the name in config.json. docs/models.md describes each."""
+"""The architectures with code in Cadenza, by their names in config.json. docs/models.md describes each."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
 
 
 def own_architecture(names: Sequence[str]) -> str | None:
-    """Return the first of the names in config.json that Cadenza has its own code for."""
+    """Return the first of the names in config.json with code in Cadenza."""
     return next((name for name in names if name in ARCHITECTURES), None)
 
 
 def unknown_architecture(names: Sequence[str], model_type: object) -> str:
-    """Return what to say of a config.json whose names neither Cadenza nor transformers knows."""
+    """Return the error message for architectures that neither Cadenza nor transformers supports."""
     given, supported = ", ".join(names) or "none", ", ".join(sorted(ARCHITECTURES))
     return (
         f"architecture {given} in config.json, with model_type {model_type!r}, is not supported; "

@@ -1,4 +1,4 @@
-"""Reads what config.json says of rotary embeddings: `rope_parameters` since transformers 5, `rope_scaling` before."""
+"""Reads the rotary embedding from config.json: `rope_parameters` since transformers 5, `rope_scaling` before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_THETA = 10_000.0
 
 
 def rope_section(config: Fields) -> Fields:
-    """Return the object that describes the rotary embedding; the older form wins, as in transformers."""
+    """Return the object that describes the rotary embedding; the older form takes precedence, as in transformers."""
     section = config.section("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
     nested = section.sections()
     if nested:
@@ -41,15 +41,15 @@ def read_rope(
     partial: float | None = None,
     kinds: dict[str, str] | None = None,
 ) -> RopeConfig:
-    """Return the embedding that an object describes; raises ModelConfigError naming the field that is wrong.
+    """Return the embedding that an object describes; raises ModelConfigError naming the wrong field.
 
     Args:
-        rope: with `rope_type`, or `type` in older checkpoints, and the fields of that type.
+        rope: the object, with `rope_type`, or `type` in older checkpoints, and the fields of that type.
         max_positions: max_position_embeddings.
-        theta: where the object has no `rope_theta`.
-        original: original_max_position_embeddings beside the object, which goes before the one in it.
-        partial: the share of a head's dimensions that is rotated; None: it must be all of them.
-        kinds: the types that are allowed, and which each is called here; None: all.
+        theta: default of `rope_theta`.
+        original: original_max_position_embeddings outside the object, which takes precedence over the one in it.
+        partial: the default share of a head's dimensions that is rotated; None: all dimensions, required.
+        kinds: the allowed types, mapped to those of ROPE_TYPES; None: all.
     """
     names = kinds or {name: name for name in ROPE_TYPES}
     field = "rope_type" if rope.get("rope_type") else "type"
@@ -85,7 +85,7 @@ def _linear(rope: Fields, size: int, max_positions: int, original: int) -> Scali
 
 
 def _dynamic(rope: Fields, size: int, max_positions: int, original: int) -> Scaling:
-    """The original length is max_position_embeddings itself."""
+    """Return dynamic scaling; its original length is max_position_embeddings itself."""
     if size < 4:
         raise rope.error("rope_type", f"'dynamic' needs at least 4 rotated dimensions in a head, not {size}")
     return DynamicScaling(_factor(rope), max_positions)
@@ -134,13 +134,13 @@ ROPE_TYPES: dict[str, Callable[[Fields, int, int, int], Scaling]] = {
     "llama3": _llama3,
     "longrope": _longrope,
 }
-"""Every type that is supported, by its name in config.json, and what reads it."""
+"""The supported types, by name in config.json, with their readers."""
 
 
 def context_limit(max_positions: int, rope: RopeConfig) -> int:
-    """Return how long sequences may get, as vLLM counts: linear, dynamic and yarn stretch the original length.
+    """Return the maximum length of sequences, as vLLM computes it: linear, dynamic and yarn extend the original length.
 
-    For llama3 and longrope max_position_embeddings is the stretched length already.
+    For llama3 and longrope, max_position_embeddings is already the extended length.
     """
     scaling = rope.scaling
     if isinstance(scaling, LinearScaling | DynamicScaling):

@@ -1,4 +1,4 @@
-"""What an executor tells of itself: its model, its limits, and what decides its bits. Nothing here needs torch."""
+"""The description of an executor: its model, its limits, and its numerics fingerprint. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cadenza.transport import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.plan import Limits
 
-# A top logprob in a result: a float, and an id of up to 21 bits; with some room for the rest of the result.
+# A top logprob in a result: a float and an id of up to 21 bits, with a margin for the rest of the result.
 _LOGPROB_BYTES = 8
 
 
@@ -20,7 +20,7 @@ class ModelGeometry:
     """Sizes of a loaded model."""
 
     name: str
-    """The folder or hub id as the user gave it."""
+    """The folder or hub id, as in --model."""
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -29,21 +29,21 @@ class ModelGeometry:
     num_kv_heads: int
     head_size: int
     max_model_len: int
-    """Most tokens of a sequence, prompt and completion together."""
+    """Maximum tokens of a sequence, prompt and completion together."""
     dtype: str
-    """float32 or bfloat16: of weights and activations."""
+    """Data type of weights and activations, as float32 or bfloat16."""
     num_parameters: int
-    """Tied weights count once."""
+    """The number of parameters; tied weights count once."""
     weight_bytes: int
     """num_parameters in the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What the bits of logits depend on, beside the tokens."""
+    """Everything, besides the tokens, that the bits of logits depend on."""
 
     mode: str
-    """exact or fast."""
+    """"exact" or "fast"."""
     weights_digest: bytes
     """sha256 over names, shapes and bytes of the weights as loaded."""
     dtype: str
@@ -53,11 +53,11 @@ class Fingerprint:
     num_threads: int
     versions: tuple[str, ...]
     digest: bytes
-    """sha256 over all of the above, and over what config.json says of the computation."""
+    """sha256 over all of the above, and over the fields of config.json that define the computation."""
 
 
 class ModelFacts(Protocol):
-    """What is known of a model: `loader.LoadedModel`, or a simulated one."""
+    """The described properties of a model: a `loading.LoadedModel` or a simulated model."""
 
     @property
     def geometry(self) -> ModelGeometry: ...
@@ -77,7 +77,7 @@ class ModelFacts(Protocol):
 
 
 class Pools(Protocol):
-    """What is known of the KV pools."""
+    """The described properties of the KV pools."""
 
     @property
     def block_size(self) -> int: ...
@@ -94,7 +94,7 @@ class Pools(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What does not change while the process lives."""
+    """The description of an executor; constant during the life of its process."""
 
     protocol_version: int
     incarnation: int
@@ -105,11 +105,11 @@ class Description:
     device: str
     version: str
     shares_prefixes: bool = False
-    """Does the KV of a token depend on nothing but the tokens before it: sequences that begin alike may share it."""
+    """Whether the KV of a token depends only on it and the tokens before it, so that sequences can share prefixes."""
 
 
 def limits_of(config: ExecutorConfig, geometry: ModelGeometry, pools: Pools) -> Limits:
-    """What an executor with these options, this model and these pools can hold."""
+    """Return the limits of an executor with these options, this model and these pools."""
     return Limits(
         # As many spare slots as sequences: all of a batch may end in one step and be replaced in the next.
         num_slots=2 * config.max_num_seqs,
@@ -117,8 +117,8 @@ def limits_of(config: ExecutorConfig, geometry: ModelGeometry, pools: Pools) -> 
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=geometry.max_model_len,
         vocab_size=geometry.vocab_size,
-        # Every token of a step may ask for as many, as one that is sampled after it or as the next of a prompt, and
-        # their result is one message: 16,384 for steps of 512 tokens.
+        # Every token of a step may request max_logprobs, for the token sampled after it or for the next one of a
+        # prompt, and all of them fit into one message: 16,384 for steps of 512 tokens.
         max_logprobs=min(geometry.vocab_size, MAX_MESSAGE_BYTES // (_LOGPROB_BYTES * config.max_num_batched_tokens)),
         block_size=pools.block_size,
         num_device_blocks=pools.num_device_blocks,
@@ -136,10 +136,10 @@ def describe(
     *,
     shares_prefixes: bool = False,
 ) -> Description:
-    """The description of a process that has just been started; shares_prefixes as in Description."""
+    """Return the description of a process that has just started; shares_prefixes as in Description."""
     return Description(
         protocol_version=PROTOCOL_VERSION,
-        # Never 0, which would read as absent.
+        # Never 0, the default of an absent field.
         incarnation=secrets.randbelow(2**64 - 1) + 1,
         loaded=loaded,
         limits=limits,

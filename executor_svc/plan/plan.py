@@ -9,24 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-import numpy as np
-from numpy.typing import NDArray
-
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float32]
-BoolArray = NDArray[np.bool_]
-
-
-def _no_ints() -> IntArray:
-    return np.zeros(0, np.int64)
-
-
-def _no_floats() -> FloatArray:
-    return np.zeros(0, np.float32)
-
-
-def _no_bools() -> BoolArray:
-    return np.zeros(0, np.bool_)
+from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray, no_bools, no_ints
+from executor_svc.plan.sampling import SequenceSampling
 
 
 class InvalidPlan(ValueError):
@@ -74,36 +58,6 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceSampling:
-    """How a sequence's tokens are chosen. temperature 0 is greedy; None: no logprobs."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
-    sample_index: int = 0
-    stop_token_ids: IntArray = field(default_factory=_no_ints)
-    min_tokens: int = 0
-    num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None
-    bias_token_ids: IntArray = field(default_factory=_no_ints)
-    biases: FloatArray = field(default_factory=_no_floats)
-    allowed_token_ids: IntArray = field(default_factory=_no_ints)
-    bad_words: tuple[IntArray, ...] = ()
-    num_candidates: int = 0
-    """Best next tokens told in place of a sampled one; 0: sample."""
-
-    @property
-    def is_penalised(self) -> bool:
-        """Do tokens that are there already change the logits."""
-        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
-
-
-@dataclass(frozen=True, slots=True)
 class AdmittedSequence:
     """All that the executor needs to know of a sequence."""
 
@@ -121,25 +75,25 @@ class AdmittedSequence:
 class BlockMoves:
     """Block i goes from sources[i] to destinations[i]; [n] each."""
 
-    sources: IntArray = field(default_factory=_no_ints)
-    destinations: IntArray = field(default_factory=_no_ints)
+    sources: IntArray = field(default_factory=no_ints)
+    destinations: IntArray = field(default_factory=no_ints)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotColumns:
     """A value for each slot named: a block to append, a given token, a fork's source; [n] each."""
 
-    slots: IntArray = field(default_factory=_no_ints)
-    values: IntArray = field(default_factory=_no_ints)
+    slots: IntArray = field(default_factory=no_ints)
+    values: IntArray = field(default_factory=no_ints)
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledTokens:
     """Slots with an explicit number of tokens; [n] each."""
 
-    slots: IntArray = field(default_factory=_no_ints)
-    num_tokens: IntArray = field(default_factory=_no_ints)
-    samples: BoolArray = field(default_factory=_no_bools)
+    slots: IntArray = field(default_factory=no_ints)
+    num_tokens: IntArray = field(default_factory=no_ints)
+    samples: BoolArray = field(default_factory=no_bools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +102,14 @@ class StepPlan:
 
     step_id: int
     epoch: int
-    released_slots: IntArray = field(default_factory=_no_ints)
+    released_slots: IntArray = field(default_factory=no_ints)
     swap_out: BlockMoves = field(default_factory=BlockMoves)
     copies: BlockMoves = field(default_factory=BlockMoves)
     swap_in: BlockMoves = field(default_factory=BlockMoves)
     admitted: tuple[AdmittedSequence, ...] = ()
     appends: SlotColumns = field(default_factory=SlotColumns)
-    held_slots: IntArray = field(default_factory=_no_ints)
-    resumed_slots: IntArray = field(default_factory=_no_ints)
+    held_slots: IntArray = field(default_factory=no_ints)
+    resumed_slots: IntArray = field(default_factory=no_ints)
     given: SlotColumns = field(default_factory=SlotColumns)
     decode_ready: bool = False
     scheduled: ScheduledTokens = field(default_factory=ScheduledTokens)
@@ -211,12 +165,12 @@ class StepResult:
     step_id: int
     status: StepStatus
     error_message: str = ""
-    slots: IntArray = field(default_factory=_no_ints)
+    slots: IntArray = field(default_factory=no_ints)
     """[n] slots that were to sample."""
-    num_tokens: IntArray = field(default_factory=_no_ints)
+    num_tokens: IntArray = field(default_factory=no_ints)
     """[n] tokens that each sampled; empty: one each."""
-    token_ids: IntArray = field(default_factory=_no_ints)
-    error_slots: IntArray = field(default_factory=_no_ints)
+    token_ids: IntArray = field(default_factory=no_ints)
+    error_slots: IntArray = field(default_factory=no_ints)
     errors: tuple[SlotError, ...] = ()
     logprobs: tuple[SlotLogprobs, ...] = ()
     """Of sampled tokens, for slots that asked."""

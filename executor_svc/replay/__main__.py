@@ -1,4 +1,4 @@
-"""`python -m executor_svc.replay FILE [OPTIONS]`: runs the plans of a plan log, and checks what comes out of them."""
+"""`python -m executor_svc.replay FILE [OPTIONS]`: runs the plans of a plan log and checks their results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXIT_SAME, EXIT_DIFFERENT, EXIT_UNREADABLE = 0, 1, 2
 
 
 def replay(path: str, arguments: Sequence[str]) -> int:
-    """Run the plans of the log at this path up to the first difference, and print what was found.
+    """Run the plans of the log at this path up to the first difference, and print the outcome.
 
     Returns the exit code; raises PlanLogError, ReplayError.
     """
@@ -22,7 +22,7 @@ def replay(path: str, arguments: Sequence[str]) -> int:
         plans = PlanReplay(path, log.header.executor, arguments)
         try:
             for record in log:
-                if difference := plans.take(record):
+                if difference := plans.replay_record(record):
                     print(f"{path}: {difference}")
                     return EXIT_DIFFERENT
         finally:
@@ -37,19 +37,19 @@ def replay(path: str, arguments: Sequence[str]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit codes: 0 the same results, 1 a difference, 2 wrong options or a file that cannot be read."""
+    """Exit codes: 0 all results are the same, 1 a result differs, 2 wrong options or an unreadable file."""
     parser = argparse.ArgumentParser(
         prog="python -m executor_svc.replay",
         description="Run the plans of a plan log against an executor like the one that was recorded, and check tokens, "
         "candidates, logprobs and errors.",
         epilog=main.__doc__,
     )
-    parser.add_argument("file", metavar="FILE", help="what a scheduler has written with --record FILE")
+    parser.add_argument("file", metavar="FILE", help="plan log that a scheduler has written with --record FILE")
     parser.add_argument(
         "options",
         metavar="OPTIONS",
         nargs=argparse.REMAINDER,
-        help="options of python -m executor_svc, where they shall not be as recorded: --model, --load-format, …",
+        help="options of python -m executor_svc that override the recorded ones: --model, --load-format, …",
     )
     given = parser.parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

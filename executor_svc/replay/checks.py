@@ -1,4 +1,4 @@
-"""What a replay holds against its plan log: the options of its executor, and the results of its plans."""
+"""Compares a replay with its plan log: the options of its executor, and the results of its plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 160
 
 
 def geometry_options(recorded: pb.DescribeResponse) -> dict[str, int]:
-    """The options that plans depend on, as the recorded executor had them."""
+    """Return the options that plans depend on, with the recorded executor's values."""
     return {
         "block_size": recorded.kv.block_size,
         "num_gpu_blocks": recorded.kv.num_device_blocks,
@@ -28,7 +28,7 @@ def geometry_options(recorded: pb.DescribeResponse) -> dict[str, int]:
 
 
 def recorded_arguments(recorded: pb.DescribeResponse, given: Sequence[str]) -> list[str]:
-    """Arguments for an executor like the recorded one, but quieter; what is given already is left out."""
+    """Return arguments for an executor like the recorded one, but with fewer logs, without those in `given`."""
     names = {argument.partition("=")[0] for argument in given}
     options: dict[str, object] = {"log_level": "warning", "model": recorded.model.name, **geometry_options(recorded)}
     simulated = recorded.device == "simulated"
@@ -45,14 +45,14 @@ def recorded_arguments(recorded: pb.DescribeResponse, given: Sequence[str]) -> l
 
 
 def contradictions(config: ExecutorConfig, recorded: pb.DescribeResponse) -> Iterator[str]:
-    """Sentences about options under which the recorded plans would mean something else."""
+    """Yield an error message for each option that would change the meaning of the recorded plans."""
     for name, value in geometry_options(recorded).items():
         if getattr(config, name) != value:
             yield f"{flag(name)}: {getattr(config, name)} is not what was recorded, {value}"
 
 
-def other_numerics(recorded: pb.DescribeResponse, here: pb.DescribeResponse) -> str:
-    """In what the numerics fingerprints differ; empty: they are equal."""
+def numerics_difference(recorded: pb.DescribeResponse, here: pb.DescribeResponse) -> str:
+    """Return the fields in which the numerics fingerprints differ; empty if they are equal."""
     left, right = recorded.fingerprint, here.fingerprint
     if left.digest == right.digest:
         return ""
@@ -61,24 +61,24 @@ def other_numerics(recorded: pb.DescribeResponse, here: pb.DescribeResponse) -> 
     return ", ".join(named) or "the model's configuration"
 
 
-def first_difference(recorded: pb.StepResult, made: pb.StepResult, *, exact: bool) -> str:
-    """The first thing in which two results of one plan differ; empty: they do not.
+def first_difference(recorded: pb.StepResult, replayed: pb.StepResult, *, exact: bool) -> str:
+    """Return the first difference between two results of one plan; empty if they are equal.
 
-    Tokens, candidates and errors are compared; with `exact` also the bits of logprobs.
+    Compares tokens, candidates and errors; with `exact` also the bits of logprobs.
     """
-    if recorded.status != made.status:
-        message = f": {made.error_message}" if made.error_message else ""
-        return f"status: recorded {_status(recorded)}, now {_status(made)}{message}"
+    if recorded.status != replayed.status:
+        message = f": {replayed.error_message}" if replayed.error_message else ""
+        return f"status: recorded {_status(recorded)}, now {_status(replayed)}{message}"
     if recorded.status != pb.STEP_STATUS_OK:
         return ""
-    left, right = _by_slot(recorded, exact), _by_slot(made, exact)
+    left, right = _by_slot(recorded, exact), _by_slot(replayed, exact)
     for slot in sorted(left.keys() | right.keys()):
         old, new = left.get(slot, {}), right.get(slot, {})
         for name in sorted(old.keys() | new.keys(), key=_PARTS.index):
             if old.get(name) != new.get(name):
                 return f"slot {slot}: {name}: recorded {_shown(old.get(name))}, now {_shown(new.get(name))}"
-    if recorded.debug_digest and recorded.debug_digest != made.debug_digest:
-        return f"digest of the slots: recorded {recorded.debug_digest.hex()}, now {made.debug_digest.hex()}"
+    if recorded.debug_digest and recorded.debug_digest != replayed.debug_digest:
+        return f"digest of the slots: recorded {recorded.debug_digest.hex()}, now {replayed.debug_digest.hex()}"
     return ""
 
 
@@ -86,7 +86,7 @@ _PARTS = ("error", "token ids", "candidates", "logprobs of candidates", "logprob
 
 
 def _by_slot(result: pb.StepResult, exact: bool) -> dict[int, dict[str, Any]]:
-    """What each slot got, part by part."""
+    """Return the results of each slot, by part."""
     slots: dict[int, dict[str, Any]] = {}
     start = 0
     for index, slot in enumerate(result.slots):

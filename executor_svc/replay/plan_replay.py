@@ -1,7 +1,7 @@
-"""`python -m executor_svc.replay FILE [OPTIONS]`: runs the plans of a plan log, and checks what comes out of them.
+"""Runs the plans of a plan log and compares their results with the recorded ones.
 
-The executor is the service's own, without its gRPC; no scheduler has a part in it. Plans run one after the other in
-the order in which they were planned (docs/replay.md).
+The executor is that of the service, without gRPC and without a scheduler. Plans run one after the other in the order
+in which they were planned (docs/replay.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.plan.description import Description
 from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
-from executor_svc.replay.checks import contradictions, first_difference, other_numerics, recorded_arguments
+from executor_svc.replay.checks import contradictions, first_difference, numerics_difference, recorded_arguments
 from executor_svc.service.convert import description_to_wire, plan_from_wire, result_to_wire
 from executor_svc.worker.worker import RejectedPlan, Session, Worker
 
@@ -29,16 +29,16 @@ _STOP_S = 10.0
 
 
 class ReplayError(Exception):
-    """The log cannot be run with these options; the message is for the user, who may have been told already."""
+    """The log cannot run with these options; the message is for the user, and may have been printed already."""
 
 
 class _Executor:
-    """One incarnation of an executor on its device thread. A session is to be opened before plans are run."""
+    """One incarnation of an executor on its device thread. `open` must be called before `run`."""
 
     _session: Session
 
     def __init__(self, config: ExecutorConfig) -> None:
-        """Build it as the service does; raises StartError."""
+        """Build the executor as the service does; raises StartError."""
         described: Future[Description] = Future()
         self._worker = Worker(lambda: build_executor(config, described))
         self._worker.start()
@@ -47,12 +47,12 @@ class _Executor:
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
 
     def open(self, epoch: int) -> None:
-        """Begin a session: all slots are clear."""
+        """Open a session, which clears all slots."""
         self._session, opened = self._worker.open_session(epoch, self._results.put)
         opened.result()
 
     def run(self, message: pb.StepPlan) -> pb.StepResult:
-        """Run a plan; every failure becomes a result, as in service."""
+        """Run a plan; every failure becomes a result, as in the service."""
         plan: StepPlan | RejectedPlan
         try:
             plan = plan_from_wire(message)
@@ -62,12 +62,12 @@ class _Executor:
         return result_to_wire(self._results.get(), message.epoch, self.description.incarnation)
 
     def stop(self) -> None:
-        """End its thread, so that its memory can go."""
+        """End the thread, so that its memory can be freed."""
         self._worker.stop(_STOP_S)
 
 
 class PlanReplay:
-    """Executors that are led through a log: a new one for each incarnation, whose memory is empty."""
+    """Replays a log on executors: a new one, with empty memory, for each recorded incarnation."""
 
     def __init__(self, path: str, recorded: pb.DescribeResponse, arguments: Sequence[str]) -> None:
         """`arguments`: options that differ from the recorded executor's."""
@@ -77,14 +77,17 @@ class PlanReplay:
         self._executor: _Executor | None = None
         self._incarnation = 0
         self._exact = True
-        self._made: dict[int, pb.StepResult] = {}
-        """By step: results that have not been held against recorded ones."""
+        self._replayed: dict[int, pb.StepResult] = {}
+        """Results by step that have not been compared with recorded ones yet."""
         self.num_plans = 0
         self.num_results = 0
         self.num_tokens = 0
 
-    def take(self, record: PlanLogRecord) -> str:
-        """Do what a record says; returns in what the outcome differs, empty if it does not. Raises ReplayError."""
+    def replay_record(self, record: PlanLogRecord) -> str:
+        """Replay one record; return the difference to the recorded result, empty if there is none.
+
+        Raises ReplayError.
+        """
         match record.WhichOneof("record"):
             case "executor_described":
                 self._recorded = record.executor_described.executor
@@ -99,13 +102,13 @@ class PlanReplay:
         return ""
 
     def stop(self) -> None:
-        """End the executor."""
+        """Stop the current executor."""
         if self._executor is not None:
             executor, self._executor = self._executor, None
             executor.stop()
 
     def _open(self, epoch: int, incarnation: int) -> None:
-        self._made.clear()
+        self._replayed.clear()
         if self._executor is None or incarnation != self._incarnation:
             self.stop()
             self._executor = self._build()
@@ -113,14 +116,14 @@ class PlanReplay:
         self._executor.open(epoch)
 
     def _build(self) -> _Executor:
-        """An executor like the recorded one, unless options say otherwise."""
-        problems: list[str] = []
+        """Build an executor like the recorded one, with the overrides of `arguments`."""
+        errors: list[str] = []
         arguments = [*recorded_arguments(self._recorded, self._arguments), *self._arguments]
-        config = settings.read_config(ExecutorConfig, arguments, problems.append)
+        config = settings.read_config(ExecutorConfig, arguments, errors.append)
         if config is not None:
-            problems += contradictions(config, self._recorded)
-        if config is None or problems:
-            raise ReplayError("\n".join(problems))
+            errors += contradictions(config, self._recorded)
+        if config is None or errors:
+            raise ReplayError("\n".join(errors))
         logging.getLogger().setLevel(config.log_level.upper())
         try:
             executor = _Executor(config)
@@ -130,7 +133,7 @@ class PlanReplay:
         return executor
 
     def _check_model(self, executor: _Executor) -> None:
-        """The same vocabulary is a must; equal numerics are not, but then other tokens are no wonder."""
+        """Require the recorded vocabulary size; warn about different numerics, under which tokens may differ."""
         recorded, here = self._recorded, executor.description
         if recorded.model.vocab_size != here.model.vocab_size:
             executor.stop()
@@ -138,26 +141,26 @@ class PlanReplay:
                 f"--model: {here.model.name} has {here.model.vocab_size} token ids, the recorded "
                 f"{recorded.model.name} had {recorded.model.vocab_size}"
             )
-        other = other_numerics(recorded, here)
-        self._exact = not other
-        if other:
+        difference = numerics_difference(recorded, here)
+        self._exact = not difference
+        if difference:
             print(
-                f"{self._path}: the numerics fingerprint is not the recorded one ({other}): tokens may differ, and "
-                "logprobs are not compared",
+                f"{self._path}: the numerics fingerprint is not the recorded one ({difference}): tokens may differ, "
+                "and logprobs are not compared",
                 file=sys.stderr,
             )
 
     def _run(self, plan: pb.StepPlan) -> None:
         if self._executor is None:
             raise ReplayError(f"the plan of step {plan.step_id} comes before any session")
-        self._made[plan.step_id] = self._executor.run(plan)
+        self._replayed[plan.step_id] = self._executor.run(plan)
         self.num_plans += 1
 
     def _compare(self, recorded: pb.StepResult) -> str:
-        made = self._made.pop(recorded.step_id, None)
-        if made is None:
+        replayed = self._replayed.pop(recorded.step_id, None)
+        if replayed is None:
             return f"step {recorded.step_id}: there is a result, but no plan of this session"
         self.num_results += 1
-        self.num_tokens += len(made.token_ids)
-        difference = first_difference(recorded, made, exact=self._exact)
+        self.num_tokens += len(replayed.token_ids)
+        difference = first_difference(recorded, replayed, exact=self._exact)
         return f"step {recorded.step_id}: {difference}" if difference else ""

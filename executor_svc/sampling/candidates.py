@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from executor_svc.batch.step_result import RowCandidates
-from executor_svc.plan.plan import IntArray, SlotError
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import SlotError
 from executor_svc.sampling.edits import LogitsEdits
 from executor_svc.sampling.logits_processors import process
 from executor_svc.sampling.row_math import chunks, log_sum_exp, take_rows, top_ids

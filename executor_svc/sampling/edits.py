@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from executor_svc.plan.plan import FloatArray, IntArray
+from executor_svc.plan.arrays import FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True)

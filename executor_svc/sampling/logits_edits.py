@@ -8,7 +8,7 @@ import numpy as np
 
 from executor_svc.batch.ragged import SlotLists
 from executor_svc.batch.slots import Slots
-from executor_svc.plan.plan import IntArray
+from executor_svc.plan.arrays import IntArray
 from executor_svc.sampling.edits import LogitsEdits, RowTokens
 
 
@@ -33,9 +33,9 @@ def logits_edits(slots: Slots, rows: IntArray) -> LogitsEdits | None:
         biases=sampling.biases.columns[1][places],
         counted=RowTokens(owner, ids),
         counts=counts.astype(np.float32),
-        repetition_penalty=sampling.repetition_penalty[penalised],
-        frequency_penalty=sampling.frequency_penalty[penalised],
-        presence_penalty=sampling.presence_penalty[penalised],
+        repetition_penalty=sampling["repetition_penalty"][penalised],
+        frequency_penalty=sampling["frequency_penalty"][penalised],
+        presence_penalty=sampling["presence_penalty"][penalised],
     )
     return _without_idle_rows(edits)
 
@@ -70,7 +70,7 @@ def _joined(*parts: RowTokens) -> RowTokens:
 def _early_stops(slots: Slots, rows: IntArray) -> RowTokens:
     """The stop tokens of slots that have fewer output tokens than min_tokens."""
     num_output = slots.num_tokens[rows] - slots.num_prompt_tokens[rows]
-    early = np.flatnonzero(num_output < slots.sampling.min_tokens[rows])
+    early = np.flatnonzero(num_output < slots.sampling["min_tokens"][rows])
     stops, _ = _listed(slots.sampling.stop_ids, rows[early])
     return RowTokens(early[stops.rows], stops.ids)
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor_svc.plan.plan import FloatArray, IntArray
+from executor_svc.plan.arrays import FloatArray, IntArray
 from executor_svc.sampling.edits import LogitsEdits, RowTokens
 from executor_svc.sampling.row_math import source_rows
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.batch.step_result import RowLogprobs
-from executor_svc.plan.plan import IntArray
+from executor_svc.plan.arrays import IntArray
 from executor_svc.sampling.row_math import chunks, log_sum_exp, source_rows, take_rows, top_ids
 
 

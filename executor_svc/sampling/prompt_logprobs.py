@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from executor_svc.batch.prompt_rows import PromptColumns, PromptRows, by_slot
-from executor_svc.plan.plan import BoolArray, IntArray, SlotLogprobs
+from executor_svc.plan.arrays import BoolArray, IntArray
+from executor_svc.plan.plan import SlotLogprobs
 from executor_svc.sampling.logprobs import row_logprobs
 
 # Logits held at once. A chunk of 512 tokens over a vocabulary of 150k would have 300 MB of them.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from executor_svc.batch.slots import Scheduled, Slots
-from executor_svc.plan.plan import IntArray
+from executor_svc.plan.arrays import IntArray
 from executor_svc.sampling.candidates import CandidateColumns
 from executor_svc.sampling.logits_edits import logits_edits
-from executor_svc.sampling.sampler import SamplingColumns
+from executor_svc.sampling.sampler import SAMPLER_NEEDS, SamplingColumns
 
 
 def sampling_columns(slots: Slots, scheduled: Scheduled) -> SamplingColumns:
@@ -18,14 +18,8 @@ def sampling_columns(slots: Slots, scheduled: Scheduled) -> SamplingColumns:
         sources = np.delete(_sources(scheduled), scheduled.candidates)
         rows = np.delete(rows, scheduled.candidates)
     return SamplingColumns(
-        temperature=sampling.temperature[rows],
-        top_p=sampling.top_p[rows],
-        top_k=sampling.top_k[rows],
-        log_min_p=sampling.log_min_p[rows],
-        seed=sampling.seed[rows],
-        sample_index=sampling.sample_index[rows],
+        numbers=sampling.rows(rows, *SAMPLER_NEEDS),
         position=slots.num_tokens[rows],
-        num_logprobs=sampling.num_logprobs[rows],
         edits=logits_edits(slots, rows),
         sources=sources,
     )
@@ -36,7 +30,7 @@ def candidate_columns(slots: Slots, scheduled: Scheduled) -> CandidateColumns:
     rows = scheduled.sampling_slots[scheduled.candidates]
     return CandidateColumns(
         sources=_sources(scheduled)[scheduled.candidates],
-        num_candidates=slots.sampling.num_candidates[rows],
+        num_candidates=slots.sampling["num_candidates"][rows],
         edits=logits_edits(slots, rows),
     )
 

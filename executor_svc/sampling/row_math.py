@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor_svc.plan.plan import IntArray
+from executor_svc.plan.arrays import IntArray
 
 # Elements of rows from which candidates or logprobs are taken at once. Measured: above about 2 MB every temporary costs
 # fresh pages, and an exp of 10 x 49152 took 8.8 ms where four rows took 0.13 ms.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from executor_svc.batch.slots import Scheduled, Slots
 from executor_svc.batch.step_result import SampledTokens
-from executor_svc.plan.plan import IntArray
+from executor_svc.plan.arrays import IntArray
 from executor_svc.sampling.candidates import best_candidates
 from executor_svc.sampling.row_columns import candidate_columns, sampling_columns
 from executor_svc.sampling.sampler import sample, sample_greedy

@@ -5,22 +5,27 @@ elementwise operations (measured on torch 2.13, 1 to 7 threads, odd widths and o
 depends on its place), maxima and integer counts (exact in any order), sums folded in an order that the width alone
 fixes (torch's own `sum` has other bits for one row than for several), and running sums, which go one by one.
 
-First come the changes of `logits_processors`, then filters in vLLM's order: temperature, min_p, top_k, top_p; ties go
-to the lowest id everywhere. The draw is the Gumbel-max trick with noise keyed per token id, so a filter can shrink the
-candidates first and the noise is made for those alone. Only rows whose logits change are copied.
+First come the changes of `logits_processors`, then filters in vLLM's order: temperature, floors (`floors`), top_k,
+top_p; ties go to the lowest id everywhere. The draw is the Gumbel-max trick with noise keyed per token id, so a filter
+can shrink the candidates first and the noise is made for those alone. Only rows whose logits change are copied.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from executor_svc.batch.step_result import SampledTokens
-from executor_svc.plan.plan import BoolArray, FloatArray, IntArray, SlotError
+from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
+from executor_svc.plan.plan import SlotError
+from executor_svc.plan.sampling import Need
 from executor_svc.sampling.edits import LogitsEdits
+from executor_svc.sampling.floors import row_floors
 from executor_svc.sampling.logits_processors import process
 from executor_svc.sampling.logprobs import row_logprobs
 from executor_svc.sampling.noise import Purpose, gumbel, row_keys
@@ -32,37 +37,30 @@ _PREFIXES = (128, 2048)
 _TILE_ELEMENTS = 32768
 
 
+SAMPLER_NEEDS = (Need.DRAW, Need.FLOOR, Need.SEARCH, Need.REPORT)
+"""Parameters with these needs are columns of the sampler."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
     """Parameters of R rows, in columns."""
 
-    temperature: FloatArray
-    """[R], 0: greedy."""
-    top_p: FloatArray
-    """[R], 1: off."""
-    top_k: IntArray
-    """[R], 0: off."""
-    log_min_p: FloatArray
-    """[R], log of min_p; -inf: off."""
-    seed: np.ndarray[tuple[int], np.dtype[np.uint64]]
-    """[R]."""
-    sample_index: IntArray
-    """[R]."""
+    numbers: Mapping[str, Any]
+    """[R] each: the columns of the table (`plan.sampling`) with SAMPLER_NEEDS, by name."""
     position: IntArray
     """[R], of the token to be chosen."""
-    num_logprobs: IntArray
-    """[R], -1: none, 0: the chosen token alone."""
     edits: LogitsEdits | None = None
     """What changes the logits of some rows first."""
     sources: IntArray | None = None
     """[R] the row of the logits that each reads, in any order; None: its own."""
 
+    def __getitem__(self, name: str) -> Any:
+        """[R] the column of this name."""
+        return self.numbers[name]
+
     def take(self, rows: IntArray) -> SamplingColumns:
         """The columns of these rows, for filters and draws: without edits and sources."""
-        return SamplingColumns(
-            self.temperature[rows], self.top_p[rows], self.top_k[rows], self.log_min_p[rows], self.seed[rows],
-            self.sample_index[rows], self.position[rows], self.num_logprobs[rows],
-        )  # fmt: skip
+        return SamplingColumns({name: values[rows] for name, values in self.numbers.items()}, self.position[rows])
 
 
 def sample_greedy(best: IntArray) -> SampledTokens:
@@ -84,7 +82,7 @@ def sample(logits: Tensor, columns: SamplingColumns, best: IntArray | None = Non
         tokens = tokens[sources]
     # Edits hide no NaN: a row is judged by its raw logits first.
     errors = sample_greedy(tokens).errors
-    drawn = columns.temperature > 0
+    drawn = columns["temperature"] > 0
     edits = columns.edits
     if edits is not None:
         _choose_edited(process(logits, edits, sources), edits.rows, columns, tokens, errors)
@@ -92,8 +90,8 @@ def sample(logits: Tensor, columns: SamplingColumns, best: IntArray | None = Non
     plain = np.flatnonzero(drawn & (errors == 0))
     if len(plain):
         tokens[plain] = _draw(logits, source_rows(plain, sources), tokens[plain], columns.take(plain))
-    asked = np.flatnonzero((columns.num_logprobs >= 0) & (errors == 0))
-    num_top = columns.num_logprobs[asked]
+    asked = np.flatnonzero((columns["num_logprobs"] >= 0) & (errors == 0))
+    num_top = columns["num_logprobs"][asked]
     logprobs = row_logprobs(logits, tokens, asked, num_top, sources) if len(asked) else None
     return SampledTokens(tokens, errors, logprobs)
 
@@ -104,7 +102,7 @@ def _choose_edited(x: Tensor, rows: IntArray, columns: SamplingColumns, tokens: 
     nothing_left = (best < 0) & (errors[rows] == 0)
     errors[rows[nothing_left]] = int(SlotError.NO_ALLOWED_TOKEN)
     tokens[rows] = best
-    drawn = np.flatnonzero((columns.temperature[rows] > 0) & (errors[rows] == 0))
+    drawn = np.flatnonzero((columns["temperature"][rows] > 0) & (errors[rows] == 0))
     if len(drawn):
         tokens[rows[drawn]] = _draw(x, drawn, best[drawn], columns.take(rows[drawn]))
 
@@ -115,9 +113,9 @@ def _draw(logits: Tensor, rows: IntArray, best: IntArray, columns: SamplingColum
     best: [n] ids of their largest logits; columns: of these rows.
     """
     drawn = _Rows.of(logits, rows, best, columns)
-    top_k, vocab = columns.top_k, logits.shape[1]
+    top_k, vocab = columns["top_k"], logits.shape[1]
     limited = (top_k > 0) & (top_k < vocab)
-    nucleus = columns.top_p < 1
+    nucleus = columns["top_p"] < 1
     tokens = np.empty(len(best), np.int64)
     full = np.flatnonzero(~(limited | nucleus))
     if len(full):
@@ -147,14 +145,14 @@ class _Rows:
     peak: Tensor
     """Largest logit."""
     temperature: Tensor
-    log_min_p: Tensor
+    floor: Tensor | None
+    """Least scaled logit that is kept, at most 0; None: all are."""
     top_k: Tensor
     """vocab: off."""
     top_p: Tensor
     """float64; 1: off."""
     key: Tensor
     """int64 keys of the noise."""
-    any_min_p: bool
 
     @classmethod
     def of(cls, logits: Tensor, rows: IntArray, best: IntArray, columns: SamplingColumns) -> _Rows:
@@ -163,18 +161,18 @@ class _Rows:
         def column(values: IntArray | FloatArray) -> Tensor:
             return torch.from_numpy(values[:, None]).to(device)
 
-        key = row_keys(columns.seed, columns.sample_index, columns.position, Purpose.SAMPLE)
+        key = row_keys(columns["seed"], columns["sample_index"], columns.position, Purpose.SAMPLE)
         index = column(rows)[:, 0]
+        peak = logits[index, column(best)[:, 0]][:, None]
         return cls(
             logits,
             None if are_all(rows, logits.shape[0]) else index,
-            logits[index, column(best)[:, 0]][:, None],
-            column(columns.temperature),
-            column(columns.log_min_p),
-            column(np.where(columns.top_k > 0, columns.top_k, vocab)),
-            column(columns.top_p).to(torch.float64),
+            peak,
+            column(columns["temperature"]),
+            row_floors(logits, rows, peak, columns.numbers),
+            column(np.where(columns["top_k"] > 0, columns["top_k"], vocab)),
+            column(columns["top_p"]).to(torch.float64),
             column(key),
-            bool((columns.log_min_p > -np.inf).any()),
         )
 
     def take(self, rows: IntArray) -> _Rows:
@@ -187,11 +185,10 @@ class _Rows:
             index if self.index is None else self.index.index_select(0, index),
             self.peak.index_select(0, index),
             self.temperature.index_select(0, index),
-            self.log_min_p.index_select(0, index),
+            None if self.floor is None else self.floor.index_select(0, index),
             self.top_k.index_select(0, index),
             self.top_p.index_select(0, index),
             self.key.index_select(0, index),
-            self.any_min_p,
         )
 
     def logits(self, start: int = 0, end: int | None = None) -> Tensor:
@@ -200,9 +197,9 @@ class _Rows:
         return part if self.index is None else part.index_select(0, self.index)
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """log(p / p of the most likely token) of these rows' logits [n, any] under temperature, -inf by min_p."""
+        """log(p / p of the most likely token) of these rows' logits [n, any] at temperature; -inf below the floor."""
         y = (logits - self.peak).div_(self.temperature)
-        return y.masked_fill_(y < self.log_min_p, float("-inf")) if self.any_min_p else y
+        return y if self.floor is None else y.masked_fill_(y < self.floor, float("-inf"))
 
 
 def _race_all(rows: _Rows) -> Tensor:

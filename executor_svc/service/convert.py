@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -10,8 +10,10 @@ import numpy as np
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from executor_svc.plan import plan as p
+from executor_svc.plan.arrays import FloatArray, IntArray
 from executor_svc.plan.description import Description, Fingerprint
-from executor_svc.plan.plan import FloatArray, IntArray, InvalidPlan
+from executor_svc.plan.plan import InvalidPlan
+from executor_svc.plan.sampling import SequenceSampling
 
 
 def _ints(values: Any) -> IntArray:
@@ -111,34 +113,31 @@ def _admitted(message: pb.AdmittedSequence, reserved: list[str]) -> p.AdmittedSe
         num_prompt_tokens=message.num_prompt_tokens,
         num_computed_tokens=message.num_computed_tokens,
         block_ids=_ints(tables[0].block_ids if tables else ()),
-        sampling=_sampling(message.sampling),
+        sampling=sampling_from_wire(message.sampling),
         held=message.held,
         adapter_index=message.adapter_index,
     )
 
 
-def _sampling(message: pb.SequenceSampling) -> p.SequenceSampling:
+def sampling_from_wire(message: types_pb2.SequenceSampling) -> SequenceSampling:
+    """Read every field that is set, by its name in the table; the others are off."""
     _same_length("biases", message.bias_token_ids, message.biases)
-    return p.SequenceSampling(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        seed=message.seed,
-        sample_index=message.sample_index,
-        stop_token_ids=_ints(message.stop_token_ids),
-        min_tokens=message.min_tokens,
-        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
-        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
-        bias_token_ids=_ints(message.bias_token_ids),
-        biases=_floats(message.biases),
-        allowed_token_ids=_ints(message.allowed_token_ids),
-        bad_words=tuple(_ints(word.ids) for word in message.bad_words),
-        num_candidates=message.num_candidates,
+    return SequenceSampling(
+        **{field.name: _READERS.get(field.name, _number)(value) for field, value in message.ListFields()}
     )
+
+
+def _number(value: Any) -> Any:
+    return value
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "stop_token_ids": _ints,
+    "bias_token_ids": _ints,
+    "biases": _floats,
+    "allowed_token_ids": _ints,
+    "bad_words": lambda words: tuple(_ints(word.ids) for word in words),
+}
 
 
 def result_to_wire(result: p.StepResult, epoch: int, incarnation: int) -> pb.StepResult:

@@ -1,4 +1,7 @@
-"""ExecutionService over grpc.aio: sessions, plans in, results out. The event loop only queues; the worker computes."""
+"""ExecutionService over grpc.aio: sessions that receive plans and send results.
+
+The event loop queues, the worker runs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from executor_svc.worker.worker import RejectedPlan, Session, Worker
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.5
-MOST_TRACED_STEPS = 1000
+MAX_TRACED_STEPS = 1000
 
 _process = psutil.Process()
 
@@ -33,7 +36,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class _Refusal(Exception):
-    """Ends a stream with a status."""
+    """Ends a stream with a status code and a message."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -43,7 +46,7 @@ class _Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _EndOfPlans:
-    """The scheduler sends no more, after this many plans; or the stream cannot be read on."""
+    """The end of a stream's plans: the scheduler has half-closed after num_plans, or a message is invalid."""
 
     num_plans: int
     refusal: _Refusal | None = None
@@ -53,7 +56,7 @@ _Outgoing = StepResult | _EndOfPlans | pb.ExecuteResponse
 
 
 class _Holder:
-    """The stream that holds the executor."""
+    """The stream that currently holds the executor."""
 
     def __init__(self, scheduler_id: str, epoch: int) -> None:
         self.scheduler_id = scheduler_id
@@ -80,7 +83,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         self._last_epoch = 0
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeResponse:
-        """The description, which does not change."""
+        """Return the description, which is constant."""
         return self._description
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: _Context) -> NoReturn:
@@ -94,7 +97,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
     async def Execute(  # type: ignore[override]  # the stub's type knows generators only, not handlers that write
         self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: _Context
     ) -> None:
-        """Open a session, then answer plans in order until the scheduler ends or a newer stream fences this one."""
+        """Open a session, then answer plans in order until the scheduler half-closes or a newer stream fences it."""
         holder: _Holder | None = None
         try:
             holder = self._take(await _first(request_iterator))
@@ -113,7 +116,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
     def _take(self, opening: pb.OpenSession) -> _Holder:
         """Make this stream the holder, fencing an older one of the same scheduler; raises _Refusal."""
         if opening.protocol_version != PROTOCOL_VERSION:
-            message = f"protocol version {opening.protocol_version} is not spoken here, {PROTOCOL_VERSION} is"
+            message = f"protocol version {opening.protocol_version} is not supported, {PROTOCOL_VERSION} is"
             raise _Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
         if not opening.scheduler_id:
             raise _Refusal(grpc.StatusCode.INVALID_ARGUMENT, "open.scheduler_id is empty")
@@ -131,7 +134,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         return self._holder
 
     async def _serve(self, epoch: int, requests: AsyncIterator[pb.ExecuteRequest], context: _Context) -> None:
-        """One session, from its opening to the last result."""
+        """Serve one session, from its opening to the last result."""
         outbox: asyncio.Queue[_Outgoing] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         session, opened = self._worker.open_session(epoch, lambda result: _post(loop, outbox, result))
@@ -171,13 +174,13 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                     problem = "a session can be opened once only" if kind == "open" else "a message must hold something"
                     break
         except Exception as exc:
-            # Nothing more is read after a message that is none: were the stream left open, it would wait for ever.
+            # An undecodable message ends the reading; an open stream would then wait for ever.
             problem = f"a message cannot be read: {exc}"
         refusal = _Refusal(grpc.StatusCode.INVALID_ARGUMENT, problem) if problem else None
         outbox.put_nowait(_EndOfPlans(num_plans, refusal))
 
     async def _beat(self, outbox: asyncio.Queue[_Outgoing]) -> None:
-        """A heartbeat at every interval; left out while earlier messages wait for a slow reader."""
+        """Send a heartbeat at every interval, except while earlier messages wait for a slow reader."""
         while True:
             await asyncio.sleep(self._heartbeat_interval_s)
             if outbox.empty():
@@ -194,7 +197,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                 )
 
     async def _write(self, epoch: int, outbox: asyncio.Queue[_Outgoing], context: _Context) -> None:
-        """Send what comes, until every plan of a scheduler that has half-closed is answered."""
+        """Send queued messages until the scheduler has half-closed and every plan is answered."""
         num_answered, num_plans = 0, None
         while num_plans is None or num_answered < num_plans:
             item = await outbox.get()
@@ -210,12 +213,12 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
 
 
 def resident_bytes() -> int:
-    """Bytes of memory resident in this process now."""
+    """Return the resident bytes of this process."""
     return int(_process.memory_info().rss)
 
 
 async def _first(requests: AsyncIterator[pb.ExecuteRequest]) -> pb.OpenSession:
-    """The opening; raises _Refusal if the stream begins otherwise."""
+    """Return the opening message; raises _Refusal if the stream begins with another one."""
     async for request in requests:
         if request.WhichOneof("message") == "open":
             return request.open
@@ -231,21 +234,21 @@ def _plan_or_rejection(message: pb.StepPlan) -> StepPlan | RejectedPlan:
 
 
 def _post(loop: asyncio.AbstractEventLoop, outbox: asyncio.Queue[_Outgoing], result: StepResult) -> None:
-    """Hand a result from the device thread to the event loop."""
+    """Pass a result from the device thread to the event loop."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(outbox.put_nowait, result)
 
 
 class ExecutorAdminServicer(admin_pb2_grpc.ExecutorAdminServiceServicer):
-    """What operators may ask of an executor."""
+    """Calls for operators of an executor."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
     async def Profile(self, request: admin_pb2.ProfileRequest, context: _Context) -> admin_pb2.ProfileResponse:
-        """A trace of the next num_steps steps, once they have run; a caller that gives up ends it."""
-        if not 1 <= request.num_steps <= MOST_TRACED_STEPS:
-            message = f"num_steps must be in 1 to {MOST_TRACED_STEPS}, not {request.num_steps}"
+        """Return a trace of the next num_steps steps once they have run; cancelling the call cancels the trace."""
+        if not 1 <= request.num_steps <= MAX_TRACED_STEPS:
+            message = f"num_steps must be in 1 to {MAX_TRACED_STEPS}, not {request.num_steps}"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
         try:
             traced = self._worker.trace(request.num_steps)
@@ -262,7 +265,7 @@ async def add_services(
     description: Description,
     heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
 ) -> health.aio.HealthServicer:
-    """Register everything that an executor serves; the model is loaded, so health says SERVING."""
+    """Register all services of an executor; the model is loaded, so health reports SERVING."""
     execution_pb2_grpc.add_ExecutionServiceServicer_to_server(
         ExecutionServicer(worker, description, heartbeat_interval_s), server
     )

@@ -1,4 +1,4 @@
-"""What the forward pass of a real model is here: digests written to block tables, and sums of what tables read."""
+"""The simulated forward pass: writes digests through block tables, and sums the contributions that the tables read."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import numpy as np
 from executor_svc.batch.prompt_rows import PromptRows
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.slots import Scheduled, Slots
-from executor_svc.plan.plan import IntArray
+from executor_svc.plan.arrays import IntArray
 from executor_svc.simulated.hashing import U64, contributions, position_keys, token_hashes
 from executor_svc.simulated.memory import DigestPools
 
 
 class Attention:
-    """Slots and pools, and what is read from the one through the other."""
+    """Reads and writes the digest pools through the block tables of slots."""
 
     def __init__(self, slots: Slots, pools: DigestPools) -> None:
         self._slots = slots
@@ -22,9 +22,9 @@ class Attention:
         self._keys = position_keys(places).reshape(-1, pools.block_size)
 
     def write(self, scheduled: Scheduled) -> None:
-        """Put the digests of all scheduled tokens into their slots' blocks.
+        """Write the digests of all scheduled tokens to their slots' blocks.
 
-        Each goes on from the digest before its chunk, which must be there when the step begins.
+        Each chunk continues from the digest before it, which must be in the pool when the step begins.
         """
         rows, counts = scheduled.slots, scheduled.num_tokens
         context = self._slots.num_computed_tokens[rows]
@@ -38,24 +38,24 @@ class Attention:
         self._pools.write(self._places(rows[owner], positions), running + chunk_starts[owner])
 
     def contexts(self, rows: IntArray, lengths: IntArray) -> U64:
-        """[n] the sums over the first lengths[i], one or more, positions of the block tables of slots rows[i]."""
+        """Return [n] sums over the first lengths[i] positions, one or more, of the block tables of slots rows[i]."""
         found, first = self._contributions(rows, lengths)
         sums: U64 = np.add.reduceat(found.sum(axis=1), first)
         return sums
 
-    def prompt_contexts(self, asked: PromptRows) -> U64:
-        """[Q] the sum that each of the prompt tokens asked for follows from: over all positions before it."""
-        found, first = self._contributions(asked.slots, asked.starts + asked.counts - 1)
+    def prompt_contexts(self, wanted: PromptRows) -> U64:
+        """Return [Q] the context sum of each wanted prompt token: over all positions before it."""
+        found, first = self._contributions(wanted.slots, wanted.starts + wanted.counts - 1)
         running = np.cumsum(found)
         size = self._pools.block_size
-        # A sum up to a position, less what other slots had before.
+        # The sum up to a position, minus the contributions of the slots before.
         others = running[first * size] - found[first, 0]
-        owner, places = spans(first * size + asked.starts - 1, asked.counts)
+        owner, places = spans(first * size + wanted.starts - 1, wanted.counts)
         sums: U64 = running[places] - others[owner]
         return sums
 
     def _contributions(self, rows: IntArray, lengths: IntArray) -> tuple[U64, IntArray]:
-        """What positions add, block by block [B, block_size], 0 behind lengths; and each row's first block [n]."""
+        """Return contributions of positions by block [B, block_size], 0 after lengths; each row's first block [n]."""
         size = self._pools.block_size
         num_blocks = -(-lengths // size)
         owner, index = spans(np.zeros(len(rows), np.int64), num_blocks)
@@ -66,6 +66,6 @@ class Attention:
         return found, ends - num_blocks
 
     def _places(self, rows: IntArray, positions: IntArray) -> IntArray:
-        """[n] where positions of slots lie in the device pool: block * block_size + offset."""
+        """Return [n] the places of slots' positions in the device pool: block * block_size + offset."""
         size = self._pools.block_size
         return self._slots.block_tables[rows, positions // size].astype(np.int64) * size + positions % size

@@ -1,4 +1,4 @@
-"""Makes the simulated executor from options."""
+"""Builds the simulated executor from options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def build_simulated(config: ExecutorConfig) -> tuple[SimulatedStepExecutor, Description]:
-    """Make the executor, on the thread that is to run it; raises StartError, whose message is for the user."""
+    """Build the executor, on the thread that will run it; raises StartError with a message for the user."""
     config = config.sized_for("simulated")
     costs = read_costs(config.simulate or "instant")
     model = simulated_model(config)
@@ -29,7 +29,7 @@ def build_simulated(config: ExecutorConfig) -> tuple[SimulatedStepExecutor, Desc
     except MemoryError as error:
         raise StartError(
             f"--num-gpu-blocks {sizes.num_device_blocks} and --num-cpu-blocks {sizes.num_host_blocks} need "
-            f"{sizes.num_bytes} bytes even in simulation, which are not free"
+            f"{sizes.num_bytes} bytes even in simulation, more than is free"
         ) from error
     sharpen_sleep()
     _log.info(
@@ -43,6 +43,6 @@ def build_simulated(config: ExecutorConfig) -> tuple[SimulatedStepExecutor, Desc
 
 
 def _pool_sizes(config: ExecutorConfig, max_model_len: int) -> PoolSizes:
-    """As many blocks as options say, or as all sequences of a step could use."""
+    """Return the pool sizes of the options; default: the most device blocks that the sequences of a step could use."""
     most = config.max_num_seqs * -(-max_model_len // config.block_size)
     return PoolSizes(config.block_size, config.num_gpu_blocks or most, config.num_cpu_blocks)

@@ -1,4 +1,4 @@
-"""How long a simulated step takes: a model of the step's work, linear but for one term, from a JSON file."""
+"""The modelled duration of a simulated step: linear in the step's work, except for one term; from a JSON file."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from executor_svc.errors import StartError
 
 
 class CostsError(StartError):
-    """The file of costs cannot be used; the message names it and says why."""
+    """The file of step costs is unusable; the message names it and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step did, as far as it costs."""
+    """The quantities of a step that have a cost."""
 
     tokens: int
     context_tokens: int
-    """Positions that the computed tokens read, each its own included."""
+    """Positions that the computed tokens attend to, each token's own included."""
     samples: int
     moved_blocks: int
-    """Swapped or copied."""
+    """Blocks swapped or copied."""
     kv_tokens: int = 0
-    """Positions whose KV the sequences read, each its own included, once for all tokens of a sequence."""
+    """Positions whose KV the sequences read, counted once per sequence, the computed tokens included."""
 
 
 class StepCosts(BaseModel):
-    """Microseconds, each 0 by default, so that nothing costs anything: `instant`.
+    """Costs in microseconds, each 0 by default: `instant`.
 
-    Where a device reads weights while it computes, a step takes as long as the longer of the two: `hidden_tokens` are
-    those whose computing takes no longer than `step_us`, and costs nothing more (the roofline model: Williams,
-    Waterman, Patterson, CACM 2009, https://doi.org/10.1145/1498765.1498785).
+    A device that reads weights while it computes takes the longer of the two times: `hidden_tokens` is the number of
+    tokens whose computation takes no longer than `step_us` and therefore costs nothing more (the roofline model:
+    Williams, Waterman, Patterson, CACM 2009, https://doi.org/10.1145/1498765.1498785).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    step_us: float = Field(default=0.0, ge=0, description="Every step.")
-    token_us: float = Field(default=0.0, ge=0, description="Every token computed.")
-    context_token_us: float = Field(default=0.0, ge=0, description="Every position that a computed token reads.")
-    sample_us: float = Field(default=0.0, ge=0, description="Every token sampled.")
-    moved_block_us: float = Field(default=0.0, ge=0, description="Every block swapped or copied.")
-    kv_token_us: float = Field(default=0.0, ge=0, description="Every position whose KV a sequence reads in the step.")
-    hidden_tokens: float = Field(default=0.0, ge=0, description="So many tokens of each step cost no token_us.")
+    step_us: float = Field(default=0.0, ge=0, description="Per step.")
+    token_us: float = Field(default=0.0, ge=0, description="Per computed token.")
+    context_token_us: float = Field(default=0.0, ge=0, description="Per position that a computed token attends to.")
+    sample_us: float = Field(default=0.0, ge=0, description="Per sampled token.")
+    moved_block_us: float = Field(default=0.0, ge=0, description="Per swapped or copied block.")
+    kv_token_us: float = Field(default=0.0, ge=0, description="Per position whose KV a sequence reads in the step.")
+    hidden_tokens: float = Field(default=0.0, ge=0, description="Tokens of each step that cost no token_us.")
 
     @property
     def instant(self) -> bool:
-        """Does nothing cost anything."""
+        """Whether all costs are 0."""
         return not any(
             (
                 self.step_us, self.token_us, self.context_token_us, self.sample_us, self.moved_block_us,
@@ -58,25 +58,24 @@ class StepCosts(BaseModel):
         )  # fmt: skip
 
     def forward_ns(self, work: StepWork) -> int:
-        """Nanoseconds of the forward pass."""
+        """Return the nanoseconds of the forward pass."""
         us = self.step_us + self.token_us * max(0.0, work.tokens - self.hidden_tokens)
         us += self.context_token_us * work.context_tokens + self.kv_token_us * work.kv_tokens
         return round(1000 * us)
 
     def sample_ns(self, work: StepWork) -> int:
-        """Nanoseconds of sampling."""
+        """Return the nanoseconds of sampling."""
         return round(1000 * self.sample_us * work.samples)
 
     def move_ns(self, work: StepWork) -> int:
-        """Nanoseconds of block operations."""
+        """Return the nanoseconds of block moves."""
         return round(1000 * self.moved_block_us * work.moved_blocks)
 
 
 def read_costs(source: str) -> StepCosts:
-    """`instant`, or the path of a JSON file with fields of StepCosts; raises CostsError.
+    """Read step costs; source: `instant`, or the path of a JSON file with fields of StepCosts. Raises CostsError.
 
-    The file may hold them as `costs`, beside what others know of an executor of this kind: `cadenza fit-costs` and
-    `cadenza simulate`.
+    The file may hold them as `costs` within the executor profile of `cadenza fit-costs` and `cadenza simulate`.
     """
     if source == "instant":
         return StepCosts()

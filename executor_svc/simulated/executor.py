@@ -1,4 +1,4 @@
-"""One simulated step: a plan in, a result out, after a modelled time. No thread and no service is needed for it."""
+"""Runs one simulated step: from a plan to its result, in a modelled time. Needs neither a thread nor a service."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from executor_svc.batch.step_result import Computed, Finished, SampledTokens, ma
 from executor_svc.plan.plan import Limits, SlotLogprobs, StepPlan, StepResult, StepTimings
 from executor_svc.sampling.logits_edits import logits_edits
 from executor_svc.simulated.attention import Attention
-from executor_svc.simulated.choice import best_candidates, choose, prompt_columns, row_logprobs
 from executor_svc.simulated.clock import sleep_until
 from executor_svc.simulated.costs import StepCosts, StepWork
 from executor_svc.simulated.hashing import U64, draw_hashes, logits_hashes
 from executor_svc.simulated.memory import DigestPools
 from executor_svc.simulated.ranking import Ranking
+from executor_svc.simulated.token_choice import best_candidates, choose, prompt_columns, row_logprobs
 
 
 class SimulatedStepExecutor:
@@ -27,14 +27,14 @@ class SimulatedStepExecutor:
     def __init__(
         self, limits: Limits, costs: StepCosts | None = None, wait: Callable[[int], None] = sleep_until
     ) -> None:
-        """`wait` returns at a moment of the monotonic clock in ns; it is not called where nothing costs anything."""
+        """wait: returns at a moment of the monotonic clock in ns; not called if all costs are 0."""
         self.limits = limits
         self.slots = Slots(limits)
         self.pools = DigestPools(limits.num_device_blocks, limits.num_host_blocks, limits.block_size)
         self._attention = Attention(self.slots, self.pools)
         self._costs = costs or StepCosts()
         self._wait = wait
-        # When the steps so far have ended, in modelled time.
+        # The end of all steps so far, in modelled time.
         self._free_ns = 0
 
     def clear(self) -> None:
@@ -42,23 +42,23 @@ class SimulatedStepExecutor:
         self.slots.clear()
 
     def is_out_of_memory(self, exc: Exception) -> bool:
-        """Did a step fail for want of memory."""
+        """Return whether a step failed for lack of memory."""
         return isinstance(exc, MemoryError)
 
     def is_lost(self, exc: Exception) -> bool:
-        """There is no device to lose."""
+        """Return False: there is no device."""
         return False
 
     def start_trace(self) -> Callable[[], bytes]:
-        """There is nothing to trace; raises NotImplementedError."""
-        raise NotImplementedError("a simulated executor computes nothing that could be traced")
+        """Raise NotImplementedError: a simulated step has no trace."""
+        raise NotImplementedError("a simulated executor has nothing to trace")
 
     def launch(self, plan: StepPlan, received_ns: int) -> Finished:
-        """As in `worker.Executor`: the step has run when this returns."""
+        """As in `worker.Executor`; the step is done when this returns."""
         return Finished(self.execute(plan, received_ns))
 
     def execute(self, plan: StepPlan, received_ns: int | None = None) -> StepResult:
-        """Run one step; received_ns is the plan's arrival on the monotonic clock, None: now.
+        """Run one step; received_ns: the plan's arrival on the monotonic clock; None: now.
 
         Raises InvalidPlan before anything is computed or moved.
         """
@@ -84,7 +84,7 @@ class SimulatedStepExecutor:
         return make_result(plan.step_id, scheduled, computed, timings, digest)
 
     def _compute(self, scheduled: Scheduled) -> Computed:
-        """Write digests, then tell prompt logprobs and choose tokens."""
+        """Write digests, then compute prompt logprobs and choose tokens."""
         none = scheduled.slots[:0]
         if not len(scheduled.slots):
             return Computed(SampledTokens(none, none, None), none)
@@ -98,7 +98,7 @@ class SimulatedStepExecutor:
         return Computed(sampled, positions, prompts, forward_done - began, time.monotonic_ns() - forward_done)
 
     def _logits(self, scheduled: Scheduled) -> U64:
-        """[R] the hash of the logits that each of scheduled.sampling_slots reads: its own, or a fork its source's."""
+        """Return [R] the logits hash of each of scheduled.sampling_slots: its own, or its source's for a fork."""
         rows = scheduled.slots[scheduled.samples]
         if not len(rows):
             return np.zeros(0, np.uint64)
@@ -107,23 +107,32 @@ class SimulatedStepExecutor:
         return hashes if scheduled.sources is None else hashes[scheduled.sources]
 
     def _prompt_logprobs(self, scheduled: Scheduled) -> tuple[SlotLogprobs, ...]:
-        asked = prompt_rows(self.slots, scheduled)
-        if asked is None:
+        wanted = prompt_rows(self.slots, scheduled)
+        if wanted is None:
             return ()
-        hashes = logits_hashes(self._attention.prompt_contexts(asked))
-        return by_slot(asked, prompt_columns(Ranking(hashes, self.limits.vocab_size), asked))
+        hashes = logits_hashes(self._attention.prompt_contexts(wanted))
+        return by_slot(wanted, prompt_columns(Ranking(hashes, self.limits.vocab_size), wanted))
 
     def _choose(self, scheduled: Scheduled, hashes: U64) -> SampledTokens:
-        """A token for each of scheduled.sampling_slots [R], candidates for those that ask; hashes: of their logits."""
-        rows, told, sampling = scheduled.sampling_slots, scheduled.candidates, self.slots.sampling
+        """Choose a token, or candidates where requested, for each of scheduled.sampling_slots.
+
+        hashes: [R], logits hashes.
+        """
+        rows, candidate_rows, sampling = scheduled.sampling_slots, scheduled.candidates, self.slots.sampling
         logits, edits = Ranking(hashes, self.limits.vocab_size), logits_edits(self.slots, rows)
-        drawn = draw_hashes(hashes, sampling.seed[rows], sampling.sample_index[rows], sampling.temperature[rows] > 0)
+        drawn = draw_hashes(
+            hashes, sampling["seed"][rows], sampling["sample_index"][rows], sampling["temperature"][rows] > 0
+        )
         tokens, errors = choose(Ranking(drawn, self.limits.vocab_size), edits)
-        candidates = best_candidates(logits, told, sampling.num_candidates[rows], errors, edits) if len(told) else None
-        num_top = sampling.num_logprobs[rows]
-        num_top[told] = -1
-        asked = np.flatnonzero((num_top >= 0) & (errors == 0))
-        logprobs = row_logprobs(logits, tokens, asked, num_top[asked]) if len(asked) else None
+        candidates = (
+            best_candidates(logits, candidate_rows, sampling["num_candidates"][rows], errors, edits)
+            if len(candidate_rows)
+            else None
+        )
+        num_top = sampling["num_logprobs"][rows]
+        num_top[candidate_rows] = -1
+        wanted = np.flatnonzero((num_top >= 0) & (errors == 0))
+        logprobs = row_logprobs(logits, tokens, wanted, num_top[wanted]) if len(wanted) else None
         return SampledTokens(tokens, errors, logprobs, candidates)
 
     def _work(self, scheduled: Scheduled, num_moved: int) -> StepWork:
@@ -137,7 +146,7 @@ class SimulatedStepExecutor:
         )
 
     def _pass_time(self, work: StepWork, received_ns: int) -> StepTimings:
-        """Wait until the step would have ended; it began when it had arrived and the step before had ended."""
+        """Wait until the step's modelled end. It began at its arrival or at the end of the previous step."""
         costs = self._costs
         forward_ns, sample_ns, moves_ns = costs.forward_ns(work), costs.sample_ns(work), costs.move_ns(work)
         total_ns = moves_ns + forward_ns + sample_ns

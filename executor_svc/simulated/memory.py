@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from executor_svc.plan.plan import BlockMoves, IntArray, StepPlan
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import BlockMoves, StepPlan
 from executor_svc.simulated.hashing import U64
 
 _DIGEST_BYTES = 8
@@ -14,7 +15,7 @@ _DIGEST_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """How large the pools are."""
+    """The sizes of the pools."""
 
     block_size: int
     num_device_blocks: int
@@ -30,7 +31,7 @@ class PoolSizes:
 
 
 class DigestPools:
-    """A device and a host pool, [num_blocks, block_size] uint64 each; 0 is a place never written."""
+    """A device and a host pool, [num_blocks, block_size] uint64 each; 0: a place never written."""
 
     def __init__(self, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -38,7 +39,7 @@ class DigestPools:
         self.host: U64 = np.zeros((num_host_blocks, block_size), np.uint64)
 
     def move(self, plan: StepPlan) -> int:
-        """Swap-out, copies, swap-in, in this order; returns the number of blocks moved."""
+        """Swap out, copy, swap in, in this order; return the number of moved blocks."""
         return (
             _move(self.device, self.host, plan.swap_out)
             + _move(self.device, self.device, plan.copies)
@@ -46,11 +47,11 @@ class DigestPools:
         )
 
     def write(self, places: IntArray, digests: U64) -> None:
-        """Put digests to places of the device pool, block * block_size + offset; [n] each."""
+        """Write digests to places of the device pool, block * block_size + offset; [n] each."""
         self.device.reshape(-1)[places] = digests
 
     def read(self, places: IntArray) -> U64:
-        """[n] what is at places of the device pool."""
+        """Return [n] the digests at places of the device pool."""
         return self.device.reshape(-1)[places]
 
 

@@ -1,4 +1,4 @@
-"""What a simulated model is said to be: by options, or by the config.json of a folder, whose weights are not read."""
+"""The described properties of a simulated model: from options, or from the config.json of a folder without weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SimulatedModel:
 
 
 def simulated_model(config: ExecutorConfig) -> SimulatedModel:
-    """Read the options, and the folder that --model names if it names one; raises LoaderError."""
+    """Return the model of the options, and of the folder of --model if there is one; raises LoaderError."""
     folder = Path(config.model).expanduser()
     files: dict[str, dict[str, Any]] = {}
     tokenizer = ""
@@ -51,7 +51,7 @@ def simulated_model(config: ExecutorConfig) -> SimulatedModel:
 
 
 def fingerprint(vocab_size: int) -> Fingerprint:
-    """Equal for all simulated executors of one vocabulary size, on every machine."""
+    """Return the fingerprint: equal for all simulated executors of one vocabulary size, on every machine."""
     name = f"simulated {hashing.VERSION}"
     digest = hashlib.sha256(f"{name} {vocab_size}".encode()).digest()
     return Fingerprint(

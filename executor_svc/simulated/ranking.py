@@ -1,7 +1,8 @@
-"""From a hash to a ranking of the vocabulary, and its probabilities.
+"""Rankings of the vocabulary, and their probabilities, from hashes.
 
-The ranking is an arithmetic progression modulo the vocabulary size: start and stride come from the hash, and the stride
-has no divisor in common with the size, so that every token has its one rank and either is found from the other in O(1).
+A ranking is an arithmetic progression modulo the vocabulary size, with start and stride from the hash. The stride has
+no divisor in common with the size, so every token has exactly one rank, and token and rank follow from each other in
+O(1).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from executor_svc.plan.plan import IntArray
+from executor_svc.plan.arrays import IntArray
 from executor_svc.simulated.hashing import U64
 
 _NUM_STRIDES = 16
@@ -20,10 +21,10 @@ _NUM_STRIDES = 16
 
 @functools.cache
 def strides(vocab_size: int) -> tuple[U64, U64]:
-    """(up to 16 strides without a divisor in common with vocab_size, their inverses modulo it)."""
+    """Return (up to 16 strides without a divisor in common with vocab_size, their inverses modulo it)."""
     candidates = np.arange(1, max(2, vocab_size))
     coprime = candidates[np.gcd(candidates, vocab_size) == 1]
-    # Spread over the whole vocabulary: small strides would walk over neighbours.
+    # Spread over the whole vocabulary: with a small stride, neighbouring ranks would have neighbouring ids.
     chosen = coprime[np.unique(np.linspace(0, len(coprime) - 1, _NUM_STRIDES).astype(np.int64))]
     inverses = [pow(stride, -1, vocab_size) for stride in chosen.tolist()]
     return chosen.astype(np.uint64), np.array(inverses, np.uint64)
@@ -31,26 +32,26 @@ def strides(vocab_size: int) -> tuple[U64, U64]:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The rankings of n rows: hashes [n]. Ranks count from 0, the most likely."""
+    """The rankings of n rows: hashes [n]. Rank 0 is the most likely token."""
 
     hashes: U64
     vocab_size: int
 
     def tokens(self, rows: IntArray, ranks: IntArray) -> IntArray:
-        """[m] the tokens at ranks of rows."""
+        """Return [m] the tokens at ranks of rows."""
         size = np.uint64(self.vocab_size)
         start, stride = self.hashes[rows] % size, strides(self.vocab_size)[0][self._stride(rows)]
         return ((start + stride * ranks.astype(np.uint64)) % size).astype(np.int64)
 
     def ranks(self, rows: IntArray, token_ids: IntArray) -> IntArray:
-        """[m] the ranks of tokens in rows."""
+        """Return [m] the ranks of tokens in rows."""
         size = np.uint64(self.vocab_size)
         start, inverse = self.hashes[rows] % size, strides(self.vocab_size)[1][self._stride(rows)]
         ahead = token_ids.astype(np.uint64) + size - start
         return (ahead % size * inverse % size).astype(np.int64)
 
     def logprobs(self, rows: IntArray, ranks: IntArray) -> NDArray[np.float64]:
-        """[m] the logprobs at ranks of rows; they fall with the rank, and a row's probabilities sum to 1.
+        """Return [m] the logprobs at ranks of rows; they fall with the rank, and a row's probabilities sum to 1.
 
         The best token has more than 1/2 and less than 9/10; rank r shares the rest by 1 / (r (r + 1)).
         """

@@ -9,34 +9,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
+from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.simulated.hashing import GAMMA, MIX_1, MIX_2
 from executor_svc.simulated.ranking import strides
 
 _MASK = (1 << 64) - 1
-
-
-class Sampling(Protocol):
-    """What of a sequence's sampling matters here: `plan.SequenceSampling`, or the scheduler's own."""
-
-    @property
-    def temperature(self) -> float: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def stop_token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def min_tokens(self) -> int: ...
-
-    @property
-    def allowed_token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def bad_words(self) -> Sequence[Sequence[int]]: ...
 
 
 class SimulatedContext:
@@ -63,7 +41,7 @@ class SimulatedContext:
 
 def expected_tokens(
     prompt: Sequence[int],
-    sampling: Sampling,
+    sampling: SequenceSampling,
     count: int,
     vocab_size: int,
     *,
@@ -92,7 +70,7 @@ def expected_tokens(
 
 
 def expected_candidates(
-    prompt: Sequence[int], output: Sequence[int], sampling: Sampling, count: int, vocab_size: int
+    prompt: Sequence[int], output: Sequence[int], sampling: SequenceSampling, count: int, vocab_size: int
 ) -> list[tuple[int, float]]:
     """The `count` best candidates (token id, logprob) after prompt and output, best first; fewer if fewer are left."""
     value = SimulatedContext([*prompt, *output]).logits_hash()
@@ -123,7 +101,9 @@ def rank_logprob(logits_hash: int, rank: int, vocab_size: int) -> float:
     return math.log((1 - first) * vocab_size / ((vocab_size - 1) * rank * (rank + 1)))
 
 
-def _allowed(value: int, sampling: Sampling, output: Sequence[int], vocab_size: int) -> Iterator[tuple[int, int]]:
+def _allowed(
+    value: int, sampling: SequenceSampling, output: Sequence[int], vocab_size: int
+) -> Iterator[tuple[int, int]]:
     """(token, rank) from the best on, without those that are ruled out."""
     ruled_out = _ruled_out(sampling, [int(token) for token in output])
     only = set(map(int, sampling.allowed_token_ids))
@@ -136,7 +116,7 @@ def _allowed(value: int, sampling: Sampling, output: Sequence[int], vocab_size: 
             yield token, rank
 
 
-def _ruled_out(sampling: Sampling, output: list[int]) -> set[int]:
+def _ruled_out(sampling: SequenceSampling, output: list[int]) -> set[int]:
     """Stop tokens that come too early, and the last tokens of bad words that have begun."""
     tokens = set(map(int, sampling.stop_token_ids)) if len(output) < sampling.min_tokens else set()
     for word in sampling.bad_words:

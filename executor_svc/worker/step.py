@@ -1,4 +1,4 @@
-"""One step: a plan in, a result out. Everything here runs on the thread that owns the device."""
+"""Runs one step: from a plan to its result. Everything here runs on the thread that owns the device."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from executor_svc.batch.forward_batch import ForwardBatch, build_batch
 from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.slots import Scheduled, Slots
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
-from executor_svc.plan.plan import IntArray, Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
 from executor_svc.sampling.prompt_logprobs import prompt_logprobs
 from executor_svc.sampling.sample_step import choose
-from executor_svc.worker.step_work import BlockPools, is_device_lost, is_out_of_memory, move_blocks
-from executor_svc.worker.trace import Spans
+from executor_svc.worker.block_moves import BlockPools, move_blocks
+from executor_svc.worker.device_errors import is_device_lost, is_out_of_memory
+from executor_svc.worker.profiling import Spans
 
 
 class Runner(Protocol):
-    """What computes: `model_runner.ModelRunner`."""
+    """Runs a model's forward pass, as `cpu.runner.ModelRunner` does."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Write the batch's KV; returns hidden states [T or more, hidden]."""
+        """Write the batch's KV and return hidden states [T or more, hidden]."""
         ...
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """[R, vocab] float32 logits of rows [R] int64 of hidden states."""
+        """Return the logits [R, vocab] float32 of rows [R] int64 of hidden states."""
         ...
 
     def argmax(self, logits: Tensor) -> IntArray:
-        """[R] the most likely token of each row of what `logits` returned last, -1 where it can not be sampled."""
+        """Return the most likely token [R] of each row of the last logits, -1 for a row that cannot be sampled."""
         ...
 
 
 class StepExecutor:
-    """The slots, and what computes for them."""
+    """Executes plans on the slots, with a runner. Implements `worker.Executor`."""
 
     def __init__(self, runner: Runner, pools: BlockPools, limits: Limits, on_gpu: bool = False) -> None:
         self.limits = limits
@@ -53,26 +55,26 @@ class StepExecutor:
         self.slots.clear()
 
     def is_out_of_memory(self, exc: Exception) -> bool:
-        """Did a step fail for want of memory."""
+        """Return whether a step failed for lack of memory."""
         return is_out_of_memory(exc)
 
     def is_lost(self, exc: Exception) -> bool:
-        """Is the device lost for this process, as after an illegal access on a GPU."""
+        """Return whether this process has lost the device, as after an illegal access on a GPU."""
         return is_device_lost(exc)
 
     def start_trace(self) -> Callable[[], bytes]:
-        """Record a trace of the steps from here on; returns what ends it and gives it: Chrome's format, gzip."""
+        """Start to trace steps; return a function that stops and returns the trace: Chrome's format, gzip."""
         return self._span.record()
 
     def launch(self, plan: StepPlan, received_ns: int) -> Finished:
-        """As in `worker.Executor`: the step has run when this returns."""
+        """As in `worker.Executor`; the step is done when this returns."""
         return Finished(self.execute(plan, received_ns))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, received_ns: int) -> StepResult:
         """Run one step; received_ns is the plan's arrival on the monotonic clock.
 
-        Raises InvalidPlan before anything is computed or moved, and whatever the device raises.
+        Raises InvalidPlan before anything is computed or moved, and any error of the device.
         """
         started = time.monotonic_ns()
         with self._span("plan"):
@@ -90,7 +92,7 @@ class StepExecutor:
         return make_result(plan.step_id, scheduled, computed, timings, digest)
 
     def _compute(self, scheduled: Scheduled) -> Computed:
-        """Run the model over what is scheduled, then tell prompt logprobs and sample."""
+        """Run the model over the scheduled tokens, then compute prompt logprobs and sample."""
         with self._span("inputs"):
             batch = build_batch(self.slots, scheduled)
         none = scheduled.slots[:0]
@@ -112,17 +114,20 @@ class StepExecutor:
         return Computed(sampled, positions, prompts, forward_done - began, time.monotonic_ns() - forward_done)
 
     def _prompt_logprobs(self, scheduled: Scheduled, hidden: Tensor) -> tuple[SlotLogprobs, ...]:
-        asked = prompt_rows(self.slots, scheduled)
-        if asked is None:
+        wanted = prompt_rows(self.slots, scheduled)
+        if wanted is None:
             return ()
         found, failed = prompt_logprobs(
-            asked, self.limits.vocab_size, lambda rows: self._runner.logits(hidden, torch.from_numpy(rows))
+            wanted, self.limits.vocab_size, lambda rows: self._runner.logits(hidden, torch.from_numpy(rows))
         )
         self.slots.prompt_failed[failed] = True
         return found
 
     def _without_failed_prompts(self, scheduled: Scheduled, sampled: SampledTokens) -> SampledTokens:
-        """Fail slots whose prompt logits were not finite: only now, as results have errors of sampling slots alone."""
+        """Fail slots whose prompt logits were not finite.
+
+        Results have errors of sampling slots only, so not earlier.
+        """
         if not self.slots.prompt_failed.any():
             return sampled
         failed = self.slots.prompt_failed[scheduled.sampling_slots] & sampled.valid

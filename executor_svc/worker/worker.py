@@ -1,4 +1,4 @@
-"""The one thread that owns the device, its queue of plans, and the sessions they belong to."""
+"""The thread that owns the device, its queue of plans, and their sessions."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from executor_svc.plan.plan import InvalidPlan, Limits, StepPlan, StepResult, StepStatus, StepTimings
-from executor_svc.worker.step_tracing import StepTracing
+from executor_svc.worker.trace_requests import TraceRequests
 
 _log = logging.getLogger(__name__)
 
-_MOST_BEGUN = 2
-"""Steps that a device has at once: it goes on with the second while the first is answered."""
+_MAX_LAUNCHED_STEPS = 2
+"""Steps launched at once: the device runs the second while the first is answered."""
 _POLL_S = 5e-5
-"""How often a device is asked whether its one step is done, while another plan may come."""
+"""Interval at which the thread polls a single launched step, while another plan may arrive."""
 _AFTER_FAILURE = "an earlier step of this session failed"
 
 
 class Launched(Protocol):
-    """A step that has begun."""
+    """A launched step."""
 
     def is_done(self) -> bool:
-        """Would `result` return at once."""
+        """Return whether `result` would return at once."""
         ...
 
     def result(self) -> StepResult:
-        """Wait until it has run. Raises whatever the device raises."""
+        """Wait until the step has run. Raises any error of the device."""
         ...
 
 
 class Executor(Protocol):
-    """What runs plans: `step.Executor`, or a simulated one."""
+    """Runs plans: a `step.StepExecutor`, or a simulated executor."""
 
     limits: Limits
 
     def clear(self) -> None:
-        """Free all slots, after the steps that have begun; KV stays."""
+        """Free all slots, after the launched steps; KV stays."""
         ...
 
     def launch(self, plan: StepPlan, received_ns: int) -> Launched:
-        """Begin one step; received_ns is the plan's arrival on the monotonic clock.
+        """Launch one step; received_ns is the plan's arrival on the monotonic clock.
 
-        Steps that have begun run in order. Raises InvalidPlan before anything is computed or moved, and whatever the
-        device raises.
+        Launched steps run in order. Raises InvalidPlan before anything is computed or moved, and any error of the
+        device.
         """
         ...
 
     def is_out_of_memory(self, exc: Exception) -> bool:
-        """Did a step raise this for want of device memory."""
+        """Return whether this error of a step means that the device is out of memory."""
         ...
 
     def is_lost(self, exc: Exception) -> bool:
-        """Does this error of a step mean that the device is lost for this process."""
+        """Return whether this error of a step means that this process has lost the device."""
         ...
 
     def start_trace(self) -> Callable[[], bytes]:
-        """Record a trace of the steps from here on; returns what ends it and gives it: Chrome's format, gzip.
+        """Start to trace steps; return a function that stops and returns the trace: Chrome's format, gzip.
 
-        Raises NotImplementedError where there is nothing to trace.
+        Raises NotImplementedError for an executor that cannot be traced.
         """
         ...
 
 
 class Session:
-    """What one plan stream has open. Made and ended by the worker.
+    """The session of one plan stream, opened and closed by the worker.
 
-    Its thread alone changes failed, failed_running and last_step_id.
+    Only the device thread changes failed, failed_running and last_step_id.
     """
 
     def __init__(self, epoch: int, on_result: Callable[[StepResult], None]) -> None:
@@ -79,7 +79,7 @@ class Session:
         self.on_result = on_result
         self.closed = False
         self.failed = False
-        # Has a step failed after it had begun.
+        # Whether a step has failed after its launch.
         self.failed_running = False
         self.num_unanswered = 0
         self.last_step_id: int | None = None
@@ -87,7 +87,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class RejectedPlan:
-    """A plan that could not be read; it is answered INVALID_PLAN in its turn."""
+    """An unreadable plan; its answer, in order, is INVALID_PLAN."""
 
     step_id: int
     message: str
@@ -95,7 +95,7 @@ class RejectedPlan:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What the device thread is doing. step_id 0: no step runs."""
+    """The current work of the device thread. step_id 0: no step runs."""
 
     step_id: int
     age_ns: int
@@ -116,8 +116,8 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    """A step that is to be answered: what was launched, or why it was not."""
+class _LaunchedStep:
+    """A step that has not been answered: its launch, or the reason that it was not launched."""
 
     step: _Step
     started_ns: int
@@ -126,7 +126,7 @@ class _Begun:
     message: str = ""
 
     def is_done(self) -> bool:
-        """Would it be answered at once. A device that fails may say so when it is asked: to be told with the result."""
+        """Return whether the step can be answered at once. An error here counts as done: `result` raises it again."""
         try:
             return self.launched is None or self.launched.is_done()
         except Exception:
@@ -134,12 +134,12 @@ class _Begun:
 
 
 class Worker:
-    """Owns the device thread. Its methods may be called from any thread and do not wait, but for `stop`."""
+    """Owns the device thread. Methods may be called from any thread; none waits, except `stop`."""
 
     def __init__(self, build: Callable[[], Executor]) -> None:
-        """`build` makes the executor, on the device thread; its result or error is in `ready`."""
+        """build: builds the executor, on the device thread; `ready` holds its result or error."""
         self.ready: Future[Executor] = Future()
-        # Set when the device is lost for this process, as after an illegal access on a GPU.
+        # Set when this process has lost the device, as after an illegal access on a GPU.
         self.lost: Future[BaseException] = Future()
         self._build = build
         self._changed = threading.Condition()
@@ -148,15 +148,15 @@ class Worker:
         self._stopping = False
         self._running: tuple[int, int] | None = None
         self._last_completed = 0
-        self._tracing = StepTracing()
+        self._tracing = TraceRequests()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; `ready` tells when the executor is built."""
+        """Start the thread; `ready` is done when the executor is built."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Drop what is queued and end after the running step; False if it still runs at the timeout."""
+        """Drop queued plans and end after the running step; return False if it still runs at the timeout."""
         with self._changed:
             self._stopping = True
             self._queue.clear()
@@ -165,14 +165,14 @@ class Worker:
         return not self._thread.is_alive()
 
     def open_session(self, epoch: int, on_result: Callable[[StepResult], None]) -> tuple[Session, Future[int]]:
-        """End the session before this one, drop every queued plan, and clear the slots after the running step.
+        """End the previous session, drop every queued plan, and clear the slots after the running step.
 
-        Returns the session, and the last completed step id once it stands. on_result is called on the device thread,
-        in the order of plans.
+        Returns the session, and a future of the last completed step id, done once the slots are clear. on_result is
+        called on the device thread, in the order of plans.
         """
         session, opened = Session(epoch, on_result), Future[int]()
         with self._changed:
-            # Also the session whose step is running: its result must not arrive any more.
+            # Also the session of the running step, whose result must no longer be delivered.
             if self._session is not None:
                 self._session.closed = True
             self._session = session
@@ -185,7 +185,10 @@ class Worker:
         return session, opened
 
     def submit(self, session: Session, plan: StepPlan | RejectedPlan, received_ns: int) -> None:
-        """Queue a plan; dropped if its session has ended. A plan over the limit in flight is answered INVALID_PLAN."""
+        """Queue a plan; drop it if its session has ended.
+
+        The answer to a plan over max_inflight_plans is INVALID_PLAN.
+        """
         with self._changed:
             if session.closed:
                 return
@@ -199,7 +202,7 @@ class Worker:
             self._changed.notify()
 
     def close_session(self, session: Session) -> None:
-        """Drop the session's queued plans; results that are still to come are not delivered."""
+        """Drop the session's queued plans; results of its running steps are not delivered."""
         with self._changed:
             session.closed = True
             kept = [item for item in self._queue if item.session is not session]
@@ -207,15 +210,15 @@ class Worker:
             self._queue.extend(kept)
 
     def activity(self) -> Activity:
-        """What runs now, for heartbeats."""
+        """Return the current work, for heartbeats."""
         running, queued = self._running, len(self._queue)
         if running is None:
             return Activity(0, 0, queued)
         return Activity(running[0], time.monotonic_ns() - running[1], queued)
 
     def trace(self, num_steps: int) -> Future[bytes]:
-        """Record the next steps; as `step_tracing.StepTracing.ask` has it."""
-        return self._tracing.ask(num_steps)
+        """Request a trace of the next steps, as `trace_requests.TraceRequests.request` does."""
+        return self._tracing.request(num_steps)
 
     def _run(self) -> None:
         if not self.ready.set_running_or_notify_cancel():
@@ -226,10 +229,10 @@ class Worker:
             self.ready.set_exception(exc)
             return
         self.ready.set_result(executor)
-        begun: deque[_Begun] = deque()
+        begun: deque[_LaunchedStep] = deque()
         while (item := self._next(begun)) is not None:
             if isinstance(item, _Open):
-                # The session of what had begun has ended.
+                # The session of the launched steps has ended.
                 begun.clear()
                 self._open(executor, item.last_completed_step_id)
             elif isinstance(item, _Step):
@@ -240,29 +243,29 @@ class Worker:
                 self._tracing.after_step()
             self._running = (begun[0].step.plan.step_id, begun[0].started_ns) if begun else None
 
-    def _next(self, begun: deque[_Begun]) -> _Open | _Step | _Begun | None:
-        """What to do next: finish the first step that has begun, begin another, open a session; None: stop."""
+    def _next(self, begun: deque[_LaunchedStep]) -> _Open | _Step | _LaunchedStep | None:
+        """Wait for the next work: a step to finish, a step to launch, or a session to open; None: stop."""
         with self._changed:
             while not self._stopping:
                 if begun and begun[0].is_done():
                     return begun.popleft()
-                if self._queue and (len(begun) < _MOST_BEGUN or isinstance(self._queue[0], _Open)):
+                if self._queue and (len(begun) < _MAX_LAUNCHED_STEPS or isinstance(self._queue[0], _Open)):
                     return self._queue.popleft()
-                if len(begun) == _MOST_BEGUN:
-                    # Nothing else can be done, so its result is waited for: no polling.
+                if len(begun) == _MAX_LAUNCHED_STEPS:
+                    # No other work is possible: wait for its result without polling.
                     return begun.popleft()
                 self._changed.wait(_POLL_S if begun else None)
             return None
 
     def _open(self, executor: Executor, opened: Future[int]) -> None:
-        """Clear the slots, and say what step was the last."""
+        """Clear the slots, and set the id of the last completed step."""
         if not opened.set_running_or_notify_cancel():
             return
         try:
             executor.clear()
         except Exception as exc:
-            _log.error("the slots can not be cleared", exc_info=exc)
-            self._tell_if_lost(executor, exc)
+            _log.error("the slots cannot be cleared", exc_info=exc)
+            self._report_if_lost(executor, exc)
             opened.set_exception(exc)
         else:
             opened.set_result(self._last_completed)
@@ -274,24 +277,24 @@ class Worker:
                 return
         item.session.on_result(result)
 
-    def _begin(self, executor: Executor, item: _Step) -> _Begun:
-        """Launch one plan; every failure becomes a result, after which the session launches nothing more."""
+    def _begin(self, executor: Executor, item: _Step) -> _LaunchedStep:
+        """Launch one plan; every failure becomes a result, and the session launches nothing more after it."""
         session, plan, started_ns = item.session, item.plan, time.monotonic_ns()
         if session.failed:
-            return _Begun(item, started_ns, None, StepStatus.SKIPPED, _AFTER_FAILURE)
+            return _LaunchedStep(item, started_ns, None, StepStatus.SKIPPED, _AFTER_FAILURE)
         self._running = self._running or (plan.step_id, started_ns)
         try:
-            return _Begun(item, started_ns, executor.launch(self._checked(session, plan), item.received_ns))
+            return _LaunchedStep(item, started_ns, executor.launch(self._checked(session, plan), item.received_ns))
         except InvalidPlan as exc:
             _log.error("step %d: invalid plan: %s", plan.step_id, exc)
-            begun = _Begun(item, started_ns, None, StepStatus.INVALID_PLAN, str(exc))
+            begun = _LaunchedStep(item, started_ns, None, StepStatus.INVALID_PLAN, str(exc))
         except Exception as exc:
-            begun = _Begun(item, started_ns, None, *self._failure(executor, plan.step_id, exc))
+            begun = _LaunchedStep(item, started_ns, None, *self._failure(executor, plan.step_id, exc))
         session.failed = True
         return begun
 
-    def _finish(self, executor: Executor, begun: _Begun) -> StepResult:
-        """Wait for a step; where it fails, those that began after it mean nothing either."""
+    def _finish(self, executor: Executor, begun: _LaunchedStep) -> StepResult:
+        """Wait for a step and return its result; if it fails, the results of later steps are SKIPPED."""
         session, step_id, status, message = begun.step.session, begun.step.plan.step_id, begun.status, begun.message
         if begun.launched is not None and session.failed_running:
             status, message = StepStatus.SKIPPED, _AFTER_FAILURE
@@ -309,7 +312,7 @@ class Worker:
         return StepResult(step_id=step_id, status=status, error_message=message, timings=timings)
 
     def _checked(self, session: Session, plan: StepPlan | RejectedPlan) -> StepPlan:
-        """The plan, if it can be read and comes in its turn."""
+        """Return the plan; raises InvalidPlan if it was unreadable, of another epoch or out of order."""
         if isinstance(plan, RejectedPlan):
             raise InvalidPlan(plan.message)
         if plan.epoch != session.epoch:
@@ -327,9 +330,9 @@ class Worker:
         message = f"{type(exc).__name__}: {exc}"
         if executor.is_out_of_memory(exc):
             return StepStatus.OUT_OF_MEMORY, message
-        self._tell_if_lost(executor, exc)
+        self._report_if_lost(executor, exc)
         return StepStatus.FAILED, message
 
-    def _tell_if_lost(self, executor: Executor, exc: Exception) -> None:
+    def _report_if_lost(self, executor: Executor, exc: Exception) -> None:
         if executor.is_lost(exc) and not self.lost.done():
             self.lost.set_result(exc)

@@ -1,4 +1,4 @@
-"""admin.proto: step records and block tables to the wire."""
+"""Converts step records and block tables to admin.proto."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import execution_pb2
-from scheduler_svc.engine.ports import Load, SequenceBlockTable, StepRecord
+from scheduler_svc.plan_loop.ports import Load, SequenceBlockTable, StepRecord
 
 
 def watch_response(records: Sequence[StepRecord], num_dropped: int, *, block_tables: bool) -> pb.WatchStepsResponse:
-    """Step records in order."""
+    """A response with step records, in order."""
     return pb.WatchStepsResponse(
         records=[_record(record, block_tables=block_tables) for record in records], num_dropped=num_dropped
     )

@@ -1,4 +1,4 @@
-"""What went wrong, as google.rpc.Status: one table for every call and session."""
+"""Errors as google.rpc.Status: one table for all calls and sessions."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from scheduler_svc.core.errors import (
 
 _LOG = logging.getLogger(__name__)
 _MAX_BYTES = 1000
-"""Of a message: it travels three times in the trailers, of which clients take 8 KiB."""
+"""Maximum size of a message: the trailers contain it three times, and clients accept 8 KiB of trailers."""
 
 
 class NotServingError(Exception):
-    """The service cannot take calls now: it starts, or stops; the message says which."""
+    """The service cannot serve calls while it starts or stops; the message has the reason."""
 
 
 class UnknownRequestError(Exception):
-    """No request of this id is known."""
+    """There is no request with this id."""
 
 
 class AbortedEarlyError(Exception):
-    """The request was aborted before it began."""
+    """The request was aborted before it was submitted."""
 
 
 class UnreadableMessageError(Exception):
-    """The bytes are no message of ours; the message is the parser's reason."""
+    """The bytes cannot be parsed; the message is the parser's reason."""
 
 
 def status_of(exc: Exception) -> status_pb2.Status:
-    """The status that tells a client of this error; what is not expected is logged and becomes INTERNAL."""
-    code, message = grpc.StatusCode, _cut(str(exc))
+    """The status of an error for the client; unexpected errors are logged and become INTERNAL."""
+    code, message = grpc.StatusCode, _truncate(str(exc))
     match exc:
         case RequestRejectedError():
             status = make_status(
@@ -67,7 +67,7 @@ def status_of(exc: Exception) -> status_pb2.Status:
     return status
 
 
-def _cut(message: str) -> str:
-    """The beginning of the message that fits; it may quote what a client sent."""
+def _truncate(message: str) -> str:
+    """Truncate a message, which may quote client input, to _MAX_BYTES."""
     encoded = message.encode(errors="replace")
     return message if len(encoded) <= _MAX_BYTES else encoded[:_MAX_BYTES].decode(errors="ignore") + "…"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.engine.ports import ExecutorState, Load, ModelDescription
 from scheduler_svc.engine.reader import Chunk, SampleChunk
+from scheduler_svc.plan_loop.ports import ExecutorState, Load, ModelDescription
 from scheduler_svc.requests.fields import ChatFields, OutputMode, PromptFields, RequestFields
-from scheduler_svc.requests.sampling_fields import EarlyStopping, SamplingFields
+from scheduler_svc.requests.sampling_fields import FIELD_RULES, EarlyStopping, SamplingFields
 
 _OUTPUT_MODES = {
     pb.OUTPUT_MODE_UNSPECIFIED: OutputMode.DELTA,
@@ -171,43 +172,21 @@ def _part_fields(part: types_pb2.PromptPart) -> PromptFields:
 
 
 def _sampling_fields(params: types_pb2.SamplingParams) -> SamplingFields:
-    has = params.HasField
-    return SamplingFields(
-        temperature=params.temperature if has("temperature") else _DEFAULTS.temperature,
-        top_p=params.top_p if has("top_p") else _DEFAULTS.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=params.seed if has("seed") else None,
-        max_tokens=params.max_tokens if has("max_tokens") else None,
-        min_tokens=params.min_tokens if has("min_tokens") else None,
-        stop=tuple(params.stop),
-        stop_token_ids=tuple(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        logprobs=params.logprobs if has("logprobs") else None,
-        prompt_logprobs=params.prompt_logprobs if has("prompt_logprobs") else None,
-        repetition_penalty=(params.repetition_penalty if has("repetition_penalty") else _DEFAULTS.repetition_penalty),
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=tuple(sorted(params.logit_bias.items())),
-        allowed_token_ids=tuple(params.allowed_token_ids),
-        bad_words=tuple(params.bad_words),
-        include_stop_str_in_output=params.include_stop_str_in_output,
-        skip_special_tokens=params.skip_special_tokens if has("skip_special_tokens") else True,
-        detokenize=params.detokenize if has("detokenize") else True,
-        truncate_prompt_tokens=params.truncate_prompt_tokens if has("truncate_prompt_tokens") else None,
-        priority=params.priority,
-        n=params.n if has("n") else 1,
-        best_of=params.best_of if has("best_of") else None,
-        beam_width=params.beam_width if has("beam_width") else None,
-        length_penalty=params.length_penalty if has("length_penalty") else _DEFAULTS.length_penalty,
-        early_stopping=_EARLY_STOPPING.get(params.early_stopping),
-        later_fields=_later_sampling_fields(params),
-    )
+    """Every field that the client has set, by its name in the table; the others have their defaults."""
+    given = {field.name: _READERS.get(field.name, _as_it_is)(value) for field, value in params.ListFields()}
+    known = {name: value for name, value in given.items() if name in FIELD_RULES}
+    return SamplingFields(**known, later_fields=tuple(given.keys() - known.keys()))
 
 
-def _later_sampling_fields(params: types_pb2.SamplingParams) -> tuple[str, ...]:
-    """Fields that are not built yet and ask for something else than their default."""
-    return ("grammar",) if params.HasField("grammar") else ()
+def _as_it_is(value: Any) -> Any:
+    """A number or a text; of a list a tuple."""
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "logit_bias": lambda biases: tuple(sorted(biases.items())),
+    "early_stopping": _EARLY_STOPPING.get,
+}
 
 
 def _later_request_fields(message: pb.GenerateRequest) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""How much a request's fields may hold, checked on the message itself: what is far too long is never unpacked.
+"""Size limits of request fields, checked on the message itself, before oversized content is unpacked.
 
-One table for every call. The comments in the protos state the same numbers, which a test compares.
+One table for all calls. The comments in the protos state the same numbers; a test compares them.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from cadenza.v1 import types_pb2
 from scheduler_svc.core.errors import RequestRejectedError
 
 MAX_PROMPT_CHARS = 16 * 1024 * 1024
-"""Of all texts of a prompt together. A token is seldom more than a few characters, and no model reads that many."""
+"""Limit of all texts of a prompt together, far above what any model can read."""
 MAX_PROMPT_TOKENS = 4 * 1024 * 1024
-"""Of all token ids of a prompt together, before it is truncated."""
+"""Limit of all token ids of a prompt together, before truncation."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _PACKAGE = "cadenza.v1."
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What one field may hold; None: no limit of this kind."""
+    """Limits of one field; None: no limit of this kind."""
 
     length: int | None = None
-    """Of a string in characters, of bytes in bytes; in a list, of each item."""
+    """Maximum length: of a string in characters, of bytes in bytes; in a list, of each item."""
     items: int | None = None
-    """Entries of a list or map."""
+    """Maximum number of entries of a list or map."""
     is_id: bool = False
-    """No control characters: ids stand in logs and in messages."""
+    """Control characters are not allowed, because ids appear in logs and messages."""
 
 
 _ID = Limit(length=128, is_id=True)
@@ -57,11 +57,11 @@ LIMITS: Mapping[str, Limit] = {
     "GetBlockTableRequest.tenant": _ID,
 }
 _HOLDERS = frozenset({name.partition(".")[0] for name in LIMITS} | {"PromptPart"})
-"""Messages with limits somewhere in them: no others are looked into."""
+"""Message types that contain limited fields; others are not searched."""
 
 
 def check_limits(message: Message) -> None:
-    """Check the lengths of a request's fields; raises RequestRejectedError with the field's path."""
+    """Check the sizes of a request's fields; raises RequestRejectedError with the field's path."""
     for path, name, value in _limited(message, ""):
         _check(path, value, LIMITS[name])
     prompt = getattr(message, "prompt", None)
@@ -69,25 +69,25 @@ def check_limits(message: Message) -> None:
         _check_prompt(prompt)
 
 
-def check_named(request_id: str) -> None:
-    """Calls about a request must say which; raises RequestRejectedError."""
+def check_request_id(request_id: str) -> None:
+    """Check that a request id is given; raises RequestRejectedError."""
     if not request_id:
         raise RequestRejectedError("request_id", "must be given")
 
 
 def _limited(message: Message, path: str) -> Iterable[tuple[str, str, Any]]:
-    """(path, key in LIMITS, value) of each limited field that is set, a list before what is in it."""
+    """(path, key in LIMITS, value) of each limited field that is set, a list before its items."""
     for field, value in message.ListFields():
-        name, spot = field.full_name.removeprefix(_PACKAGE), path + field.name
+        name, field_path = field.full_name.removeprefix(_PACKAGE), path + field.name
         if name in LIMITS:
-            yield spot, name, value
+            yield field_path, name, value
         if field.message_type is None or field.message_type.name not in _HOLDERS:
             continue
         if field.is_repeated:
             for index, item in enumerate(value):
-                yield from _limited(item, f"{spot}[{index}].")
+                yield from _limited(item, f"{field_path}[{index}].")
         else:
-            yield from _limited(value, f"{spot}.")
+            yield from _limited(value, f"{field_path}.")
 
 
 def _check(path: str, value: Sized, limit: Limit) -> None:
@@ -113,7 +113,7 @@ def _check_length(path: str, value: str | bytes, limit: Limit) -> None:
 
 
 def _check_prompt(prompt: Iterable[types_pb2.PromptPart]) -> None:
-    """The sums over the parts; names the part that goes beyond."""
+    """Check the sums over the parts; the error names the part that exceeds them."""
     num_chars = num_tokens = 0
     for index, part in enumerate(prompt):
         num_tokens += len(part.tokens.ids)

@@ -1,7 +1,7 @@
-"""What can be told of a message that protobuf refuses to parse: which string is not UTF-8, and whose message it is.
+"""Diagnoses a message that protobuf rejects: finds the string that is not UTF-8, and the request id.
 
-Protobuf says neither. The format: https://protobuf.dev/programming-guides/encoding/. A field is a varint of number and
-wire type, then its content; strings, bytes and messages have their length before them.
+Protobuf reports neither. Format: https://protobuf.dev/programming-guides/encoding/. A field is a varint of number and
+wire type, then its content; strings, bytes and messages have a length prefix.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 _MAX_FIELDS = 10_000
-"""No more are looked at: the search runs on the event loop."""
+"""Limit on the number of fields read, because the search runs on the event loop."""
 
 
-class _GivenUpError(Exception):
-    """The bytes are no protocol buffer, or too many fields."""
+class _UnparsableError(Exception):
+    """The bytes are not a protocol buffer, or have too many fields."""
 
 
 def path_of_bad_string(raw: bytes, message: type[Message]) -> str:
-    """Path of the first string in a message of this type that is not UTF-8; empty if none is found."""
+    """Path of the first string that is not UTF-8 in a message of this type; empty if none is found."""
     try:
         return _Reader().bad_string(raw, message.DESCRIPTOR, "")
-    except _GivenUpError:
+    except _UnparsableError:
         return ""
 
 
 def string_at(raw: bytes, *numbers: int) -> str:
-    """The string in the field of the last number, in the message of the one before; empty if it cannot be read."""
+    """The string at a path of field numbers; empty if it cannot be read."""
     reader, content = _Reader(), raw
     try:
         for number in numbers:
             content = next((content for found, content in reader.fields(content) if found == number), b"")
         return content.decode()
-    except (_GivenUpError, UnicodeDecodeError):
+    except (_UnparsableError, UnicodeDecodeError):
         return ""
 
 
 class _Reader:
-    """Reads fields from bytes, and not too many."""
+    """Reads at most _MAX_FIELDS fields from bytes."""
 
     def __init__(self) -> None:
         self._num_left = _MAX_FIELDS
@@ -52,21 +52,23 @@ class _Reader:
             field = descriptor.fields_by_number.get(number)
             if field is None:
                 continue
-            spot = f"{path}{field.name}[{seen[number]}]" if field.is_repeated else path + field.name
+            field_path = f"{path}{field.name}[{seen[number]}]" if field.is_repeated else path + field.name
             seen[number] += 1
             if field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(content):
-                return spot
-            if field.message_type is not None and (found := self.bad_string(content, field.message_type, f"{spot}.")):
+                return field_path
+            if field.message_type is not None and (
+                found := self.bad_string(content, field.message_type, f"{field_path}.")
+            ):
                 return found
         return ""
 
     def fields(self, raw: bytes) -> Iterator[tuple[int, bytes]]:
-        """(number, content) of each field that has a length."""
+        """(number, content) of each length-prefixed field."""
         at = 0
         while at < len(raw):
             self._num_left -= 1
             if self._num_left < 0:
-                raise _GivenUpError
+                raise _UnparsableError
             tag, at = _varint(raw, at)
             match tag & 7:
                 case 0:  # a varint
@@ -78,21 +80,21 @@ class _Reader:
                 case 2:  # a length and as many bytes
                     length, at = _varint(raw, at)
                     if length > len(raw) - at:
-                        raise _GivenUpError
+                        raise _UnparsableError
                     yield tag >> 3, raw[at : at + length]
                     at += length
                 case _:
-                    raise _GivenUpError
+                    raise _UnparsableError
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """The number that begins here, and where it ends."""
+    """The varint at this offset, and the offset after it."""
     value = 0
     for index, byte in enumerate(raw[at : at + 10]):
         value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             return value, at + index + 1
-    raise _GivenUpError
+    raise _UnparsableError
 
 
 def _is_utf8(content: bytes) -> bool:

@@ -1,14 +1,14 @@
-"""What can go wrong with a request or with the core itself."""
+"""Errors of the core."""
 
 from __future__ import annotations
 
 
 class SchedulerError(Exception):
-    """Base of all errors that the core raises on purpose."""
+    """Base class of the core's own errors."""
 
 
 class RequestRejectedError(SchedulerError):
-    """The request is wrong or can never fit; `field` is the path of the field at fault in GenerateRequest."""
+    """The request is invalid or can never fit; `field` is the path of the invalid field in GenerateRequest."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -16,7 +16,7 @@ class RequestRejectedError(SchedulerError):
 
 
 class PreconditionError(SchedulerError):
-    """The service cannot do this as it was started; `field` is the path of the field that asks for it."""
+    """The service's configuration does not support this; `field` is the path of the field that needs it."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -32,16 +32,16 @@ class QueueFullError(SchedulerError):
 
 
 class RequestExistsError(SchedulerError):
-    """A request of this id is known already."""
+    """A request with this id exists already."""
 
 
 class DrainingError(SchedulerError):
-    """The service takes no new requests."""
+    """The service accepts no new requests."""
 
 
 class LimitsError(SchedulerError):
-    """The options and the executor's limits cannot work together; the message names them."""
+    """The options contradict the executor's limits; the message names them."""
 
 
 class InvariantError(SchedulerError):
-    """The core's own books do not balance: a bug, never the caller's fault."""
+    """The core's own state is inconsistent: a bug, never the caller's fault."""

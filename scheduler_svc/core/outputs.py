@@ -1,4 +1,4 @@
-"""What happened to samples, in columns: what the core tells the engine."""
+"""The core's outputs for the engine, in columns."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from scheduler_svc.core.types import Finish, PromptLogprobs, SampleDelta, TokenL
 
 @dataclass(frozen=True, slots=True)
 class BeamOutput:
-    """One of a finished beam search's results; the best has sample_index 0."""
+    """One result of a finished beam search; the best has sample_index 0."""
 
     group: SequenceGroup
     sample_index: int
     token_ids: tuple[int, ...]
     score: float
-    """What they are ranked by: the sum of logprobs over the length's penalty."""
+    """The ranking score: the sum of logprobs divided by the length penalty."""
     cumulative_logprob: float | None
-    """None: there are fewer results than were asked for, and this one is empty."""
+    """None: the search found fewer results than requested, and this one is empty."""
     finish: Finish
 
 
 @dataclass(slots=True)
 class StepOutputs:
-    """New tokens, one of each sequence named; ends, with a token or without; prompt logprobs, in order."""
+    """New tokens, one per listed sequence; finishes, with or without a token; prompt logprobs, in order."""
 
     sequences: list[Sequence] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     """One for each of `sequences`."""
     logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
-    """Of the new tokens of those that asked."""
+    """Logprobs of the new tokens, for sequences whose request wants them."""
     finishes: dict[Sequence, Finish] = field(default_factory=dict)
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
     hypotheses: list[BeamOutput] = field(default_factory=list)
-    """Of beam searches that are done, all at once."""
+    """Results of finished beam searches, all of a search at once."""
 
     def __bool__(self) -> bool:
         return bool(self.sequences or self.finishes or self.prompt_logprobs or self.hypotheses)
 
     def __iter__(self) -> Iterator[SampleDelta]:
-        """The same sample by sample: prompt logprobs first, an end together with the last token."""
+        """The same outputs per sample: prompt logprobs first; a finish comes with the last token."""
         for sequence, prompt_logprobs in self.prompt_logprobs:
             yield SampleDelta(sequence.group.key, sequence.sample_index, prompt_logprobs=prompt_logprobs)
         for sequence, token_id in zip(self.sequences, self.token_ids, strict=True):
@@ -53,9 +53,9 @@ class StepOutputs:
                 logprobs=(logprobs,) if logprobs is not None else (),
                 finish=self.finishes.get(sequence),
             )
-        told = set(self.sequences)
+        with_tokens = set(self.sequences)
         for sequence, finish in self.finishes.items():
-            if sequence not in told:
+            if sequence not in with_tokens:
                 yield SampleDelta(sequence.group.key, sequence.sample_index, finish=finish)
         for output in self.hypotheses:
             yield SampleDelta(

@@ -1,4 +1,4 @@
-"""The requests that are known, where each of them is, and the news of them."""
+"""The request table: all unfinished requests, their queues and lanes, and the outputs not yet taken."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from scheduler_svc.core.types import Finish, RequestKey, SequenceState
 
 
 class RequestTable:
-    """Groups by key, the waiting queue, the lanes where they run, and what is to be told."""
+    """Groups by key, the waiting queue, the lanes, and the outputs for the engine."""
 
     def __init__(self, policies: Policies) -> None:
         self.policies = policies
         self.waiting = WaitingQueue(policies.order, policies.max_wait_s)
         self.draining = False
-        """No request will come for now, so nobody need be waited for."""
+        """No new requests are expected, so batches start without waiting for more."""
         self.groups: dict[RequestKey, SequenceGroup] = {}
         self.lanes: dict[int, Lane] = {}
-        self.suspects: set[SequenceGroup] = set()
-        """Groups with strikes: they were part of steps that failed."""
+        self.groups_with_failed_steps: set[SequenceGroup] = set()
+        """Groups that were part of failed steps."""
         self.num_preemptions = 0
         self._outputs = StepOutputs()
-        self._ended: list[Sequence] = []
+        self._finished: list[Sequence] = []
 
     @property
     def outputs(self) -> StepOutputs:
-        """What happened since it was last taken."""
+        """The outputs since `take_outputs` was last called."""
         return self._outputs
 
     def take_outputs(self) -> StepOutputs:
-        """Hand over what happened."""
+        """Return the outputs and start new ones."""
         outputs, self._outputs = self._outputs, StepOutputs()
         return outputs
 
-    def take_ended(self) -> list[Sequence]:
-        """The sequences that ended since the last call."""
-        ended, self._ended = self._ended, []
+    def take_finished(self) -> list[Sequence]:
+        """The sequences that finished since the last call."""
+        ended, self._finished = self._finished, []
         return ended
 
     def add(self, group: SequenceGroup) -> None:
@@ -46,46 +46,46 @@ class RequestTable:
         self.groups[group.key] = group
         self.waiting.add(group)
 
-    def admitted(self, group: SequenceGroup) -> None:
-        """A group has come in, or those of it that there was room for."""
-        if not group.entrants:
+    def record_admission(self, group: SequenceGroup) -> None:
+        """Record that a group, or a part of it, was admitted."""
+        if not group.waiting_sequences:
             self.waiting.remove(group)
         if not group.was_admitted:
             group.was_admitted = True
-            self.policies.order.admitted(group)
+            self.policies.order.on_admission(group)
 
-    def wait_again(self, sequence: Sequence, *, swapped: bool = False) -> None:
-        """A sequence that ran waits, in its old place; its tokens stay, those under way too.
+    def requeue(self, sequence: Sequence, *, swapped: bool = False) -> None:
+        """Put a sequence that ran back into the waiting queue, at its old place.
 
-        Its KV is lost, or swapped.
+        It keeps its tokens, including pending ones. Its KV is lost, or in the host pool if `swapped`.
         """
         if swapped:
-            sequence.move(SequenceState.SWAPPED)
+            sequence.change_state(SequenceState.SWAPPED)
         else:
-            sequence.forget_computed()
-            sequence.move(SequenceState.WAITING)
+            sequence.reset_computed_tokens()
+            sequence.change_state(SequenceState.WAITING)
         if not sequence.group.queued:
             self.waiting.add(sequence.group, again=True)
 
-    def end(self, sequence: Sequence, finish: Finish, *, tell: bool = True) -> None:
-        """End a sequence wherever it is and free what it holds; without `tell` the engine knows already."""
+    def finish(self, sequence: Sequence, finish: Finish, *, report: bool = True) -> None:
+        """Finish a sequence in any state and free what it holds; without `report` no output is made for the engine."""
         for lane in self.lanes.values():
-            lane.forget(sequence)
+            lane.drop(sequence)
         group = sequence.group
-        sequence.move(SequenceState.FINISHED)
+        sequence.change_state(SequenceState.FINISHED)
         sequence.finish = finish
-        if group.queued and not group.entrants:
+        if group.queued and not group.waiting_sequences:
             self.waiting.remove(group)
-        self._ended.append(sequence)
-        if tell and sequence.sample_index < group.spec.num_samples:
+        self._finished.append(sequence)
+        if report and sequence.sample_index < group.spec.num_samples:
             self._outputs.finishes[sequence] = finish
         if group.finished:
             del self.groups[group.key]
-            self.suspects.discard(group)
-        self.policies.order.ended(sequence)
+            self.groups_with_failed_steps.discard(group)
+        self.policies.order.on_finish(sequence)
 
-    def end_group(self, group: SequenceGroup, finish: Finish) -> None:
-        """End all of a group's sequences that have not ended."""
+    def finish_group(self, group: SequenceGroup, finish: Finish) -> None:
+        """Finish all unfinished sequences of a group."""
         for sequence in group.sequences:
             if sequence.state is not SequenceState.FINISHED:
-                self.end(sequence, finish)
+                self.finish(sequence, finish)

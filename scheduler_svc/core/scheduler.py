@@ -1,12 +1,13 @@
 """The scheduler core: requests in, plans out, results in, tokens out.
 
-Pure: no clock, no randomness, no I/O. Each step (1) makes room for the tokens of those that run, preempting the order's
-first victims where blocks run out, (2) gives decodes, beams and prefill chunks their tokens, (3) lets in groups that
-wait, new or put out before, as token budget, slots and blocks allow, (4) releases what ended. A sequence is the same
-whether its tokens are a prompt's, a decode's or computed again after a preemption: it has tokens without KV, and a step
-computes some of them.
+Pure: no clock, no randomness, no I/O. Each step (1) allocates blocks for the next tokens of running sequences and
+preempts victims, in the policy's order, where blocks run out, (2) schedules decodes, beams and prefill chunks,
+(3) admits waiting groups, new or preempted, within the token budget, the free slots and the free blocks, (4) releases
+finished sequences. One rule covers prompts, decodes and recomputation after a preemption: a sequence has tokens without
+KV, and a step computes some of them.
 
-Here are the calls; `planning` plans a step, `results` takes its result in, `requests` knows where each request is.
+This module holds the public calls; `planning` plans a step, `results` applies its result, `request_table` holds the
+requests.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.steps.beam_scheduling import cut_short, start_search
+from scheduler_svc.core.steps.beam_scheduling import finish_early, start_beam_search
 from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES
 from scheduler_svc.core.steps.planning import plan_step
 from scheduler_svc.core.steps.results import check_result, context_lens, record_failed_step, take_result
@@ -34,12 +35,12 @@ from scheduler_svc.core.types import (
     StepResult,
 )
 
-MAX_STRIKES = 5
-"""A group that was part of this many failed steps without getting any further in between is ended."""
+MAX_FAILED_STEPS = 5
+"""A group that was part of this many failed steps without progress in between is finished with an error."""
 
 
 class Scheduler:
-    """Every decision, and every request's state."""
+    """Makes every scheduling decision and holds every request's state."""
 
     def __init__(self, policies: Policies | None = None) -> None:
         self._requests = RequestTable(policies or Policies())
@@ -50,33 +51,33 @@ class Scheduler:
 
     @property
     def waiting(self) -> WaitingQueue:
-        """Groups that wait."""
+        """Waiting groups."""
         return self._requests.waiting
 
     @property
     def groups(self) -> dict[RequestKey, SequenceGroup]:
-        """All groups that have not ended."""
+        """All unfinished groups."""
         return self._requests.groups
 
     @property
     def lanes(self) -> dict[int, Lane]:
-        """The books of each executor."""
+        """The lane of each executor."""
         return self._requests.lanes
 
     @property
     def num_swapped(self) -> int:
-        """Groups that are swapped out."""
+        """Number of groups that are swapped out."""
         return len({sequence.group for lane in self.lanes.values() for sequence in lane.swapped})
 
     @property
     def num_preemptions(self) -> int:
-        """Since the beginning."""
+        """Number of preemptions since the start."""
         return self._requests.num_preemptions
 
     # --- executors ---------------------------------------------------------------------------------------------------
 
     def add_executor(self, executor_id: int, spec: ExecutorSpec) -> None:
-        """Make a lane for an executor; raises LimitsError for limits that could not make progress."""
+        """Create a lane for an executor; raises LimitsError for limits that would not allow progress."""
         if spec.max_num_batched_tokens < spec.max_num_seqs:
             raise LimitsError(
                 f"max_num_batched_tokens ({spec.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -88,29 +89,30 @@ class Scheduler:
         self.lanes[executor_id] = Lane(spec, policies.order, prefix_caching=policies.prefix_caching)
 
     def session_opened(self, last_completed_step_id: int) -> None:
-        """An executor may have run steps for a scheduler before this one: step ids go on rising from there."""
+        """Continue the step ids after those that the executor ran, perhaps for an earlier scheduler."""
         self.last_step_id = max(self.last_step_id, last_completed_step_id)
 
     def executor_lost(self, executor_id: int, now: float) -> StepOutputs:
-        """The session with an executor ended with plans in flight: all that ran there waits again, in its old place.
+        """The session with an executor ended: its running sequences go back to the waiting queue, at their old places.
 
-        Confirmed tokens stay, pending ones are forgotten and will be computed again. Groups of the oldest plan in
-        flight, the one that ran, get a strike; with MAX_STRIKES in a row they end with EXECUTOR_ERROR.
+        Confirmed tokens stay; pending ones are dropped and computed again. For the groups of the oldest plan in flight,
+        which was running, the step counts as failed; after MAX_FAILED_STEPS without progress they finish with
+        EXECUTOR_ERROR.
         """
         lane = self.lanes[executor_id]
-        suspects = context_lens(lane, lane.inflight[0]) if lane.inflight else {}
-        touched = {sequence for step in lane.inflight for sequence in context_lens(lane, step)}
-        stranded = [*lane.running, *lane.finishing, *lane.swapped]
+        failed_contexts = context_lens(lane, lane.inflight[0]) if lane.inflight else {}
+        planned = {sequence for step in lane.inflight for sequence in context_lens(lane, step)}
+        interrupted = [*lane.running, *lane.finishing, *lane.swapped]
         lane.reset()
-        for sequence in touched.difference(stranded):
-            sequence.forget_pending()
-            sequence.group.forget_candidates()
-        for sequence in stranded:
-            sequence.lose_memory()
-            sequence.group.forget_candidates()
-            self._requests.wait_again(sequence)
-        for group in record_failed_step(self._requests, suspects, MAX_STRIKES):
-            self._requests.end_group(group, Finish(FinishDetail.EXECUTOR_ERROR))
+        for sequence in planned.difference(interrupted):
+            sequence.drop_pending_tokens()
+            sequence.group.drop_candidates()
+        for sequence in interrupted:
+            sequence.forget_executor_state()
+            sequence.group.drop_candidates()
+            self._requests.requeue(sequence)
+        for group in record_failed_step(self._requests, failed_contexts, MAX_FAILED_STEPS):
+            self._requests.finish_group(group, Finish(FinishDetail.EXECUTOR_ERROR))
         return self.take_outputs()
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -126,38 +128,38 @@ class Scheduler:
         for index in range(spec.num_sequences):
             self._num_sequences += 1
             group.sequences.append(Sequence(self._num_sequences, group, index, max_model_len))
-        start_search(group)
+        start_beam_search(group)
         self._requests.add(group)
 
     def abort(self, key: RequestKey, detail: FinishDetail) -> StepOutputs:
-        """End a request at once, a beam search with its beams as they are; nothing happens if it is not known."""
+        """Finish a request now; a beam search returns its beams as they are. Does nothing if the request is unknown."""
         group = self.groups.get(key)
         if group is not None:
-            cut_short(self._requests, group, detail)
+            finish_early(self._requests, group, detail)
         return self.take_outputs()
 
     def stop_sample(self, key: RequestKey, sample_index: int) -> None:
-        """The engine has found a stop string: end a sample quietly, what it holds is freed."""
+        """Finish a sample whose stop string the engine found, without an output, and free what it holds."""
         group = self.groups.get(key)
         if group is not None and group.sequences[sample_index].state is not SequenceState.FINISHED:
-            self._requests.end(group.sequences[sample_index], Finish(FinishDetail.STOP_STRING), tell=False)
+            self._requests.finish(group.sequences[sample_index], Finish(FinishDetail.STOP_STRING), report=False)
 
     def take_outputs(self) -> StepOutputs:
-        """What happened to samples since the last call."""
+        """The outputs since the last call."""
         return self._requests.take_outputs()
 
-    def take_ended(self) -> list[Sequence]:
+    def take_finished(self) -> list[Sequence]:
         """The sequences that ended since the last call."""
-        return self._requests.take_ended()
+        return self._requests.take_finished()
 
     def drain(self, draining: bool) -> None:
-        """Say that no request will come for now, or that they may come again: who waits for company need not."""
+        """Start or end draining: while draining, batching policies do not wait for further requests."""
         self._requests.draining = draining
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def plan_step(self, executor_id: int, now: float) -> StepPlan | None:
-        """Plan the next step; None if there is nothing to do or to tell. Ends of requests come by `take_outputs`."""
+        """Plan the next step; None if it would be empty. Finishes that planning causes are in `take_outputs`."""
         lane = self.lanes[executor_id]
         step = plan_step(self._requests, lane, StepPlan(self.last_step_id + 1, executor_id), now)
         if step is None:
@@ -167,13 +169,13 @@ class Scheduler:
         return step.plan
 
     def wakes_at(self, executor_id: int, now: float) -> float | None:
-        """When `plan_step` may find something to do that it does not find now; None: only after other calls."""
+        """When `plan_step` may return a plan without another call in between; None: never."""
         return self._requests.policies.batching.wakes_at(self.lanes[executor_id], self.waiting, now)
 
     def apply_result(self, executor_id: int, result: StepResult, now: float) -> tuple[PlannedStep, StepOutputs]:
-        """Take in the result of the oldest plan in flight, which must have gone well; returns that plan and the news.
+        """Apply the result of the oldest plan in flight, with status OK; returns that plan and the outputs.
 
-        Raises InvariantError for a result of another step or status: the session is then to be given up.
+        Raises InvariantError for a result of another step or status; the session must then be closed.
         """
         lane = self.lanes[executor_id]
         if not lane.inflight or lane.inflight[0].plan.step_id != result.step_id:
@@ -181,8 +183,8 @@ class Scheduler:
         check_result(lane, lane.inflight[0], result)
         step = lane.inflight.popleft()
         self.num_output_tokens += take_result(self._requests, lane, step, result)
-        lane.slots.result_seen(result.step_id)
-        lane.observe(step, result)
+        lane.slots.on_result(result.step_id)
+        lane.update_rates(step, result)
         outputs = self.take_outputs()
         self.num_output_tokens += sum(len(output.token_ids) for output in outputs.hypotheses)
         return step, outputs
@@ -191,14 +193,14 @@ class Scheduler:
         """Prove that every block, slot and group is accounted for; raises InvariantError."""
         for lane in self.lanes.values():
             lane.check_integrity()
-        homes = {id(group) for group in self.waiting}
+        queued = {id(group) for group in self.waiting}
         for lane in self.lanes.values():
-            homes |= {id(sequence.group) for sequence in (*lane.running, *lane.finishing)}
-        if homes != {id(group) for group in self.groups.values()}:
-            raise InvariantError("a group is in no queue, or a queue holds a group that is not known")
+            queued |= {id(sequence.group) for sequence in (*lane.running, *lane.finishing)}
+        if queued != {id(group) for group in self.groups.values()}:
+            raise InvariantError("a group is in no queue, or a queue holds an unknown group")
 
     def _check_fits(self, spec: RequestSpec) -> None:
-        """Refuse at the door what no executor could ever hold; the message has the numbers."""
+        """Reject a request that no executor can hold; the message has the numbers."""
         num_prompt = len(spec.prompt_token_ids)
         if num_prompt == 0:
             raise RequestRejectedError("prompt", "the prompt has no tokens")
@@ -210,7 +212,7 @@ class Scheduler:
         self._check_group_fits(spec)
 
     def _check_group_fits(self, spec: RequestSpec) -> None:
-        """A group's sequences run together, or at least begin so."""
+        """Reject a group whose sequences cannot start together."""
         count, num_prompt = spec.num_sequences, len(spec.prompt_token_ids)
         field = "sampling_params.beam_width" if spec.beams else "sampling_params.n"
         most = max(lane.spec.max_num_seqs for lane in self.lanes.values())
@@ -224,7 +226,7 @@ class Scheduler:
         needed = num_prompt // block_size + count
         largest = max(lane.spec.num_blocks for lane in self.lanes.values())
         if needed > largest:
-            who = f"{num_prompt} prompt tokens" + (f" and {count} sequences" if count > 1 else "")
+            needs = f"{num_prompt} prompt tokens" + (f" and {count} sequences" if count > 1 else "")
             raise RequestRejectedError(
-                "prompt", f"{who} need {needed} KV blocks of {block_size} tokens; the pool has {largest}"
+                "prompt", f"{needs} need {needed} KV blocks of {block_size} tokens; the pool has {largest}"
             )

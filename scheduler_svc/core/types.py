@@ -1,22 +1,22 @@
-"""The words of the core: states, reasons, what a request asks for, what an executor can hold, plans and results.
+"""The types of the core: states, finish reasons, requests, executor limits, plans and results.
 
 Per-token data travels in columns (parallel lists of ints), never as an object per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 
 RequestKey = tuple[str, str]
 """Tenant and request id."""
 BlockPairs = list[tuple[int, int]]
-"""Blocks moved, from and to."""
+"""Block moves: (source, destination)."""
 
 
 class SequenceState(Enum):
-    """Where a sequence is. Prefill and decode are no states: they follow from the token counts."""
+    """A sequence's state. Prefill and decode are not states: they follow from the token counts."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -42,45 +42,45 @@ class FinishDetail(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a sample ended, and the stop token or string that was matched, if one was."""
+    """How a sample ended, and the stop token or stop string that it matched, if any."""
 
     detail: FinishDetail
     stop_token_id: int | None = None
     stop_string: str | None = None
 
 
+SamplingValue = float | tuple[float, ...] | tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How an executor chooses tokens: SamplingParams resolved to numbers and token ids. Ranges as in types.proto."""
+    """How an executor chooses tokens: SamplingParams resolved to numbers and token ids. Ranges as in types.proto.
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    The core reads the fields that are named here. The others pass through it unread, in `values`.
+    """
+
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     """Every id that ends the sequence, EOS included unless it is ignored."""
     min_tokens: int = 0
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    bias_token_ids: tuple[int, ...] = ()
-    biases: tuple[float, ...] = ()
-    """One for each of bias_token_ids."""
-    allowed_token_ids: tuple[int, ...] = ()
-    """Empty: all."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that must not appear in the output."""
     num_candidates: int = 0
-    """Best next tokens told in place of a sampled one, for beams; 0: sample, or of a beam: what its search needs."""
+    """Best next tokens returned in place of a sampled one, for beams; 0: sample, or of a beam what its search needs."""
+    values: Mapping[str, SamplingValue] = field(default_factory=dict)
+    """The other fields of SequenceSampling by name, where they are not off: numbers, lists of them, lists of words."""
 
     @property
     def num_values(self) -> int:
         """Numbers in its lists: what it adds to a plan."""
-        ids = len(self.stop_token_ids) + len(self.allowed_token_ids) + sum(map(len, self.bad_words))
-        return ids + 2 * len(self.bias_token_ids)
+        return len(self.stop_token_ids) + sum(map(_num_listed, self.values.values()))
+
+
+def _num_listed(value: SamplingValue) -> int:
+    """Numbers in a list or in a list of lists; a number by itself counts as none."""
+    if not isinstance(value, tuple):
+        return 0
+    return sum(len(each) if isinstance(each, tuple) else 1 for each in value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,42 +97,42 @@ class BeamSpec:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """A request as the core takes it: validated, tokenized, seeded."""
+    """A validated and tokenized request with a seed."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
     max_tokens: int | None = None
-    """Most output tokens; None: as many as max_model_len allows."""
+    """Maximum number of output tokens; None: as many as max_model_len allows."""
     eos_token_ids: frozenset[int] = frozenset()
-    """Which of the sampling's stop ids count as EOS."""
+    """The stop ids of `sampling` that count as EOS."""
     num_samples: int = 1
-    """Samples that are drawn; with beams, how many of the best are told, at most their width."""
+    """Number of samples to draw; with beams, number of best beams to return, at most the beam width."""
     beams: BeamSpec | None = None
     """Beam search in place of sampling."""
     cache_salt: bytes = b""
-    """Only requests with the same salt, of the same tenant, share blocks."""
+    """Requests share blocks only if they have the same salt and the same tenant."""
     uses_prefix_cache: bool = True
-    """May it use and fill the prefix cache, where there is one."""
+    """Whether the request may use and fill the prefix cache, where there is one."""
     priority: int = 0
     tenant: str = ""
     expected_output_tokens: int | None = None
-    """What the client expects, for orders that go by length."""
+    """The client's estimate, used by orders that sort by length."""
 
     @property
     def key(self) -> RequestKey:
-        """What the request is known by: ids are scoped by tenant."""
+        """The request's unique key: request ids are scoped by tenant."""
         return self.tenant, self.request_id
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of its group: samples or beams."""
+        """Number of sequences in its group: samples or beams."""
         return self.beams.width if self.beams else self.num_samples
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSpec:
-    """What one executor can hold, as its lane needs it."""
+    """The limits of one executor that its lane needs."""
 
     block_size: int
     num_blocks: int
@@ -142,14 +142,14 @@ class ExecutorSpec:
     max_model_len: int
     watermark: float = 0.01
     num_host_blocks: int = 0
-    """Blocks of the host pool, to swap to."""
+    """Number of blocks in the host pool, the destination of swap-outs."""
     shares_prefixes: bool = True
-    """Does the KV of a token depend on nothing but the tokens before it, so that blocks may be shared by requests."""
+    """Whether a token's KV depends only on the tokens before it, so that requests may share blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedSequence:
-    """All that an executor must be told of a sequence, once."""
+    """The full description of a sequence, sent to the executor once."""
 
     slot: int
     token_ids: tuple[int, ...]
@@ -159,12 +159,12 @@ class AdmittedSequence:
     sampling: Sampling
     sample_index: int
     held: bool = False
-    """Takes no part in decode_ready until it is resumed."""
+    """Not included in decode_ready until the plan resumes it."""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What changes for one step, in columns, as execution.proto says. Made once, then never changed."""
+    """The changes for one step, in columns, as in execution.proto. Never changed after planning."""
 
     step_id: int
     executor_id: int
@@ -189,12 +189,12 @@ class StepPlan:
     fork_source_slots: list[int] = field(default_factory=list)
     fork_slots: list[int] = field(default_factory=list)
     debug_digest: bool = False
-    """Ask for a digest of the executor's slots after this step."""
+    """Request a digest of the executor's slots after this step."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprobs of one token: of the chosen one, its rank from 1, and the most likely ids with theirs, best first."""
+    """Logprobs of one token: logprob and rank (from 1) of the chosen id, and the top ids with theirs, best first."""
 
     logprob: float
     rank: int
@@ -215,7 +215,7 @@ class PromptLogprobs:
     """Logprobs of consecutive prompt tokens, in columns, as LogprobColumns in types.proto."""
 
     start: int
-    """Index of the first of them in the prompt, 1 or more."""
+    """Prompt index of the first row, 1 or more."""
     logprobs: Sequence[float]
     ranks: Sequence[int]
     num_top: int
@@ -225,11 +225,11 @@ class PromptLogprobs:
 
     @property
     def end(self) -> int:
-        """Index after the last of them."""
+        """Prompt index after the last row."""
         return self.start + len(self.logprobs)
 
     def rows(self, start: int, end: int) -> PromptLogprobs:
-        """Those of the prompt tokens `start` to `end - 1`, which must be among them."""
+        """The rows of the prompt tokens `start` to `end - 1`, which must be present."""
         first, last = start - self.start, end - self.start
         width = self.num_top
         return PromptLogprobs(
@@ -256,7 +256,7 @@ class SlotError(IntEnum):
     """Why one slot failed; numbers as in execution.proto."""
 
     UNSPECIFIED = 0
-    """For reasons that this scheduler does not know."""
+    """A reason that this scheduler does not know."""
     NON_FINITE_LOGITS = 1
     GRAMMAR = 2
     TRANSFER = 3
@@ -265,37 +265,37 @@ class SlotError(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step made, in columns: for each slot that was to sample, its token or none."""
+    """The output of one step, in columns: for each slot that was scheduled to sample, its token or none."""
 
     step_id: int
     status: StepStatus = StepStatus.OK
     error_message: str = ""
     slots: Sequence[int] = ()
     num_tokens: Sequence[int] = ()
-    """Tokens that each slot sampled; empty: one each."""
+    """Number of tokens that each slot sampled; empty: one each."""
     token_ids: Sequence[int] = ()
     error_slots: Sequence[int] = ()
     errors: Sequence[SlotError] = ()
-    """Why, for each of error_slots."""
+    """The reason for each entry of error_slots."""
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """By slot, for those that asked."""
+    """By slot, where the request wants logprobs."""
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
-    """By slot, for those that asked, of the prompt tokens that this step's chunk predicts."""
+    """By slot, where the request wants them: of the prompt tokens that this step's chunk predicts."""
     candidates: dict[int, Candidates] = field(default_factory=dict)
-    """By slot, for beams; such slots sample no token."""
+    """By slot, for beams. These slots sample no token."""
     debug_digest: bytes = b""
-    """Of the executor's slots after the step, if the plan asked for it."""
+    """Digest of the executor's slots after the step, if the plan requested it."""
     queue_ns: int = 0
     device_ns: int = 0
     sample_ns: int = 0
     moves_ns: int = 0
-    """Block copies and swaps."""
+    """Time for block copies and swaps."""
     total_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SampleDelta:
-    """New tokens of one sample, or its end, or both: what `apply_result` and the others tell the engine."""
+    """New tokens of one sample, its finish, or both."""
 
     key: RequestKey
     sample_index: int
@@ -303,6 +303,6 @@ class SampleDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: Finish | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    """Of the request's prompt; comes in order, nothing twice."""
+    """Logprobs of the request's prompt; reported in order, each row once."""
     cumulative_logprob: float | None = None
-    """Sum of the logprobs of a beam, with its end."""
+    """Sum of a beam's logprobs, reported with its finish."""

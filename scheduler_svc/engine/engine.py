@@ -1,14 +1,14 @@
-"""The engine: owns the core, between the front that submits requests and the plan loop that runs them.
+"""The engine: owns the core. The front submits requests to it; the plan loop runs them.
 
-Everything here runs on one event loop; the core is called only from here and the plan loop, never across an await.
+Everything here runs on one event loop. The core is called only from here and from the plan loop, never across an await.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
+from functools import partial
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import DrainingError, QueueFullError, RequestExistsError
@@ -19,8 +19,10 @@ from scheduler_svc.core.sequences.sequence import Sequence as CoreSequence
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, StepResult, TokenLogprobs
 from scheduler_svc.engine.live_request import Listener, LiveRequest
-from scheduler_svc.engine.plan_loop import PlanLoop
-from scheduler_svc.engine.ports import (
+from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
+from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.plan_loop.plan_loop import PlanLoop
+from scheduler_svc.plan_loop.ports import (
     EngineRequest,
     ExecutorFencedError,
     ExecutorPort,
@@ -29,39 +31,39 @@ from scheduler_svc.engine.ports import (
     ModelDescription,
     SequenceBlockTable,
 )
-from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
 
 _LOG = logging.getLogger(__name__)
 _FINISHED = SequenceState.FINISHED
 
 
 class Engine:
-    """Requests in, live requests out. Implements PlanLoopListener."""
+    """Turns requests into live requests and feeds them with outputs. Implements PlanLoopListener."""
 
-    def __init__(self, config: SchedulerConfig, core: Scheduler, executor: ExecutorPort) -> None:
+    def __init__(self, config: SchedulerConfig, core: Scheduler, executor: ExecutorPort, clock: Clock) -> None:
         self._config = config
         self._core = core
-        self._loop = PlanLoop(core, 0, executor, config, self)
+        self.clock = clock
+        self._loop = PlanLoop(core, 0, executor, config, self, clock)
         self._live: dict[RequestKey, LiveRequest] = {}
-        self._timers: dict[RequestKey, asyncio.TimerHandle] = {}
+        self._timers: dict[RequestKey, Timer] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._connected_once = asyncio.Event()
-        self._started_at = time.monotonic()
-        self._recorder = StepRecorder(self.load, int(self._started_at * 1e9))
+        self._started_ns = clock.monotonic_ns()
+        self._recorder = StepRecorder(self.load, self._started_ns)
         self._health_listeners: list[Callable[[bool], None]] = []
         self._task: asyncio.Task[None] | None = None
         self.draining = False
         self.fenced = asyncio.Event()
-        """Set when the engine has stopped for good: fenced by another scheduler, or crashed; see `failure`."""
+        """Set when the engine has stopped permanently: fenced by another scheduler, or crashed; see `failure`."""
         self.failure: Exception | None = None
 
-    # --- life --------------------------------------------------------------------------------------------------------
+    # --- start and stop ----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Wait for the executor's description, build the core, open the first session.
+        """Wait for the executor's description, create its lane, open the first session.
 
-        Raises LimitsError for options that cannot work with this executor, ExecutorFencedError if another scheduler
+        Raises LimitsError for options that contradict this executor's limits, ExecutorFencedError if another scheduler
         holds it.
         """
         await self._loop.describe()
@@ -71,7 +73,7 @@ class Engine:
             raise self.failure
 
     async def stop(self) -> None:
-        """End all requests with ABORTED and close the session."""
+        """Finish all requests with ABORTED and close the session."""
         self.draining = True
         for tenant, request_id in list(self._live):
             self.abort(tenant, request_id)
@@ -93,27 +95,27 @@ class Engine:
 
     @property
     def model(self) -> ModelDescription:
-        """What the executor runs; known after `start`."""
+        """The executor's model; known after `start`."""
         return self._loop.model
 
     @property
     def connected(self) -> bool:
-        """Is there a session with the executor now?"""
+        """Whether a session with the executor is open."""
         return self._loop.connected
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since the engine was made."""
-        return time.monotonic() - self._started_at
+        """Seconds since the engine was created."""
+        return (self.clock.monotonic_ns() - self._started_ns) / 1e9
 
     def add_health_listener(self, callback: Callable[[bool], None]) -> None:
-        """Call `callback(healthy)` whenever the executor comes or goes, or a drain begins or ends."""
+        """Call `callback(healthy)` whenever the executor connects or disconnects, or a drain begins or ends."""
         self._health_listeners.append(callback)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> LiveRequest:
-        """Queue a request. Same id and same body while it is known: the same live request.
+        """Queue a request; an unfinished request with the same id and the same body is returned instead.
 
         Raises RequestRejectedError, QueueFullError, RequestExistsError, DrainingError.
         """
@@ -129,8 +131,8 @@ class Engine:
             raise QueueFullError(
                 f"{len(self._core.waiting)} requests wait already (max_queued_requests)", self._retry_after_s()
             )
-        self._core.add_request(spec, time.monotonic())
-        live = LiveRequest(request, time.monotonic_ns())
+        self._core.add_request(spec, self.clock.monotonic())
+        live = LiveRequest(request, self.clock.monotonic_ns())
         self._live[spec.key] = live
         self._idle.clear()
         self._set_deadline(request)
@@ -138,11 +140,11 @@ class Engine:
         return live
 
     def find(self, tenant: str, request_id: str) -> LiveRequest | None:
-        """The live request of this id."""
+        """The live request with this id; None if there is none."""
         return self._live.get((tenant, request_id))
 
     def abort(self, tenant: str, request_id: str, detail: FinishDetail = FinishDetail.ABORTED) -> bool:
-        """End a request at once and free what it holds; False if it is not known."""
+        """Finish a request now and free what it holds; False if it is unknown."""
         if (tenant, request_id) not in self._live:
             return False
         self.on_outputs(self._core.abort((tenant, request_id), detail))
@@ -150,29 +152,29 @@ class Engine:
         return True
 
     def detach(self, live: LiveRequest, listener: Listener) -> None:
-        """A reader is gone: when nobody listens any more the request is aborted."""
+        """Remove a reader's listener; a request without listeners is aborted."""
         live.unsubscribe(listener)
-        if not live.attended and not live.ended:
+        if not live.has_listeners and not live.ended:
             self.abort(*live.request.spec.key)
 
     async def drain(self, timeout_s: float | None) -> int:
-        """Refuse new requests until `resume`, wait for the running ones; returns how many remain at the timeout."""
+        """Reject new requests until `resume` and wait for the others; returns the number left at the timeout."""
         self._set_draining(True)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self.clock.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
             pass
         return len(self._live)
 
     def resume(self) -> None:
-        """Take new requests again."""
+        """Accept new requests again."""
         self._set_draining(False)
 
-    # --- pictures ----------------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------------
 
     def load(self) -> Load:
-        """Queues and memory now."""
+        """The current state of queues and memory."""
         lane, blocks = self._loop.lane, self._loop.lane.blocks
         used = lane.spec.num_blocks - blocks.num_free
         stored = lane.num_stored_tokens
@@ -201,11 +203,11 @@ class Engine:
         )
 
     def executor_infos(self) -> list[ExecutorState]:
-        """The executors as they are seen from here."""
+        """The state of each executor."""
         return [self._loop.state]
 
     def block_tables(self, tenant: str, request_id: str) -> list[SequenceBlockTable] | None:
-        """The block tables of a request's live sequences; None if it is not known."""
+        """The block tables of a request's unfinished sequences; None if the request is unknown."""
         group = self._core.groups.get((tenant, request_id))
         if group is None:
             return None
@@ -224,14 +226,14 @@ class Engine:
         )
 
     def watch(self, *, include_block_tables: bool = False) -> StepWatch:
-        """Step records from now on."""
+        """A watch that yields the records of all steps from now on."""
         return StepWatch(self._recorder.watches, include_block_tables=include_block_tables)
 
-    # --- what the plan loop says -------------------------------------------------------------------------------------
+    # --- events of the plan loop -------------------------------------------------------------------------------------
 
     def on_outputs(self, outputs: StepOutputs) -> None:
-        """Bring news to the live requests, then wake each one's readers once."""
-        now = time.monotonic_ns()
+        """Apply outputs to the live requests, then notify each one's listeners once."""
+        now = self.clock.monotonic_ns()
         touched: dict[RequestKey, LiveRequest] = {}
         for sequence, prompt_logprobs in outputs.prompt_logprobs:
             live = self._live.get(sequence.group.key)
@@ -250,8 +252,8 @@ class Engine:
         for key, live in touched.items():
             if not live.times.first_token_ns and live.num_completion_tokens:
                 live.times.first_token_ns = now
-            if live.settle():
-                self._retire(key, live, now)
+            if live.finish_if_all_ended():
+                self._close(key, live, now)
             live.notify()
 
     def _extend(
@@ -263,7 +265,7 @@ class Engine:
         finish: Finish | None,
         cumulative_logprob: float | None = None,
     ) -> None:
-        """Bring news to one sample, unless it has ended here already."""
+        """Apply outputs to one sample, unless it has finished here already."""
         key, index = sequence.group.key, sequence.sample_index
         live = self._live.get(key)
         # A beam search has more sequences than results.
@@ -274,14 +276,14 @@ class Engine:
             self._core.stop_sample(key, index)
 
     def on_planned(self, step: PlannedStep) -> None:
-        """Note the times and preemptions of the step's requests."""
-        self._recorder.planned(step.plan.step_id)
-        now = time.monotonic_ns()
+        """Record times and preemption counts of the step's requests."""
+        self._recorder.on_planned(step.plan.step_id)
+        now = self.clock.monotonic_ns()
         for sequence in step.joined:
             live = self._live.get(sequence.group.key)
             if live is not None and not live.times.first_plan_ns:
                 live.times.first_plan_ns = now
-                # The first to join computes the prompt, for the other samples too.
+                # The first sample to join computes the prompt for all samples.
                 live.counts.num_cached_tokens = sequence.num_hit_tokens
         for sequence in step.preempted:
             live = self._live.get(sequence.group.key)
@@ -289,21 +291,21 @@ class Engine:
                 live.counts.num_preemptions = sequence.group.num_preemptions
 
     def on_applied(self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float) -> None:
-        """Hand the step to those who watch."""
-        ended = self._core.take_ended()
+        """Record the step for watches."""
+        ended = self._core.take_finished()
         if self._recorder.watches:
             contexts = context_lens(self._loop.lane, step, applied=set(outputs.sequences))
-            self._recorder.applied(step, contexts, result, ended, now)
+            self._recorder.on_applied(step, contexts, result, ended, now)
 
     def on_connected(self, connected: bool) -> None:
-        """Tell those who report health."""
+        """Report health to the listeners."""
         if connected:
             self._connected_once.set()
         else:
-            self._recorder.forget()
-        self._tell_health()
+            self._recorder.clear()
+        self._report_health()
 
-    def _retire(self, key: RequestKey, live: LiveRequest, now_ns: int) -> None:
+    def _close(self, key: RequestKey, live: LiveRequest, now_ns: int) -> None:
         live.ended = True
         live.times.end_ns = now_ns
         del self._live[key]
@@ -313,17 +315,17 @@ class Engine:
         if not self._live:
             self._idle.set()
 
-    # --- small things ------------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _set_deadline(self, request: EngineRequest) -> None:
         if request.deadline is None:
             return
         key = request.spec.key
-        delay = max(0.0, request.deadline - time.monotonic())
-        self._timers[key] = asyncio.get_running_loop().call_later(delay, self.abort, *key, FinishDetail.DEADLINE)
+        delay = max(0.0, request.deadline - self.clock.monotonic())
+        self._timers[key] = self.clock.call_later(delay, partial(self.abort, *key, FinishDetail.DEADLINE))
 
     def _retry_after_s(self) -> float:
-        """How long until the queue has moved: a second for every full batch that waits."""
+        """Estimated seconds until the queue has moved: one per full batch of waiting requests, between 0.1 and 30."""
         waiting, batch = len(self._core.waiting), self._loop.lane.spec.max_num_seqs
         return min(30.0, max(0.1, waiting / batch))
 
@@ -331,8 +333,8 @@ class Engine:
         self.draining = draining
         self._core.drain(draining)
         self._loop.wake()
-        self._tell_health()
+        self._report_health()
 
-    def _tell_health(self) -> None:
+    def _report_health(self) -> None:
         for callback in self._health_listeners:
             callback(self.connected and not self.draining)

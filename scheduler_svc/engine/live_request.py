@@ -1,7 +1,7 @@
-"""A request while the service knows it: what it has produced so far, and who wants to hear of it.
+"""A live request: its output so far, and its listeners.
 
-Readers keep an index into a sample's own tokens; nothing is queued for them. A reader is woken when something is new
-and builds its message when its stream can take it, so a slow one costs no memory and slows nobody.
+Readers keep an index into a sample's tokens; nothing is queued for them. A reader is notified of new output and builds
+its message when its stream can take it, so a slow reader costs no memory and delays no other reader.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
-from scheduler_svc.engine.ports import EngineRequest, RequestCounts, RequestTimes, StopMatch, TextStream
+from scheduler_svc.plan_loop.ports import EngineRequest, RequestCounts, RequestTimes, StopMatch, TextStream
 
 Listener = Callable[["LiveRequest"], None]
-_CUT_SHORT = frozenset(
+_FAILED_ENDS = frozenset(
     {
         FinishDetail.ABORTED,
         FinishDetail.DEADLINE,
@@ -22,11 +22,11 @@ _CUT_SHORT = frozenset(
         FinishDetail.NO_ALLOWED_TOKEN,
     }
 )
-"""Ends after which a sample is no match for those that came to a proper one."""
+"""Finishes after which a sample ranks below all that finished properly."""
 
 
 class LiveSample:
-    """One sample's confirmed output."""
+    """The confirmed output of one sample."""
 
     __slots__ = ("cumulative_logprob", "finish", "logprobs", "text", "token_ids")
 
@@ -44,9 +44,9 @@ class LiveSample:
         finish: Finish | None = None,
         cumulative_logprob: float | None = None,
     ) -> StopMatch | None:
-        """Take new tokens in, or an end, or both; a beam's cumulative logprob comes with its end.
+        """Add new tokens, a finish, or both; a beam's cumulative logprob comes with its finish.
 
-        Returns the stop string that they complete, if they do; the tokens after it are then cut.
+        Returns the match of a stop string that they complete, if any; tokens after the match are removed.
         """
         self.token_ids.extend(token_ids)
         if logprobs:
@@ -59,12 +59,12 @@ class LiveSample:
             by_token = finish is not None and finish.detail in (FinishDetail.EOS, FinishDetail.STOP_TOKEN)
             match = self.text.push(token_ids, ends_with_stop_token=by_token)
         if match is not None:
-            self._cut(match)
+            self._truncate(match)
         elif finish is not None:
             self._end(finish)
         return match
 
-    def _cut(self, match: StopMatch) -> None:
+    def _truncate(self, match: StopMatch) -> None:
         for entry in self.logprobs[match.num_tokens :]:
             self.cumulative_logprob -= entry.logprob
         del self.token_ids[match.num_tokens :]
@@ -78,7 +78,7 @@ class LiveSample:
 
 
 class LivePromptLogprobs:
-    """A prompt's logprobs as far as they are known, in compact columns; the first prompt token has none."""
+    """The known logprobs of a prompt, in compact columns; the first prompt token has none."""
 
     __slots__ = ("_logprobs", "_ranks", "_top_logprobs", "_top_token_ids", "num_top")
 
@@ -95,20 +95,20 @@ class LivePromptLogprobs:
         return 1 + len(self._logprobs)
 
     def extend(self, new: PromptLogprobs) -> None:
-        """Add those of the next prompt tokens."""
+        """Append the rows of the next prompt tokens."""
         self._logprobs.extend(new.logprobs)
         self._ranks.extend(new.ranks)
         self._top_token_ids.extend(new.top_token_ids)
         self._top_logprobs.extend(new.top_logprobs)
 
     def rows(self, start: int, end: int) -> PromptLogprobs:
-        """Those of the prompt tokens `start` to `end - 1`; `start` is at least 1."""
+        """The rows of the prompt tokens `start` to `end - 1`; `start` is at least 1."""
         known = PromptLogprobs(1, self._logprobs, self._ranks, self.num_top, self._top_token_ids, self._top_logprobs)
         return known.rows(start, end)
 
 
 class LiveRequest:
-    """A request, its samples, its times, and its listeners."""
+    """A request with its samples, times and listeners."""
 
     __slots__ = ("_listeners", "counts", "ended", "prompt_logprobs", "request", "returned", "samples", "times")
 
@@ -120,66 +120,66 @@ class LiveRequest:
         make_text = request.make_text
         self.samples = [LiveSample(make_text() if make_text else None) for _ in range(request.spec.num_samples)]
         self.returned = self.samples if request.best_of is None else []
-        """What readers are told, by index; of the best of many, nothing before all have ended."""
+        """The samples that readers get, by index; with best_of, none before all have finished."""
         num_top = request.spec.sampling.num_prompt_logprobs
         self.prompt_logprobs = LivePromptLogprobs(num_top) if num_top is not None else None
         self._listeners: list[Listener] = []
 
     @property
     def request_id(self) -> str:
-        """The id as the client knows it."""
+        """The client's request id."""
         return self.request.spec.request_id
 
     @property
     def num_returned(self) -> int:
-        """Samples that readers are told of in the end."""
+        """Number of samples that readers get in the end."""
         best_of = self.request.best_of
         return len(self.samples) if best_of is None else best_of.num_returned
 
     def cumulative_logprob(self, sample_index: int) -> float | None:
-        """Of a returned sample; None if logprobs were neither asked for nor needed, or for a search's empty result."""
+        """Cumulative logprob of a returned sample; None without logprobs, or for a beam search's empty result."""
         spec, sample = self.request.spec, self.returned[sample_index]
         known = spec.sampling.num_logprobs is not None if spec.beams is None else bool(sample.token_ids)
         return sample.cumulative_logprob if known else None
 
     @property
     def num_completion_tokens(self) -> int:
-        """Output tokens over all samples, also those that are drawn and not returned."""
+        """Number of output tokens over all samples, including samples that are not returned."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
-    def settle(self) -> bool:
-        """Have all samples ended? If the client wants the best of them, they are chosen then."""
+    def finish_if_all_ended(self) -> bool:
+        """Whether all samples have finished; with best_of, also chooses the returned ones."""
         if any(sample.finish is None for sample in self.samples):
             return False
         best_of = self.request.best_of
         if best_of is not None and not self.returned:
-            # The sort is stable: of equal ones the first drawn goes first.
+            # The sort is stable: among equals, the first drawn goes first.
             self.returned = sorted(self.samples, key=_rank)[: best_of.num_returned]
-            if not best_of.tells_logprobs:
+            if not best_of.returns_logprobs:
                 for sample in self.returned:
                     sample.logprobs = []
         return True
 
     def subscribe(self, listener: Listener) -> None:
-        """Call `listener(self)` whenever something is new; it must not block."""
+        """Call `listener(self)` whenever there is new output; it must not block."""
         self._listeners.append(listener)
 
     def unsubscribe(self, listener: Listener) -> None:
-        """Stop calling it."""
+        """Stop calling a listener."""
         if listener in self._listeners:
             self._listeners.remove(listener)
 
     @property
-    def attended(self) -> bool:
-        """Does anybody listen?"""
+    def has_listeners(self) -> bool:
+        """Whether there are listeners."""
         return bool(self._listeners)
 
     def notify(self) -> None:
-        """Tell the listeners that something is new."""
+        """Call all listeners."""
         for listener in tuple(self._listeners):
             listener(self)
 
 
 def _rank(sample: LiveSample) -> tuple[bool, float]:
-    """Smaller is better."""
-    return sample.finish is None or sample.finish.detail in _CUT_SHORT, -sample.cumulative_logprob
+    """Sort key of best_of: smaller is better."""
+    return sample.finish is None or sample.finish.detail in _FAILED_ENDS, -sample.cumulative_logprob

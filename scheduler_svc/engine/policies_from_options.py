@@ -1,4 +1,4 @@
-"""The core's rules from the service's options."""
+"""Creates the core's policies from the service's options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, OrderPolicy, 
 
 
 def policies_from_options(config: SchedulerConfig) -> Policies:
-    """What the options say of order and batching."""
+    """The policies that the options select."""
     return Policies(
         order=_order(config),
         batching=_batching(config),

@@ -1,4 +1,4 @@
-"""Cursors over a live request: what one reader has not sent yet. A reader's lag is an index, never a queue."""
+"""Readers of a live request. A reader's lag is an index into the output, never a queue."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from scheduler_svc.core.types import Finish, PromptLogprobs, TokenLogprobs
 from scheduler_svc.engine.live_request import LiveRequest, LiveSample
 
 MAX_CHUNK_BYTES = 1 << 20
-"""About the largest response: a reader that is far behind gets several."""
+"""Approximate maximum size of a response; a reader that is far behind gets several."""
 PROMPT_TOKEN_BYTES = 3
-"""A prompt's token id in the first response, if asked for."""
+"""Approximate bytes per prompt token id in the first response, if requested."""
 _SAMPLE_BYTES = 64
 _TOKEN_BYTES = 8
 _CHAR_BYTES = 3
@@ -31,27 +31,27 @@ class SampleChunk:
     logprobs: Sequence[TokenLogprobs]
     finish: Finish | None
     num_bytes: int
-    """About the size on the wire."""
+    """Approximate size on the wire."""
     is_whole: bool
-    """Nothing more of this sample can be taken now."""
+    """Whether it holds all of the sample's current output."""
 
 
 @dataclass(slots=True)
 class Chunk:
-    """All that is new of one request, as far as it fits one response."""
+    """New output of one request, as much as fits one response."""
 
     samples: list[SampleChunk] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
-    """Those that are new; without rows if there are none to come."""
+    """New rows; empty rows if there will be none."""
     is_first: bool = False
     is_last: bool = False
     is_whole: bool = True
-    """Nothing more can be taken now."""
+    """Whether it holds all current output."""
     num_bytes: int = 0
 
 
 class _Cursor:
-    """How far one sample has been sent."""
+    """Position of a reader in one sample."""
 
     __slots__ = ("done", "text", "token")
 
@@ -62,22 +62,22 @@ class _Cursor:
 
 
 class RequestReader:
-    """Reads one live request from its beginning to its end; any number of readers may do so at once."""
+    """Reads one live request from beginning to end; several readers can read the same request."""
 
     __slots__ = ("_cursors", "_final_only", "_is_first", "_prompt_end", "done", "live")
 
     def __init__(self, live: LiveRequest, *, final_only: bool = False) -> None:
         self.live = live
         self.done = False
-        """Everything has been taken, and nothing more will come."""
+        """Whether all output has been taken and the request has finished."""
         self._final_only = final_only
         self._is_first = True
         self._prompt_end = 0
-        """Prompt tokens before this index have been dealt with: their logprobs were taken."""
+        """Logprobs of prompt tokens before this index were taken."""
         self._cursors = [_Cursor() for _ in range(live.num_returned)]
 
     def take(self, max_bytes: int = MAX_CHUNK_BYTES) -> Chunk | None:
-        """What is new, at most about `max_bytes` (but a token at least); None: nothing yet, or the end was taken."""
+        """New output of about `max_bytes` at most, but at least a token; None if there is none, or after the end."""
         if self.done:
             return None
         chunk = Chunk()
@@ -87,7 +87,7 @@ class RequestReader:
         if not chunk.samples and chunk.prompt_logprobs is None:
             return None
         if chunk.samples and self._prompt_end == 0 and self.live.prompt_logprobs is not None:
-            # None came before the output, so none will: the prompt has one token, or the request ended before it ran.
+            # There will be no prompt logprobs: the prompt has one token, or the request finished before it ran.
             chunk.prompt_logprobs = self.live.prompt_logprobs.rows(1, 1)
             self._prompt_end = 1
         chunk.is_first, self._is_first = self._is_first, False
@@ -95,7 +95,7 @@ class RequestReader:
         return chunk
 
     def _take_prompt(self, chunk: Chunk, max_bytes: int) -> None:
-        """Take what is new of the prompt's logprobs; output comes only when all of them have been taken."""
+        """Take new prompt logprobs; output follows only after all of them."""
         known = self.live.prompt_logprobs
         if known is None or (self._final_only and all(sample.finish is None for sample in self.live.returned)):
             return
@@ -110,7 +110,7 @@ class RequestReader:
         self._prompt_end = end
 
     def _take_samples(self, chunk: Chunk, max_bytes: int) -> None:
-        """Take what is new of the samples; `done` once all of them have ended and been taken."""
+        """Take new output of the samples; sets `done` after the finish of the last sample."""
         if not self.live.returned:
             return
         ended = False
@@ -130,7 +130,7 @@ class RequestReader:
 
 
 def _advance(index: int, sample: LiveSample, cursor: _Cursor, max_bytes: int) -> SampleChunk | None:
-    """Take what is new of one sample and move its cursor."""
+    """Take new output of one sample and move its cursor; None if there is none."""
     num_tokens, text = len(sample.token_ids), "" if sample.text is None else sample.text.text
     start, text_start, num_chars = cursor.token, cursor.text, len(text)
     if start == num_tokens and text_start == num_chars and sample.finish is None:
@@ -153,7 +153,7 @@ def _advance(index: int, sample: LiveSample, cursor: _Cursor, max_bytes: int) ->
 
 
 def _fit(sample: LiveSample, cursor: _Cursor, num_tokens: int, num_chars: int, max_bytes: int) -> tuple[int, int, int]:
-    """Up to which token and which character a chunk of this size may go, and how large it is then."""
+    """The end token index and end character index of a chunk of at most `max_bytes`, and its size in bytes."""
     token_end, text_end = num_tokens, num_chars
     num_bytes = _num_bytes(sample, token_end - cursor.token, text_end - cursor.text)
     while num_bytes > max_bytes and token_end - cursor.token > 1:

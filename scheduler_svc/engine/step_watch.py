@@ -1,4 +1,4 @@
-"""Step records for those who watch: the demo's picture, `cadenza top`, the load-testing harness."""
+"""Step records for watches: `cadenza demo`, `cadenza top`, the load test."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import StepResult
-from scheduler_svc.engine.ports import Load, StepRecord
+from scheduler_svc.plan_loop.ports import Load, StepRecord
 
 _MAX_RECORDS = 4096
 _MAX_AT_ONCE = 64
-"""Records in one message: thousands would hold the event loop up, and steps with it, while they are written out."""
+"""Maximum records per message: writing thousands would block the event loop and delay steps."""
 
 
 class StepWatch:
-    """One watcher's records. A slow watcher loses the newest ones, and is told how many; no step waits for it.
+    """The records of one watch. A slow reader loses the newest ones and gets their number; steps never wait for it.
 
-    Use as an async context manager, then iterate: each item is (records, number lost so far); the first comes at once.
+    Use it as an async context manager, then iterate: each item is (records, number lost so far), the first at once.
     """
 
     def __init__(self, watches: set[StepWatch], *, include_block_tables: bool) -> None:
@@ -48,7 +48,7 @@ class StepWatch:
         return records, self._num_dropped
 
     def put(self, record: StepRecord) -> None:
-        """Hand a record over."""
+        """Add a record, or count it as lost if the watch is full."""
         if len(self._records) < _MAX_RECORDS:
             self._records.append(record)
         else:
@@ -57,7 +57,7 @@ class StepWatch:
 
 
 class StepRecorder:
-    """Turns planned steps and their results into records, while anybody watches."""
+    """Turns planned steps and their results into records while there are watches."""
 
     def __init__(self, load: Callable[[], Load], started_ns: int) -> None:
         self.watches: set[StepWatch] = set()
@@ -65,12 +65,12 @@ class StepRecorder:
         self._started_ns = started_ns
         self._loads: dict[int, Load] = {}
 
-    def planned(self, step_id: int) -> None:
-        """A step was planned: keep the load as it is now."""
+    def on_planned(self, step_id: int) -> None:
+        """Keep the current load for a planned step."""
         if self.watches:
             self._loads[step_id] = self._load()
 
-    def applied(
+    def on_applied(
         self,
         step: PlannedStep,
         contexts: dict[Sequence, int],
@@ -78,14 +78,18 @@ class StepRecorder:
         ended: list[Sequence],
         now: float,
     ) -> None:
-        """Its result was applied: context lengths of its sequences before it, and who has ended since the last one."""
+        """Record a step whose result was applied.
+
+        contexts: context length of each sequence before the step. ended: sequences that finished since the last
+        record.
+        """
         load = self._loads.pop(step.plan.step_id, None)
         record = self._record(step, contexts, result, ended, load or self._load(), now)
         for watch in self.watches:
             watch.put(record)
 
-    def forget(self) -> None:
-        """The plans in flight are lost."""
+    def clear(self) -> None:
+        """Drop the loads of plans in flight, which are lost."""
         self._loads.clear()
 
     def _record(
@@ -124,7 +128,7 @@ class StepRecorder:
 
 
 def _block_changes(step: PlannedStep) -> list[tuple[int, tuple[int, ...], bool]]:
-    """Block table changes of a step: who lost its table, who got one, who got a block more."""
+    """Block table changes of a step: tables cleared, tables set, blocks appended."""
     changes: list[tuple[int, tuple[int, ...], bool]] = []
     changes += [(sequence.sequence_id, (), True) for sequence in (*step.preempted, *step.retired)]
     changes += [

@@ -1,4 +1,4 @@
-"""An executor over grpc.aio: Describe, and the plan stream with its heartbeats."""
+"""The gRPC client of an executor: Describe, and the plan stream with heartbeats."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import grpc
 from cadenza.transport import EXECUTOR_PORT, PROTOCOL_VERSION, channel_options, format_address, parse_address
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc as pb_grpc
-from scheduler_svc.convert.execution import ProtocolError, model_description, step_plan, step_result
 from scheduler_svc.core.types import StepPlan, StepResult
-from scheduler_svc.engine.ports import (
+from scheduler_svc.executors.convert import ProtocolError, model_description, step_plan, step_result
+from scheduler_svc.plan_loop.ports import (
     ExecutorFencedError,
     ExecutorLostError,
     ModelDescription,
@@ -30,9 +30,9 @@ _LOG = logging.getLogger(__name__)
 _HEARTBEAT_S = 0.5
 _SILENCE_S = 10.0
 _OPEN_TIMEOUT_S = 60.0
-"""An executor that is taken over answers when its running step has ended."""
+"""An executor answers a new session only after its running step has ended."""
 _FIRST_NOTICE_S = 5.0
-"""An executor that is started beside this scheduler has loaded a small model by then."""
+"""An executor that was started together with this scheduler has loaded a small model by then."""
 _NOTICE_S = 30.0
 _DESCRIBE_TIMEOUT_S = 5.0
 _RETRY_S = 0.2
@@ -40,10 +40,10 @@ _FENCED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED)
 
 
 class GrpcExecutor:
-    """One executor by its address: an ExecutorPort. The channel reconnects by itself."""
+    """An ExecutorPort for one address. The channel reconnects by itself."""
 
     def __init__(self, target: str, scheduler_id: str, *, silence_s: float = _SILENCE_S) -> None:
-        """`silence_s`: an executor that says nothing for so long is lost. Raises ValueError for a bad address."""
+        """silence_s: an executor without messages for this long counts as lost. Raises ValueError for a bad address."""
         self.target = format_address(*parse_address(target, default_port=EXECUTOR_PORT))
         self._scheduler_id = scheduler_id
         self._silence_s = silence_s
@@ -51,8 +51,8 @@ class GrpcExecutor:
         self._stub: pb_grpc.ExecutionServiceAsyncStub = pb_grpc.ExecutionServiceStub(self._channel)
 
     async def describe(self) -> ModelDescription:
-        """Wait until the executor answers; raises ExecutorLostError if it speaks another protocol."""
-        notice = asyncio.create_task(self._tell_of_waiting())
+        """Wait until the executor answers; raises ExecutorLostError for another protocol version."""
+        notice = asyncio.create_task(self._log_waiting())
         try:
             while True:
                 try:
@@ -61,10 +61,10 @@ class GrpcExecutor:
                     )
                     break
                 except grpc.aio.AioRpcError as exc:
-                    # UNAVAILABLE: still loading, or the connection broke; DEADLINE_EXCEEDED: nobody listens.
+                    # UNAVAILABLE: still loading, or the connection broke; DEADLINE_EXCEEDED: nothing listens there.
                     if exc.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                         raise ExecutorLostError(f"Describe: {_reason(exc)}") from exc
-                    if exc.code() is grpc.StatusCode.UNAVAILABLE:  # at once, perhaps
+                    if exc.code() is grpc.StatusCode.UNAVAILABLE:  # may be returned at once
                         await asyncio.sleep(_RETRY_S)
         finally:
             notice.cancel()
@@ -88,7 +88,7 @@ class GrpcExecutor:
         """Close the channel; open sessions end."""
         await self._channel.close()
 
-    async def _tell_of_waiting(self) -> None:
+    async def _log_waiting(self) -> None:
         delay, waited = _FIRST_NOTICE_S, 0.0
         while True:
             await asyncio.sleep(delay)
@@ -98,28 +98,28 @@ class GrpcExecutor:
 
 
 class GrpcPlanStream:
-    """One session: a PlanStream. Writes go one at a time; silence for `silence_s` breaks it."""
+    """A PlanStream: one session. Writes are serialized; `silence_s` without messages breaks it."""
 
     opened: SessionOpened
 
     def __init__(self, call: _Call, epoch: int, *, silence_s: float) -> None:
         self.last_heartbeat: pb.Heartbeat | None = None
-        """The executor's last: which step runs, and for how long."""
+        """The executor's last heartbeat: its running step, and for how long it runs."""
         self.resident_bytes = 0
-        """Memory resident in the executor's process, as it last told; 0: not known."""
+        """Resident memory of the executor's process in bytes, as last reported; 0: unknown."""
         self._call = call
         self._epoch = epoch
         self._silence_s = silence_s
         self._write_lock = asyncio.Lock()
         self._last_seen = time.monotonic()
         self._inflight: deque[tuple[int, float]] = deque()
-        """step_id and time of sending, oldest first."""
+        """(step_id, time of sending), oldest first."""
         self._lost = ""
         self._closed = False
-        self._heart: asyncio.Task[None] | None = None
+        self._heartbeat_task: asyncio.Task[None] | None = None
 
     async def start(self, scheduler_id: str) -> None:
-        """Say open, wait for the answer, begin the heartbeats."""
+        """Send OpenSession, wait for SessionOpened, start the heartbeats."""
         opening = pb.OpenSession(scheduler_id=scheduler_id, epoch=self._epoch, protocol_version=PROTOCOL_VERSION)
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
@@ -133,7 +133,7 @@ class GrpcPlanStream:
             raise ExecutorLostError("the answer to OpenSession is not this session's SessionOpened")
         self.opened = SessionOpened(message.opened.incarnation, message.opened.last_completed_step_id)
         self.resident_bytes = message.opened.resident_bytes
-        self._heart = asyncio.create_task(self._beat(), name="executor-heartbeat")
+        self._heartbeat_task = asyncio.create_task(self._send_heartbeats(), name="executor-heartbeat")
 
     async def send(self, plan: StepPlan) -> None:
         """Send the next plan; raises ExecutorLostError."""
@@ -150,9 +150,9 @@ class GrpcPlanStream:
     async def close(self) -> None:
         """End the session; safe to call twice."""
         self._closed = True
-        if self._heart is not None:
-            self._heart.cancel()
-        # A call that is only dropped lives on (grpc#43462).
+        if self._heartbeat_task is not None:
+            self._heartbeat_task.cancel()
+        # A call that is only dropped stays open (grpc#43462).
         self._call.cancel()
 
     def _result(self, message: pb.StepResult) -> StepResult:
@@ -166,7 +166,7 @@ class GrpcPlanStream:
             raise ExecutorLostError(str(exc)) from exc
 
     async def _read(self) -> pb.ExecuteResponse:
-        """The next message; heartbeats are noted. Raises ExecutorLostError at the end of the stream."""
+        """Read the next message; records heartbeats. Raises ExecutorLostError at the end of the stream."""
         try:
             message = await self._call.read()
         except asyncio.CancelledError:
@@ -191,14 +191,14 @@ class GrpcPlanStream:
                 await self._raise_lost(exc)
 
     def _raise_unless_cancelled(self) -> NoReturn:
-        """grpc.aio raises CancelledError for a call that was cancelled, as for a task that was: tell them apart."""
+        """Handle CancelledError, which grpc.aio raises both for a cancelled call and for a cancelled task."""
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise asyncio.CancelledError
         raise ExecutorLostError(self._lost or "the session was closed")
 
     async def _raise_lost(self, exc: BaseException | None) -> NoReturn:
-        """Name the reason why the call ended."""
+        """Raise an error with the reason why the call ended."""
         if self._lost or self._closed:
             raise ExecutorLostError(self._lost or "the session was closed") from exc
         code, details = await self._call.code(), await self._call.details()
@@ -208,14 +208,14 @@ class GrpcPlanStream:
             raise ExecutorLostError("the executor ended the plan stream") from exc
         raise ExecutorLostError(f"{code.name}: {details}") from exc
 
-    async def _beat(self) -> None:
-        """Send heartbeats, and watch for the other side's silence."""
+    async def _send_heartbeats(self) -> None:
+        """Send heartbeats, and break the session when the executor is silent."""
         last_tick = time.monotonic()
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
             now = time.monotonic()
             if now - last_tick > 2 * _HEARTBEAT_S + 1.0:
-                # This process itself was held up: what has arrived meanwhile is not read yet.
+                # This process was suspended: messages that arrived meanwhile are not read yet.
                 self._last_seen = max(self._last_seen, now - self._silence_s / 2)
             last_tick = now
             if now - self._last_seen > self._silence_s:
@@ -223,12 +223,12 @@ class GrpcPlanStream:
                 self._call.cancel()
                 return
             if self._write_lock.locked():
-                # A plan that cannot be written says as much; beats must not pile up behind it.
+                # A write is blocked: heartbeats must not pile up behind it.
                 continue
             try:
                 await self._write(pb.ExecuteRequest(heartbeat=self._heartbeat(now)))
             except ExecutorLostError:
-                return  # the reader tells why
+                return  # the reader raises the reason
 
     def _heartbeat(self, now: float) -> pb.Heartbeat:
         if not self._inflight:

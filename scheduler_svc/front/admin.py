@@ -11,7 +11,7 @@ from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import admin_pb2_grpc as pb_grpc
 from scheduler_svc.convert import admin as convert
 from scheduler_svc.convert.errors import NotServingError, UnknownRequestError
-from scheduler_svc.convert.limits import check_limits, check_named
+from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.front.front import Front, abort_with
 
@@ -33,10 +33,10 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             await abort_with(context, exc)
 
     async def GetBlockTable(self, request: pb.GetBlockTableRequest, context: Any) -> pb.GetBlockTableResponse:
-        """The block tables of a request's live sequences."""
+        """The block tables of a request's unfinished sequences."""
         try:
             self._front.check_serving()
-            check_named(request.request_id)
+            check_request_id(request.request_id)
             check_limits(request)
             tables = self._front.engine.block_tables(request.tenant, request.request_id)
             if tables is None:
@@ -46,7 +46,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         return convert.block_table_response(tables)
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
-        """Refuse new requests; answer when the running ones have ended, or at the timeout."""
+        """Reject new requests; returns when all others have finished, or at the timeout."""
         timeout_s = request.timeout_s if request.HasField("timeout_s") else None
         try:
             self._front.check_serving()
@@ -58,7 +58,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         return pb.DrainResponse(num_remaining=num_remaining)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
-        """Take new requests again."""
+        """Accept new requests again."""
         try:
             self._front.check_serving()
         except NotServingError as exc:
@@ -72,7 +72,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
                 await context.write(convert.watch_response(records, num_dropped, block_tables=include_block_tables))
 
     async def _until_stop(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """The work's result; raises NotServingError when the service stops before."""
+        """The work's result; raises NotServingError if the service stops first."""
         wake = asyncio.Event()
         working, stopping = asyncio.create_task(work), asyncio.create_task(wake.wait())
         try:

@@ -1,4 +1,4 @@
-"""What all calls share: the engine, the request builder once there is one, and the streams that are open."""
+"""State shared by all calls: the engine, the request builder and the open streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scheduler_svc.requests.builder import RequestBuilder
 
 
 class Front:
-    """Between the calls and the engine. Made before the engine has started; `open` lets calls in, `stop` ends them."""
+    """Connects calls to the engine. Created before the engine starts; `open` accepts calls, `stop` rejects them."""
 
     def __init__(self, engine: Engine, config: SchedulerConfig, *, version: str = "") -> None:
         self.engine = engine
@@ -30,28 +30,28 @@ class Front:
 
     @property
     def builder(self) -> RequestBuilder:
-        """Turns requests into the engine's; raises NotServingError before `open` and after `stop`."""
+        """The request builder; raises NotServingError before `open` and after `stop`."""
         self.check_serving()
         assert self._builder is not None
         return self._builder
 
     @property
     def num_streams(self) -> int:
-        """Client streams that are open."""
+        """Number of open client streams."""
         return self._num_clients
 
     def open(self, builder: RequestBuilder) -> None:
-        """Let calls in: the engine has started."""
+        """Accept calls: the engine has started."""
         self._builder = builder
 
     def stop(self) -> None:
-        """Refuse calls from now on; streams end with UNAVAILABLE after what they have ready."""
+        """Reject calls from now on; streams send their available output, then end with UNAVAILABLE."""
         self._stopping = True
         for wake in self._streams:
             wake.set()
 
     def check_serving(self) -> None:
-        """Raises NotServingError unless calls are served."""
+        """Raise NotServingError unless calls are served."""
         if self._stopping:
             raise NotServingError("the service is stopping")
         if self.engine.failure is not None:
@@ -61,7 +61,7 @@ class Front:
 
     @contextmanager
     def stream(self, wake: asyncio.Event, *, is_client: bool = True) -> Iterator[None]:
-        """Count a client stream, and let `stop` wake it."""
+        """Register a stream to be woken by `stop`, and count it if it is a client's."""
         self._streams.add(wake)
         self._num_clients += is_client
         try:
@@ -72,8 +72,8 @@ class Front:
 
 
 async def abort_with(context: Any, exc: Exception) -> NoReturn:
-    """End the call with the status of this error and its details; says nothing to a client that is gone."""
-    # InternalError: a message could not be sent any more; the client is going, and the context does not know it yet.
+    """End the call with the status and details of this error; sends nothing to a client that has disconnected."""
+    # InternalError: a message could not be sent; the client is disconnecting, before the context reports it.
     if context.cancelled() or context.done() or isinstance(exc, grpc.aio.InternalError):
         raise asyncio.CancelledError from exc
     status = rpc_status.to_status(status_of(exc))

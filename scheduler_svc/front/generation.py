@@ -1,10 +1,9 @@
-"""GenerationService: each handler validates, calls, maps the result."""
+"""GenerationService: each handler validates, calls the engine, converts the result."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import AsyncIterable
 from typing import Any
 
@@ -12,7 +11,7 @@ from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc as pb_grpc
 from scheduler_svc.convert import generation as convert
-from scheduler_svc.convert.limits import check_limits, check_named
+from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
@@ -24,18 +23,18 @@ from scheduler_svc.requests.fields import OutputMode, RequestFields
 
 
 class GenerationServicer(pb_grpc.GenerationServiceServicer):
-    """Serves clients from a Front. Streams write through the context, so that `finally` runs at once when one ends."""
+    """Serves clients from a Front. Streams write through the context, so that `finally` runs as soon as one ends."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
-        """One request: its output as it comes, in as few messages as the reader's pace allows."""
+        """One request: streams its output; a slow reader gets fewer and larger messages."""
         try:
             check_limits(request)
             fields = convert.request_fields(request)
             engine_request = await self._front.builder.build_off_loop(
-                fields, now=time.monotonic(), time_left_s=context.time_remaining()
+                fields, now=self._front.engine.clock.monotonic(), time_left_s=context.time_remaining()
             )
             live = self._front.engine.submit(engine_request)
             await self._stream(live, fields, context)
@@ -43,7 +42,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             await abort_with(context, exc)
 
     async def Session(self, request_iterator: AsyncIterable[pb.SessionRequest], context: Any) -> None:  # type: ignore[override]
-        """Many requests over one stream."""
+        """Serve many requests over one stream."""
         try:
             self._front.check_serving()
             await Session(self._front, context).run(request_iterator)
@@ -51,17 +50,17 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             await abort_with(context, exc)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        """End a request, whichever stream it came by."""
+        """Abort a request of any stream."""
         await self._builder(context)
         try:
-            check_named(request.request_id)
+            check_request_id(request.request_id)
             check_limits(request)
         except RequestRejectedError as exc:
             await abort_with(context, exc)
         return pb.AbortResponse(aborted=self._front.engine.abort(request.tenant, request.request_id))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
-        """The model that is served."""
+        """The served model."""
         builder = await self._builder(context)
         tokenizer = builder.tokenizer
         return convert.model_info(
@@ -87,7 +86,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        """Token ids of a prompt, as Generate would make them."""
+        """Token ids of a prompt, as in Generate."""
         builder = await self._builder(context)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         try:
@@ -118,7 +117,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         return pb.DetokenizeResponse(text=text)
 
     async def _stream(self, live: LiveRequest, fields: RequestFields, context: Any) -> None:
-        """Send what a request makes until it ends; a stream that is gone leaves it to the engine."""
+        """Send a request's output until it finishes; when the stream ends early, the engine detaches it."""
         wake = asyncio.Event()
         reader = RequestReader(live, final_only=fields.output_mode is OutputMode.FINAL)
 
@@ -148,7 +147,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             await abort_with(context, exc)
 
     def _options(self, builder: RequestBuilder) -> dict[str, str]:
-        """The options in force: what was left to the executor is filled in."""
+        """The effective options: options without a value are filled in from the executor."""
         model, config = self._front.engine.model, self._front.config
         options = {name: value for name, value in config.model_dump().items() if value is not None}
         options["executor"] = ",".join(config.executor)

@@ -1,4 +1,4 @@
-"""grpc.health.v1 with a Watch that every watcher can rely on."""
+"""grpc.health.v1 with a Watch that works for several watchers."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """grpc.health.v1: all names share one state.
+    """grpc.health.v1; all service names share one state.
 
-    Not grpc_health's own: there the first watcher that leaves takes the others' wake-up with it, and they hear no more.
+    Replaces grpc_health's own servicer, in which the first watcher that leaves stops the notifications of all others.
     """
 
     def __init__(self, names: list[str]) -> None:
-        """`names`: the services; the empty name stands for the whole server."""
+        """names: the services; the empty name, for the whole server, is added."""
         self._names = frozenset(["", *names])
         self._serving = False
         self._stopped = False
         self._watchers: set[asyncio.Event] = set()
 
     def set(self, serving: bool) -> None:
-        """Tell whether calls are served."""
+        """Set whether calls are served."""
         self._serving = serving and not self._stopped
         for wake in self._watchers:
             wake.set()
 
     def stop(self) -> None:
-        """NOT_SERVING for good; watches end after saying so."""
+        """Set NOT_SERVING permanently; watches send it and end."""
         self._stopped = True
         self.set(False)
 
     async def Check(self, request: Any, context: Any) -> Any:
-        """The state now; NOT_FOUND for names that are not served."""
+        """The current state; NOT_FOUND for unknown names."""
         if request.service not in self._names:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r}")
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
 
     async def Watch(self, request: Any, context: Any) -> None:
-        """The state now and at each change; SERVICE_UNKNOWN for names that are not served."""
+        """The current state and each change; SERVICE_UNKNOWN for unknown names."""
         wake = asyncio.Event()
         self._watchers.add(wake)
         last = None

@@ -1,4 +1,4 @@
-"""How much memory this process holds."""
+"""Resident memory of this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def resident_bytes() -> int:
-    """Bytes of memory resident in this process now; 0 where the system has no /proc that tells."""
+    """Resident memory in bytes; 0 on systems without /proc/self/statm."""
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

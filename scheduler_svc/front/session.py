@@ -1,10 +1,9 @@
-"""One Session stream: many requests, whose news travel together."""
+"""One Session stream: many requests, whose outputs share messages."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncIterable
 from typing import Any
@@ -12,24 +11,24 @@ from typing import Any
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.convert.errors import AbortedEarlyError, status_of
-from scheduler_svc.convert.limits import check_limits, check_named
+from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import RequestExistsError, RequestRejectedError
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.engine.ports import EngineRequest
 from scheduler_svc.engine.reader import MAX_CHUNK_BYTES, PROMPT_TOKEN_BYTES, RequestReader
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.unreadable import Unreadable
+from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.requests.fields import OutputMode, RequestFields
 
 _LOG = logging.getLogger(__name__)
 _MAX_ERRORS = 1000
-"""Errors kept for a client that sends and does not read; beyond them nothing more is read from it."""
+"""Maximum errors kept for a client that does not read; beyond it the session stops reading requests."""
 _MAX_ECHO_CHARS = 4096
-"""Of a request id that is far too long, this much comes back with the error."""
+"""Maximum length of a request id repeated in an error."""
 
 
 class _Entry:
-    """One request of a session: first being tokenized, if that takes long, then read."""
+    """One request of a session: tokenized by a task if it is long, then read by a reader."""
 
     __slots__ = ("fields", "reader", "session", "task")
 
@@ -40,12 +39,12 @@ class _Entry:
         self.reader: RequestReader | None = None
 
     def on_outputs(self, _: LiveRequest) -> None:
-        """Something is new."""
+        """Listener of the live request."""
         self.session.mark(self)
 
 
 class Session:
-    """Reads actions in one task and writes news from another; what one step made leaves in one message."""
+    """Reads requests in one task and writes outputs in another; all outputs of one step share one message."""
 
     def __init__(self, front: Front, context: Any) -> None:
         self._front = front
@@ -54,11 +53,11 @@ class Session:
         self._outputs: dict[str, _Entry] = {}
         self._errors: deque[pb.SessionEvent] = deque()
         self._wake = asyncio.Event()
-        self._has_room = asyncio.Event()
+        self._errors_drained = asyncio.Event()
         self._input_over = False
 
     async def run(self, requests: AsyncIterable[pb.SessionRequest]) -> None:
-        """Serve until the client has half-closed and all is sent. Raises NotServingError when the service stops."""
+        """Serve until the client half-closes and all output is sent. Raises NotServingError when the service stops."""
         reading = asyncio.create_task(self._read(requests), name="session-input")
         try:
             with self._front.stream(self._wake):
@@ -78,28 +77,28 @@ class Session:
                 self._drop(entry)
 
     def mark(self, entry: _Entry) -> None:
-        """This request has news."""
+        """Mark a request as having new output."""
         self._outputs[entry.fields.request_id] = entry
         self._wake.set()
 
-    # --- in ----------------------------------------------------------------------------------------------------------
+    # --- input -------------------------------------------------------------------------------------------------------
 
     async def _read(self, requests: AsyncIterable[pb.SessionRequest]) -> None:
         try:
             async for request in requests:
                 self._handle(request)
                 while len(self._errors) > _MAX_ERRORS:
-                    self._has_room.clear()
-                    await self._has_room.wait()
+                    self._errors_drained.clear()
+                    await self._errors_drained.wait()
         except Exception:
-            # The writer's task is cancelled too when the client is gone; anything else is worth a look.
+            # A disconnected client cancels this task and the writer's; any other exception is a bug.
             _LOG.exception("reading from a session failed")
         finally:
             self._input_over = True
             self._wake.set()
 
     def _handle(self, request: pb.SessionRequest | Unreadable) -> None:
-        """Act on a message; what is wrong with it is told, and is nothing to the others."""
+        """Handle a message; errors are reported and do not affect other requests."""
         if isinstance(request, Unreadable):
             self._report(request.request_id, request.error, done=request.request_id not in self._entries)
             return
@@ -116,32 +115,34 @@ class Session:
         known = self._entries.get(request_id)
         try:
             if not request_id:
-                raise RequestRejectedError("request_id", "must be given in a session: its events are told apart by it")
+                raise RequestRejectedError("request_id", "must be given in a session: its events are identified by it")
             check_limits(request)
             fields = convert.request_fields(request)
             if known is not None:
                 if known.fields.body_digest != fields.body_digest:
                     raise RequestExistsError(f"request id {request_id!r} is in use in this session with another body")
-                return  # the same request once more: it is served already
+                return  # a repetition of the same request, which is being served
         except Exception as exc:
-            # Whatever comes under the id of a request that runs must not end it.
+            # An error under the id of a running request must not end that request.
             self._report(request_id, exc, done=known is None)
             return
         entry = self._entries[request_id] = _Entry(self, fields)
         try:
             builder, time_left_s = self._front.builder, self._context.time_remaining()
             if builder.is_short(fields):
-                self._attach(entry, builder.build(fields, now=time.monotonic(), time_left_s=time_left_s))
+                self._attach(
+                    entry, builder.build(fields, now=self._front.engine.clock.monotonic(), time_left_s=time_left_s)
+                )
             else:
                 entry.task = asyncio.create_task(self._start_long(entry, time_left_s), name="session-tokenize")
         except Exception as exc:
             self._fail(entry, exc)
 
     async def _start_long(self, entry: _Entry, time_left_s: float | None) -> None:
-        """Tokenize in a thread; other requests of the session go on meanwhile."""
+        """Tokenize in a thread, so that other requests of the session continue."""
         try:
             request = await self._front.builder.build_off_loop(
-                entry.fields, now=time.monotonic(), time_left_s=time_left_s
+                entry.fields, now=self._front.engine.clock.monotonic(), time_left_s=time_left_s
             )
             self._attach(entry, request)
         except Exception as exc:
@@ -155,30 +156,30 @@ class Session:
 
     def _abort(self, request: pb.AbortRequest) -> None:
         try:
-            check_named(request.request_id)
+            check_request_id(request.request_id)
             check_limits(request)
         except RequestRejectedError as exc:
-            # Under no id: it must not be taken for the end of the request.
+            # Without an id, so that it is not mistaken for the end of the request.
             self._report("", exc, done=True)
             return
         entry = self._entries.get(request.request_id)
         if entry is not None and entry.reader is None and entry.fields.tenant == request.tenant:
             self._fail(entry, AbortedEarlyError("aborted before it began"))
         else:
-            # What is not known has ended already: its last output is out or on its way.
+            # An unknown request has finished already: its last output is sent or about to be.
             self._front.engine.abort(request.tenant, request.request_id)
 
-    # --- out ---------------------------------------------------------------------------------------------------------
+    # --- output ------------------------------------------------------------------------------------------------------
 
     def _collect(self) -> pb.SessionResponse | None:
-        """All that is new, up to about 1 MiB."""
+        """New outputs and errors, up to about 1 MiB; None if there are none."""
         message = pb.SessionResponse()
         num_bytes = 0
         while self._errors and num_bytes < MAX_CHUNK_BYTES:
             event = self._errors.popleft()
             num_bytes += event.ByteSize()
             message.events.append(event)
-        self._has_room.set()
+        self._errors_drained.set()
         while self._outputs and num_bytes < MAX_CHUNK_BYTES:
             request_id, entry = next(iter(self._outputs.items()))
             chunk = entry.reader.take(MAX_CHUNK_BYTES - num_bytes) if entry.reader is not None else None
@@ -208,7 +209,7 @@ class Session:
         self._wake.set()
 
     def _drop(self, entry: _Entry) -> None:
-        """Forget a request; one that still runs is left to the engine, which aborts it if nobody else listens."""
+        """Remove a request; the engine aborts a running one unless it has other listeners."""
         self._entries.pop(entry.fields.request_id, None)
         self._outputs.pop(entry.fields.request_id, None)
         if entry.task is not None and entry.task is not asyncio.current_task():

@@ -1,7 +1,7 @@
-"""Messages that are no protocol buffers: refused with INVALID_ARGUMENT, each by itself.
+"""Rejects messages that cannot be parsed with INVALID_ARGUMENT, each one separately.
 
-gRPC would end the call with UNKNOWN, and a whole Session with it. Here a message that cannot be read arrives in the
-handler's place for requests as `Unreadable`: calls with one request end with its error, a session ends nothing.
+gRPC would end the call with UNKNOWN, including a whole Session. Here the handler gets an `Unreadable` in place of the
+message: calls with one request end with its error; a session reports the error and continues.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _Handler = Any  # grpc.RpcMethodHandler, which has no useful type
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands for a message that could not be parsed."""
+    """Replaces a message that could not be parsed."""
 
     error: RequestRejectedError | UnreadableMessageError
     request_id: str = ""
-    """Of a SessionRequest that would start a request, if it can be told."""
+    """Request id of a SessionRequest that would start a request, if it can be read."""
 
 
 class UnreadableMessages(grpc.aio.ServerInterceptor):
-    """Changes how the handlers of our services read their requests; others are left as they are."""
+    """Replaces the request deserializers of Cadenza's services; other services are unchanged."""
 
     def __init__(self) -> None:
         self._tolerant: dict[str, _Handler] = {}
@@ -42,7 +42,7 @@ class UnreadableMessages(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]], details: grpc.HandlerCallDetails
     ) -> _Handler:
-        """The method's handler, made tolerant once."""
+        """The method's handler with a tolerant deserializer, cached."""
         handler = self._tolerant.get(details.method)
         if handler is None:
             handler = await continuation(details)

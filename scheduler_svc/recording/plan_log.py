@@ -1,4 +1,4 @@
-"""The plan log's file as it is written: each record goes to the system at once, so that a killed process leaves all."""
+"""Writes a plan log. Each record is written to the file at once, so that none is lost when the process is killed."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import os
 from io import FileIO
 
 from cadenza.plan_log import record_bytes
-from scheduler_svc.convert.plan_log import MakeRecord
+from scheduler_svc.recording.records import MakeRecord
 
 _LOG = logging.getLogger(__name__)
 
 
 class PlanLogWriter:
-    """Writes records until something goes wrong: then it says so once, and writes no more."""
+    """Writes records until an error: it logs the first one and stops writing."""
 
     def __init__(self, path: str) -> None:
-        """Open the file; one that is there is kept as PATH.old. Raises OSError, whose message names the option."""
+        """Open the file; an existing one is kept as PATH.old. Raises OSError, whose message names the option."""
         self._path = path
         try:
             if os.path.isfile(path) and os.path.getsize(path):
-                # A scheduler that died is started again with the same options, and its log tells why it died.
+                # A scheduler that died is restarted with the same options, and the old log shows why it died.
                 os.replace(path, f"{path}.old")
             self._file: FileIO | None = FileIO(path, "w")
         except OSError as exc:
             raise OSError(f"--record {path}: {(exc.strerror or str(exc)).lower()}") from exc
 
     def write(self, make: MakeRecord) -> None:
-        """Write the record that `make` gives; never raises."""
+        """Write the record that `make` returns; never raises."""
         if self._file is None:
             return
         try:
@@ -37,7 +37,7 @@ class PlanLogWriter:
         except OSError as exc:
             self._give_up(exc.strerror or exc)
         except Exception as exc:
-            # A record that cannot be made is our mistake, and requests must not suffer from it.
+            # A record that cannot be made is a bug here, and must not affect requests.
             self._give_up(exc)
 
     def _give_up(self, reason: object) -> None:
@@ -45,7 +45,7 @@ class PlanLogWriter:
         self.close()
 
     def close(self) -> None:
-        """Write no more; safe to call twice."""
+        """Close the file; safe to call twice."""
         if self._file is not None:
             file, self._file = self._file, None
             file.close()

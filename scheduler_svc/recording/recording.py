@@ -1,8 +1,7 @@
-"""Records what happens to the core (docs/replay.md): every call that it decides by, and what it made of each.
+"""Records all calls into the core that affect its decisions, with their outcomes (docs/replay.md).
 
-The core's calls are recorded as they return, so a call that raised is there with its error, and a plan before the
-results that follow it. What the core is not told, the session's epoch and failed results, is recorded on the way to
-the executor.
+A call is recorded when it returns or raises, so a failed call has its error, and a plan precedes its result. The
+session's epoch and failed results, which the core does not see, are recorded at the executor's port.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from contextlib import contextmanager
 from functools import partial
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.convert import plan_log as records
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
@@ -30,7 +28,8 @@ from scheduler_svc.core.types import (
     StepStatus,
 )
 from scheduler_svc.engine.policies_from_options import policies_from_options
-from scheduler_svc.engine.ports import ExecutorPort, ModelDescription, PlanStream, SessionOpened
+from scheduler_svc.plan_loop.ports import ExecutorPort, ModelDescription, PlanStream, SessionOpened
+from scheduler_svc.recording import records
 from scheduler_svc.recording.plan_log import PlanLogWriter
 
 _LOG = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 @contextmanager
 def core_and_executor(config: SchedulerConfig, executor: ExecutorPort) -> Iterator[tuple[Scheduler, ExecutorPort]]:
-    """A core by these options and the executor that it is to have; with --record both are recorded until the end."""
+    """A core with these options, and its executor; with --record both are wrapped to be recorded until the end."""
     if config.record is None:
         yield Scheduler(policies_from_options(config)), executor
         return
@@ -50,7 +49,7 @@ def core_and_executor(config: SchedulerConfig, executor: ExecutorPort) -> Iterat
 
 
 class _Recording:
-    """The log, and what its records need to know of the session. One executor is served so far: number 0."""
+    """The log, and the state of the session that its records need. There is one executor so far: number 0."""
 
     def __init__(self, config: SchedulerConfig, path: str) -> None:
         self._config = config
@@ -61,13 +60,13 @@ class _Recording:
         self.incarnation = 0
 
     def open(self) -> None:
-        """Open the file, unless it is; raises OSError."""
+        """Open the file unless it is open; raises OSError."""
         if self._writer is None:
             self._writer = PlanLogWriter(self._path)
             _LOG.info("recording to %s", self._path)
 
     def described(self, model: ModelDescription) -> None:
-        """Write the header, or what an executor that came back has said."""
+        """Write the header, or the changed description of a reconnected executor."""
         known, self._model = self._model, model
         if known is None:
             version, now = importlib.metadata.version("cadenza"), time.time_ns()
@@ -83,7 +82,7 @@ class _Recording:
 
     @contextmanager
     def call(self, make: records.MakeRecord) -> Iterator[None]:
-        """Write the record of a call into the core, once it has returned or raised."""
+        """Write the record of a call into the core after it returned or raised."""
         error = ""
         try:
             yield
@@ -94,13 +93,13 @@ class _Recording:
             self.write(lambda: records.with_error(make(), error))
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the log."""
         if self._writer is not None:
             self._writer.close()
 
 
 class _RecordedScheduler(Scheduler):
-    """The core, each call of which is recorded. Calls that only look, or take what has been decided, are not."""
+    """The core with its calls recorded, except those that only read state or take outputs."""
 
     def __init__(self, policies: Policies, log: _Recording) -> None:
         super().__init__(policies)
@@ -148,7 +147,7 @@ class _RecordedScheduler(Scheduler):
 
 
 class _RecordedExecutor:
-    """An ExecutorPort that notes its description and its sessions."""
+    """An ExecutorPort that records its description and its sessions."""
 
     def __init__(self, executor: ExecutorPort, log: _Recording) -> None:
         self.target = executor.target
@@ -157,7 +156,7 @@ class _RecordedExecutor:
 
     async def describe(self) -> ModelDescription:
         """Wait for the description; raises OSError if the file of the log cannot be opened."""
-        # Not after the wait for an executor that may take minutes to load: a wrong path is known at once.
+        # Before the wait for the executor, which may take minutes: a bad path fails at once.
         self._log.open()
         model = await self._executor.describe()
         self._log.described(model)
@@ -171,7 +170,7 @@ class _RecordedExecutor:
 
 
 class _RecordedStream:
-    """A PlanStream that notes the results of steps that failed."""
+    """A PlanStream that records the results of failed steps."""
 
     def __init__(self, stream: PlanStream, log: _Recording) -> None:
         self.opened: SessionOpened = stream.opened
@@ -180,7 +179,7 @@ class _RecordedStream:
 
     @property
     def resident_bytes(self) -> int:
-        """The executor's memory."""
+        """Resident memory of the executor's process in bytes."""
         return self._stream.resident_bytes
 
     async def send(self, plan: StepPlan) -> None:

@@ -1,4 +1,4 @@
-"""`python -m scheduler_svc.replay FILE`: makes the calls of a plan log into the core again, and checks its plans."""
+"""`python -m scheduler_svc.replay FILE`: repeats the calls of a plan log into the core, and compares the plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXIT_SAME, EXIT_DIFFERENT, EXIT_UNREADABLE = 0, 1, 2
 
 
 def replay(path: str) -> int:
-    """Lead a core through the log at this path, up to the first difference, and print what was found.
+    """Replay the log at this path up to the first difference, and print the outcome.
 
     Returns the exit code; raises PlanLogError.
     """
@@ -23,7 +23,7 @@ def replay(path: str) -> int:
             if found:
                 kind = record.WhichOneof("record")
                 step = f"step {record.plan_step.plan.step_id}, " if record.plan_step.HasField("plan") else ""
-                print(f"{path}: {step}record {number} ({kind}) comes out otherwise:")
+                print(f"{path}: {step}record {number} ({kind}) differs:")
                 print("\n".join(f"  {line}" for line in found))
                 return EXIT_DIFFERENT
         if log.num_cut_bytes:

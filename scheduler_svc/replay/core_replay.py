@@ -1,6 +1,6 @@
-"""`python -m scheduler_svc.replay FILE`: makes the calls of a plan log into the core again, and checks its plans.
+"""Repeats the calls of a plan log into the core, and compares the plans.
 
-No clock, executor or network has a part in it: the log has all that the core's decisions depend on (docs/replay.md).
+Needs no clock, executor or network: the log holds all that the core's decisions depend on (docs/replay.md).
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from cadenza.plan_log import PlanLogError
 from cadenza.settings.service import reason
 from cadenza.v1.planlog_pb2 import PlanLogHeader, PlanLogRecord
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.convert.execution import step_plan, step_result
-from scheduler_svc.convert.plan_log import differences, error_text, recorded_options
-from scheduler_svc.convert.recorded import executor_spec, request_spec
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import FinishDetail, StepPlan
 from scheduler_svc.engine.policies_from_options import policies_from_options
+from scheduler_svc.executors.convert import step_plan, step_result
+from scheduler_svc.recording.recorded import executor_spec, request_spec
+from scheduler_svc.recording.records import differences, error_text, recorded_options
 
 _NO_CALLS = ("executor_described", "step_failed")
 
 
 class RecordedConfig(SchedulerConfig):
-    """The options of a log: those and no others, whatever the environment says."""
+    """The options of a log, independent of the environment."""
 
     @classmethod
     def settings_customise_sources(
@@ -34,15 +34,15 @@ class RecordedConfig(SchedulerConfig):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The header's options are all that counts."""
+        """Only the header's options."""
         return (init_settings,)
 
 
 class CoreReplay:
-    """A core that is led through a log."""
+    """A core that repeats the calls of a log."""
 
     def __init__(self, header: PlanLogHeader) -> None:
-        """Build the core by the recorded options; raises PlanLogError if this version does not know them."""
+        """Create the core with the recorded options; raises PlanLogError if this version does not know them."""
         self._core = Scheduler(policies_from_options(_config(header)))
         self.num_calls = 0
         self.num_plans = 0
@@ -54,7 +54,7 @@ class CoreReplay:
         return self._core.num_output_tokens
 
     def make(self, record: PlanLogRecord) -> list[str]:
-        """Make the call of a record again; returns what its outcome differs in from the recorded one, line by line."""
+        """Repeat the call of a record; returns the differences from the recorded outcome, one per line."""
         if record.WhichOneof("record") in _NO_CALLS:
             return []
         self.num_calls += 1
@@ -63,9 +63,9 @@ class CoreReplay:
             plan = self._call(record)
         except Exception as exc:
             error = error_text(exc)
-        # As the engine does; they have no effect on plans.
+        # As the engine does; these have no effect on plans.
         self._core.take_outputs()
-        self._core.take_ended()
+        self._core.take_finished()
         if error != record.error:
             return [f"error: recorded {record.error or 'none'}, now {error or 'none'}"]
         return self._compare(record, plan) if record.HasField("plan_step") else []
@@ -80,7 +80,7 @@ class CoreReplay:
         return list(differences(recorded.plan, made)) if made != recorded.plan else []
 
     def _call(self, record: PlanLogRecord) -> StepPlan | None:
-        """One call, and the plan if it gives one; raises what the core raises."""
+        """Make one call; returns its plan, if any. Raises the core's errors."""
         core = self._core
         match record.WhichOneof("record"):
             case "plan_step":

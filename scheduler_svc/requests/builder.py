@@ -1,7 +1,6 @@
-"""What a client asks for, checked field by field and turned into what the engine takes.
+"""Validates request fields and builds engine requests.
 
-The wire form is unpacked by convert, which has refused what is too long. Errors name the field by its path in
-GenerateRequest.
+convert unpacks the wire form and rejects oversized fields. Errors name a field by its path in GenerateRequest.
 """
 
 from __future__ import annotations
@@ -13,23 +12,24 @@ from collections.abc import Callable, Sequence
 
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import RequestSpec
-from scheduler_svc.engine.ports import BestOf, EngineRequest, ModelDescription
+from scheduler_svc.plan_loop.ports import BestOf, EngineRequest, ModelDescription
 from scheduler_svc.requests.detokenizer import TextStream
+from scheduler_svc.requests.field_rules import PATH, finite
 from scheduler_svc.requests.fields import ChatFields, PromptFields, RequestFields
 from scheduler_svc.requests.sample_counts import beam_spec, check_counts
 from scheduler_svc.requests.sampling import BadWords, resolve_sampling, tokenize_bad_words
-from scheduler_svc.requests.sampling_fields import PATH, SamplingFields, check_sampling, finite
+from scheduler_svc.requests.sampling_fields import SamplingFields, check_sampling
 from scheduler_svc.requests.tokenizer import ChatTemplateError, Tokenizer
 
 _CONTEXT_TOKENS = 6
-"""Prompt tokens that a text stream starts from, so that a word's leading space comes out as in the prompt's text."""
+"""Number of prompt tokens that a text stream starts from, so that a word's leading space is as in the prompt's text."""
 _NO_TOKENIZER = "the service has no tokenizer: send token ids"
 _DEADLINE_SLACK_S = 1.0
-"""The call's own deadline ends it by cancelling; the engine only looks to it in case that is lost."""
+"""The call's deadline cancels it; the engine's deadline is later, in case the cancellation is lost."""
 
 
 class RequestBuilder:
-    """Checks requests against the model, tokenizes them, and settles defaults and seeds."""
+    """Validates requests against the model, tokenizes them, and fills in defaults and seeds."""
 
     def __init__(self, model: ModelDescription, tokenizer: Tokenizer | None, *, max_model_len: int) -> None:
         self._model = model
@@ -37,7 +37,7 @@ class RequestBuilder:
         self.max_model_len = max_model_len
 
     def check(self, fields: RequestFields) -> None:
-        """Check all that needs no tokenizer's work; raises RequestRejectedError."""
+        """Check everything that needs no tokenization; raises RequestRejectedError, PreconditionError."""
         if fields.later_fields:
             raise RequestRejectedError(fields.later_fields[0], f"{fields.later_fields[0]} is not supported yet")
         if fields.output_mode is None:
@@ -60,31 +60,31 @@ class RequestBuilder:
             self._check_part(part, f"prompt[{index}]", alone=len(prompt) == 1)
 
     def check_token_ids(self, token_ids: Sequence[int], path: str) -> None:
-        """Check that ids are the model's; raises RequestRejectedError."""
+        """Check that the ids are in the model's vocabulary; raises RequestRejectedError."""
         _check_token_ids(token_ids, path, self._model.vocab_size)
 
     def prompt_chars(self, prompt: Sequence[PromptFields]) -> int:
-        """Characters to tokenize: how much work it will be."""
+        """Number of characters to tokenize."""
         return sum(_num_chars(part) for part in prompt)
 
     def is_short(self, fields: RequestFields) -> bool:
-        """May `build` be called on the event loop."""
+        """Whether `build` is fast enough for the event loop."""
         return self.tokenizer is None or self.tokenizer.is_short(self._num_chars(fields))
 
     async def build_off_loop(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
-        """`build`, with a long prompt tokenized in a thread."""
+        """`build` in a thread if the prompt is long."""
         if self.tokenizer is None:
             return self.build(fields, now=now, time_left_s=time_left_s)
         work = functools.partial(self.build, fields, now=now, time_left_s=time_left_s)
         return await self.tokenizer.run(work, self._num_chars(fields))
 
     def build(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
-        """The engine's request. `now`: the engine's clock, seconds; `time_left_s`: until the call's own deadline.
+        """Build the engine's request. now: seconds on the engine's clock; time_left_s: until the call's own deadline.
 
         Raises RequestRejectedError, PreconditionError.
         """
         self.check(fields)
-        prompt = self._fit(self.tokenize(fields.prompt), fields.sampling)
+        prompt = self._truncate_prompt(self.tokenize(fields.prompt), fields.sampling)
         bad_words = self._bad_words(fields.sampling)
         sampling = resolve_sampling(fields.sampling, self._model, seed=_seed(fields.sampling), bad_words=bad_words)
         eos = frozenset[int]() if fields.sampling.ignore_eos else frozenset(self._model.eos_token_ids)
@@ -114,9 +114,9 @@ class RequestBuilder:
         )
 
     def tokenize(self, prompt: Sequence[PromptFields], *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of checked parts, joined; special tokens come before the first part if it is text.
+        """Joined token ids of checked parts; special tokens are added to the first part if it is text.
 
-        Raises RequestRejectedError for text that holds a token which the model does not have.
+        Raises RequestRejectedError for text with a token that the model does not have.
         """
         token_ids: list[int] = []
         for index, part in enumerate(prompt):
@@ -128,13 +128,13 @@ class RequestBuilder:
             if part.text is not None:
                 special = add_special_tokens and index == 0
                 encoded = self.tokenizer.encode(part.text, add_special_tokens=special)
-                token_ids += self._known(encoded, f"{path}.text")
+                token_ids += self._check_known_ids(encoded, f"{path}.text")
             elif part.chat is not None:
-                token_ids += self._known(self._encode_chat(part.chat, f"{path}.chat"), f"{path}.chat")
+                token_ids += self._check_known_ids(self._encode_chat(part.chat, f"{path}.chat"), f"{path}.chat")
         return token_ids
 
-    def _known(self, token_ids: list[int], path: str) -> list[int]:
-        """Return ids of text if the model has them all: a tokenizer may have added tokens beyond its vocabulary."""
+    def _check_known_ids(self, token_ids: list[int], path: str) -> list[int]:
+        """Check ids of text: a tokenizer may have added tokens beyond the model's vocabulary."""
         largest = max(token_ids, default=0)
         if largest >= self._model.vocab_size:
             assert self.tokenizer is not None, "checked before"
@@ -186,13 +186,13 @@ class RequestBuilder:
         except ChatTemplateError as exc:
             raise RequestRejectedError(path, str(exc)) from exc
 
-    def _fit(self, prompt: list[int], sampling: SamplingFields) -> list[int]:
-        """Truncate from the left if asked to; what is empty or too long is refused."""
+    def _truncate_prompt(self, prompt: list[int], sampling: SamplingFields) -> list[int]:
+        """Apply truncate_prompt_tokens from the left; reject an empty or too long prompt."""
         if not prompt:
             raise RequestRejectedError("prompt", "is empty: at least one token is needed")
         keep = sampling.truncate_prompt_tokens
         if keep is not None:
-            prompt = prompt[-(keep if keep > 0 else self._most_prompt_tokens(sampling.max_tokens)) :]
+            prompt = prompt[-(keep if keep > 0 else self._max_prompt_tokens(sampling.max_tokens)) :]
         if len(prompt) + 1 > self.max_model_len:
             raise RequestRejectedError(
                 "prompt",
@@ -200,8 +200,8 @@ class RequestBuilder:
             )
         return prompt
 
-    def _most_prompt_tokens(self, max_tokens: int | None) -> int:
-        """What max_model_len allows beside the output that is asked for, or beside one token."""
+    def _max_prompt_tokens(self, max_tokens: int | None) -> int:
+        """Prompt tokens that max_model_len allows in addition to max_tokens, or to one output token."""
         num_output = max_tokens or 1
         if num_output >= self.max_model_len:
             raise RequestRejectedError(
@@ -211,7 +211,7 @@ class RequestBuilder:
         return self.max_model_len - num_output
 
     def _num_chars(self, fields: RequestFields) -> int:
-        """All that is to be tokenized; bad words are twice."""
+        """Characters to tokenize; bad words are tokenized twice."""
         return self.prompt_chars(fields.prompt) + 2 * sum(map(len, fields.sampling.bad_words))
 
     def _bad_words(self, sampling: SamplingFields) -> BadWords:
@@ -220,7 +220,7 @@ class RequestBuilder:
         words = tokenize_bad_words(
             sampling.bad_words, functools.partial(self.tokenizer.encode, add_special_tokens=False)
         )
-        # Tokens that the tokenizer has and the model lacks need no ban.
+        # The model never generates tokens outside of its vocabulary, so these words need no ban.
         return tuple(word for word in words if max(word) < self._model.vocab_size)
 
     def _text_maker(self, sampling: SamplingFields, prompt: Sequence[int]) -> Callable[[], TextStream] | None:
@@ -246,7 +246,7 @@ def _num_chars(part: PromptFields) -> int:
 def _best_of(sampling: SamplingFields) -> BestOf | None:
     if sampling.num_drawn == sampling.n:
         return None
-    return BestOf(sampling.n, tells_logprobs=sampling.logprobs is not None)
+    return BestOf(sampling.n, returns_logprobs=sampling.logprobs is not None)
 
 
 def _seed(sampling: SamplingFields) -> int:

@@ -1,40 +1,40 @@
-"""Tokens to text as they come: never half a character, never what may be the start of a stop string."""
+"""Incremental detokenization: holds back incomplete characters and possible starts of stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from scheduler_svc.engine.ports import StopMatch
+from scheduler_svc.plan_loop.ports import StopMatch
 
 _REPLACEMENT = "\ufffd"
 _MAX_WINDOW = 12
-"""Tokens decoded at once, at most, before the window is moved on."""
+"""Maximum tokens in the decoded window before it moves on."""
 _TAIL_LENGTHS = (5, 6, 7, 8)
-"""Lengths tried for the moved window: a character has at most 4 bytes, so one of these starts at a character."""
+"""Lengths tried for the moved window: a character has at most 4 bytes, so one of them starts at a character."""
 _MAX_PENDING_TOKENS = 6
-"""More tokens than this without a whole character: the bytes are no UTF-8, and are let go."""
+"""After more tokens than this without a complete character, the bytes count as invalid UTF-8 and are released."""
 _MAX_PENDING_CHARS = 3
-"""Of such bytes, this many may still be the start of a character."""
+"""Number of such bytes, at the end, that may still be the start of a character."""
 
 
 class TokenDecoder(Protocol):
-    """What a text stream needs of a tokenizer."""
+    """The tokenizer interface that a text stream needs."""
 
     special_ids: frozenset[int]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of tokens; bytes that are no UTF-8 come out as U+FFFD."""
+        """Text of tokens; invalid UTF-8 becomes U+FFFD."""
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token alone."""
+        """Text of a single token."""
 
 
 class IncrementalDecoder:
-    """Decodes a token at a time, in O(1) tokens each: a sliding window is decoded, and what it adds is handed out.
+    """Decodes one token at a time, in O(1) tokens each, by decoding a sliding window and returning the new text.
 
-    The window keeps some tokens that are out already, as TGI and vLLM do, since a token's text depends on those before
-    it (leading spaces, bytes of one character). `_done` is the text of the window that is out.
+    The window keeps some tokens whose text was returned already, as in TGI and vLLM, since a token's text depends on
+    those before it (leading spaces, bytes of one character). `_returned` is the returned part of the window's text.
     """
 
     def __init__(self, tokenizer: TokenDecoder, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
@@ -42,68 +42,68 @@ class IncrementalDecoder:
         self._skip = skip_special_tokens
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._window = [token_id for token_id in context if token_id not in self._skipped]
-        self._done = self._decode(self._window) if self._window else ""
-        if not self._done or self._done.endswith(_REPLACEMENT):
-            self._window, self._done = [], ""
-        self._num_whole = len(self._window)
-        """Tokens of the window after which no character was incomplete."""
+        self._returned = self._decode(self._window) if self._window else ""
+        if not self._returned or self._returned.endswith(_REPLACEMENT):
+            self._window, self._returned = [], ""
+        self._num_complete = len(self._window)
+        """Number of tokens at the window's start after which the last character was complete."""
         self._limit = _MAX_WINDOW
 
     def push(self, token_id: int) -> str:
-        """Text that this token completes; may be empty."""
+        """Add a token; returns the text that it completes, which may be empty."""
         if token_id in self._skipped:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
-        if not text.startswith(self._done):
-            # A byte-fallback tokenizer spoils a whole run of bytes while its last character is incomplete.
-            if len(self._window) - self._num_whole <= _MAX_PENDING_TOKENS:
+        if not text.startswith(self._returned):
+            # A byte-fallback tokenizer decodes a whole run of bytes as U+FFFD while its last character is incomplete.
+            if len(self._window) - self._num_complete <= _MAX_PENDING_TOKENS:
                 return ""
             text = self._restart()
-        return self._hand_out(text)
+        return self._take_new(text)
 
     def flush(self) -> str:
-        """What is left; half a character comes out as U+FFFD."""
+        """The remaining text; an incomplete character becomes U+FFFD."""
         text = self._decode(self._window)
-        if not text.startswith(self._done):
+        if not text.startswith(self._returned):
             text = self._restart()
-        rest = text[len(self._done) :]
-        self._done = text
+        rest = text[len(self._returned) :]
+        self._returned = text
         return rest
 
-    def _hand_out(self, text: str) -> str:
-        """Hand out what is new in the window's text and cannot change; move the window on."""
-        fresh = text[len(self._done) :]
+    def _take_new(self, text: str) -> str:
+        """Return the new and final part of the window's text; move the window on."""
+        fresh = text[len(self._returned) :]
         ready = fresh.rstrip(_REPLACEMENT)
         num_pending = len(fresh) - len(ready)
         if ready or not num_pending:
-            self._num_whole = len(self._window)
-        elif len(self._window) - self._num_whole > _MAX_PENDING_TOKENS and num_pending > _MAX_PENDING_CHARS:
+            self._num_complete = len(self._window)
+        elif len(self._window) - self._num_complete > _MAX_PENDING_TOKENS and num_pending > _MAX_PENDING_CHARS:
             num_pending = _MAX_PENDING_CHARS
             ready = fresh[:-num_pending]
-        self._done += ready
+        self._returned += ready
         if len(self._window) > self._limit:
             self._move_on(text, num_pending)
         return ready
 
     def _move_on(self, text: str, num_pending: int) -> None:
-        """Drop tokens from the window's front, at a place where the rest decodes to the same text."""
+        """Drop tokens from the window's front, at a position where the rest decodes to the same text."""
         for length in _TAIL_LENGTHS:
             tail = self._window[-length:]
             tail_text = self._decode(tail)
             if len(tail_text) > num_pending and text.endswith(tail_text):
-                self._num_whole = max(0, self._num_whole - (len(self._window) - length))
+                self._num_complete = max(0, self._num_complete - (len(self._window) - length))
                 self._window = tail
-                self._done = tail_text[: len(tail_text) - num_pending]
+                self._returned = tail_text[: len(tail_text) - num_pending]
                 self._limit = _MAX_WINDOW
                 return
         self._limit = len(self._window) + _MAX_WINDOW
 
     def _restart(self) -> str:
-        """Begin the window after the last whole character; returns its text."""
-        self._window = self._window[self._num_whole :]
-        self._num_whole = 0
-        self._done = ""
+        """Start the window after the last complete character; returns its text."""
+        self._window = self._window[self._num_complete :]
+        self._num_complete = 0
+        self._returned = ""
         return self._decode(self._window)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -111,15 +111,26 @@ class IncrementalDecoder:
 
 
 class TextStream:
-    """One sample's text (see ports.TextStream), cut at the first stop string.
+    """The text of one sample (see ports.TextStream), truncated at the first stop string.
 
-    Of several stop strings the one that starts first wins, then the one listed first. As in vLLM, a match must be
-    completed by a token after the first `min_tokens`. Each token is looked at by itself, so that the result does not
-    depend on how many come at once. `context` are the prompt's last tokens, which decide about a leading space.
+    Among several stop strings the one that starts first wins, then the one listed first. As in vLLM, a match must be
+    completed by a token after the first `min_tokens`. Tokens are processed one by one, so the result does not depend
+    on how many arrive at once. `context`: the prompt's last tokens, which determine a leading space.
     """
 
-    __slots__ = ("_begun", "_decoder", "_floor", "_held", "_include_stop", "_min_tokens", "_over", "_stop",
-                 "_tokenizer", "text", "text_ends")  # fmt: skip
+    __slots__ = (
+        "_decoder",
+        "_finished",
+        "_held",
+        "_include_stop",
+        "_min_match_end",
+        "_min_tokens",
+        "_prefix_lens",
+        "_stop",
+        "_tokenizer",
+        "text",
+        "text_ends",
+    )
 
     def __init__(
         self,
@@ -136,17 +147,17 @@ class TextStream:
         self._tokenizer = tokenizer
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens, context=context)
         self._stop = tuple(stop)
-        self._begun = [0] * len(stop)
-        """How much of each stop string the text ends with, but never all of it; the longest of these is held back."""
+        self._prefix_lens = [0] * len(stop)
+        """Length of the proper prefix of each stop string that the text ends with; the longest is held back."""
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._held = ""
-        self._floor = 0
+        self._min_match_end = 0
         """Length of the text of the first `min_tokens` tokens, in code points; a match must end after it."""
-        self._over = False
+        self._finished = False
 
     def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> StopMatch | None:
-        """Add tokens; returns the stop string that they complete, if they do. What comes after it is not looked at."""
+        """Add tokens; returns the match of a stop string, if they complete one. Tokens after it are ignored."""
         last = len(token_ids) - 1
         for index, token_id in enumerate(token_ids):
             silent = ends_with_stop_token and index == last and not self._include_stop
@@ -154,29 +165,29 @@ class TextStream:
             stop_string = self._take(piece) if piece else None
             self.text_ends.append(len(self.text))
             if stop_string is not None:
-                self._over = True
+                self._finished = True
                 return StopMatch(stop_string, len(self.text_ends))
         return None
 
     def finish(self) -> None:
-        """Let go of what was held back; after a stop string there is nothing."""
-        if not self._over:
-            self._over = True
+        """Release the text that was held back; nothing after a stop string."""
+        if not self._finished:
+            self._finished = True
             self._release(self._held + self._decoder.flush())
             self._held = ""
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token alone."""
+        """The text of a single token."""
         return self._tokenizer.token_text(token_id)
 
     def _take(self, piece: str) -> str | None:
-        """Add text; returns the stop string that it completes."""
+        """Add text; returns the stop string that it completes, if any."""
         if not self._stop:
             self._release(piece)
             return None
         text = self._held + piece
         if len(self.text_ends) < self._min_tokens:
-            self._floor = len(self.text) + len(text)
+            self._min_match_end = len(self.text) + len(text)
         else:
             found = self._find(text)
             if found is not None:
@@ -184,20 +195,20 @@ class TextStream:
                 self._release(text[: start + len(stop_string)] if self._include_stop else text[:start])
                 self._held = ""
                 return stop_string
-        # A beginning grows by the new text at most: with that limit, a push costs what it adds, however much is held.
-        self._begun = [
-            _overlap(text, stop_string, begun + len(piece))
-            for stop_string, begun in zip(self._stop, self._begun, strict=True)
+        # A prefix grows by the new text at most: this limit makes the cost of a push independent of the held text.
+        self._prefix_lens = [
+            _overlap(text, stop_string, prefix_len + len(piece))
+            for stop_string, prefix_len in zip(self._stop, self._prefix_lens, strict=True)
         ]
-        num_held = max(self._begun)
+        num_held = max(self._prefix_lens)
         self._held = text[len(text) - num_held :]
         self._release(text[: len(text) - num_held])
         return None
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """The first stop string in the text, and where it starts."""
+        """The start of the first stop string in the text, and the string."""
         best: tuple[int, str] | None = None
-        floor = self._floor - len(self.text)
+        floor = self._min_match_end - len(self.text)
         for stop_string in self._stop:
             start = text.find(stop_string, max(0, floor + 1 - len(stop_string)))
             if start >= 0 and (best is None or start < best[0]):
@@ -205,7 +216,7 @@ class TextStream:
         return best
 
     def _release(self, piece: str) -> None:
-        # With one reference left, CPython appends in place; `self.text += piece` would copy all text for each token.
+        # With a single reference CPython appends in place; `self.text += piece` would copy all text for each token.
         text = self.text
         self.text = ""
         text += piece
@@ -213,7 +224,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop_string: str, limit: int) -> int:
-    """Length of the longest end of `text`, up to `limit`, that is the start of `stop_string`, but not all of it."""
+    """Length of the longest suffix of `text`, up to `limit`, that is a proper prefix of `stop_string`."""
     longest = min(limit, len(stop_string) - 1)
     if stop_string[0] not in text[len(text) - longest :]:
         return 0

@@ -1,15 +1,16 @@
-"""How many samples or beams a request asks for, and what does not go together with them. Ranges as in types.proto."""
+"""Validates numbers of samples and beams, and fields that exclude them. Ranges as in types.proto."""
 
 from __future__ import annotations
 
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.sequences.beams import MAX_CANDIDATES
 from scheduler_svc.core.types import BeamSpec
-from scheduler_svc.engine.ports import ModelDescription
-from scheduler_svc.requests.sampling_fields import PATH, EarlyStopping, SamplingFields, finite
+from scheduler_svc.plan_loop.ports import ModelDescription
+from scheduler_svc.requests.field_rules import PATH
+from scheduler_svc.requests.sampling_fields import FIELD_RULES, EarlyStopping, SamplingFields, is_default, is_off
 
 MAX_SAMPLES = 64
-"""Samples drawn for one prompt, at most."""
+"""Maximum samples drawn for one prompt."""
 MAX_BEAM_WIDTH = 128
 _EARLY_STOPPING = {EarlyStopping.FALSE: False, EarlyStopping.TRUE: True, EarlyStopping.NEVER: None}
 _NO_DRAW = "does not go with beam_width: nothing is drawn in a beam search"
@@ -17,7 +18,6 @@ _NO_DRAW = "does not go with beam_width: nothing is drawn in a beam search"
 
 def check_counts(fields: SamplingFields, model: ModelDescription) -> None:
     """Check n, best_of and the fields of beam search; raises RequestRejectedError or PreconditionError."""
-    finite(PATH + "length_penalty", fields.length_penalty)
     if fields.early_stopping is None:
         raise _refuse("early_stopping", "must be EARLY_STOPPING_FALSE, EARLY_STOPPING_TRUE or EARLY_STOPPING_NEVER")
     if fields.n < 1:
@@ -29,26 +29,26 @@ def check_counts(fields: SamplingFields, model: ModelDescription) -> None:
 
 
 def beam_spec(fields: SamplingFields) -> BeamSpec | None:
-    """The beam search that checked fields ask for, if they do."""
+    """The beam search of checked fields; None without beam_width."""
     if fields.beam_width is None or fields.early_stopping is None:
         return None
     return BeamSpec(fields.beam_width, fields.length_penalty, _EARLY_STOPPING[fields.early_stopping])
 
 
 def num_candidates(fields: SamplingFields, num_stop_ids: int, vocab_size: int) -> int:
-    """Best next tokens to be told of each beam, as many as the search needs; 0 without beams.
+    """Number of candidates that the search needs per beam; 0 without beams.
 
-    Raises RequestRejectedError if no executor tells so many.
+    Raises RequestRejectedError if it exceeds what executors return.
     """
     if fields.beam_width is None:
         return 0
-    # Each of the stop tokens may be among the best, and `beam_width` others must be left.
+    # All stop tokens may be among the best, and `beam_width` others must remain.
     wanted = min(fields.beam_width + num_stop_ids, vocab_size)
     if wanted > MAX_CANDIDATES:
         raise _refuse(
             "beam_width",
             f"{fields.beam_width} beams with {num_stop_ids} EOS and stop tokens need {wanted} candidates "
-            f"of each beam; executors tell at most {MAX_CANDIDATES}",
+            f"of each beam; executors return at most {MAX_CANDIDATES}",
         )
     return wanted
 
@@ -77,17 +77,11 @@ def _check_beams(fields: SamplingFields, width: int, model: ModelDescription) ->
         raise _refuse("beam_width", f"must be 2 to {MAX_BEAM_WIDTH}, not {width}")
     if fields.n > width:
         raise _refuse("n", f"must be at most beam_width = {width}, not {fields.n}")
-    for name, is_set in (
-        ("best_of", fields.best_of is not None),
-        ("temperature", fields.temperature not in (0, 1)),
-        ("top_p", fields.top_p != 1),
-        ("top_k", fields.top_k not in (-1, 0)),
-        ("min_p", fields.min_p != 0),
-    ):
-        if is_set:
+    for name, rule in FIELD_RULES.items():
+        if rule.needs_draw and not (is_off(fields, name) or is_default(fields, name)):
             raise _refuse(name, _NO_DRAW)
     if fields.logprobs is not None:
-        raise _refuse("logprobs", "does not go with beam_width: of each beam the cumulative logprob is told")
+        raise _refuse("logprobs", "does not go with beam_width: each beam has its cumulative logprob only")
     if fields.stop:
         raise _refuse("stop", "does not go with beam_width: beams end with token ids, such as stop_token_ids")
     if not (model.gives_candidates and model.can_copy):

@@ -1,23 +1,15 @@
-"""What an executor is told of checked SamplingParams: every field as numbers and token ids."""
+"""Checked SamplingParams in the form that executors take: every field as numbers and token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from scheduler_svc.core.errors import RequestRejectedError
-from scheduler_svc.core.types import Sampling
-from scheduler_svc.engine.ports import ModelDescription
+from scheduler_svc.core.types import Sampling, SamplingValue
+from scheduler_svc.plan_loop.ports import ModelDescription
+from scheduler_svc.requests.field_rules import PATH, resolve_logprobs
 from scheduler_svc.requests.sample_counts import num_candidates
-from scheduler_svc.requests.sampling_fields import PATH, SamplingFields, resolve_logprobs
-
-# The executor takes 32-bit floats: what is over 0 must not become 0 there, nor overflow what it is applied to.
-_MIN_TEMPERATURE = 0.01
-"""As in vLLM: what is smaller, but not 0, would overflow the logits, and is raised to this."""
-_MIN_TOP_P = 1e-6
-"""Keeps the most likely token alone, as any smaller one would."""
-_MIN_MIN_P = 1e-37
-_MAX_REPETITION_PENALTY = 1e30
-"""And its inverse is the smallest: beyond, logits would overflow, and the order of tokens would be no other."""
+from scheduler_svc.requests.sampling_fields import FIELD_RULES, SamplingFields, is_off
 
 BadWords = tuple[tuple[int, ...], ...]
 
@@ -25,29 +17,33 @@ BadWords = tuple[tuple[int, ...], ...]
 def resolve_sampling(
     fields: SamplingFields, model: ModelDescription, *, seed: int, bad_words: BadWords = ()
 ) -> Sampling:
-    """What the executor is told, from checked fields; raises RequestRejectedError if they leave no token to choose."""
-    temperature, penalty = fields.temperature, fields.repetition_penalty
+    """What the executor needs of checked fields; raises RequestRejectedError if they leave no token to choose."""
     stop_token_ids = _stop_token_ids(fields, model)
     _check_leaves_a_token(fields, model, stop_token_ids, bad_words)
     return Sampling(
-        temperature=max(temperature, _MIN_TEMPERATURE) if temperature else 0.0,
-        top_p=max(fields.top_p, _MIN_TOP_P),
-        top_k=fields.top_k if 0 < fields.top_k < model.vocab_size else 0,
-        min_p=max(fields.min_p, _MIN_MIN_P) if fields.min_p else 0.0,
         seed=seed,
         stop_token_ids=stop_token_ids,
         min_tokens=fields.min_tokens or 0,
         num_logprobs=_num_logprobs(fields, model),
-        num_prompt_logprobs=resolve_logprobs("prompt_logprobs", fields.prompt_logprobs, model),
-        repetition_penalty=min(max(penalty, 1 / _MAX_REPETITION_PENALTY), _MAX_REPETITION_PENALTY),
-        presence_penalty=fields.presence_penalty,
-        frequency_penalty=fields.frequency_penalty,
-        bias_token_ids=tuple(token_id for token_id, _ in fields.logit_bias),
-        biases=tuple(bias for _, bias in fields.logit_bias),
-        allowed_token_ids=tuple(sorted(set(fields.allowed_token_ids))),
-        bad_words=bad_words,
+        num_prompt_logprobs=resolve_logprobs(PATH + "prompt_logprobs", fields.prompt_logprobs, model),
         num_candidates=num_candidates(fields, len(stop_token_ids), model.vocab_size),
+        values=_values(fields, model, bad_words),
     )
+
+
+def _values(fields: SamplingFields, model: ModelDescription, bad_words: BadWords) -> dict[str, SamplingValue]:
+    """The fields that only executors read, where they have an effect."""
+    values: dict[str, SamplingValue] = {
+        name: rule.form(getattr(fields, name), model)
+        for name, rule in FIELD_RULES.items()
+        if rule.form is not None and not is_off(fields, name)
+    }
+    if fields.logit_bias:
+        values["bias_token_ids"] = tuple(token_id for token_id, _ in fields.logit_bias)
+        values["biases"] = tuple(bias for _, bias in fields.logit_bias)
+    if bad_words:
+        values["bad_words"] = bad_words
+    return values
 
 
 def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], list[int]]) -> BadWords:
@@ -76,7 +72,7 @@ def _stop_token_ids(fields: SamplingFields, model: ModelDescription) -> tuple[in
 
 def _num_logprobs(fields: SamplingFields, model: ModelDescription) -> int | None:
     """As asked; where the best samples are to be chosen the logprobs of their tokens are needed in any case."""
-    asked = resolve_logprobs("logprobs", fields.logprobs, model)
+    asked = resolve_logprobs(PATH + "logprobs", fields.logprobs, model)
     return 0 if asked is None and fields.num_drawn > fields.n else asked
 
 

@@ -1,17 +1,43 @@
-"""SamplingParams as they came, and their checks, field by field. Ranges as in types.proto."""
+"""The table of sampling fields: one row for each field of SamplingParams, with its default and its rule.
+
+Converters, checks, refusals and plans read this table. Ranges as in types.proto.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import dataclasses
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
-from scheduler_svc.engine.ports import ModelDescription
+from scheduler_svc.plan_loop.ports import ModelDescription
+from scheduler_svc.requests.field_rules import (
+    PATH,
+    FieldRule,
+    Served,
+    any_finite,
+    as_it_is,
+    at_least,
+    at_least_if_on,
+    between,
+    biases,
+    clamped,
+    over_zero,
+    token_ids,
+    top_logprobs,
+    words,
+)
 
-PATH = "sampling_params."
 _FLOAT32_MAX = 3.4028234e38
+_MIN_TEMPERATURE = 0.01
+"""As in vLLM: a smaller one would overflow the logits, and is raised to this."""
+_MIN_TOP_P = 1e-6
+"""Keeps the most likely token alone, as any smaller one would."""
+_SMALLEST = 1e-37
+"""What is over 0 stays over 0 as a 32-bit float."""
+_MAX_REPETITION_PENALTY = 1e30
+"""And its inverse is the smallest: beyond, logits would overflow, and the order of tokens would be no other."""
 
 
 class EarlyStopping(Enum):
@@ -22,42 +48,67 @@ class EarlyStopping(Enum):
     NEVER = auto()
 
 
+def _row(default: Any = dataclasses.MISSING, **rule: Any) -> Any:
+    """A field with its default and its FieldRule."""
+    return dataclasses.field(default=default, metadata={"rule": FieldRule(**rule)})
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingFields:
-    """SamplingParams as they came; None where 0 or silence means something else."""
+    """SamplingParams of one request as they came; None where 0 or silence means something else."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    temperature: float = _row(
+        1.0,
+        check=between(0, _FLOAT32_MAX),
+        form=at_least_if_on(_MIN_TEMPERATURE),
+        is_off=lambda value: value == 0,
+        needs_draw=True,
+    )
+    top_p: float = _row(1.0, check=over_zero(1), form=clamped(_MIN_TOP_P, 1.0), needs_draw=True)
+    top_k: int = _row(
+        0, check=at_least(-1), form=lambda value, model: value if 0 < value < model.vocab_size else 0,
+        is_off=lambda value: value in (-1, 0), needs_draw=True,
+    )  # fmt: skip
+    min_p: float = _row(0.0, check=between(0, 1), form=at_least_if_on(_SMALLEST), needs_draw=True)
+    top_n_sigma: float = _row(
+        0.0,
+        check=any_finite,
+        form=clamped(_SMALLEST, _FLOAT32_MAX),
+        is_off=lambda value: value <= 0,
+        needs_draw=True,
+    )
+    repetition_penalty: float = _row(
+        1.0, check=over_zero(), form=clamped(1 / _MAX_REPETITION_PENALTY, _MAX_REPETITION_PENALTY), edits_logits=True
+    )
+    presence_penalty: float = _row(0.0, check=between(-2, 2), form=as_it_is, edits_logits=True)
+    frequency_penalty: float = _row(0.0, check=between(-2, 2), form=as_it_is, edits_logits=True)
+    seed: int | None = _row(None)
+    max_tokens: int | None = _row(None)
+    min_tokens: int | None = _row(None)
+    stop: tuple[str, ...] = _row((), check=words("use stop_token_ids"))
+    bad_words: tuple[str, ...] = _row((), check=words("logit_bias can ban token ids"), edits_logits=True)
+    stop_token_ids: tuple[int, ...] = _row((), check=token_ids)
+    ignore_eos: bool = _row(False)
+    allowed_token_ids: tuple[int, ...] = _row(
+        (), check=token_ids, form=lambda value, _: tuple(sorted(set(value))), edits_logits=True
+    )
+    logit_bias: tuple[tuple[int, float], ...] = _row((), check=biases, edits_logits=True)
     """(token id, bias), ids ascending."""
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[str, ...] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    detokenize: bool = True
-    truncate_prompt_tokens: int | None = None
-    priority: int = 0
-    n: int = 1
-    best_of: int | None = None
-    beam_width: int | None = None
-    length_penalty: float = 1.0
-    early_stopping: EarlyStopping | None = EarlyStopping.FALSE
+    logprobs: int | None = _row(None, check=top_logprobs)
+    prompt_logprobs: int | None = _row(None, check=top_logprobs)
+    include_stop_str_in_output: bool = _row(False)
+    skip_special_tokens: bool = _row(True)
+    detokenize: bool = _row(True)
+    truncate_prompt_tokens: int | None = _row(None)
+    priority: int = _row(0)
+    n: int = _row(1)
+    best_of: int | None = _row(None, needs_draw=True)
+    beam_width: int | None = _row(None)
+    length_penalty: float = _row(1.0, check=any_finite)
+    early_stopping: EarlyStopping | None = _row(EarlyStopping.FALSE)  # noqa: RUF009
     """None: a number that is none of the enum's."""
     later_fields: tuple[str, ...] = ()
-    """Fields of later waves that are set to something else than their default."""
+    """Fields that are set and not built yet."""
 
     @property
     def num_drawn(self) -> int:
@@ -65,67 +116,37 @@ class SamplingFields:
         return self.n if self.best_of is None else self.best_of
 
 
-def finite(path: str, value: float) -> float:
-    """The value; raises RequestRejectedError for NaN and infinities."""
-    if not math.isfinite(value):
-        raise RequestRejectedError(path, f"must be a finite number, not {value}")
-    return value
+_DEFAULTS = SamplingFields()
+FIELD_RULES: dict[str, FieldRule] = {
+    each.name: each.metadata["rule"] for each in dataclasses.fields(SamplingFields) if "rule" in each.metadata
+}
+"""By name, in the order of the table."""
+
+
+def is_off(fields: SamplingFields, name: str) -> bool:
+    """Has this field a value without effect."""
+    is_off = FIELD_RULES[name].is_off
+    return is_default(fields, name) if is_off is None else is_off(getattr(fields, name))
+
+
+def is_default(fields: SamplingFields, name: str) -> bool:
+    """Has this field its default value."""
+    return bool(getattr(fields, name) == getattr(_DEFAULTS, name))
 
 
 def check_sampling(fields: SamplingFields, model: ModelDescription, *, has_tokenizer: bool) -> None:
     """Check each field; raises RequestRejectedError or PreconditionError with the field's path."""
-    _check_numbers(fields)
-    _check_penalties(fields)
+    served = Served(model, has_tokenizer)
+    for name, rule in FIELD_RULES.items():
+        if rule.check is not None:
+            rule.check(PATH + name, getattr(fields, name), served)
     _check_counts(fields)
-    _check_words("stop", fields.stop, has_tokenizer)
-    _check_words("bad_words", fields.bad_words, has_tokenizer)
     if fields.stop and not fields.detokenize:
         raise RequestRejectedError(PATH + "stop", "stop strings are looked for in the text: detokenize must be on")
-    _check_token_ids("stop_token_ids", fields.stop_token_ids, model.vocab_size)
-    _check_token_ids("allowed_token_ids", fields.allowed_token_ids, model.vocab_size)
-    _check_logit_bias(fields, model.vocab_size)
-    for name in ("logprobs", "prompt_logprobs"):
-        resolve_logprobs(name, getattr(fields, name), model)
     if fields.later_fields:
         name = fields.later_fields[0]
         raise RequestRejectedError(PATH + name, f"{name} is not supported yet")
     _check_features(fields, model)
-
-
-def resolve_logprobs(name: str, asked: int | None, model: ModelDescription) -> int | None:
-    """Number of top logprobs per token; -1 asks for the whole vocabulary. Raises RequestRejectedError."""
-    if asked is None:
-        return None
-    limit = min(model.max_logprobs, model.vocab_size)
-    if asked == -1:
-        if limit < model.vocab_size:
-            raise RequestRejectedError(
-                PATH + name, f"-1 asks for all {model.vocab_size} token ids, but the executor returns at most {limit}"
-            )
-        return model.vocab_size
-    if not 0 <= asked <= limit:
-        raise RequestRejectedError(PATH + name, f"must be 0 to {limit} or -1, not {asked}")
-    return asked
-
-
-def _check_numbers(fields: SamplingFields) -> None:
-    if not 0 <= finite(PATH + "temperature", fields.temperature) <= _FLOAT32_MAX:
-        raise RequestRejectedError(PATH + "temperature", f"must be 0 to {_FLOAT32_MAX}, not {fields.temperature}")
-    if not 0 < finite(PATH + "top_p", fields.top_p) <= 1:
-        raise RequestRejectedError(PATH + "top_p", f"must be over 0 and at most 1, not {fields.top_p}")
-    if fields.top_k < -1:
-        raise RequestRejectedError(PATH + "top_k", f"must be -1 or more, not {fields.top_k}")
-    if not 0 <= finite(PATH + "min_p", fields.min_p) <= 1:
-        raise RequestRejectedError(PATH + "min_p", f"must be 0 to 1, not {fields.min_p}")
-
-
-def _check_penalties(fields: SamplingFields) -> None:
-    if not finite(PATH + "repetition_penalty", fields.repetition_penalty) > 0:
-        raise RequestRejectedError(PATH + "repetition_penalty", f"must be over 0, not {fields.repetition_penalty}")
-    for name in ("presence_penalty", "frequency_penalty"):
-        penalty = getattr(fields, name)
-        if not -2 <= finite(PATH + name, penalty) <= 2:
-            raise RequestRejectedError(PATH + name, f"must be -2 to 2, not {penalty}")
 
 
 def _check_counts(fields: SamplingFields) -> None:
@@ -140,41 +161,12 @@ def _check_counts(fields: SamplingFields) -> None:
         raise RequestRejectedError(PATH + "truncate_prompt_tokens", f"must be 1 or more, or -1, not {keep}")
 
 
-def _check_words(name: str, words: Sequence[str], has_tokenizer: bool) -> None:
-    for index, word in enumerate(words):
-        if not word:
-            raise RequestRejectedError(f"{PATH}{name}[{index}]", "must not be empty")
-    if words and not has_tokenizer:
-        instead = "use stop_token_ids" if name == "stop" else "logit_bias can ban token ids"
-        raise PreconditionError(PATH + name, f"{name} needs a tokenizer, and the service has none: {instead}")
-
-
-def _check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    for index, token_id in enumerate(token_ids):
-        if token_id >= vocab_size:
-            raise RequestRejectedError(
-                f"{PATH}{name}[{index}]", f"{token_id} is not below the vocabulary size {vocab_size}"
-            )
-
-
-def _check_logit_bias(fields: SamplingFields, vocab_size: int) -> None:
-    for token_id, bias in fields.logit_bias:
-        path = f"{PATH}logit_bias[{token_id}]"
-        if token_id >= vocab_size:
-            raise RequestRejectedError(path, f"{token_id} is not below the vocabulary size {vocab_size}")
-        if not -100 <= finite(path, bias) <= 100:
-            raise RequestRejectedError(path, f"must be -100 to 100, not {bias}")
-
-
 def _check_features(fields: SamplingFields, model: ModelDescription) -> None:
-    """What the executor cannot do is refused here: it could only refuse the plan, with all other requests in it."""
+    """Refuse here what the executor lacks: it could only refuse the plan, with all other requests in it."""
     if fields.prompt_logprobs is not None and not model.gives_prompt_logprobs:
         raise PreconditionError(PATH + "prompt_logprobs", "the executor gives no prompt logprobs")
     if model.has_logits_processors:
         return
-    defaults = SamplingFields()
-    for name in (
-        "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words",
-    ):  # fmt: skip
-        if getattr(fields, name) != getattr(defaults, name):
+    for name, rule in FIELD_RULES.items():
+        if rule.edits_logits and not is_off(fields, name):
             raise PreconditionError(PATH + name, f"the executor has no {name}")

@@ -1,4 +1,4 @@
-"""The model's tokenizer: text and chats to token ids, token ids to text. From transformers, which is imported late."""
+"""The model's tokenizer, from transformers, which is imported lazily."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _INLINE_CHARS = 4096
-"""Text up to this length is encoded on the event loop (well under a millisecond); longer text goes to a thread."""
+"""Text up to this length is encoded on the event loop (well under 1 ms); longer text in a thread."""
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json")
 
 
 class TokenizerError(Exception):
-    """The tokenizer cannot be loaded or does not fit the model; the message says why and what to do."""
+    """The tokenizer cannot be loaded or does not match the model; the message has the reason and a remedy."""
 
 
 class NoChatTemplateError(Exception):
@@ -31,19 +31,19 @@ _HINT = "(--tokenizer names another, --skip-tokenizer-init none)"
 
 
 class ChatTemplateError(Exception):
-    """The chat template refuses this chat; the message is the template's."""
+    """The chat template rejects this chat; the message is the template's."""
 
 
 def preload() -> None:
-    """Import what `load_tokenizer` needs; blocking, seconds, so begin early."""
-    with contextlib.suppress(ImportError):  # `load_tokenizer` tells, if it is needed
+    """Import the modules that `load_tokenizer` needs; blocks for seconds."""
+    with contextlib.suppress(ImportError):  # `load_tokenizer` raises, if it is needed
         importlib.import_module("transformers.models.auto.tokenization_auto")
 
 
 def load_tokenizer(source: str, *, required: bool = False) -> Tokenizer | None:
-    """Load from a folder or a hub id; blocking, seconds. `Tokenizer.check_fits` tells whether it is the model's.
+    """Load from a folder or a hub id; blocks for seconds. `Tokenizer.check_fits` compares it with the model.
 
-    None when `source` is empty or a folder without a tokenizer, unless `required`. Raises TokenizerError.
+    Returns None if `source` is empty or a folder without a tokenizer, unless `required`. Raises TokenizerError.
     """
     if not source:
         return None
@@ -56,7 +56,7 @@ def load_tokenizer(source: str, *, required: bool = False) -> Tokenizer | None:
     if not folder.is_dir() and (source.startswith(("/", ".", "~")) or source.count("/") > 1):
         raise TokenizerError(f"there is no folder {source!r} {_HINT}")
     try:
-        # Seconds of import, which a service for token ids only can do without.
+        # Imported here: it takes seconds, and a service for token ids only does not need it.
         from transformers import AutoTokenizer
 
         inner = AutoTokenizer.from_pretrained(source)
@@ -67,14 +67,14 @@ def load_tokenizer(source: str, *, required: bool = False) -> Tokenizer | None:
 
 
 class Tokenizer:
-    """A transformers tokenizer. Methods are safe to call from several threads; `run` keeps long ones off the loop."""
+    """A transformers tokenizer. Methods are thread-safe; `run` moves long work off the event loop."""
 
     def __init__(self, inner: Any, source: str) -> None:
         self.source = source
         self._inner = inner
         self._fast: Any = inner.backend_tokenizer if getattr(inner, "is_fast", False) else None
         if self._fast is not None:
-            # As transformers does before each call; set once, nothing is changed later, so threads cannot collide.
+            # transformers does this before each call. Set once, so that threads never change shared state.
             self._fast.no_truncation()
             self._fast.no_padding()
         self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1
@@ -85,10 +85,10 @@ class Tokenizer:
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
     def check_fits(self, model_vocab_size: int) -> None:
-        """Its vocabulary must be the model's; raises TokenizerError. A larger model vocabulary is padding.
+        """Check that the vocabulary matches the model's; raises TokenizerError. A larger model vocabulary is padding.
 
-        Tokens added to the vocabulary may lie beyond, as Gemma 3's <image_soft_token> does for its text models:
-        `RequestBuilder` refuses prompts that hold one.
+        Added tokens may exceed the model's vocabulary, as Gemma 3's <image_soft_token> does for its text models;
+        `RequestBuilder` rejects prompts that contain one.
         """
         if self.vocab_size <= model_vocab_size:
             return
@@ -103,17 +103,17 @@ class Tokenizer:
         _LOG.warning("%d added tokens are beyond the model's vocabulary: %s", len(ids), names)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of text; with special tokens such as BOS if the model has them."""
+        """Token ids of text, with special tokens such as BOS if the model has them."""
         if self._fast is None:
             return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
-        # The batch form without offsets takes a quarter of the time, and lets go of the GIL.
+        # The batch form without offsets takes a quarter of the time, and releases the GIL.
         (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
     ) -> list[int]:
-        """Token ids of a chat, rendered with the model's template. Raises NoChatTemplateError, ChatTemplateError."""
+        """Token ids of a chat, rendered with the chat template. Raises NoChatTemplateError, ChatTemplateError."""
         if not self.has_chat_template:
             raise NoChatTemplateError(f"the tokenizer {self.source!r} has no chat template: send text or token ids")
         try:
@@ -123,12 +123,12 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
-        except Exception as exc:  # templates are programs: they raise what they like
+        except Exception as exc:  # a template may raise anything
             raise ChatTemplateError(f"the chat template refuses this chat: {exc}") from exc
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 come out as U+FFFD, ids without a token as nothing."""
+        """Text of token ids; invalid UTF-8 becomes U+FFFD, ids without a token are skipped."""
         if self._fast is not None:
             return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
         known = [token_id for token_id in token_ids if token_id < self.vocab_size]
@@ -137,7 +137,7 @@ class Tokenizer:
         )
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token alone, special ones too; a word's leading space is kept."""
+        """Text of a single token, including special ones; a word's leading space is kept."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self.decode([token_id], skip_special_tokens=False)
@@ -148,18 +148,18 @@ class Tokenizer:
         return text
 
     async def run(self, work: Callable[[], _T], num_chars: int) -> _T:
-        """Do work on this many characters: here if it is short, in a thread if it would hold up the streams."""
+        """Run work on this many characters: here if it is short, otherwise in a thread."""
         if num_chars <= _INLINE_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     @staticmethod
     def is_short(num_chars: int) -> bool:
-        """Would `run` do the work at once, without waiting?"""
+        """Whether `run` would do the work here."""
         return num_chars <= _INLINE_CHARS
 
     def close(self) -> None:
-        """End the threads; work in progress is finished, work not begun is dropped."""
+        """End the threads; running work is finished, queued work is dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks' workloads, rows and command line: what would make their numbers wrong or incomparable."""
+"""The benchmarks' workloads, rows and command line: errors that would make numbers wrong or incomparable."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_workload_file_is_read(tmp_path: Path) -> None:
         ('[{"id": 0, "prompt": [1], "output_len": 20}]', "1 [+] 20 tokens, over the model's 20"),
         (
             '[{"id": "a", "prompt": [1], "output_len": 1}, {"id": "a", "prompt": [2], "output_len": 1}]',
-            "entry 1: id 'a' is there twice",
+            "entry 1: id 'a' is given twice",
         ),
     ],
 )
@@ -143,7 +143,7 @@ def test_latencies_in_milliseconds() -> None:
     assert found["ttft_p50_ms"] == pytest.approx(150)
     assert found["tpot_p50_ms"] == found["tpot_p99_ms"] == pytest.approx(100)
     assert "tpot_p50_ms" not in latencies([StreamTimes(0.2, 0.2, 1)])
-    # A request that came later waited from then on.
+    # A request that arrived later waited from that time on.
     assert latencies([StreamTimes(2.1, 2.3, 3, due_s=2.0)])["ttft_p50_ms"] == pytest.approx(100)
 
 
@@ -151,7 +151,7 @@ def test_latencies_in_milliseconds() -> None:
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("churn", [0.0, 0.05])
 def test_the_scheduler_benchmark_reaches_its_steady_state(churn: float, prefix_cache: bool) -> None:
-    """`measure` itself raises for a step in which anything is not as the case says."""
+    """`measure` itself raises for a step that differs from the case."""
     case = Case(20, churn, prefix_cache, context_len=40)
     core = empty_core(case, 20)
     start(core, case.prompts(0))
@@ -271,7 +271,7 @@ def test_a_peer_answers_case_by_case(fake_peer: str) -> None:
 @pytest.mark.slow
 def test_a_peer_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scheduler_cost", *OPTIONS, "--peer-python", "/nowhere/python"]) == 1
-    assert "/nowhere/python: it finds no vllm" in capsys.readouterr().err
+    assert "/nowhere/python: vllm is not installed there" in capsys.readouterr().err
     with pytest.raises(BenchmarkError, match="No module named"), peer_process(Path(sys.executable), "no.such.peer"):
         pass
 

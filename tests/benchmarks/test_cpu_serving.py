@@ -1,4 +1,4 @@
-"""`cpu_serving`: what is sent, what peers answer, how rows come of it; and one run of the whole on the demo model."""
+"""`cpu_serving`: requests, answers of peers, rows made from them; and one whole run on the demo model."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_driver_is_a_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         assert system.serve(REQUESTS, [0.0, 0.25]) == Served(2.0, times)
 
 
-def test_vllm_is_asked_for_token_ids_and_lengths() -> None:
+def test_vllm_is_sent_token_ids_and_lengths() -> None:
     asked: list[Any] = []
 
     class Engine:
@@ -259,7 +259,7 @@ def test_gguf_is_for_llama_only(tmp_path: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def _completions_server(num_missing: int) -> Iterator[int]:
-    """Streams tokens as vLLM's server does, in chunks of two; `num_missing` fewer than were asked for."""
+    """Streams tokens as vLLM's server does, in chunks of two; `num_missing` fewer than requested."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -298,7 +298,7 @@ async def test_the_client_of_vllms_server_counts_tokens() -> None:
     ("options", "message"),
     [
         ("--systems vllm", "--vllm-python is needed"),
-        ("--systems llama.cpp --llama-python /nowhere/python", "/nowhere/python: it finds no llama_cpp"),
+        ("--systems llama.cpp --llama-python /nowhere/python", "/nowhere/python: llama_cpp is not installed there"),
         ("--systems transformers-static --measure start", "--measure start: it is for cadenza, vllm only"),
         ("--systems transformers-static --measure poisson", "--measure poisson"),
         ("--model /nowhere", "no such folder"),
@@ -312,8 +312,8 @@ def test_systems_that_cannot_be_had_are_errors(options: str, message: str, capsy
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--systems cadenza,nothing", "there is no 'nothing'"),
-        ("--measure bursts", "there is no 'bursts'"),
+        ("--systems cadenza,nothing", "'nothing' is not one of"),
+        ("--measure bursts", "'bursts' is not one of"),
         ("--static-batches 8,0", "at least 1"),
         ("--rate 0", "over 0"),
         ("--rate fast", "over 0"),

@@ -15,11 +15,11 @@ from benchmarks.experiments import experiment as module
 from benchmarks.experiments.__main__ import main
 from benchmarks.experiments.every import EXPERIMENTS
 from benchmarks.experiments.experiment import (
-    Asked,
     Experiment,
     ExperimentResult,
     Figure,
     Finding,
+    RunSettings,
     Series,
     Table,
     load,
@@ -30,11 +30,11 @@ from benchmarks.experiments.page import FIGURES, PAGE, page_text, write_page
 from benchmarks.experiments.policies import policies
 from benchmarks.experiments.simulated import Case, drawn, fixed, poisson, run, scheduler_config
 from benchmarks.experiments.variance_runs import Scale, growing_maxima
-from cadenza.simulate.executor_profiles import ExecutorKind, KindLimits
+from cadenza.simulate.executor_profiles import ExecutorProfile, ProfileLimits
 from executor_svc.simulated.costs import StepCosts
 
 SEED = 7
-STEP_MS = ExecutorKind(costs=StepCosts(step_us=1000), limits=KindLimits(max_num_seqs=4, max_model_len=64))
+STEP_MS = ExecutorProfile(costs=StepCosts(step_us=1000), limits=ProfileLimits(max_num_seqs=4, max_model_len=64))
 """1 ms a step, whatever is in it, and 4 sequences."""
 REPEATED = [each for each in EXPERIMENTS if each.name in ("2-poisson", "4-sharing", "7-served-ratio")]
 """All run on one simulator: drawn arrivals, drawn lengths, shared prefixes and several sizes are in these."""
@@ -43,7 +43,7 @@ REPEATED = [each for each in EXPERIMENTS if each.name in ("2-poisson", "4-sharin
 @pytest.fixture(scope="module", params=EXPERIMENTS, ids=lambda each: each.name)
 def ran(request: pytest.FixtureRequest) -> tuple[Experiment, ExperimentResult]:
     each: Experiment = request.param
-    return each, each.run(Asked("simulate", SEED, quick=True))
+    return each, each.run(RunSettings("simulate", SEED, quick=True))
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def a_result(figure: Figure) -> ExperimentResult:
 
 
 def one(result: ExperimentResult) -> Experiment:
-    return Experiment(result.experiment, "One", "A hypothesis.", lambda asked: result, notes="Why.")
+    return Experiment(result.experiment, "One", "A hypothesis.", lambda settings: result, notes="Why.")
 
 
 LINE = Figure(
@@ -121,7 +121,7 @@ def test_its_figures_can_be_drawn(ran: tuple[Experiment, ExperimentResult], tmp_
 @pytest.mark.parametrize("ran", REPEATED, indirect=True, ids=lambda each: each.name)
 def test_the_same_seed_gives_the_same(ran: tuple[Experiment, ExperimentResult]) -> None:
     each, result = ran
-    again = each.run(Asked("simulate", SEED, quick=True))
+    again = each.run(RunSettings("simulate", SEED, quick=True))
     changing = {"created", "wall_s"}
     assert again.model_dump(exclude=changing) == result.model_dump(exclude=changing)
 
@@ -142,7 +142,7 @@ def test_every_experiment_has_a_result_from_the_simulator() -> None:
     for each in EXPERIMENTS:
         result = load(each.name, "simulate")
         assert result is not None, each.name
-        # What came out otherwise than it was claimed is explained.
+        # Results that differ from the claims are explained.
         assert each.notes or all(finding.held for finding in result.findings), each.name
 
 

@@ -1,4 +1,4 @@
-"""Experiments 3, 6 and 7 on the real services: what is made of step records, and the runs in small."""
+"""Experiments 3, 6 and 7 on the real services: the evaluation of step records, and small runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from benchmarks.common.checkpoints import DEMO_MODEL
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.experiments import memory, preemption, served, served_ratio, served_ratio_runs
-from benchmarks.experiments.experiment import Asked, Experiment, ExperimentResult
+from benchmarks.experiments.experiment import Experiment, ExperimentResult, RunSettings
 from benchmarks.experiments.figures import draw
 from benchmarks.experiments.memory_cpu import held, in_blocks
 from benchmarks.experiments.preemption_cpu import num_moved_blocks
@@ -22,7 +22,7 @@ from cadenza import LocalServices
 from cadenza.v1.admin_pb2 import SequenceJoined, SequenceLeft, StepLoad, StepRecord
 
 COSTS = {"step_us": 500, "token_us": 5, "moved_block_us": 20}
-"""Of the executor that stands in for the CPU's: only times are made up."""
+"""Costs of the executor in place of the CPU's: only the times are synthetic."""
 
 
 def step(
@@ -71,7 +71,7 @@ def test_what_blocks_hold_is_as_counted_by_hand() -> None:
 
 
 def test_what_is_reserved_to_the_maximum_is_as_counted_by_hand() -> None:
-    """Until the first has ended nothing counts; then steps 2 and 3 would, if nobody waited before."""
+    """Nothing counts until the first request has ended; then steps 2 and 3 would, if no request waited before."""
     records = two_requests()
     records.insert(0, step(0, {9: (0, 2)}, joined={9: 2}, left={9: 1}))
     found = held(records, 32, lambda most: 12, output_tokens_per_s=1.0)
@@ -88,7 +88,7 @@ def test_each_step_counts_for_as_long_as_it_takes() -> None:
     assert found.num_sequences == pytest.approx((2 + 2 + 8 * 1) / 10)
 
 
-def test_who_was_put_out_holds_nothing_and_comes_back_with_room_for_all_its_tokens() -> None:
+def test_a_preempted_sequence_holds_nothing_and_returns_with_slots_for_all_its_tokens() -> None:
     records = [
         step(1, {1: (0, 2)}, joined={1: 2}, left={1: 1}),
         step(2, {2: (0, 6), 3: (0, 3)}, joined={2: 6, 3: 3}),
@@ -103,11 +103,11 @@ def test_who_was_put_out_holds_nothing_and_comes_back_with_room_for_all_its_toke
     assert found.shares[0] == pytest.approx((9 + 4 + 6 + 7) / 80)
 
 
-def test_nobody_waits_or_the_books_disagree() -> None:
+def test_no_request_waits_or_the_counts_disagree() -> None:
     calm = two_requests()
     for record in calm:
         record.load.num_waiting = 0
-    with pytest.raises(BenchmarkError, match="nobody waited"):
+    with pytest.raises(BenchmarkError, match="no request waited"):
         held(calm, 20, in_blocks(5), output_tokens_per_s=1.0)
     wrong = two_requests()
     wrong[1].load.num_stored_tokens = 8
@@ -131,7 +131,7 @@ def test_moved_blocks_are_those_that_hold_anything() -> None:
 
 @pytest.fixture
 def made_up_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers have an executor whose steps take what COSTS say, in place of a model."""
+    """Servers have an executor whose steps take the time of COSTS, in place of a model."""
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps(COSTS), encoding="utf-8")
 
@@ -143,8 +143,8 @@ def made_up_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_watched_load_tells_all_its_steps(made_up_steps: None) -> None:
-    """Blocks by its records are those that the scheduler counts, though some are put out and come back."""
+def test_a_watched_load_reports_all_its_steps(made_up_steps: None) -> None:
+    """Blocks from the records equal the scheduler's counts, although some sequences are preempted and resumed."""
     shapes = fixed([20 + index for index in range(24)], [30 + index % 7 for index in range(24)])
     with Server(DEMO_MODEL, {"num_gpu_blocks": 40, "block_size": 8, "max_num_seqs": 16}) as server:
         server.load(shapes[:2])
@@ -164,7 +164,7 @@ def test_a_watched_load_tells_all_its_steps(made_up_steps: None) -> None:
     "each", [memory.EXPERIMENT, preemption.EXPERIMENT, served_ratio.EXPERIMENT], ids=lambda each: each.name
 )
 def test_it_runs_in_small(each: Experiment, made_up_steps: None, tmp_path: Path) -> None:
-    result = each.run(Asked("cpu", 7, quick=True))
+    result = each.run(RunSettings("cpu", 7, quick=True))
     assert (result.experiment, result.place, result.seed) == (each.name, "cpu", 7)
     assert ExperimentResult.model_validate_json(result.model_dump_json()) == result
     for finding in result.findings:

@@ -1,4 +1,4 @@
-"""What experiments 3 to 6 are made of: allocators, the core step by step, what is counted, what moving costs."""
+"""Parts of experiments 3 to 6: allocators, the core step by step, counts, and the cost of moving blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from benchmarks.experiments.repeats import Repeated, percent_more, ratio, series
 from benchmarks.experiments.sharing_runs import BEAMS, SAMPLES, widened
 from benchmarks.experiments.simulated import a100_13b, fixed
 from benchmarks.experiments.stepping import apart, step_through
-from cadenza.simulate.executor_profiles import ExecutorKind, KindLimits
+from cadenza.simulate.executor_profiles import ExecutorProfile, ProfileLimits
 from executor_svc.simulated.costs import StepCosts
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
@@ -34,12 +34,12 @@ SLOTS = 15_696
 """Of the published A100: no power of two."""
 
 
-def kind(num_blocks: int, block_size: int = 16, max_num_seqs: int = 8, max_model_len: int = 64) -> ExecutorKind:
+def profile(num_blocks: int, block_size: int = 16, max_num_seqs: int = 8, max_model_len: int = 64) -> ExecutorProfile:
     """1 ms a step, whatever is in it."""
-    limits = KindLimits(
+    limits = ProfileLimits(
         num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs, max_model_len=max_model_len
     )
-    return ExecutorKind(costs=StepCosts(step_us=1000), limits=limits)
+    return ExecutorProfile(costs=StepCosts(step_us=1000), limits=limits)
 
 
 # --- allocators -------------------------------------------------------------------------------------------------------
@@ -118,10 +118,10 @@ def test_what_is_reserved() -> None:
 
 
 def test_steps_take_what_they_cost() -> None:
-    """Two batches of 4 seats; each request one step for its prompt and first token, and 9 more."""
+    """Two batches of 4 slots; each request takes one step for its prompt and first token, and 9 more."""
     seen: list[float] = []
     stepped = step_through(
-        kind(64, max_num_seqs=4), fixed([8] * 8, [10] * 8), lambda core, seconds: seen.append(seconds)
+        profile(64, max_num_seqs=4), fixed([8] * 8, [10] * 8), lambda core, seconds: seen.append(seconds)
     )
     assert stepped.duration_s == pytest.approx(20e-3)
     assert stepped.num_steps == len(seen) == 20
@@ -129,20 +129,20 @@ def test_steps_take_what_they_cost() -> None:
     assert stepped.num_preemptions == 0
 
 
-def test_a_policy_that_lets_nobody_in_is_an_error() -> None:
+def test_a_policy_that_admits_no_request_is_an_error() -> None:
     policy = ContiguousReservation(BuddyAllocator(16), to_max(64))
-    with pytest.raises(BenchmarkError, match="2 requests wait for ever"):
+    with pytest.raises(BenchmarkError, match="2 requests wait forever"):
         step_through(
-            kind(16, 1), fixed([8] * 2, [4] * 2), lambda core, seconds: None, policies=Policies(batching=policy)
+            profile(16, 1), fixed([8] * 2, [4] * 2), lambda core, seconds: None, policies=Policies(batching=policy)
         )
 
 
 def test_no_more_run_at_once_than_have_a_range() -> None:
-    """128 slots, 32 for each: four at once though 8 seats are free, and all are served in the end."""
+    """128 slots, 32 for each: four run at once although 8 batch slots are free, and all are served in the end."""
     counts: list[int] = []
     policy = ContiguousReservation(BuddyAllocator(128), to_max(32))
     stepped = step_through(
-        kind(128, 1),
+        profile(128, 1),
         fixed([4] * 12, [8] * 12),
         lambda core, seconds: counts.append(len(core.lanes[0].running)),
         policies=Policies(batching=policy),
@@ -156,7 +156,7 @@ def test_samples_share_the_prompts_full_blocks() -> None:
     """A prompt of 40 tokens in blocks of 16: two full ones are shared by 3 samples, 4 holders beyond the first."""
     saved: list[int] = []
     shapes = widened(fixed([40], [8]), SAMPLES, 3)
-    step_through(kind(32), shapes, lambda core, seconds: saved.append(core.lanes[0].blocks.num_shared_refs))
+    step_through(profile(32), shapes, lambda core, seconds: saved.append(core.lanes[0].blocks.num_shared_refs))
     assert saved[2:-1] == [4] * len(saved[2:-1])
     assert len(saved) > 5
 
@@ -173,18 +173,18 @@ def test_apart_nothing_is_shared(algorithm: str) -> None:
     def look(kept: list[int]) -> Callable[[Scheduler, float], None]:
         return lambda core, seconds: kept.append(core.lanes[0].blocks.num_shared_refs)
 
-    step_through(kind(64), shapes, look(together))
-    step_through(kind(64), alone, look(separate))
+    step_through(profile(64), shapes, look(together))
+    step_through(profile(64), alone, look(separate))
     assert max(together) > 0
     assert max(separate) == 0
 
 
-# --- what the pool holds ----------------------------------------------------------------------------------------------
+# --- use of the pool --------------------------------------------------------------------------------------------------
 
 
 def test_shares_under_reservation_are_as_computed_by_hand() -> None:
     """256 slots, 64 for each; a request needs KV for 31 tokens, as the last one's is never read."""
-    held = reserved(kind(16), fixed([16] * 40, [16] * 40), to_max(64), BuddyAllocator)
+    held = reserved(profile(16), fixed([16] * 40, [16] * 40), to_max(64), BuddyAllocator)
     stored, future, internal, external = held.shares
     assert sum(held.shares) == pytest.approx(1)
     assert held.num_sequences == pytest.approx(4)
@@ -198,8 +198,8 @@ def test_shares_under_reservation_are_as_computed_by_hand() -> None:
 
 def test_blocks_hold_more_than_reservation_and_large_ones_less_than_small_ones() -> None:
     shapes = fixed([5 + i % 11 for i in range(60)], [4 + i % 13 for i in range(60)])
-    small, large = (paged(kind(32, max_num_seqs=64), shapes, size) for size in (2, 32))
-    whole = reserved(kind(32, max_num_seqs=64), shapes, to_max(64), BuddyAllocator)
+    small, large = (paged(profile(32, max_num_seqs=64), shapes, size) for size in (2, 32))
+    whole = reserved(profile(32, max_num_seqs=64), shapes, to_max(64), BuddyAllocator)
     assert small.shares[0] > large.shares[0] > whole.shares[0]
     assert small.num_sequences > large.num_sequences > whole.num_sequences == pytest.approx(8)
     for held in (small, large, whole):
@@ -207,9 +207,9 @@ def test_blocks_hold_more_than_reservation_and_large_ones_less_than_small_ones()
         assert min(held.shares) >= 0
 
 
-def test_a_pool_for_which_nobody_waits_has_no_shares() -> None:
-    with pytest.raises(BenchmarkError, match="nobody waited"):
-        paged(kind(64), fixed([8] * 2, [8] * 2), 16)
+def test_a_pool_for_which_no_request_waits_has_no_shares() -> None:
+    with pytest.raises(BenchmarkError, match="no request waited"):
+        paged(profile(64), fixed([8] * 2, [8] * 2), 16)
 
 
 # --- costs and repeats ------------------------------------------------------------------------------------------------

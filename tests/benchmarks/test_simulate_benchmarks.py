@@ -1,4 +1,4 @@
-"""The simulator's benchmarks at a small size: what they measure is there, and what went wrong gives no row."""
+"""The simulator's benchmarks at a small size: rows have all measurements, and failures give no row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import simulate_fit, simulate_speed
 from benchmarks.common.rows import BenchmarkError, make_row
-from cadenza.simulate.fit import fit_costs, fitted_kind
+from cadenza.simulate.fit import fit_costs, fitted_profile
 from tests.helpers.made_recordings import COSTS, recording
 from tests.helpers.simulations import shape
 
@@ -32,7 +32,7 @@ def test_tenths_are_timed_as_they_end() -> None:
 
 
 @pytest.mark.slow
-def test_a_row_of_speed_is_told_in_words() -> None:
+def test_a_row_of_speed_is_reported_in_words() -> None:
     row = make_row(
         simulate_speed.NAME,
         seed=1,
@@ -50,7 +50,7 @@ def test_a_row_of_speed_is_told_in_words() -> None:
 
 @pytest.mark.slow
 def test_requests_that_fail_give_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate_speed, "_KIND", simulate_speed._KIND.changed({"max_num_seqs": 1}))
+    monkeypatch.setattr(simulate_speed, "_KIND", simulate_speed._PROFILE.changed({"max_num_seqs": 1}))
     monkeypatch.setattr(simulate_speed, "RATE", 1e6)
     monkeypatch.setattr(simulate_speed, "MEAN_OUTPUT", 2)
     with pytest.raises(BenchmarkError, match="some failed"):
@@ -61,12 +61,12 @@ def test_requests_that_fail_give_no_row(monkeypatch: pytest.MonkeyPatch) -> None
 def test_errors_of_a_prediction_are_relative_to_what_was_measured() -> None:
     """Two simulations of the same load, one on an executor twice as slow."""
     made = recording(COSTS)
-    kind = fitted_kind(made, fit_costs(made), "toy", "a test")
-    slow = kind.model_copy(
-        update={"costs": kind.costs.model_copy(update={name: 2 * value for name, value in kind.costs})}
+    profile = fitted_profile(made, fit_costs(made), "toy", "a test")
+    slow = profile.model_copy(
+        update={"costs": profile.costs.model_copy(update={name: 2 * value for name, value in profile.costs})}
     )
     _, settings = simulate_fit.loads("10m", 40, 1.5, 5)
-    fast_run, slow_run = simulate_fit.predict(kind, settings), simulate_fit.predict(slow, settings)
+    fast_run, slow_run = simulate_fit.predict(profile, settings), simulate_fit.predict(slow, settings)
     found = simulate_fit._errors("predicted", fast_run, slow_run)
     assert found["predicted_tpot_p50_error"] == pytest.approx(
         fast_run.metrics.tpot_s.p50 / slow_run.metrics.tpot_s.p50 - 1

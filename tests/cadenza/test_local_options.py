@@ -17,11 +17,11 @@ from cadenza.local_options import (
     Setting,
     check_model,
     config_classes,
+    ignored_variables,
     read_places,
     route_options,
     service_options,
     to_arguments,
-    unheard,
 )
 from cadenza.settings.help import choices_of
 from cadenza.settings.service import read_config
@@ -42,7 +42,7 @@ def test_options_go_to_the_services_that_have_them():
     assert set(arguments.scheduler) == {"--max-num-seqs=4", "--skip-tokenizer-init"}
 
 
-def test_the_scheduler_is_told_of_the_models_tokenizer(tmp_path):
+def test_the_scheduler_gets_the_models_tokenizer(tmp_path):
     """It need not wait for the executor to name it."""
     model = str(tmp_path)
     assert route_options(model, {}).scheduler == []
@@ -198,13 +198,13 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_not_ours():
         "CADENZA_PORT_50051_TCP_ADDR": "10.0.0.1",
     }
     assert read_places({}, None, environment) == {}
-    assert list(unheard(environment)) == []
+    assert list(ignored_variables(environment)) == []
 
 
-def test_variables_without_effect_are_told():
+def test_variables_without_effect_are_reported():
     environment = {"CADENZA_BLOK_SIZE": "8", "CADENZA_LISTEN": "x", "CADENZA_SEED": "1", "CADENZA_MODEL": "m", "X": "y"}
-    assert list(unheard(environment)) == [
-        "CADENZA_BLOK_SIZE in the environment is no option; did you mean CADENZA_BLOCK_SIZE or CADENZA_BATCH_SIZE?",
+    assert list(ignored_variables(environment)) == [
+        "CADENZA_BLOK_SIZE in the environment is not an option; did you mean CADENZA_BLOCK_SIZE or CADENZA_BATCH_SIZE?",
         "CADENZA_LISTEN in the environment has no effect here: use host and port",
     ]
 

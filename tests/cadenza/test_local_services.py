@@ -110,7 +110,7 @@ def test_both_start_at_once(fakes):
 
 @pytest.mark.parametrize(("name", "other"), [("executor", "scheduler"), ("scheduler", "executor")])
 def test_a_service_that_does_not_start(fakes, name, other):
-    """It is told at once, though the other would take long."""
+    """It is reported at once, although the other service would take long."""
     (fakes.folder / f"{name}.fail").touch()
     (fakes.folder / f"{other}.py").write_text(SERVICE.replace("host, _, port", "time.sleep(600)\nhost, _, port"))
     with pytest.raises(LocalServiceError, match=rf"^the {name} did not start: exit code 3: {name}: no such model$"):
@@ -275,7 +275,7 @@ def test_up_restarts_visibly_and_gives_up_in_the_end(fakes):
         (["--blok-size", "8"], "cadenza: No such option: --blok-size"),
     ],
 )
-def test_up_tells_errors_in_one_line(fakes, arguments, message):
+def test_up_reports_errors_in_one_line(fakes, arguments, message):
     with run_up(fakes, *arguments) as up:
         out, err = up.communicate(timeout=20)
     assert (up.returncode != 0, out) == (True, "")

@@ -1,4 +1,4 @@
-"""SamplingParams: vLLM's defaults, checks that name the field, and what goes on the wire."""
+"""SamplingParams: vLLM's defaults, checks that name the field, and the proto that is sent."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def test_every_field_reaches_the_wire():
         "top_p": 0.5,
         "top_k": 7,
         "min_p": 0.1,
+        "top_n_sigma": 1.5,
         "repetition_penalty": 1.5,
         "presence_penalty": -1.0,
         "frequency_penalty": 2.0,
@@ -97,6 +98,7 @@ def test_a_list_given_is_not_shared():
         ("top_p", 1.1),
         ("top_k", -2),
         ("min_p", 1.5),
+        ("top_n_sigma", float("nan")),
         ("repetition_penalty", 0.0),
         ("presence_penalty", 2.5),
         ("frequency_penalty", -3),

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from executor_svc.batch.forward_batch import ForwardBatch
-from executor_svc.build.device import make_device
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.runner import ModelRunner
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.plan.description import limits_of
+from executor_svc.startup.device import make_device
 
 # One thread: beside other processes, two that wait for each other are slower than one. What threads change has tests of
 # its own.

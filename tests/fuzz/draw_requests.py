@@ -6,6 +6,7 @@ from random import Random
 
 from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
 from tests.fuzz.settings import TENANTS, Settings
+from tests.helpers.core_sampling import core_sampling
 
 
 def draw_stems(settings: Settings, rng: Random) -> list[tuple[int, ...]]:
@@ -56,7 +57,7 @@ def _draw_beams(rng: Random, most: int) -> BeamSpec:
 def _draw_sampling(settings: Settings, rng: Random, *, has_beams: bool) -> Sampling:
     vocab = range(settings.vocab_size)
     asks = "logprobs" in settings.axes
-    return Sampling(
+    return core_sampling(
         temperature=rng.choice([0.0, 1.0]),
         seed=rng.randrange(2**64),
         stop_token_ids=tuple(rng.sample(vocab, rng.choice([0, 1, 3]))),

@@ -11,6 +11,7 @@ from executor_svc.simulated.tokens import expected_candidates, expected_logprobs
 from scheduler_svc.core.outputs import BeamOutput
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
 from scheduler_svc.core.types import Candidates, Finish, FinishDetail, PromptLogprobs, RequestSpec, TokenLogprobs
+from tests.helpers.core_sampling import for_executor
 
 _CUT = (
     FinishDetail.ABORTED,
@@ -102,7 +103,7 @@ def _check_sample(outcome: Outcome, index: int, limits: Limits) -> None:
     spec, tokens, finish = outcome.spec, outcome.tokens[index], outcome.finishes[index]
     count, by_length = _max_output(spec, limits)
     prompt = spec.prompt_token_ids
-    full = expected_tokens(prompt, spec.sampling, count, limits.vocab_size, sample_index=index)
+    full = expected_tokens(prompt, for_executor(spec.sampling), count, limits.vocab_size, sample_index=index)
     assert tokens == full[: len(tokens)], f"sample {index}: {tokens} instead of {full}"
     if finish.detail is FinishDetail.KV_CAPACITY:
         length, num_blocks = len(prompt) + len(tokens), limits.num_blocks
@@ -177,7 +178,7 @@ def _search(spec: RequestSpec, limits: Limits, by: FinishDetail) -> Iterator[lis
     outputs: list[list[int]] = [[]]
     while True:
         told = [
-            expected_candidates(prompt, output, spec.sampling, search.num_candidates, limits.vocab_size)
+            expected_candidates(prompt, output, for_executor(spec.sampling), search.num_candidates, limits.vocab_size)
             for output in outputs
         ]
         columns = [

@@ -8,7 +8,7 @@ from random import Random
 
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.scheduler import MAX_STRIKES, Scheduler
+from scheduler_svc.core.scheduler import MAX_FAILED_STEPS, Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, SlotError, StepPlan, StepResult
 from tests.fuzz.draw_requests import draw_request, draw_stems
@@ -230,7 +230,7 @@ class Run:
         assert key not in self._core.groups
         details = {finish.detail for finish in outcome.finishes.values()}
         assert FinishDetail.ABORTED not in details or key in self._aborted
-        may_be_lost = self._has_changed or self.counts["losses"] >= MAX_STRIKES
+        may_be_lost = self._has_changed or self.counts["losses"] >= MAX_FAILED_STEPS
         assert FinishDetail.EXECUTOR_ERROR not in details or may_be_lost, "too few strikes"
         assert FinishDetail.NON_FINITE_LOGITS not in details or self.counts["errors"]
         num_blocks = None if self._has_changed else self._spec.num_blocks

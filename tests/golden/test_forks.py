@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor_svc.plan.plan import BlockMoves, SequenceSampling, SlotError, StepResult
+from executor_svc.plan.plan import BlockMoves, SlotError, StepResult
+from executor_svc.plan.sampling import SequenceSampling
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model
 from tests.helpers.plans import columns, ints, scheduled, sequence

@@ -23,6 +23,7 @@ from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampli
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.helpers.core_model import Chat, Outcome, Rig, Setting
+from tests.helpers.core_sampling import core_sampling
 from tests.helpers.random_loads import draw_setting
 from tests.helpers.services import cadenza_services
 
@@ -40,9 +41,9 @@ def text(length: int, seed: int = 0) -> tuple[int, ...]:
 
 
 SYSTEM = text(43, seed=1)
-DRAWN = Sampling(temperature=0.9, seed=1_000_003)
-GREEDY = Sampling(temperature=0.0)
-BEAMS = Sampling(temperature=0.0, stop_token_ids=STOPS)
+DRAWN = core_sampling(temperature=0.9, seed=1_000_003)
+GREEDY = Sampling()
+BEAMS = core_sampling(stop_token_ids=STOPS)
 
 
 def chat(name: str, prompt: tuple[int, ...], sampling: Sampling, turns: int = 0, **fields: Any) -> Chat:
@@ -247,15 +248,13 @@ def as_asked(spec: RequestSpec) -> SamplingParams:
         if beams
         else {}
     )
+    values = dict(sampling.values)
+    biases = dict(zip(values.pop("bias_token_ids", ()), values.pop("biases", ()), strict=True))
     return SamplingParams(
-        n=spec.num_samples, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
-        min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty, frequency_penalty=sampling.frequency_penalty, seed=sampling.seed,
-        max_tokens=spec.max_tokens, min_tokens=sampling.min_tokens, ignore_eos=True,
-        stop_token_ids=list(sampling.stop_token_ids), logprobs=sampling.num_logprobs,
-        prompt_logprobs=sampling.num_prompt_logprobs, priority=spec.priority,
-        logit_bias=dict(zip(sampling.bias_token_ids, sampling.biases, strict=True)),
-        allowed_token_ids=list(sampling.allowed_token_ids) or None, **search,
+        n=spec.num_samples, seed=sampling.seed, max_tokens=spec.max_tokens, min_tokens=sampling.min_tokens,
+        ignore_eos=True, stop_token_ids=list(sampling.stop_token_ids), logprobs=sampling.num_logprobs,
+        prompt_logprobs=sampling.num_prompt_logprobs, priority=spec.priority, logit_bias=biases or None,
+        **{"temperature": 0.0} | values, **search,
     )  # fmt: skip
 
 
@@ -272,7 +271,7 @@ def check_output(golden: Golden, request_id: str, output: RequestOutput) -> None
 @pytest.mark.parametrize("name", SERVED)
 async def test_the_same_through_both_services(golden: Golden, name: str) -> None:
     """What the core and the executor say of it in one process; words to ban need a tokenizer, and are left out."""
-    chats = [chat for chat in load() if not chat.spec.sampling.bad_words]
+    chats = [chat for chat in load() if not chat.spec.sampling.values.get("bad_words")]
     options = {"max_num_seqs": 24, "num_threads": NUM_THREADS, **SERVED[name]}
     async with cadenza_services(golden.folder, dtype=golden.dtype, **options) as running:
         async with AsyncClient(running.target) as client:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation import logits_process as theirs
 
 from executor_svc.batch.slots import Slots
-from executor_svc.plan.plan import SequenceSampling
+from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.sampling.logits_edits import logits_edits
 from executor_svc.sampling.logits_processors import process
 from executor_svc.sampling.row_columns import sampling_columns

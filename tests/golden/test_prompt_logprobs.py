@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from executor_svc.plan.plan import SequenceSampling, SlotError, SlotLogprobs
+from executor_svc.plan.plan import SlotError, SlotLogprobs
+from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.sampling import prompt_logprobs
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model

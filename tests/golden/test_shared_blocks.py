@@ -12,7 +12,8 @@ from torch import Tensor
 
 from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.cpu.runner import ModelRunner
-from executor_svc.plan.plan import AdmittedSequence, BlockMoves, IntArray, StepResult
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import AdmittedSequence, BlockMoves, StepResult
 from executor_svc.worker.step import StepExecutor
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model

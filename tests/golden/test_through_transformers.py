@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 from cadenza import AsyncClient, SamplingParams
-from executor_svc.build.device import make_device
-from executor_svc.build.model import build_model, make_executor
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.loading import LoadedModel, LoaderError, load_model, load_through_transformers
 from executor_svc.models.through_transformers import probe
 from executor_svc.models.through_transformers.hosted import HostedModel
 from executor_svc.models.through_transformers.self_check import paged_logits
 from executor_svc.plan.description import limits_of
-from executor_svc.plan.plan import SequenceSampling, StepResult, StepStatus
+from executor_svc.plan.plan import StepResult, StepStatus
+from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.startup.build import build_model, make_executor
+from executor_svc.startup.device import make_device
 from executor_svc.worker.eager_runner import EagerRunner
 from executor_svc.worker.step import StepExecutor
 from tests.checkpoints import HOSTED, edit_config, make_checkpoint
@@ -206,7 +207,7 @@ def test_description_and_fingerprint(folders: dict[str, Path], tmp_path: Path) -
 FRESH = """
 import sys
 from executor_svc.config import ExecutorConfig
-from executor_svc.build.model import build_model
+from executor_svc.startup.build import build_model
 build_model(ExecutorConfig(model=sys.argv[1], num_gpu_blocks=8, num_threads=1))
 print([name for name in sys.modules if name.startswith("transformers")])
 """
@@ -234,11 +235,11 @@ SMALL = {"hidden_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0, "partial_rotary_factor": 0.4}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("gpt_neox", {}, {"numerics": "exact"}, "GPTNeoXForCausalLM runs through .*, where --numerics exact .*fast"),
-    ("bloom", {}, {}, "BloomForCausalLM can not run .*ALiBi"),
-    ("mpt", {}, {}, "MptForCausalLM can not run .*ALiBi"),
-    ("falcon", {"alibi": True}, {}, "FalconForCausalLM can not run .*ALiBi"),
-    ("mamba", {}, {}, "MambaForCausalLM can not run .*keeps more of a sequence than keys and values"),
-    ("bart", {}, {}, "BartForCausalLM can not run .*one half of an encoder and a decoder"),
+    ("bloom", {}, {}, "BloomForCausalLM cannot run .*ALiBi"),
+    ("mpt", {}, {}, "MptForCausalLM cannot run .*ALiBi"),
+    ("falcon", {"alibi": True}, {}, "FalconForCausalLM cannot run .*ALiBi"),
+    ("mamba", {}, {}, "MambaForCausalLM cannot run .*keeps more of a sequence than keys and values"),
+    ("bart", {}, {}, "BartForCausalLM cannot run .*one half of an encoder and a decoder"),
     ("gpt_oss", {**SMALL, "num_local_experts": 4, "layer_types": None}, {}, "GptOssAttention asks for s_aux"),
     ("bert", SMALL, {}, "BertSelfAttention is not causal"),
     ("xglm", {"d_model": 40, "attention_heads": 4, "ffn_dim": 72}, {}, "does not let its attention be replaced"),
@@ -259,8 +260,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ),
     ("gpt_neox", {"architectures": ["NewForCausalLM"]}, {}, "architecture NewForCausalLM .*Qwen3.*of transformers"),
     ("gpt_neox", {"hidden_size": 10**7}, {}, r"weights for --max-model-len 2048 take \d{15,} bytes .* are free"),
-    ("gpt_neox", {}, {"max_model_len": 2049}, "--max-model-len 2049: the model was made for at most 2048 positions"),
-    ("gpt2", {"n_positions": None}, {}, "transformers can not read config.json: .*'n_positions'"),
+    ("gpt_neox", {}, {"max_model_len": 2049}, "--max-model-len 2049: the model supports at most 2048 positions"),
+    ("gpt2", {"n_positions": None}, {}, "transformers cannot read config.json: .*'n_positions'"),
     (
         "gpt_neox",
         {

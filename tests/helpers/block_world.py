@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 
 from scheduler_svc.core.memory.block_manager import BlockManager
-from scheduler_svc.core.memory.prefix_cache import NOTHING
+from scheduler_svc.core.memory.prefix_cache import NO_PREFIX
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.types import RequestSpec, Sampling
 
@@ -42,7 +42,7 @@ class Row:
     host_block_ids: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0
     cache_node: int | None = None
-    lacks_prompt_logprobs: bool = False
+    needs_prompt_logprobs: bool = False
 
     def kv(self, position: int) -> tuple[str, bytes, tuple[int, ...]]:
         spec = self.group.spec
@@ -121,13 +121,13 @@ class World:
     def _make_row(self, group: Group, token_ids: list[int]) -> Row:
         self.num_made += 1
         lacks = group.spec.sampling.num_prompt_logprobs is not None and len(token_ids) > 1
-        return Row(self.num_made, group, token_ids, list(token_ids), lacks_prompt_logprobs=lacks)
+        return Row(self.num_made, group, token_ids, list(token_ids), needs_prompt_logprobs=lacks)
 
     def _admit(self, row: Row, num_reserved: int) -> None:
-        found = self.blocks.find(row)
+        found = self.blocks.find_cached_prefix(row)
         spec = row.group.spec
-        if not self.caching or not spec.uses_prefix_cache or row.lacks_prompt_logprobs:
-            assert found is NOTHING
+        if not self.caching or not spec.uses_prefix_cache or row.needs_prompt_logprobs:
+            assert found is NO_PREFIX
         assert found.num_tokens == found.num_blocks * self.size <= len(row.token_ids) - 1
         num_tokens = len(row.token_ids) + num_reserved
         num_to_take = found.num_to_take(self.blocks.num_blocks_for(num_tokens))
@@ -172,7 +172,7 @@ class World:
         num_shared = max(1, min(source.num_written, len(source.token_ids)) - pick % 3)
         child = self._make_row(source.group, [*source.token_ids[:num_shared], token_id])
         num_free = self.blocks.num_free
-        self.blocks.share_table(source, child, num_shared)
+        self.blocks.share_blocks(source, child, num_shared)
         assert self.blocks.num_free == num_free
         assert child.block_ids == source.block_ids[: self.blocks.num_blocks_for(num_shared)]
         child.num_computed_tokens = child.num_written = num_shared
@@ -205,7 +205,7 @@ class World:
         if not rows:
             return
         row = rows.pop(pick % len(rows))
-        self.blocks.free(row, spoiled=how == "spoil")
+        self.blocks.free(row, invalid_kv=how == "spoil")
         assert (row.block_ids, row.host_block_ids, row.num_cached_blocks, row.cache_node) == ([], [], 0, None)
         self.blocks.free(row)
         row.num_computed_tokens = row.num_written = 0
@@ -267,7 +267,7 @@ class World:
         for row in list(self.running):
             if next(confirms):
                 row.token_ids = list(row.known)
-                self.blocks.register(row)
+                self.blocks.cache_full_blocks(row)
                 if row.stopped or len(row.known) > 12:
                     self._leave(self.running.index(row), "end")
 

@@ -18,11 +18,11 @@ from scheduler_svc.core.types import (
     FinishDetail,
     PromptLogprobs,
     RequestSpec,
-    Sampling,
     StepPlan,
     StepResult,
 )
 from tests.helpers.core_executor import COSTS, CoreExecutor
+from tests.helpers.core_sampling import core_sampling
 from tests.helpers.known import VOCAB_SIZE, known_beams, known_sample
 
 
@@ -89,7 +89,7 @@ class Bench:
         spec = RequestSpec(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
-            sampling=Sampling(**sampling),  # type: ignore[arg-type]
+            sampling=core_sampling(**{"temperature": 1.0, **sampling}),  # type: ignore[arg-type]
             max_tokens=max_tokens,
             eos_token_ids=frozenset(eos),
             num_samples=n,

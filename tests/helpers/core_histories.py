@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 from scheduler_svc.core.policies.batching import BatchingPolicy, ContinuousBatching, StaticBatching
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, PriorityOrder, ShortestFirstOrder
-from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec, Sampling
+from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec
+from tests.helpers.core_sampling import core_sampling
 from tests.helpers.known import VOCAB_SIZE
 
 MAX_MODEL_LEN = 60
@@ -69,7 +70,7 @@ def requests(draw: st.DrawFn, request_id: str, prompt: tuple[int, ...]) -> Reque
     kind = draw(st.sampled_from(["greedy", "sampled", "n", "beams"]))
     stop_ids = tuple(draw(st.lists(_TOKEN, max_size=3, unique=True)))
     max_tokens = draw(st.sampled_from([15, 1, 5, 25, 15, None]))
-    sampling = Sampling(
+    sampling = core_sampling(
         temperature=0.0 if kind == "greedy" else 1.0,
         seed=draw(st.integers(0, 2**64 - 1)),
         stop_token_ids=stop_ids,

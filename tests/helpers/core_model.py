@@ -20,7 +20,6 @@ from executor_svc.plan.plan import Limits
 from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.worker.step import StepExecutor
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.convert.execution import step_plan, step_result
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
@@ -35,6 +34,7 @@ from scheduler_svc.core.types import (
     StepResult,
 )
 from scheduler_svc.engine.policies_from_options import policies_from_options
+from scheduler_svc.executors.convert import step_plan, step_result
 from tests.executor_svc.driver import Model
 
 _STEP_S = 0.01

@@ -13,8 +13,10 @@ from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import SampledTokens
 from executor_svc.gpu.kernels.sampling.penalties import restart_counts
 from executor_svc.gpu.kernels.sampling.sampling import sample
-from executor_svc.gpu.kernels.sampling.state import SamplingState, SamplingWorkspace, following, pack_bits, pack_record
-from executor_svc.plan.plan import AdmittedSequence, Limits, SequenceSampling, StepPlan
+from executor_svc.gpu.kernels.sampling.state import SamplingState, SamplingWorkspace
+from executor_svc.gpu.sampling_records import following, pack_bits, pack_record
+from executor_svc.plan.plan import AdmittedSequence, Limits, StepPlan
+from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.sampling import sampler
 from executor_svc.sampling.logits_edits import logits_edits
 
@@ -53,14 +55,8 @@ class World:
         """What the CPU's sampler chooses for these slots."""
         index, sampling = np.array(rows, np.int64), self.slots.sampling
         columns = sampler.SamplingColumns(
-            temperature=sampling.temperature[index],
-            top_p=sampling.top_p[index],
-            top_k=sampling.top_k[index],
-            log_min_p=sampling.log_min_p[index],
-            seed=sampling.seed[index],
-            sample_index=sampling.sample_index[index],
+            sampling.rows(index, *sampler.SAMPLER_NEEDS),
             position=self.slots.num_tokens[index],
-            num_logprobs=sampling.num_logprobs[index],
             edits=logits_edits(self.slots, index),
             sources=None if sources is None else np.array(sources, np.int64),
         )

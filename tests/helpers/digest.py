@@ -32,9 +32,9 @@ def lane_states(lane: Lane) -> list[SlotState]:
 def _told(lane: Lane, sequence: Sequence) -> SlotState:
     """Of a fork the executor lacks the blocks that it does not write to yet; of a beam the token that it is given."""
     block_ids, token_ids = sequence.block_ids, sequence.token_ids
-    if lane.unwritten.get(sequence):
+    if lane.pending_copy_on_write.get(sequence):
         block_ids = block_ids[: sequence.num_computed_tokens // lane.spec.block_size]
-    if sequence.group in lane.searches and sequence in sequence.group.due_beams:
+    if sequence.group in lane.due_beam_groups and sequence in sequence.group.due_beams:
         token_ids = token_ids[:-1]
     return SlotState(
         held_slot(sequence), sequence.num_prompt_tokens, sequence.num_computed_tokens, token_ids, block_ids

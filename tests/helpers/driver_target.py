@@ -39,7 +39,7 @@ class FakeTarget:
     errors: dict[int, str] = field(default_factory=dict)
     at_once: frozenset[int] = frozenset()
     """Requests that wait for nothing."""
-    tells_output: bool = True
+    reports_output: bool = True
     going: asyncio.Event = field(default_factory=asyncio.Event)
     prompts: dict[int, list[int] | str] = field(default_factory=dict)
     started: list[int] = field(default_factory=list)
@@ -72,7 +72,7 @@ class FakeTarget:
             live.failed(self.errors[shape.index])
             return
         live.tokens(time.perf_counter(), shape.num_output_tokens * shape.num_samples)
-        if live.keep_output and self.tells_output:
+        if live.keep_output and self.reports_output:
             live.output_ids = [1000 + shape.index] * shape.num_output_tokens
             live.output_text = [f"<{shape.index}", ">"]
 

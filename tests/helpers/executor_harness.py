@@ -15,7 +15,7 @@ import grpc
 
 from cadenza.transport import bind, channel_options, server_options
 from cadenza.v1 import execution_pb2 as pb
-from cadenza.v1 import execution_pb2_grpc
+from cadenza.v1 import execution_pb2_grpc, types_pb2
 from executor_svc.app import build_executor
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.description import Description
@@ -25,7 +25,7 @@ from executor_svc.worker.worker import Worker
 from tests.helpers.fake_executor import LIMITS, CountingRunner, RecordingPools
 
 INCARNATION = 2**63 + 7
-GREEDY = pb.SequenceSampling(top_p=1, repetition_penalty=1)
+GREEDY = types_pb2.SequenceSampling(top_p=1, repetition_penalty=1)
 
 
 def fake_description() -> Description:
@@ -104,7 +104,7 @@ class Stream:
 
 
 def admit(
-    slot: int, tokens: list[int], blocks: list[int], sampling: pb.SequenceSampling = GREEDY, **fields: Any
+    slot: int, tokens: list[int], blocks: list[int], sampling: types_pb2.SequenceSampling = GREEDY, **fields: Any
 ) -> Any:
     return pb.AdmittedSequence(
         **{"num_prompt_tokens": len(tokens)} | fields,

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from executor_svc.batch.forward_batch import ForwardBatch
-from executor_svc.plan.plan import IntArray, Limits
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import Limits
 from executor_svc.sampling.row_math import argmax
 
 LIMITS = Limits(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from executor_svc.simulated.tokens import expected_candidates, expected_logprobs, expected_tokens
 from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
 from scheduler_svc.core.types import Candidates, FinishDetail, PromptLogprobs, RequestSpec
+from tests.helpers.core_sampling import for_executor
 
 VOCAB_SIZE = 50
 
@@ -17,7 +18,9 @@ def known_sample(spec: RequestSpec, max_model_len: int, sample_index: int = 0) -
     """The tokens of a sample, and how it ends."""
     limit, length_detail = _length_limit(spec, max_model_len)
     sampling = spec.sampling
-    tokens = expected_tokens(spec.prompt_token_ids, sampling, limit, VOCAB_SIZE, sample_index=sample_index)
+    tokens = expected_tokens(
+        spec.prompt_token_ids, for_executor(sampling), limit, VOCAB_SIZE, sample_index=sample_index
+    )
     if tokens and tokens[-1] in sampling.stop_token_ids and len(tokens) >= sampling.min_tokens:
         return tokens, FinishDetail.EOS if tokens[-1] in spec.eos_token_ids else FinishDetail.STOP_TOKEN
     return tokens, length_detail if len(tokens) == limit else FinishDetail.NO_ALLOWED_TOKEN
@@ -79,7 +82,7 @@ def _search(spec: RequestSpec, max_model_len: int) -> Iterator[tuple[BeamSearch,
 
 
 def _candidates(spec: RequestSpec, output: list[int], count: int) -> Candidates:
-    told = expected_candidates(spec.prompt_token_ids, output, spec.sampling, count, VOCAB_SIZE)
+    told = expected_candidates(spec.prompt_token_ids, output, for_executor(spec.sampling), count, VOCAB_SIZE)
     return Candidates([token_id for token_id, _ in told], _float32([logprob for _, logprob in told]))
 
 

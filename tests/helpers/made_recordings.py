@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cadenza.simulate.executor_profiles import KindLimits
+from cadenza.simulate.executor_profiles import ProfileLimits
 from cadenza.simulate.recordings import RecordedSteps, Recording
 from executor_svc.simulated.costs import StepCosts, StepWork
 
@@ -56,4 +56,4 @@ def recording(
         moves_ns=move,
         total_ns=total,
     )
-    return Recording(steps, KindLimits(), "toy", "cpu", 0)
+    return Recording(steps, ProfileLimits(), "toy", "cpu", 0)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from executor_svc.batch.slots import Slots
-from executor_svc.plan.plan import AdmittedSequence, ScheduledTokens, SequenceSampling, SlotColumns, StepPlan
+from executor_svc.plan.plan import AdmittedSequence, ScheduledTokens, SlotColumns, StepPlan
+from executor_svc.plan.sampling import SequenceSampling
 
 
 def ints(*values: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 
 from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
 from tests.helpers.core_model import Chat, Setting
+from tests.helpers.core_sampling import core_sampling
 
 _MOST_TOKENS = 20
 _LONGEST_PROMPT = 45
@@ -84,9 +85,10 @@ def _draw_sampling(rng: random.Random, vocab_size: int, kind: str) -> Sampling:
     if kind in ("drawn", "samples"):
         told |= {"temperature": rng.choice([0.6, 0.9, 1.3]), "top_p": rng.choice([1.0, 0.9])}
         told |= {"top_k": rng.choice([0, 20]), "min_p": rng.choice([0.0, 0.02])}
+        told["top_n_sigma"] = rng.choice([0.0, 0.0, 1.5])
     else:
         told["temperature"] = 0.0
-    return Sampling(seed=rng.getrandbits(64), **told)
+    return core_sampling(seed=rng.getrandbits(64), **told)
 
 
 def _text(rng: random.Random, vocab_size: int, length: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ class SimulatedProcess:
     def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
         self.process = process
         self.address = address
-        self.last_words = ""
+        self.exit_reason = ""
 
     async def kill(self) -> None:
         """As if by the kernel."""
@@ -43,7 +43,7 @@ class SimulatedProcess:
             self.process.terminate()
         assert self.process.stdout is not None
         async with asyncio.timeout(20):
-            self.last_words = (await self.process.stdout.read()).decode()
+            self.exit_reason = (await self.process.stdout.read()).decode()
             await self.process.wait()
 
 

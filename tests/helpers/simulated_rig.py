@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from executor_svc.plan.plan import BlockMoves, Limits, ScheduledTokens, SequenceSampling, SlotColumns, StepResult
+from executor_svc.plan.plan import BlockMoves, Limits, ScheduledTokens, SlotColumns, StepResult
+from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from executor_svc.simulated.tokens import expected_tokens

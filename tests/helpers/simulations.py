@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.executor_profiles import ExecutorKind, KindLimits, Overheads
+from cadenza.simulate.executor_profiles import ExecutorProfile, Overheads, ProfileLimits
 from cadenza.simulate.run import Outcome, Simulation
 from cadenza.simulate.traffic import Traffic
 from executor_svc.simulated.costs import StepCosts
 from scheduler_svc.config import SchedulerConfig
 
 
-def kind(
+def profile(
     costs: dict[str, float] | None = None, overheads: dict[str, float] | None = None, name: str = "toy", **limits: int
-) -> ExecutorKind:
+) -> ExecutorProfile:
     """An executor; costs and overheads in microseconds, nothing by default."""
-    return ExecutorKind(
+    return ExecutorProfile(
         name=name,
         costs=StepCosts(**costs or {}),
         overheads=Overheads(**overheads or {}),
-        limits=KindLimits(**limits),
+        limits=ProfileLimits(**limits),
     )
 
 
@@ -39,7 +39,7 @@ def shape(index: int, num_prompt_tokens: int, num_output_tokens: int, **fields: 
 
 def simulation(
     schedule: Sequence[tuple[float, RequestShape]],
-    fleet: ExecutorKind | Sequence[ExecutorKind],
+    fleet: ExecutorProfile | Sequence[ExecutorProfile],
     *,
     config: SchedulerConfig | None = None,
     concurrency: int | None = None,
@@ -48,12 +48,12 @@ def simulation(
 ) -> Simulation:
     """One that has not run yet."""
     traffic = Traffic(iter(schedule), concurrency=concurrency, duration_s=duration_s)
-    kinds = [fleet] if isinstance(fleet, ExecutorKind) else list(fleet)
-    return Simulation(kinds, config or options(), traffic, **keywords)
+    profiles = [fleet] if isinstance(fleet, ExecutorProfile) else list(fleet)
+    return Simulation(profiles, config or options(), traffic, **keywords)
 
 
 def simulate(
-    schedule: Sequence[tuple[float, RequestShape]], fleet: ExecutorKind | Sequence[ExecutorKind], **keywords: Any
+    schedule: Sequence[tuple[float, RequestShape]], fleet: ExecutorProfile | Sequence[ExecutorProfile], **keywords: Any
 ) -> Outcome:
     """Let it run."""
     return simulation(schedule, fleet, **keywords).run()

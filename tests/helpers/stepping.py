@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from executor_svc.build.model import make_executor
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.plan import Limits, StepResult, StepStatus
+from executor_svc.startup.build import make_executor
 from tests.executor_svc.driver import Model, spoil
 from tests.helpers.plans import plan
 

@@ -1,7 +1,7 @@
 """Same row, same bits: logits do not depend on the batch, chunk borders, block size, block placement or history.
 
-Over random histories, some the same in every run and some new in each. What requests are told in the end is in
-`test_exact_requests.py`.
+Over random histories, some the same in every run and some new in each. `test_exact_requests.py` checks the outputs of
+whole requests.
 """
 
 from __future__ import annotations

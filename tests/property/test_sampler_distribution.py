@@ -12,8 +12,9 @@ from scipy import stats
 
 from executor_svc.batch.step_result import RowLogprobs, SampledTokens
 from executor_svc.sampling.edits import LogitsEdits
+from executor_svc.sampling.reference import probabilities
 from executor_svc.sampling.sampler import sample
-from tests.helpers.sampling import columns, edited_exactly, edits, exact_probabilities
+from tests.helpers.sampling import columns, edited_exactly, edits
 
 DRAWS = 20_000
 
@@ -37,6 +38,8 @@ FILTERS: list[dict[str, Any]] = [
     {"top_k": 7},
     {"top_p": 0.8},
     {"min_p": 0.1},
+    {"top_n_sigma": 1.2},
+    {"top_n_sigma": 1.5, "temperature": 3.0, "min_p": 0.2, "top_k": 9, "top_p": 0.9},
     {"temperature": 1.5, "top_k": 12, "top_p": 0.7, "min_p": 0.02},
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.3, "top_k": 20, "min_p": 0.05},
@@ -75,13 +78,13 @@ def check(tokens: np.ndarray, expected: np.ndarray) -> None:
 def test_distribution(filters: dict[str, Any], varied: str) -> None:
     row = torch.randn(60, generator=torch.Generator().manual_seed(5)) * 1.5
     fields = {"seed": 2**63 + 11, "position": 40, "sample_index": 3} | {varied: np.arange(DRAWS)}
-    check(draw(row, **filters, **fields), exact_probabilities(row.numpy(), **filters))
+    check(draw(row, **filters, **fields), probabilities(row.numpy(), **filters))
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 300}], ids=str)
 def test_distribution_over_a_wide_vocabulary(filters: dict[str, Any]) -> None:
     row = torch.randn(1537, generator=torch.Generator().manual_seed(6)) * 2
-    check(draw(row, seed=np.arange(DRAWS) * 7919, **filters), exact_probabilities(row.numpy(), **filters))
+    check(draw(row, seed=np.arange(DRAWS) * 7919, **filters), probabilities(row.numpy(), **filters))
 
 
 EDITS: list[dict[str, Any]] = [
@@ -102,7 +105,7 @@ EDITS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("part", EDITS, ids=str)
-@pytest.mark.parametrize("filters", [FILTERS[0], FILTERS[6]], ids=str)
+@pytest.mark.parametrize("filters", [FILTERS[0], FILTERS[6], {"top_n_sigma": 1.0}], ids=str)
 def test_distribution_after_edits(part: dict[str, Any], filters: dict[str, Any]) -> None:
     """The seed varies over 20,000 rows with the same history: what is drawn follows the edited distribution."""
     row = torch.randn(60, generator=torch.Generator().manual_seed(8)) * 1.5
@@ -111,7 +114,7 @@ def test_distribution_after_edits(part: dict[str, Any], filters: dict[str, Any])
         return {name: value if name == "penalties" else dict.fromkeys(range(n), value) for name, value in part.items()}
 
     tokens = draw(row, **filters, seed=np.arange(DRAWS), edits=lambda n: edits(n, **of(n)))
-    check(tokens, exact_probabilities(edited_exactly(row.numpy(), **of(1)), **filters))
+    check(tokens, probabilities(edited_exactly(row.numpy(), **of(1)), **filters))
 
 
 def test_successive_positions_are_independent() -> None:

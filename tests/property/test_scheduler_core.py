@@ -1,7 +1,7 @@
 """The whole core under a hypothesis state machine, against the simulated executor.
 
-Its KV cache is real bookkeeping: a table, copy or swap that is wrong gives wrong tokens, and a plan that contradicts
-what was told is refused. At depth 1 what it has been told is compared with the core's books after each step.
+The executor keeps track of KV contents: a wrong table, copy or swap gives wrong tokens, and a plan that contradicts
+earlier ones is rejected. At depth 1 the executor's slots are compared with the core's state after each step.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.hypotheses.setdefault(output.group.key, []).append(found)
         for delta in outputs:
             sample = delta.key, delta.sample_index
-            assert sample not in self.finishes, "news of a sample that has ended"
+            assert sample not in self.finishes, "outputs of a finished sample"
             self.outputs[sample] += delta.token_ids
             if delta.prompt_logprobs is not None:
                 self.prompt_logprobs[delta.key].append(delta.prompt_logprobs)

@@ -68,12 +68,12 @@ def test_the_settings_in_force_are_printed(running, model):
     assert re.fullmatch(r"memory    executor [\d.]+ MiB, scheduler [\d.]+ MiB resident", memory)
     threads = f"{prints.num_threads} thread{'' if prints.num_threads == 1 else 's'}"
     assert lines == [
-        "CADENZA_BLOK_SIZE in the environment is no option; did you mean CADENZA_BLOCK_SIZE or CADENZA_BATCH_SIZE?",
+        "CADENZA_BLOK_SIZE in the environment is not an option; did you mean CADENZA_BLOCK_SIZE or CADENZA_BATCH_SIZE?",
         f"model     {model}",
         f"          LlamaForCausalLM, {info.num_parameters / 1000:.3g} thousand parameters ({info.num_parameters:,})",
         f"weights   float32, {weight_bytes / 1024:.1f} KiB ({weight_bytes:,} bytes)",
         f"device    cpu, {threads}, numerics exact",
-        "KV cache  50 blocks of 8 tokens, room for 400 tokens",
+        "KV cache  50 blocks of 8 tokens, capacity 400 tokens",
         f"          float32, {kv.bytes_per_block / 1024:.1f} KiB ({kv.bytes_per_block:,} bytes) each, "
         f"{50 * kv.bytes_per_block / 1024:.1f} KiB ({50 * kv.bytes_per_block:,} bytes) in all",
         "limits    max_model_len 256, max_num_seqs 5, max_num_batched_tokens 512",
@@ -169,7 +169,7 @@ def test_the_logs_hold_no_second_warning(running):
     """The services get their options as arguments and need not look at the environment again."""
     _, _, said, _ = running
     assert said.count("CADENZA_BLOK_SIZE") == 1
-    assert "left to others" not in said
+    assert "ignored, not options" not in said
 
 
 @pytest.mark.parametrize(

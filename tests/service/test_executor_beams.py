@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cadenza.v1 import execution_pb2 as pb
+from cadenza.v1 import types_pb2
 from tests.helpers.executor_harness import (
     Harness,
     Stream,
@@ -20,8 +21,8 @@ from tests.helpers.executor_harness import (
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 64
 WIDTH, NUM_STEPS = 3, 13
-ASKING = pb.SequenceSampling(top_p=1, repetition_penalty=1, num_candidates=2 * WIDTH)
-PENALISED = pb.SequenceSampling(
+ASKING = types_pb2.SequenceSampling(top_p=1, repetition_penalty=1, num_candidates=2 * WIDTH)
+PENALISED = types_pb2.SequenceSampling(
     top_p=1, repetition_penalty=1.3, num_candidates=2 * WIDTH, bias_token_ids=[3, 60], biases=[1.5, -2]
 )
 
@@ -40,7 +41,7 @@ class Beam:
 class Search:
     """What a scheduler knows of one group: its beams and which blocks nobody holds."""
 
-    sampling: pb.SequenceSampling
+    sampling: types_pb2.SequenceSampling
     prompt: list[int]
     beams: list[Beam] = field(default_factory=list)
     num_copies: int = 0
@@ -123,7 +124,7 @@ async def by_hand(stream: Stream, step: int, search: Search) -> list[tuple[list[
 
 @pytest.mark.parametrize("length", [1, 8, 13])
 @pytest.mark.parametrize("sampling", [ASKING, PENALISED], ids=["plain", "penalised"])
-async def test_every_beam_is_what_it_is_alone(real: Harness, length: int, sampling: pb.SequenceSampling) -> None:
+async def test_every_beam_is_what_it_is_alone(real: Harness, length: int, sampling: types_pb2.SequenceSampling) -> None:
     prompt = [(11 * i * i + 5) % 129 + 2 for i in range(length)]
     stream, step = await first_step_id(real)
     search = Search(sampling, prompt)
@@ -168,9 +169,10 @@ async def test_beams_forks_and_others_in_one_batch(real: Harness) -> None:
     """Each as it is alone: a beam that asks, a source, its fork, and a greedy sequence with logprobs."""
     prompt = [9, 8, 7, 6, 5]
     drawn = [
-        pb.SequenceSampling(temperature=1, top_p=1, repetition_penalty=1, seed=3, sample_index=i) for i in range(2)
+        types_pb2.SequenceSampling(temperature=1, top_p=1, repetition_penalty=1, seed=3, sample_index=i)
+        for i in range(2)
     ]
-    greedy = pb.SequenceSampling(top_p=1, repetition_penalty=1, num_logprobs=1)
+    greedy = types_pb2.SequenceSampling(top_p=1, repetition_penalty=1, num_logprobs=1)
     stream, step = await first_step_id(real)
     together = await stream.step(
         step,

@@ -12,9 +12,9 @@ import pytest
 
 from cadenza.v1 import execution_pb2
 from scheduler_svc.core.types import AdmittedSequence, Sampling, StepPlan, StepStatus, TokenLogprobs
-from scheduler_svc.engine.ports import ExecutorFencedError, ExecutorLostError
 from scheduler_svc.executors import client as executor_client
 from scheduler_svc.executors.client import GrpcExecutor
+from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError
 from tests.helpers.scripted_executor import ScriptedExecutor, serve
 
 pytestmark = pytest.mark.timeout(30)
@@ -93,7 +93,7 @@ async def test_plans_and_results():
         assert (two.step_id, two.token_ids) == (2, [8])
         admitted = executor.slots[0].admitted
         assert admitted.sampling.seed == 3
-        assert admitted.sampling.repetition_penalty == 1.0
+        assert not admitted.sampling.HasField("repetition_penalty"), "absent is off"
         assert list(admitted.block_tables[0].block_ids) == [4]
         assert admitted.sampling.num_logprobs == 2
         await stream.close()
@@ -105,7 +105,7 @@ async def test_plans_and_results():
 
 
 async def test_a_decode_plan_is_a_few_bytes():
-    from scheduler_svc.convert.execution import step_plan
+    from scheduler_svc.executors.convert import step_plan
 
     assert step_plan(plan(1000), 1_700_000_000_000).ByteSize() < 16
 

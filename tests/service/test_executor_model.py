@@ -23,8 +23,8 @@ from tests.helpers.executor_harness import (
 )
 
 
-def sampled(seed: int, **fields: Any) -> pb.SequenceSampling:
-    return pb.SequenceSampling(**{"temperature": 1, "top_p": 1, "repetition_penalty": 1} | fields, seed=seed)
+def sampled(seed: int, **fields: Any) -> types_pb2.SequenceSampling:
+    return types_pb2.SequenceSampling(**{"temperature": 1, "top_p": 1, "repetition_penalty": 1} | fields, seed=seed)
 
 
 WORDS = [types_pb2.TokenIds(ids=ids) for ids in ([5], [17, 18], [90, 3, 4], *[[i, i] for i in range(20, 130)])]
@@ -75,7 +75,7 @@ def test_the_logprobs_of_a_full_step_fit_one_message(
 
 
 async def generate(
-    real: Harness, depth: int, samplings: list[pb.SequenceSampling], order: list[int]
+    real: Harness, depth: int, samplings: list[types_pb2.SequenceSampling], order: list[int]
 ) -> list[list[int]]:
     """NUM_OUTPUT tokens for each sampling, slot = place in `order`, with `depth` plans in flight."""
     stream, step_id = await first_step_id(real)

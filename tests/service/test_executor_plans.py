@@ -39,8 +39,8 @@ async def test_results_come_in_order_and_tokens_stay_on_the_executor(fake: Harne
 
 async def test_forks_candidates_and_given_tokens(fake: Harness) -> None:
     """Slot 2 forks from slot 1, which stops; slot 4, which would fork from it then, stops with it."""
-    stopping = pb.SequenceSampling(top_p=1, repetition_penalty=1, stop_token_ids=[7])
-    asking = pb.SequenceSampling(top_p=1, repetition_penalty=1, num_candidates=3, stop_token_ids=[9])
+    stopping = types_pb2.SequenceSampling(top_p=1, repetition_penalty=1, stop_token_ids=[7])
+    asking = types_pb2.SequenceSampling(top_p=1, repetition_penalty=1, num_candidates=3, stop_token_ids=[9])
     stream = await fake.open(1)
     await stream.plan(
         1, admitted=[admit(1, [5, 6], [0], stopping), admit(2, [5, 6], [1]), admit(0, [8], [2], asking)],
@@ -72,7 +72,7 @@ async def test_half_close_answers_what_was_sent(fake: Harness) -> None:
 
 
 async def test_stop_ids_end_a_slot_on_the_executor(fake: Harness) -> None:
-    stopping = pb.SequenceSampling(top_p=1, repetition_penalty=1, stop_token_ids=[7, 40])
+    stopping = types_pb2.SequenceSampling(top_p=1, repetition_penalty=1, stop_token_ids=[7, 40])
     stream = await fake.open(1)
     admitted = [admit(0, [5], [0], stopping), admit(1, [20], [1])]
     await stream.plan(1, admitted=admitted, decode_ready=True)
@@ -103,7 +103,7 @@ async def test_non_finite_logits_fail_their_slot_alone(fake: Harness) -> None:
 async def test_a_slot_without_an_allowed_token_fails_alone(fake: Harness) -> None:
     """Its whitelist holds 7 and 9; 7 is a bad word, and 9 must not follow 9."""
     words = [types_pb2.TokenIds(ids=[7]), types_pb2.TokenIds(ids=[9, 9])]
-    narrow = pb.SequenceSampling(top_p=1, repetition_penalty=1, allowed_token_ids=[7, 9], bad_words=words)
+    narrow = types_pb2.SequenceSampling(top_p=1, repetition_penalty=1, allowed_token_ids=[7, 9], bad_words=words)
     stream = await fake.open(1)
     await stream.plan(1, admitted=[admit(0, [5], [0], narrow), admit(1, [20], [1])], decode_ready=True)
     for step_id in (2, 3):
@@ -119,9 +119,9 @@ async def test_a_slot_without_an_allowed_token_fails_alone(fake: Harness) -> Non
 async def test_a_slot_whose_candidates_cannot_be_told_fails_alone(fake: Harness) -> None:
     """Slot 1 by its logits, slot 3 as all that it allows is a bad word; slot 2 asks for more than is left."""
     fake.runner.nan_tokens.add(5)
-    asking = pb.SequenceSampling(top_p=1, repetition_penalty=1, num_candidates=4)
-    few = pb.SequenceSampling(top_p=1, repetition_penalty=1, num_candidates=4, allowed_token_ids=[7, 20, 3])
-    none = pb.SequenceSampling(
+    asking = types_pb2.SequenceSampling(top_p=1, repetition_penalty=1, num_candidates=4)
+    few = types_pb2.SequenceSampling(top_p=1, repetition_penalty=1, num_candidates=4, allowed_token_ids=[7, 20, 3])
+    none = types_pb2.SequenceSampling(
         top_p=1, repetition_penalty=1, num_candidates=4, allowed_token_ids=[7], bad_words=[types_pb2.TokenIds(ids=[7])]
     )
     stream = await fake.open(1)
@@ -180,8 +180,8 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"copies": [pb.BlockMoves(kv_group=1, sources=[1], destinations=[2])]}, "kv_group 1"),
     ({"copies": [pb.BlockMoves(sources=[1, 2], destinations=[2, 3])]}, "both source and destination"),
     ({"swap_out": [pb.BlockMoves(sources=[1], destinations=[16])]}, "destination block 16"),
-    ({"admitted": [admit(0, [1], [0], pb.SequenceSampling(top_p=1))]}, "repetition_penalty 0.0"),
-    ({"admitted": [admit(0, [1], [0], pb.SequenceSampling(top_p=1, repetition_penalty=1, num_candidates=51))]},
+    ({"admitted": [admit(0, [1], [0], types_pb2.SequenceSampling(top_p=1))]}, "repetition_penalty 0.0"),
+    ({"admitted": [admit(0, [1], [0], types_pb2.SequenceSampling(top_p=1, repetition_penalty=1, num_candidates=51))]},
      "slot 0: num_candidates 51 is not 0 to 50"),
     ({"admitted": [admit(0, [1], [0], adapter_index=1)]}, "adapter_index"),
     ({"admitted": [admit(0, [1], [0], embeddings=[pb.EmbeddingSpan()])]}, "embeddings"),
@@ -253,7 +253,7 @@ async def test_block_moves_reach_the_pools_in_order(fake: Harness) -> None:
 
 
 async def test_logprobs_and_digest(fake: Harness) -> None:
-    asking = pb.SequenceSampling(top_p=1, repetition_penalty=1, num_logprobs=2)
+    asking = types_pb2.SequenceSampling(top_p=1, repetition_penalty=1, num_logprobs=2)
     stream = await fake.open(1)
     result = await stream.step(
         1, admitted=[admit(2, [5, 6], [0], asking), admit(0, [8], [1])], decode_ready=True, debug_digest=True,

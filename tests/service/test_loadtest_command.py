@@ -100,7 +100,7 @@ def test_nothing_measured_is_a_failure(server: str, capsys: pytest.CaptureFixtur
     assert run(["loadtest", *arguments.split()]) == 1
     captured = capsys.readouterr()
     assert "TIMEOUT" in captured.out
-    assert "no request ended well" in captured.err
+    assert "no request completed" in captured.err
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def batch(reference: Reference) -> dict[str, SamplingParams]:
         "top_k": params(temperature=1.3, top_k=5, seed=6),
         "top_p": params(temperature=1.3, top_p=0.7, seed=7),
         "min_p": params(temperature=1.3, min_p=0.2, seed=8),
+        "top_n_sigma": params(temperature=1.7, top_n_sigma=1.0, seed=9),
         "logprobs": params(temperature=0.7, seed=9, logprobs=3),
         "prompt_logprobs": params(prompt_logprobs=2, logprobs=0),
         "stop": params(stop=[text[12:15]], **spelled),

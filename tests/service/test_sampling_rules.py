@@ -86,6 +86,10 @@ DRAWS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]] 
     "top_k": ({"temperature": 3.0, "top_k": 6}, lambda x: keep(x, x.topk(6).indices) / 3),
     "top_p": ({"temperature": 2.0, "top_p": 0.4}, lambda x: nucleus(x / 2, 0.4)),
     "min_p": ({"temperature": 2.0, "min_p": 0.3}, lambda x: keep(x, at_least(x / 2, 0.3)) / 2),
+    "top_n_sigma": (
+        {"temperature": 2.0, "top_n_sigma": 1.5},
+        lambda x: keep(x, torch.nonzero(x >= x.max() - 1.5 * x.std(correction=0))[:, 0]) / 2,
+    ),
 }
 """What is asked for, and the logits that tokens are then drawn from, spelled out."""
 

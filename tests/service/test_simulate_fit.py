@@ -16,8 +16,8 @@ from cadenza.loadtest.settings import LoadSettings, make_settings
 from cadenza.plan_log import PlanLogReader, record_bytes
 from cadenza.simulate.campaign import Simulated, run_simulation
 from cadenza.simulate.executor_profiles import Overheads
-from cadenza.simulate.fit import fit_costs, fitted_kind
-from cadenza.simulate.options import find_kind, scheduler_config
+from cadenza.simulate.fit import fit_costs, fitted_profile
+from cadenza.simulate.options import find_profile, scheduler_config
 from cadenza.simulate.recordings import read_recording
 from cadenza.v1.planlog_pb2 import PlanLogRecord
 from executor_svc.simulated.costs import StepCosts
@@ -54,9 +54,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 def test_the_simulator_sees_what_the_services_did(recorded: Recorded) -> None:
     """The same requests, tokens and preemptions nearly; times as near as the machine lets the services be exact."""
-    kind = find_kind(recorded.costs).changed(OPTIONS)
-    kind = kind.model_copy(update={"overheads": Overheads(plan_us=500, transit_us=300, request_us=500, reply_us=500)})
-    simulated = Simulated((kind,), scheduler_config({"preemption": "swap", "max_num_seqs": 8}))
+    profile = find_profile(recorded.costs).changed(OPTIONS)
+    profile = profile.model_copy(
+        update={"overheads": Overheads(plan_us=500, transit_us=300, request_us=500, reply_us=500)}
+    )
+    simulated = Simulated((profile,), scheduler_config({"preemption": "swap", "max_num_seqs": 8}))
     file, _ = run_simulation(recorded.settings, simulated, SilentView())
     ours, theirs = (each.points[0].runs[0] for each in (file, recorded.file))
     assert ours.requests.ok.all()
@@ -87,8 +89,8 @@ def test_fitted_costs_are_those_of_the_executor(recorded: Recorded, tmp_path: Pa
     # What lies between the services is some, and not a step's length.
     assert 50 < fit.overheads.transit_us < 15_000
     assert 0 <= fit.overheads.plan_us < 15_000
-    kind = fitted_kind(recording, fit, "mine", "day.log")
-    assert "simulated" in kind.source
+    profile = fitted_profile(recording, fit, "mine", "day.log")
+    assert "simulated" in profile.source
 
 
 def test_a_log_that_was_cut_counts_as_far_as_it_goes(recorded: Recorded, tmp_path: Path) -> None:
@@ -112,7 +114,7 @@ def test_a_log_of_another_scheduler_is_refused(recorded: Recorded, tmp_path: Pat
                 record.plan_step.plan.appends[0].block_ids[0] += 1
                 num_plans = -(10**9)
             file.write(record_bytes(record))
-    with pytest.raises(LoadTestError, match=r"other.log: record \d+: this version's scheduler does otherwise"):
+    with pytest.raises(LoadTestError, match=r"other.log: record \d+: this version's scheduler behaves differently"):
         read_recording(str(other))
 
 
@@ -129,5 +131,5 @@ def test_a_recording_without_steps_is_refused(recorded: Recorded, tmp_path: Path
     path = tmp_path / "short.log"
     with PlanLogReader(recorded.log) as reader:
         path.write_bytes(record_bytes(PlanLogRecord(header=reader.header)))
-    with pytest.raises(LoadTestError, match="holds no step with a result"):
+    with pytest.raises(LoadTestError, match="has no step with a result"):
         read_recording(str(path))

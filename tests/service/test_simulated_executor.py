@@ -14,7 +14,7 @@ import pytest
 from cadenza import AsyncClient, SamplingParams
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc
-from executor_svc.plan.plan import SequenceSampling
+from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.simulated.tokens import expected_logprobs, expected_tokens
 from tests.helpers.plans import ints
 from tests.helpers.services import scheduler_service
@@ -79,7 +79,7 @@ async def test_thousands_of_requests_end_with_their_expected_tokens() -> None:
         assert {output.outputs[0].finish_reason for output in outputs} == {"stop", "length"}
         await executor.stop()
     assert executor.process.returncode == 0
-    assert executor.last_words == "imported:\n"
+    assert executor.exit_reason == "imported:\n"
 
 
 async def test_logprobs_reach_the_client() -> None:

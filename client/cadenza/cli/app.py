@@ -1,4 +1,4 @@
-"""The commands, and how their errors are told: one line on stderr and an exit code, never a traceback."""
+"""The commands. An error is reported as one line on stderr and an exit code, never as a traceback."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from cadenza.cli import chat, fit_costs, generate, loadtest, report, simulate, t
 from cadenza.cli.service_args import FieldOption, GroupedCommand, service_fields, with_fields
 from cadenza.errors import CadenzaError, OptionError
 
-# Wrong usage as typer raises it; typer carries its own copy of click and exports only this subclass.
+# The usage error that typer raises; typer has its own copy of click and exports only this subclass.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 _HELP = """Cadenza serves large language models with continuous batching and a paged KV cache.
 
 \b
-A first look, with the model that comes along:
+A first look, with the bundled model:
   cadenza demo
-A server, and calls of it from another terminal:
+A server, and requests from another terminal:
   cadenza up --model FOLDER_OR_HUB_ID
   cadenza generate "Hello"
   cadenza chat
-What it does just now:
+What it is doing:
   cadenza top
-Measuring it, and trying what is not there:
+Measuring it, and simulating other hardware:
   cadenza loadtest --request-rate 4
   cadenza simulate --executors 1,2,4 --find-max-rate --slo ttft=0.5,tpot=0.05
 
-`cadenza COMMAND --help` says more.
+`cadenza COMMAND --help` has details.
 """
-_EPILOG = "Exit codes: 0 all is well, 1 a failure, 2 wrong options, 130 Ctrl-C."
+_EPILOG = "Exit codes: 0 success, 1 a failure, 2 wrong options, 130 Ctrl-C."
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """A command; `fields` are options that come from models, behind its own."""
+    """A command; `fields`: options from pydantic models, which follow its own."""
 
     module: ModuleType
     function: Callable[..., None]
@@ -52,7 +52,7 @@ class _Command:
 
 
 def _for_model(*taken: str) -> Iterator[FieldOption]:
-    """The services' options, for a command that may start them; it has some names for itself."""
+    """The services' options for a command that may start them, without the names that it uses itself."""
     return (option for option in service_fields("Server started by --model: {}") if option.name not in taken)
 
 
@@ -68,19 +68,20 @@ _COMMANDS = {
 }
 
 
-def make_app(asked: str) -> typer.Typer:
-    """All commands, the one that is asked for with all of its options: to find those of the others takes seconds."""
+def make_app(requested: str) -> typer.Typer:
+    """All commands; only the requested one has all its options, because collecting those of the others takes
+    seconds."""
     app = typer.Typer(
         help=_HELP,
         epilog=_EPILOG,
         add_completion=False,
         pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # in rich's panels long option names are cut, and then they cannot be read anywhere
+        rich_markup_mode=None,  # rich's panels truncate long option names
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(cadenza)
     for name, command in _COMMANDS.items():
-        fields = command.fields() if name == asked else ()
+        fields = command.fields() if name == requested else ()
         make = app.command(name, help=command.module.HELP, epilog=command.module.EPILOG, cls=GroupedCommand)
         make(with_fields(command.function, fields))
     app.command("demo")(demo)
@@ -98,7 +99,7 @@ def cadenza(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Take the options that stand before a command."""
+    """Handle the options before a command."""
 
 
 def demo(
@@ -107,12 +108,12 @@ def demo(
     ] = None,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where the model runs.")] = "cpu",
     max_num_seqs: Annotated[
-        int, typer.Option(min=1, metavar="INTEGER", help="Batch slots; fewer than prompts, so that some must wait.")
+        int, typer.Option(min=1, metavar="INTEGER", help="Batch slots; fewer than the prompts, so that some must wait.")
     ] = 4,
 ) -> None:
-    """See it work: live answers, then the schedule.
+    """Show live answers, then the schedule.
 
-    Starts both services on the embedded model, sends ten prompts at once, and draws the schedule that ran.
+    Starts both services on the bundled model, sends ten prompts at once, and draws the schedule that ran.
     """
     from cadenza.cli.demo import run_demo
 
@@ -124,12 +125,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     _open_streams()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGTERM, _terminate)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without the answer's characters shows ? in their place
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character shows ? instead
         sys.stdout.reconfigure(errors="replace")
     try:
         given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-        asked = next((word for word in given if not word.startswith("-")), "")
-        code = make_app(asked)(args=given, standalone_mode=False)
+        requested = next((word for word in given if not word.startswith("-")), "")
+        code = make_app(requested)(args=given, standalone_mode=False)
     except OptionError as error:
         return _fail(str(error), 2)
     except CadenzaError as error:
@@ -138,7 +139,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:  # the reader of our output has gone, as in `cadenza generate | head -1`
+    except BrokenPipeError:  # the reader of the output has closed it, as in `cadenza generate | head -1`
         _discard_stdout()
         return 1
     except OSError as error:  # such as a full disk
@@ -151,19 +152,19 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Lead stdout and stderr nowhere where they were closed before the start, as by `>&-`; Python has None then."""
+    """Redirect stdout and stderr to nowhere if they were closed before the start, as by `>&-`; Python has None then."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False))
 
 
 def _terminate(number: int, frame: object) -> None:
-    # As an exception, so that services started by the command are stopped on the way out.
+    # As an exception, so that services started by the command are stopped on exit.
     raise SystemExit(128 + number)
 
 
 def _discard_stdout() -> None:
-    """Lead stdout nowhere, so that the interpreter's last flush does not fail as well."""
+    """Redirect stdout to nowhere, so that the interpreter's last flush does not fail as well."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

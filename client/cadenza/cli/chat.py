@@ -26,15 +26,15 @@ Examples:
   cadenza chat --target 10.0.0.5:50051 --system "You answer briefly."
   cadenza chat --model models/cadenza-demo  with a server of its own
 
-Ctrl-C stops an answer; what was said of it stays in the conversation. /reset begins a new conversation, /quit or Ctrl-D
-leaves. Lines from a pipe are asked one after the other.
+Ctrl-C stops an answer; the text so far stays in the conversation. /reset starts a new conversation, /quit or Ctrl-D
+exits. Lines from a pipe are sent one after the other.
 """
-_COMMANDS = "/reset begins anew, /quit or Ctrl-D leaves"
+_COMMANDS = "/reset starts anew, /quit or Ctrl-D exits"
 
 
 @dataclass(slots=True)
 class _Conversation:
-    """What was said, the system message first if there is one."""
+    """The messages of a conversation, beginning with the system message if there is one."""
 
     client: Client
     params: SamplingParams
@@ -51,7 +51,7 @@ def chat(
     model: Model = None,
     config: Config = None,
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="System message that begins every conversation.")
+        str | None, typer.Option(metavar="TEXT", help="System message at the start of every conversation.")
     ] = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 1.0,
@@ -97,7 +97,7 @@ def _talk(conversation: _Conversation, interrupts: Interrupts) -> None:
 
 
 def _read(prompt: str, interrupts: Interrupts) -> str | None:
-    """A line, or None at the end of input; Ctrl-C drops the line."""
+    """Read a line; None at the end of input. Ctrl-C discards the line."""
     while True:
         try:
             with interrupts.listening():
@@ -112,16 +112,16 @@ def _read(prompt: str, interrupts: Interrupts) -> str | None:
 
 
 def _answer(conversation: _Conversation, line: str, interrupts: Interrupts) -> None:
-    """Stream the answer to `line` and add both to the conversation; a question that fails is taken back."""
+    """Stream the answer to `line` and add both to the conversation; a failed message is removed again."""
     messages = conversation.messages
     messages.append({"role": "user", "content": line})
-    said, ending = "", None
+    answer, ending = "", None
     deltas = conversation.client.stream_chat(messages, conversation.params)
     try:
         with interrupts.listening():
             for delta in deltas:
                 for sample in delta.outputs:
-                    said += sample.text
+                    answer += sample.text
                     write(sample.text)
                     ending = sample.finish_detail
         write("\n")
@@ -133,10 +133,10 @@ def _answer(conversation: _Conversation, line: str, interrupts: Interrupts) -> N
     except CadenzaError as error:
         if isinstance(error, UnavailableError) and not conversation.interactive:
             raise
-        write("\n" if said else "")
+        write("\n" if answer else "")
         messages.pop()
-        notice(f"{error} (your message is taken back; {_COMMANDS})")
+        notice(f"{error} (your message is removed; {_COMMANDS})")
         return
     finally:
-        deltas.close()  # aborts the request if it still runs
-    messages.append({"role": "assistant", "content": said})
+        deltas.close()  # aborts the request if it is still running
+    messages.append({"role": "assistant", "content": answer})

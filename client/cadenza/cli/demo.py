@@ -1,4 +1,4 @@
-"""`cadenza demo`: concurrent prompts on the embedded model, and the schedule that really ran."""
+"""`cadenza demo`: concurrent prompts on the bundled model, and the schedule that ran."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run_demo(*, model: str | None, device: str, max_num_seqs: int) -> None:
 
 
 def _embedded_model() -> Path:
-    """models/cadenza-demo of the source tree, or below the current folder; raises OptionError."""
+    """models/cadenza-demo in the source tree or below the current folder; raises OptionError."""
     places = [Path(__file__).resolve().parents[3], Path.cwd()]
     for place in places:
         if (folder := place / "models" / "cadenza-demo").is_dir():
@@ -76,7 +76,7 @@ async def _run(console: Console, target: str, max_num_seqs: int) -> None:
     async with AsyncClient(target) as client:
         info = await client.model_info()
         if not info.has_chat_template:
-            raise FailedPreconditionError(f"{info.model} has no chat template: the demo asks in chat form")
+            raise FailedPreconditionError(f"{info.model} has no chat template, which the demo needs")
         executor = (await client.server_info()).executors[0]
         console.print(
             f"{info.architecture}, {info.num_parameters / 1e6:.1f} M parameters, {info.dtype}, on {executor.device}; "
@@ -91,9 +91,9 @@ async def _run(console: Console, target: str, max_num_seqs: int) -> None:
 
 
 async def _answer_all(console: Console, client: AsyncClient, answers: list[Answer]) -> None:
-    """Ask everything at once, and show the answers as they come."""
+    """Send all prompts at once, and show the answers as they arrive."""
     if not console.is_terminal:
-        await _ask_all(client, answers, lambda answer: console.print(plain_line(answer), markup=False, soft_wrap=True))
+        await _send_all(client, answers, lambda answer: console.print(plain_line(answer), markup=False, soft_wrap=True))
         console.print()
         return
     with Live(
@@ -102,22 +102,22 @@ async def _answer_all(console: Console, client: AsyncClient, answers: list[Answe
         transient=True,
         get_renderable=lambda: live_table(answers, console.width),
     ):
-        await _ask_all(client, answers, lambda answer: None)
+        await _send_all(client, answers, lambda answer: None)
     console.print(answers_table(answers, console.width), "")
 
 
-async def _ask_all(client: AsyncClient, answers: list[Answer], on_end: Callable[[Answer], None]) -> None:
-    async def ask(answer: Answer) -> None:
-        await _ask(client, answer)
+async def _send_all(client: AsyncClient, answers: list[Answer], on_end: Callable[[Answer], None]) -> None:
+    async def send(answer: Answer) -> None:
+        await _send(client, answer)
         on_end(answer)
 
-    outcomes = await asyncio.gather(*map(ask, answers), return_exceptions=True)
+    outcomes = await asyncio.gather(*map(send, answers), return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
 
 
-async def _ask(client: AsyncClient, answer: Answer) -> None:
+async def _send(client: AsyncClient, answer: Answer) -> None:
     params = SamplingParams(temperature=0, max_tokens=_MAX_TOKENS)
     answer.sent_s = time.monotonic()
     deltas = client.stream_chat([{"role": "user", "content": answer.prompt}], params, _request_id(answer))
@@ -144,7 +144,9 @@ def _report(console: Console, answers: list[Answer], watch: StepWatch, block_siz
     console.print("The schedule that ran, from the scheduler's step records", style="bold underline")
     console.print(picture)
     if watch.num_dropped:
-        console.print(f"{watch.num_dropped} records were lost to a slow watch: the figures are incomplete")
+        console.print(
+            f"{watch.num_dropped} records were dropped because the watch was slow: the figures are incomplete"
+        )
     stats = summarize(watch.records, block_size=block_size, batch_size=max_num_seqs)
     for name, value in summary_lines(answers, stats, max_num_seqs):
         console.print(f"  {name:15} {value}", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What the demo shows: answers side by side as they stream, and the measured summary."""
+"""The demo's views: answers side by side as they stream, and the measured summary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROMPT_CELLS = 32
 
 @dataclass(slots=True)
 class Answer:
-    """One prompt's answer as it comes in; times on the client's monotonic clock, in seconds."""
+    """The answer to one prompt as it arrives; times are on the client's monotonic clock, in seconds."""
 
     index: int  # from 1
     prompt: str
@@ -42,12 +42,12 @@ class Answer:
 
     @property
     def state(self) -> str:
-        """What it is doing, in a word."""
+        """The answer's state, in a word."""
         return self.finish or ("answering" if self.num_tokens else "waiting")
 
 
 def live_table(answers: Sequence[Answer], width: int) -> Table:
-    """All answers side by side, a line each: the newest end of those that are too long."""
+    """All answers, a line each; of long answers the newest part."""
     prompt_cells = min(_PROMPT_CELLS, width // 3)
     table = Table(box=None, padding=(0, 1), width=width)
     table.add_column("", justify="right", style="bright_black", width=2, no_wrap=True)
@@ -63,7 +63,7 @@ def live_table(answers: Sequence[Answer], width: int) -> Table:
 
 
 def answers_table(answers: Sequence[Answer], width: int) -> Table:
-    """All answers in full; Chinese has no spaces to break at, so lines are folded where they are full."""
+    """All answers in full; Chinese has no spaces to break at, so full lines are folded."""
     table = Table(box=None, padding=(0, 1), width=width)
     table.add_column("", justify="right", style="bright_black", no_wrap=True)
     table.add_column("prompt", width=min(_PROMPT_CELLS, width // 3), style="bold", overflow="fold")
@@ -80,7 +80,7 @@ def plain_line(answer: Answer) -> str:
 
 
 def tail(text: str, width: int) -> str:
-    """The end of `text` that fits `width` terminal cells, after an ellipsis if it was cut."""
+    """The end of `text` that fits `width` terminal cells, after an ellipsis if it was truncated."""
     if cell_len(text) <= width:
         return text
     start = len(text)
@@ -92,7 +92,7 @@ def tail(text: str, width: int) -> str:
 
 
 def summary_lines(answers: Sequence[Answer], stats: ScheduleStats, num_slots: int) -> list[tuple[str, str]]:
-    """Name and value of everything measured: steps and memory from the records, latencies from the client's clock."""
+    """Names and values of all measurements: steps and memory from the records, latencies from the client's clock."""
     occupancy = stats.mean_occupancy / num_slots
     more = stats.num_static_steps - stats.num_steps
     saved = f", {more} more" if more > 0 else ""

@@ -1,4 +1,4 @@
-"""The settings that two services run with, as they say themselves."""
+"""The effective options of two running services, as the services report them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TIMEOUT_S = 5.0
 _NUMERICS = {types_pb2.NUMERICS_MODE_EXACT: "exact", types_pb2.NUMERICS_MODE_FAST: "fast"}
 
 
-def settings_in_force(services: LocalServices, places: Mapping[str, Setting]) -> list[str]:
-    """Lines to read: what was chosen, in people's units and exactly, and which options were set and where.
+def effective_options(services: LocalServices, places: Mapping[str, Setting]) -> list[str]:
+    """Lines of text: the effective values, in readable units and exactly, and the options that were set and where.
 
-    `places`: model, host and port where they were set. Raises grpc.RpcError if a service does not answer.
+    `places`: model, host and port, if they were set. Raises grpc.RpcError if a service does not answer.
     """
     scheduler, executor = services.addresses[SCHEDULER], services.addresses[EXECUTOR]
     with grpc.insecure_channel(executor, options=channel_options()) as channel:
@@ -39,14 +39,16 @@ def settings_in_force(services: LocalServices, places: Mapping[str, Setting]) ->
 
 
 def _wait_until_serving(channel: grpc.Channel) -> None:
-    """Wait until the scheduler has its executor, which may have come back just now; a while, then no longer."""
+    """Wait until the scheduler is connected to its executor, which may have just restarted; with a time limit."""
     watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
     try:
         for state in watch:
             if state.status == health_pb2.HealthCheckResponse.SERVING:
                 return
     except grpc.RpcError as error:
-        if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # such as one that drains, which serves no more
+        if (
+            error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        ):  # such as a draining server, which does not serve any more
             raise
     finally:
         watch.cancel()
@@ -67,7 +69,7 @@ def _describe(
         ("device", f"{executor.device}, {_count(prints.num_threads, 'thread')}, numerics {_NUMERICS[prints.mode]}"),
         (
             "KV cache",
-            f"{kv.num_device_blocks:,} blocks of {kv.block_size} tokens, room for {num_tokens:,} tokens{host}",
+            f"{kv.num_device_blocks:,} blocks of {kv.block_size} tokens, capacity {num_tokens:,} tokens{host}",
         ),
         (
             "",
@@ -84,14 +86,14 @@ def _describe(
 
 
 def _resident(server: generation_pb2.GetServerInfoResponse) -> str:
-    """The memory that each process holds now."""
+    """The current resident memory of each process."""
     held = {EXECUTOR: server.executors[0].resident_bytes, SCHEDULER: server.resident_bytes}
     texts = [f"{service} {size(held[service]) if held[service] else 'not known'}" for service in held]
     return f"{', '.join(texts)} resident"
 
 
 def _origins(settings: Mapping[str, Setting]) -> list[tuple[str, str]]:
-    """What was set and where, in the order in which one goes before the other."""
+    """The options that were set, by source, in the order of precedence."""
     by_origin: dict[str, list[str]] = {}
     for name, setting in settings.items():
         by_origin.setdefault(setting.origin, []).append(f"{name} {setting.value}")

@@ -17,14 +17,14 @@ HELP = """Fit a cost model to a recording: what a step costs by what it does.
 
 \b
 Examples:
-  cadenza up --model FOLDER --record day.log      then put a load on it, with prompts of many lengths
+  cadenza up --model FOLDER --record day.log      then send it a load with prompts of many lengths
   cadenza fit-costs day.log --output costs.json
   cadenza simulate --executor costs.json --request-rate 4
   python -m executor_svc --simulate costs.json
 
-How well the model says how long the recorded steps took is printed, and which terms the recording could not tell.
+Prints how well the model predicts the recorded step times, and which terms the recording could not determine.
 """
-EPILOG = "Exit codes: 0 fitted, 2 a wrong option, or a file that is no recording."
+EPILOG = "Exit codes: 0 fitted, 2 a wrong option, or a file that is not a recording."
 _MEANING = {
     "step_us": "every step",
     "token_us": "every token computed",
@@ -32,9 +32,9 @@ _MEANING = {
     "kv_token_us": "every position whose KV a sequence reads",
     "sample_us": "every token sampled",
     "moved_block_us": "every block swapped or copied",
-    "hidden_tokens": "tokens of a step that cost nothing more than it does",
-    "plan_us": "the scheduler, before a plan",
-    "transit_us": "a plan or a result on its way",
+    "hidden_tokens": "tokens of a step that add no time to it",
+    "plan_us": "the scheduler's work for a plan",
+    "transit_us": "transit of a plan or a result",
     "noise step_us": "variance over mean of a step's time",
     "noise overheads": "coefficient of variation of plan_us and transit_us",
     "request_us": "from a client to the queue",
@@ -43,24 +43,24 @@ _MEANING = {
 
 
 def fit_costs(
-    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="What --record wrote.")],
+    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Plan log written by --record.")],
     output: Annotated[
         str | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write the model, for simulate and for an executor."),
     ] = None,
     loadtest: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Result of the load test that was recorded: how far its clients were."),
+        typer.Option(metavar="FILE", help="Result of the recorded load test, for the overheads of its clients."),
     ] = None,
-    name: Annotated[str, typer.Option(metavar="TEXT", help="Its name; by default the file's.")] = "",
+    name: Annotated[str, typer.Option(metavar="TEXT", help="Name of the model; default: the file's name.")] = "",
 ) -> None:
     """Run the command; raises CadenzaError."""
     try:
         from cadenza.cli.load_results import check_outputs
-        from cadenza.simulate.compatibility_check import check_belongs
-        from cadenza.simulate.executor_profiles import write_kind
+        from cadenza.simulate.compatibility_check import check_compatible
+        from cadenza.simulate.executor_profiles import write_profile
         from cadenza.simulate.fit import fit_costs as fit
-        from cadenza.simulate.fit import fitted_kind, with_clients
+        from cadenza.simulate.fit import fitted_profile, with_clients
         from cadenza.simulate.recordings import read_recording
     except ImportError as error:
         raise OptionError(
@@ -70,15 +70,15 @@ def fit_costs(
     clients = None if loadtest is None else _clients(loadtest)
     found = read_recording(recording)
     if found.num_cut_bytes:
-        notice(f"{recording}: the last {found.num_cut_bytes} bytes are a record that was not written to its end")
+        notice(f"{recording}: the last {found.num_cut_bytes} bytes are an incomplete record")
     if clients is not None and loadtest is not None:
-        check_belongs(found, clients, loadtest)
+        check_compatible(found, clients, loadtest)
     fitted = fit(found)
     if clients is not None:
         fitted = with_clients(fitted, clients.points[0].runs[0].requests)
     _show(fitted)
     if outputs.output is not None:
-        write_kind(str(outputs.output), fitted_kind(found, fitted, name or outputs.output.stem, recording))
+        write_profile(str(outputs.output), fitted_profile(found, fitted, name or outputs.output.stem, recording))
 
 
 def _clients(path: str) -> LoadTestFile:
@@ -89,7 +89,7 @@ def _clients(path: str) -> LoadTestFile:
     file = read(path)
     if file.source != "loadtest" or not file.points:
         what = "it was simulated" if file.source != "loadtest" else "it has no run"
-        raise LoadTestError(f"--loadtest {path}: {what}; give the load test of what was recorded")
+        raise LoadTestError(f"--loadtest {path}: {what}; give the load test that was recorded")
     return file
 
 

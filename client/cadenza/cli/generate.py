@@ -87,7 +87,7 @@ def generate(
 
 
 def make_params(**values: Any) -> SamplingParams:
-    """SamplingParams whose errors are told as wrong options."""
+    """SamplingParams; their errors are raised as OptionError."""
     try:
         return SamplingParams(**values)
     except ValueError as error:
@@ -113,7 +113,7 @@ async def _print_json(client: AsyncClient, prompts: list[str], params: SamplingP
             outputs = await client.generate(prompts, params)
         else:
             outputs = await client.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
-    except CadenzaError as error:  # of some prompts: the others' results are with it
+    except CadenzaError as error:  # some prompts failed; the error holds the others' results
         failure, outputs = error, error.outputs or [None] * len(prompts)
     for prompt, output in zip(prompts, outputs, strict=True):
         if output is not None:
@@ -138,13 +138,13 @@ def _print_object(prompt: str, output: RequestOutput) -> None:
         "request_id": output.request_id,
         "metrics": asdict(output.metrics) if output.metrics else None,
     }
-    # Where stdout cannot carry every character, escapes keep the data whole.
+    # If stdout cannot encode every character, escapes keep the data complete.
     ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
     sys.stdout.write(json.dumps(line, ensure_ascii=ascii_only) + "\n")
 
 
 async def _print_streams(client: AsyncClient, prompts: list[str], params: SamplingParams, raw: bool) -> None:
-    """All run at once; they are printed in order, and the one whose turn it is streams live."""
+    """Run all prompts at once and print the answers in order; the current one streams live."""
     queues: list[asyncio.Queue[str | None]] = [asyncio.Queue() for _ in prompts]
 
     async def pump(prompt: str, queue: asyncio.Queue[str | None]) -> None:
@@ -168,7 +168,7 @@ async def _print_streams(client: AsyncClient, prompts: list[str], params: Sampli
                 write(text)
             write("\n")
         errors = await asyncio.gather(*running)
-    finally:  # left early by Ctrl-C, or because the reader of our output has gone: no answer is wanted any more
+    finally:  # after Ctrl-C or a closed stdout, the remaining answers are not needed
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Ctrl-C that ends one thing and not the program."""
+"""Ctrl-C that interrupts one operation and not the program."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 
 class Interrupts:
-    """While open, SIGINT raises KeyboardInterrupt within `listening` only, and there at most once.
+    """While open, SIGINT raises KeyboardInterrupt only within `listening`, and at most once.
 
-    So a second Ctrl-C cannot tear the clean-up that the first one has begun. For the main thread.
+    So a second Ctrl-C cannot interrupt the clean-up after the first one. For the main thread.
     """
 
     def __init__(self) -> None:

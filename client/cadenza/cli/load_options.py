@@ -1,4 +1,4 @@
-"""The options that `cadenza loadtest` and `cadenza simulate` have in common, beside those of a load."""
+"""The options that `cadenza loadtest` and `cadenza simulate` share, besides those of a load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 
 def of_results(metavar: str, text: str) -> Any:
-    """An option about what is left of a run."""
+    """An option for the results of a run."""
     return typer.Option(metavar=metavar, help=text, rich_help_panel="Results")
 
 
@@ -16,12 +16,14 @@ Sweep = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=V,V,…",
-        help="A run for each value of an option of Load or Workload, as request-rate=1,2,4; several: for each "
-        "combination.",
+        help="A run for each value of an option of Load or Workload, such as request-rate=1,2,4; several: a run "
+        "for each combination.",
         rich_help_panel="Load",
     ),
 ]
-Output = Annotated[str | None, of_results("FILE", "Write the result, one JSON: all that a rerun or a report needs.")]
+Output = Annotated[
+    str | None, of_results("FILE", "Write the result as JSON, with everything that a rerun or a report needs.")
+]
 Csv = Annotated[str | None, of_results("FOLDER", "Write requests.csv, points.csv and steps.csv.")]
 Plots = Annotated[str | None, of_results("FOLDER", "Write the figures, each as PNG and SVG.")]
 Report = Annotated[str | None, of_results("FILE", "Write one self-contained HTML page.")]

@@ -1,4 +1,4 @@
-"""What a load test or a simulation leaves: tables on the screen, and the files that were asked for."""
+"""The results of a load test or a simulation: tables on the screen, and the requested files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 _TABLE_WIDTH = 100
 _MOST_WHOLE = 2
-"""Points that are shown with all their numbers; of more a table has a row for each."""
+"""Most points that are shown with all their numbers; more points are shown as a table with a row for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Where to; None: not wanted."""
+    """Paths of the output files; None: not requested."""
 
     output: Path | None = None
     csv: Path | None = None
@@ -42,10 +42,10 @@ def check_outputs(
     page: str = "report",
     read: Sequence[str | None] = (),
 ) -> Outputs:
-    """The places, with their folders made: an hour of load is not to end at a misspelled path.
+    """Check the paths and create their folders before the run, so that a long run does not end at a misspelled path.
 
-    `page`: the command's own name for the option `report`. `read`: files that the command reads, and shall not write
-    over. Raises OptionError.
+    `page`: the command's own name for the option `report`. `read`: files that the command reads and must not overwrite.
+    Raises OptionError.
     """
     taken = {Path(text).resolve(): "it is read" for text in read if text is not None}
     for name, text in (("output", output), (page, report)):
@@ -64,9 +64,12 @@ def check_outputs(
     return Outputs(*places)
 
 
-def give_out(file: LoadTestFile, outputs: Outputs) -> None:
-    """Print the tables and write the files. What fails keeps nothing else from coming out; the first failure is raised
-    at the end: LoadTestError for a file that cannot be written, OSError for tables that cannot be printed."""
+def write_outputs(file: LoadTestFile, outputs: Outputs) -> None:
+    """Print the tables and write the files.
+
+    A failure does not prevent the other outputs; the first failure is raised at the end: LoadTestError for a file that
+    cannot be written, OSError for tables that cannot be printed.
+    """
     from cadenza.loadtest.requests import LoadTestError
 
     parts: Sequence[Callable[[], None]] = (
@@ -87,7 +90,7 @@ def give_out(file: LoadTestFile, outputs: Outputs) -> None:
 
 
 def write_result(file: LoadTestFile, path: Path | None) -> None:
-    """The result itself, if there is a place for it."""
+    """Write the result itself, if a path is given."""
     if path is not None:
         from cadenza.loadtest.results import write
 
@@ -95,7 +98,7 @@ def write_result(file: LoadTestFile, path: Path | None) -> None:
 
 
 def write_tables(file: LoadTestFile, folder: Path | None) -> None:
-    """The CSV files, if there is a place for them."""
+    """Write the CSV files, if a folder is given."""
     if folder is not None:
         from cadenza.loadtest.csv_files import write_csv
 
@@ -103,7 +106,7 @@ def write_tables(file: LoadTestFile, folder: Path | None) -> None:
 
 
 def write_pictures(files: Sequence[LoadTestFile], folder: Path | None) -> None:
-    """The figures of all these files together, if there is a place for them."""
+    """Write the figures of all these files together, if a folder is given."""
     if folder is not None:
         from cadenza.loadtest.report import write_figures
 
@@ -111,7 +114,7 @@ def write_pictures(files: Sequence[LoadTestFile], folder: Path | None) -> None:
 
 
 def write_page(files: Sequence[LoadTestFile], path: Path | None) -> None:
-    """The report, if there is a place for it."""
+    """Write the report, if a path is given."""
     if path is not None:
         from cadenza.loadtest.report import write_report
 
@@ -119,9 +122,9 @@ def write_page(files: Sequence[LoadTestFile], path: Path | None) -> None:
 
 
 def tables_console() -> Console:
-    """Of stdout; where it is no terminal and COLUMNS does not say how wide, wide enough for the tables.
+    """A console on stdout; if that is not a terminal and COLUMNS gives no width, it is wide enough for the tables.
 
-    What is printed is text: labels and lengths such as `uniform:100:300` have neither markup nor names of emoji.
+    Labels and lengths such as `uniform:100:300` are printed as text, without markup or emoji names.
     """
     from rich.console import Console
 
@@ -150,7 +153,7 @@ def show(file: LoadTestFile) -> None:
 
 
 def check_whole(file: LoadTestFile) -> None:
-    """Raises KeyboardInterrupt or CadenzaError, for the exit code, if it was cut short."""
+    """Raises KeyboardInterrupt or CadenzaError, for the exit code, if the result was cut short."""
     from cadenza.loadtest.results import CTRL_C
 
     if file.cut_short == CTRL_C:
@@ -160,13 +163,13 @@ def check_whole(file: LoadTestFile) -> None:
 
 
 def nothing_counted(file: LoadTestFile) -> str | None:
-    """Why there is nothing to show for the load, in a sentence; None if there is something."""
+    """Why the load gave no measurements, in a sentence; None if it gave some."""
     metrics = [run.metrics for point in file.points for run in point.runs]
     if any(each.num_ok for each in metrics):
         return None
     if metrics and not any(each.num_requests for each in metrics):
-        return "no request was due within what counts (--window, --warm-up-s): nothing was measured"
-    return "no request ended well: see the errors above"
+        return "no request was due within the window that counts (--window, --warm-up-s): nothing was measured"
+    return "no request completed: see the errors above"
 
 
 def _make(folder: Path, option: str) -> None:

@@ -1,4 +1,4 @@
-"""Which server a load test goes to: as the command line says, or as one before was reached."""
+"""The server of a load test: from the command line, or from an earlier result."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ if TYPE_CHECKING:
     from cadenza.loadtest.results import Reached
 
 _NOT_AGAIN = ("record",)
-"""Of the services' options: another run would write over what the first has left."""
+"""Options of the services that a rerun does not repeat, because it would overwrite the first run's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A server that runs already (`target`), or one to be started for `model`; with neither, the default address."""
+    """A running server (`target`), or one to be started for `model`; with neither, the default address."""
 
     target: str | None
     model: str | None
     config: str | None
     options: Mapping[str, Any]
-    """Of the services, as given."""
+    """Options of the services, as given."""
 
     @property
     def is_named(self) -> bool:
-        """Whether a Cadenza server is named at all."""
+        """Whether a Cadenza server is named."""
         return self.target is not None or named_model(self.model, self.config) is not None
 
 
-def again(place: Place, before: Reached | None) -> Place:
-    """Where the result was measured, but for what `place` says: a target in place of it, another model, options.
+def rerun_place(place: Place, before: Reached | None) -> Place:
+    """The server of the earlier result, overridden by `place`: another target, model or options.
 
-    The environment says only what neither of them does. Raises OptionError.
+    The environment sets only what neither of them does. Raises OptionError.
     """
     if before is None or place.target is not None:
         return place
     model = named_model(place.model, place.config) or before.model
     if model is None:
         return Place(before.target, None, place.config, place.options)
-    said = route_options(check_model(model), place.options, config=place.config, environment={}).settings
-    return Place(None, model, None, {**before.options, **{name: setting.value for name, setting in said.items()}})
+    given = route_options(check_model(model), place.options, config=place.config, environment={}).settings
+    return Place(None, model, None, {**before.options, **{name: setting.value for name, setting in given.items()}})
 
 
 def reached_at(place: Place, address: str) -> Reached:
-    """For the result file; `address` is where the server is. Raises OptionError."""
+    """How the server at `address` was reached, for the result file. Raises OptionError."""
     from cadenza.loadtest.results import Reached
 
     model = named_model(place.model, place.config)

@@ -1,4 +1,4 @@
-"""What is seen of a load test while it runs: a bar on stderr, and a line for each run that has ended."""
+"""The view of a running load test: a progress bar on stderr, and a line for each run that has ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cadenza.loadtest.driver import Progress
 
 
 class LoadView:
-    """The view of one load test; with `quiet` nothing but the lines."""
+    """The view of one load test; with `quiet` only the lines."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._console = Console(stderr=True, highlight=False, emoji=False, markup=False)
@@ -23,7 +23,7 @@ class LoadView:
 
     @contextlib.contextmanager
     def running(self, what: str, total: int | None) -> Iterator[None]:
-        """A run of `total` requests (None: not known before) is on; its bar is taken away at the end."""
+        """Show a progress bar for a run of `total` requests (None: not known); it is removed at the end."""
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
@@ -40,7 +40,7 @@ class LoadView:
                 self._bar = None
 
     def on_progress(self, now: Progress) -> None:
-        """Where the run stands."""
+        """Update the bar."""
         if self._bar is None:
             return
         failed = f", {now.num_failed} failed" if now.num_failed else ""
@@ -48,5 +48,5 @@ class LoadView:
         self._bar.update(self._task, completed=now.num_ended, facts=facts)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line."""
         self._console.print(text)

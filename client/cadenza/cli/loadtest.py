@@ -1,4 +1,4 @@
-"""`cadenza loadtest`: put a load on a server and measure what its users would see."""
+"""`cadenza loadtest`: send a load to a server and measure what its users would see."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cadenza.cli.load_options import Csv, Label, Output, Plots, Report, Sweep, o
 from cadenza.cli.service_args import Config, FieldOption, serving
 from cadenza.errors import CadenzaError, OptionError
 
-HELP = """Put a load on a server and measure what its users would see.
+HELP = """Send a load to a server and measure what its users would see.
 
 \b
 Examples:
@@ -24,16 +24,16 @@ Examples:
   cadenza loadtest --find-max-rate --slo ttft=0.5 --duration-s 60
 
 The schedule is fixed before the run: a server that falls behind does not slow its own load, and latencies count from
-when a request was due. With --model a server is started for this command only. Latencies are in seconds in files, in
-milliseconds on the screen. `cadenza report FILE FILE` compares results.
+the time when a request was due. With --model a server is started for this command only. Latencies are in seconds in
+files, in milliseconds on the screen. `cadenza report FILE FILE` compares results.
 """
-EPILOG = """Exit codes: 0 measured, 1 nothing could be measured, or not all of it, or no rate holds, 2 wrong options,
-130 Ctrl-C. What was measured before Ctrl-C is told and written; a second Ctrl-C ends at once.
+EPILOG = """Exit codes: 0 measured, 1 measurement failed or is incomplete, or no rate holds, 2 wrong options,
+130 Ctrl-C. Measurements before Ctrl-C are printed and written; a second Ctrl-C ends at once.
 """
 
 
 class NothingMeasuredError(CadenzaError):
-    """Every request failed, or none counted."""
+    """Every request failed, or none was within the window that counts."""
 
 
 def loadtest(
@@ -43,7 +43,7 @@ def loadtest(
     sweep: Sweep = None,
     rerun: Annotated[
         str | None,
-        of_results("FILE", "Measure this result again: its settings and its server, but for what is given here."),
+        of_results("FILE", "Rerun this result with its settings and its server, overridden by the options given here."),
     ] = None,
     output: Output = None,
     csv: Csv = None,
@@ -57,20 +57,20 @@ def loadtest(
     load_names = {option.name for option in load_fields()}
     if not load_names:
         raise OptionError("the load test is not installed here: pip install 'cadenza[loadtest]'")
-    from cadenza.cli.load_results import check_outputs, check_whole, give_out, nothing_counted
-    from cadenza.cli.load_server import Place, again, reached_at
+    from cadenza.cli.load_results import check_outputs, check_whole, nothing_counted, write_outputs
+    from cadenza.cli.load_server import Place, reached_at, rerun_place
     from cadenza.cli.load_view import LoadView
     from cadenza.loadtest.campaign import run_campaign
     from cadenza.loadtest.results import LoadTestFile, Reached, read_again
     from cadenza.loadtest.schedule import planned_points
-    from cadenza.loadtest.settings import make_settings, overlaid, settings_of
+    from cadenza.loadtest.settings import make_settings, merged_values, settings_of
 
     given = {name: options.pop(name) for name in load_names & options.keys()} | {"sweep": sweep or None}
     place = Place(target, model, config, {name: value for name, value in options.items() if value is not None})
     was = read_again(rerun, "loadtest") if rerun is not None else None
     before = {} if was is None or rerun is None else settings_of(was, rerun, elsewhere=place.is_named)
-    settings = make_settings(overlaid(before, given))
-    planned_points(settings)  # what cannot be is refused before a server is started
+    settings = make_settings(merged_values(before, given))
+    planned_points(settings)  # invalid settings are refused before a server is started
     outputs = check_outputs(output=output, csv=csv, plots=plots, report=report, read=[rerun, settings.workload])
 
     def measure(address: str, reached: Reached | None = None) -> LoadTestFile:
@@ -86,17 +86,17 @@ def loadtest(
             raise OptionError(f"option {stray} is for a server started here, with --model")
         file = measure(str(settings.url))
     else:
-        place = again(place, None if was is None else was.reached)
+        place = rerun_place(place, None if was is None else was.reached)
         with serving(place.target, place.model, place.config, dict(place.options)) as address:
             file = measure(address, reached_at(place, address))
-    give_out(file, outputs)
+    write_outputs(file, outputs)
     check_whole(file)
     if (why := nothing_counted(file)) is not None:
         raise NothingMeasuredError(why)
 
 
 def load_fields() -> list[FieldOption]:
-    """The settings of a load test as options; none where the extra is not installed."""
+    """The settings of a load test as options; none if the extra is not installed."""
     try:
         from cadenza.loadtest.settings import LoadSettings
     except ImportError:

@@ -1,4 +1,4 @@
-"""`cadenza report`: one page of one result, or of several against the first."""
+"""`cadenza report`: a page of one result, or of several compared with the first."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ Examples:
   cadenza report today.json --output today.html
   cadenza report before.json after.json --output change.html
 
-Of two files or more each is held against the first: differences and ratios with their 95% intervals, and what else was
-not the same.
+With several files, each is compared with the first: differences and ratios with their 95% intervals, and differing
+settings.
 """
-EPILOG = "Exit codes: 0 all is well, 1 a failure, 2 wrong options."
+EPILOG = "Exit codes: 0 success, 1 a failure, 2 wrong options."
 
 
 def report(
-    files: Annotated[list[str], typer.Argument(metavar="FILE", help="Results: what --output wrote.")],
+    files: Annotated[list[str], typer.Argument(metavar="FILE", help="Results written by --output.")],
     output: Annotated[str | None, typer.Option(metavar="FILE", help="Write one self-contained HTML page.")] = None,
     csv: Annotated[str | None, typer.Option(metavar="FOLDER", help="Write the tables of each file.")] = None,
     plots: Annotated[
         str | None,
         typer.Option(
             metavar="FOLDER",
-            help="Write the figures, PNG and SVG; of several files those of each in a folder of its own.",
+            help="Write the figures as PNG and SVG; with several files, those of each in its own folder.",
         ),
     ] = None,
 ) -> None:
-    """Run the command; raises LoadTestError for a file that is no result."""
+    """Run the command; raises LoadTestError for a file that is not a result."""
     from cadenza.loadtest.comparison import compare
     from cadenza.loadtest.results import read
     from cadenza.loadtest.summary import comparison_view

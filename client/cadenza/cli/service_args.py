@@ -1,4 +1,4 @@
-"""The services' options as options of a command, made from the fields of their configurations."""
+"""Options of a command, made from the fields of the services' configurations."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 Config = Annotated[
     str | None,
-    typer.Option(help="TOML file with any of these options, as in block_size = 32.", metavar="FILE"),
+    typer.Option(help="TOML file with any of these options, such as block_size = 32.", metavar="FILE"),
 ]
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help has its options under headings: the command's own first, then those of each panel."""
+    """A command whose help groups options under headings: the command's own first, then those of each panel."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the sections; called by click."""
@@ -46,14 +46,14 @@ class FieldOption:
     name: str
     field: FieldInfo
     panel: str | None
-    """Heading of --help that it stands under; None: the command's own."""
+    """Heading of the option in --help; None: the command's own."""
 
 
 def with_fields(command: Callable[..., None], options: Iterable[FieldOption]) -> Callable[..., None]:
-    """Give `command` a keyword parameter for each of these in place of its `**options`; one that it has stays its own.
+    """Give `command` a keyword parameter for each option in place of its `**options`; parameters that it has are kept.
 
-    Values arrive as text (flags as bool) and None where not given: the models check them, so that every front has the
-    same errors. Of two options with one name the first counts.
+    Values are passed as text (flags as bool), None if not given: the models check them, so that every front end has the
+    same errors. Of two options with one name the first is used.
     """
     signature = inspect.signature(command, eval_str=True)
     parameters = {p.name: p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD}
@@ -71,7 +71,7 @@ def with_fields(command: Callable[..., None], options: Iterable[FieldOption]) ->
 
 @contextlib.contextmanager
 def serving(target: str | None, model: str | None, config: str | None, options: dict[str, Any]) -> Iterator[str]:
-    """The server to talk to: the one at `target`, or one started here for `model` and stopped at the end."""
+    """Yields the server's address: `target`, or a server started here for `model` and stopped at the end."""
     from cadenza.transport import SCHEDULER_PORT, parse_address
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -95,20 +95,20 @@ def serving(target: str | None, model: str | None, config: str | None, options: 
     console = Console(stderr=True)
     with contextlib.ExitStack() as stack:
         with console.status(f"starting both services on {model}"):
-            # Events come from another thread while the answer streams: a line of their own.
+            # Events arrive on another thread while the answer streams: each is a line of its own.
             services = stack.enter_context(LocalServices(model, config=config, on_event=console.print, **given))
         yield services.target
 
 
 def named_model(model: str | None, config: str | None) -> str | None:
-    """The model that was given, else the one in the file that was given; None: no server is started here."""
+    """The given model, else the one in the given file; None: no server is started here."""
     if model is None and config is not None and (place := read_places({}, config, {}).get("model")) is not None:
         return str(place.value)
     return model
 
 
 def service_fields(heading: str = "{}") -> Iterator[FieldOption]:
-    """The services' options, group by group; none where the services are not installed."""
+    """The services' options, group by group; none if the services are not installed."""
     try:
         services = service_options()
     except OptionError:
@@ -119,7 +119,7 @@ def service_fields(heading: str = "{}") -> Iterator[FieldOption]:
     fields = {}
     for name, owners in services.items():
         both = [configs[owner].model_fields[name] for owner in owners]
-        # Where both have it, the scheduler's default counts, unless it has none of its own and takes the executor's.
+        # If both have the option, the scheduler's default is used, unless it has none and uses the executor's.
         fields[name] = next((field for field in reversed(both) if field.default is not None), both[0])
     for name, field in sorted(fields.items(), key=lambda item: GROUPS.index(group_of(item[1]))):
         group = group_of(field)

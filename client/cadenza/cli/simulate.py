@@ -1,4 +1,4 @@
-"""`cadenza simulate`: a load on executors that are cost models, in virtual time."""
+"""`cadenza simulate`: a load on cost models of executors, in virtual time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cadenza.simulate.campaign import Simulated
     from cadenza.simulate.capacity import Capacity
 
-HELP = """Simulate a load in virtual time: the real scheduler, and cost models for executors.
+HELP = """Simulate a load in virtual time, with the real scheduler and cost models of executors.
 
 \b
 Examples:
@@ -28,10 +28,10 @@ Examples:
   cadenza simulate --executors 1,2,4 --slo ttft=0.5,tpot=0.05 --find-max-rate
   cadenza simulate --sweep request-rate=1,2,4 --batching static --report static.html
 
-An executor is a published kind (a100-40gb-opt-13b, a100-80gb-opt-13b, h200-llama-3.1-8b) or a file that `cadenza
-fit-costs` has made from a recording. What comes out is what `cadenza loadtest` gives: tables, files, figures, reports.
+An executor is a published profile (a100-40gb-opt-13b, a100-80gb-opt-13b, h200-llama-3.1-8b) or a file that `cadenza
+fit-costs` made from a recording. The results are those of `cadenza loadtest`: tables, files, figures, reports.
 """
-EPILOG = "Exit codes: 0 simulated, 1 no request is served or no rate holds, 2 wrong options, 130 Ctrl-C."
+EPILOG = "Exit codes: 0 simulated, 1 no request was served or no rate holds, 2 wrong options, 130 Ctrl-C."
 _LOAD_PANELS = ("Workload", "Load", "Measuring")
 _NOT_SIMULATED = ("timeout_s", "warm_up_requests", "sweep")
 
@@ -43,21 +43,21 @@ class NothingHoldsError(CadenzaError):
 def simulate(
     executor: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME|FILE", help="What runs the steps; several: together.  [default: a100-40gb-opt-13b]"),
+        typer.Option(
+            metavar="NAME|FILE", help="Profile of an executor; several: all together.  [default: a100-40gb-opt-13b]"
+        ),
     ] = None,
     executors: Annotated[
         str | None,
         typer.Option(
-            metavar="N,N,…", help="How many times, all under one scheduler; each number is a point.  [default: 1]"
+            metavar="N,N,…", help="Copies of the executors under one scheduler; each number is a point.  [default: 1]"
         ),
     ] = None,
     config: Config = None,
     sweep: Sweep = None,
     rerun: Annotated[
         str | None,
-        of_results(
-            "FILE", "Simulate this result again: its settings and executors, but for those that are given here."
-        ),
+        of_results("FILE", "Rerun this result with its settings and executors, overridden by the options given here."),
     ] = None,
     output: Output = None,
     csv: Csv = None,
@@ -70,20 +70,20 @@ def simulate(
     load_names = {option.name for option in _load_fields()}
     if not load_names:
         raise OptionError("the simulator is not installed here: pip install 'cadenza[loadtest]'")
-    from cadenza.cli.load_results import check_outputs, check_whole, give_out, nothing_counted, tables_console
-    from cadenza.loadtest.settings import make_settings, overlaid
+    from cadenza.cli.load_results import check_outputs, check_whole, nothing_counted, tables_console, write_outputs
+    from cadenza.loadtest.settings import make_settings, merged_values
     from cadenza.simulate.campaign import run_simulation
     from cadenza.simulate.options import make_simulated
 
     given = {name: options.pop(name) for name in load_names & options.keys()} | {"sweep": sweep or None}
-    said, before = _before(rerun)
-    settings = make_settings(overlaid(said, given))
+    settings_before, before = _before(rerun)
+    settings = make_settings(merged_values(settings_before, given))
     simulated = make_simulated(executor or (), executors, options, config=config, before=before)
     read = [rerun, config, settings.workload, *(executor or ())]
     outputs = check_outputs(output=output, csv=csv, plots=plots, report=report, read=read)
     command = ["cadenza", *sys.argv[1:]]
     file, capacities = run_simulation(settings, simulated, _Notices(), label=label, command=command)
-    give_out(file, outputs)
+    write_outputs(file, outputs)
     if capacities:
         tables_console().print(capacity_table(capacities))
         if outputs.plots is not None:
@@ -98,7 +98,7 @@ def simulate(
 
 
 def simulate_fields() -> list[FieldOption]:
-    """The options of a load and of the services that have a meaning here."""
+    """The options of a load and of the services that apply to a simulation."""
     fields = _load_fields()
     if not fields:
         return []
@@ -110,7 +110,7 @@ def simulate_fields() -> list[FieldOption]:
 
 
 def capacity_table(capacities: Sequence[Capacity]) -> NumberTable:
-    """A row for each number of executors: the highest rate that holds, and latencies at it."""
+    """A row for each number of executors: the highest rate that holds, and the latencies at it."""
     from cadenza.loadtest.tables import NumberTable
     from cadenza.simulate.capacity import summary_of
 
@@ -133,7 +133,7 @@ def capacity_table(capacities: Sequence[Capacity]) -> NumberTable:
 
 
 def _before(rerun: str | None) -> tuple[dict[str, Any], Simulated | None]:
-    """The settings of the result that is to be run again, and what was simulated; nothing without one."""
+    """The settings and the simulated system of the result to rerun; empty and None without one."""
     from cadenza.loadtest.results import read_again
     from cadenza.loadtest.settings import settings_of
     from cadenza.simulate.options import simulated_of
@@ -145,13 +145,13 @@ def _before(rerun: str | None) -> tuple[dict[str, Any], Simulated | None]:
 
 
 class _Notices:
-    """Sentences go to stderr."""
+    """Prints messages on stderr."""
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         notice(text)
 
 
 def _load_fields() -> list[FieldOption]:
-    """The settings of a load that have a meaning without a server; none where the extra is not installed."""
+    """The settings of a load that apply without a server; none if the extra is not installed."""
     return [option for option in load_fields() if option.panel in _LOAD_PANELS and option.name not in _NOT_SIMULATED]

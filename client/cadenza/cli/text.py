@@ -7,17 +7,17 @@ import unicodedata
 
 
 def printable(text: str) -> str:
-    """The text without control characters other than newline and tab: a model must not steer the terminal."""
+    """The text without control characters other than newline and tab: a model must not control the terminal."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def typed(text: str) -> str:
-    """An argument or input line with bytes that are no UTF-8 replaced: Python hands them on as lone surrogates."""
+    """An argument or input line with invalid UTF-8 replaced: Python passes such bytes as lone surrogates."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def number(value: float | None, none: str = "-") -> str:
-    """Three significant digits, and all of those before the point; `none` where there is no value."""
+    """A number with three significant digits and all integer digits; `none` if there is no value."""
     return none if value is None else f"{value:,.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
@@ -32,11 +32,11 @@ def size(num_bytes: int) -> str:
 
 
 def write(text: str) -> None:
-    """Write model output to stdout at once."""
+    """Write model output to stdout and flush."""
     sys.stdout.write(printable(text))
     sys.stdout.flush()
 
 
 def notice(text: str) -> None:
-    """One line beside the output."""
+    """Write one line to stderr."""
     sys.stderr.write(f"cadenza: {text}\n")

@@ -1,4 +1,4 @@
-"""`cadenza top`: what a running server does, live."""
+"""`cadenza top`: a live view of a running server."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ HELP = """Watch a running server.
 Examples:
   cadenza top                      the server at port 50051 here, until Ctrl-C
   cadenza top --target 10.0.0.5:50051 --interval 5
-  cadenza top --once               one look, over one interval
+  cadenza top --once               one snapshot, over one interval
   cadenza top --json > top.jsonl   a line for each interval
 
-Queues, KV blocks, tokens/s, and of each executor its batch and the times of its steps. The live view is over the last 5
-seconds at least, a line of --json over its interval. Ages count from the begin of the watch at the earliest. A server
-that goes away is waited for; with --once that is an error. A watch costs the scheduler a record for each step.
+Shows queues, KV blocks, tokens/s, and the batch and step times of each executor. The live view covers at least the
+last 5 seconds, a line of --json its interval. Ages count from the start of the watch at the earliest. If the server
+goes away, the command waits for it; with --once that is an error. A watch costs the scheduler a record for each step.
 """
-EPILOG = "Exit codes: 0 looked once, 1 no server (--once), or none of Cadenza's, 2 wrong options, 130 Ctrl-C."
+EPILOG = "Exit codes: 0 success (--once), 1 no server (--once) or not a Cadenza server, 2 wrong options, 130 Ctrl-C."
 _LIVE_WINDOW_S = 5.0
 _INTERVALS_S = (0.1, 600.0)
 
@@ -40,8 +40,8 @@ Show = Callable[["Snapshot | Lost"], None]
 
 def top(
     target: Target = None,
-    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="One look after one interval, and exit.")] = False,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one snapshot after one interval, and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on a line for each interval.")] = False,
 ) -> None:
     """Run the command; raises CadenzaError."""
@@ -56,15 +56,15 @@ def top(
 
 
 async def follow(target: str, show: Show, *, interval_s: float, window_s: float, once: bool) -> None:
-    """Show what is observed of a server, for ever or `once`; then one that is not there is an error and raised."""
+    """Show observations of a server, forever or `once`; with `once`, an unreachable server raises its error."""
     from cadenza.top.figures import Lost
     from cadenza.top.watching import observe
 
     async with contextlib.aclosing(observe(target, interval_s=interval_s, window_s=window_s)) as observed:
-        async for news in observed:
-            if once and isinstance(news, Lost):
-                raise news.error
-            show(news)
+        async for observation in observed:
+            if once and isinstance(observation, Lost):
+                raise observation.error
+            show(observation)
             if once:
                 return
 
@@ -72,15 +72,15 @@ async def follow(target: str, show: Show, *, interval_s: float, window_s: float,
 def _lines(target: str) -> Show:
     from cadenza.top.figures import json_line
 
-    def show(news: Snapshot | Lost) -> None:
-        sys.stdout.write(json_line(news, target=target, time_s=time.time()) + "\n")
+    def show(observation: Snapshot | Lost) -> None:
+        sys.stdout.write(json_line(observation, target=target, time_s=time.time()) + "\n")
         sys.stdout.flush()
 
     return show
 
 
 def _pictures(target: str, stack: contextlib.ExitStack, *, live: bool) -> tuple[Show, float]:
-    """On a terminal one that is drawn anew, until `stack` ends; elsewhere one below the other. And the window."""
+    """A `Show` that redraws the terminal until `stack` ends, or prints one view below the other; and the window."""
     from rich.live import Live
     from rich.text import Text
 
@@ -91,7 +91,7 @@ def _pictures(target: str, stack: contextlib.ExitStack, *, live: bool) -> tuple[
     view = TopView(target, ascii_only="utf" not in console.encoding.lower())
     if live and console.is_terminal and not console.is_dumb_terminal:
         screen = stack.enter_context(
-            Live(Text(f"looking at {target}"), console=console, screen=True, auto_refresh=False)
+            Live(Text(f"connecting to {target}"), console=console, screen=True, auto_refresh=False)
         )
-        return lambda news: screen.update(view.draw(news), refresh=True), _LIVE_WINDOW_S
-    return lambda news: console.print(view.draw(news), ""), 0.0
+        return lambda observation: screen.update(view.draw(observation), refresh=True), _LIVE_WINDOW_S
+    return lambda observation: console.print(view.draw(observation), ""), 0.0

@@ -1,4 +1,4 @@
-"""How `cadenza top` looks."""
+"""The view of `cadenza top`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME_CELLS = 14
 
 
 class TopView:
-    """Draws what is known of a server, with bars of the intervals before."""
+    """Draws observations of a server, with bars of earlier intervals."""
 
     def __init__(self, target: str, *, ascii_only: bool = False) -> None:
         self._target = target
@@ -26,22 +26,22 @@ class TopView:
         self._output: deque[float | None] = deque(maxlen=_HISTORY)
         self._kv: deque[float | None] = deque(maxlen=_HISTORY)
 
-    def draw(self, news: Snapshot | Lost) -> RenderableType:
-        """The picture after one more interval."""
-        if isinstance(news, Lost):
+    def draw(self, observation: Snapshot | Lost) -> RenderableType:
+        """The view after one more interval."""
+        if isinstance(observation, Lost):
             self._output.append(None)
             self._kv.append(None)
-            return self._lost(news)
-        self._output.append(news.interval_output_tokens_per_s)
-        self._kv.append(news.kv_use)
-        return self._snapshot(news)
+            return self._lost(observation)
+        self._output.append(observation.interval_output_tokens_per_s)
+        self._kv.append(observation.kv_use)
+        return self._snapshot(observation)
 
     def _lost(self, lost: Lost) -> RenderableType:
         head = Text.assemble(
             ("cadenza top", "bold"), f"  {self._target}  ", (f"lost for {lost.lost_s:.0f} s", "bold red")
         )
-        said = Text(f"{printable(str(lost.error))}\nIt is tried again.\n", style="red")
-        return Group(head, said, *self._bars())
+        message = Text(f"{printable(str(lost.error))}\nRetrying.\n", style="red")
+        return Group(head, message, *self._bars())
 
     def _snapshot(self, snapshot: Snapshot) -> RenderableType:
         info = snapshot.info
@@ -59,7 +59,7 @@ class TopView:
         return Group(*parts)
 
     def _bars(self) -> list[Text]:
-        """A line for each history; none where there is but one interval to show."""
+        """A line for each history; none with a single interval."""
         known = [value for value in self._output if value is not None]
         if len(known) < 2:
             return []
@@ -103,7 +103,7 @@ def _server_lines(snapshot: Snapshot) -> list[tuple[str, str]]:
         ),
     ]
     if snapshot.prefix_hit_rate is not None:
-        lines.append(("prefix cache", f"{snapshot.prefix_hit_rate:.0%} of the prompt tokens were there"))
+        lines.append(("prefix cache", f"{snapshot.prefix_hit_rate:.0%} of the prompt tokens were cached"))
     if snapshot.num_dropped:
         lines.append(("lost", f"{snapshot.num_dropped:,} step records: the figures of steps miss them"))
     return lines
@@ -114,7 +114,7 @@ def _executor_lines(index: int, figures: ExecutorFigures, max_num_seqs: int | No
     state = Text("connected", style="green") if info.connected else Text("away", style="bold red")
     name = Text.assemble((f"{f'executor {index}':{_NAME_CELLS}}", "bold"), f"{printable(info.target)}, ")
     failed = f", {figures.num_failed_steps:,} failed" if figures.num_failed_steps else ""
-    seats = "" if max_num_seqs is None else f" of {max_num_seqs:,}"
+    slots = "" if max_num_seqs is None else f" of {max_num_seqs:,}"
     lines = (
         ("", f"incarnation {info.incarnation:016x}, epoch {info.epoch}"),
         (
@@ -122,7 +122,7 @@ def _executor_lines(index: int, figures: ExecutorFigures, max_num_seqs: int | No
             f"{info.num_inflight_plans} in flight, step {info.last_step_id:,} done, {_resident(info.resident_bytes)}",
         ),
         ("steps", f"{number(figures.steps_per_s)}/s, busy {figures.busy:.0%}{failed}"),
-        ("batch", f"{figures.mean_sequences:.1f}{seats} sequences a step, {figures.max_sequences:,} at most"),
+        ("batch", f"{figures.mean_sequences:.1f}{slots} sequences a step, {figures.max_sequences:,} at most"),
         ("tokens/s", f"{number(figures.prompt_tokens_per_s)} prompt, {number(figures.sampled_tokens_per_s)} sampled"),
     )
     return [name + f"{printable(info.device)}, " + state, *(_line(*line) for line in lines)]

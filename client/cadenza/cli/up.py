@@ -1,4 +1,4 @@
-"""`cadenza up`: both services, watched, until a signal."""
+"""`cadenza up`: runs and supervises both services until a signal."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 HELP = """Serve a model.
 
-Starts an executor and a scheduler and watches over both.
+Starts an executor and a scheduler and supervises both.
 
 \b
 Example:
   cadenza up --model models/cadenza-demo
   cadenza generate "Hello"              (in another terminal)
 
-Prints `ready HOST:PORT` on stdout once it can serve. The settings in force and the logs of both services go to stderr,
-each line with the name of the service. A service that dies is started again, and after the executor's return the
-settings are printed anew. Ctrl-C or SIGTERM stops both.
+Prints `ready HOST:PORT` on stdout once it can serve. The effective options and the logs of both services go to stderr,
+each line with the name of the service. A service that dies is restarted; after a restart of the executor, the effective
+options are printed again. Ctrl-C or SIGTERM stops both.
 
-Every option can also be set in the environment, as in CADENZA_BLOCK_SIZE=32, or in a TOML file (--config), as in
-block_size = 32. The command line goes before the environment, and that before the file.
+Every option can also be set in the environment, such as CADENZA_BLOCK_SIZE=32, or in a TOML file (--config), such as
+block_size = 32. The command line overrides the environment, which overrides the file.
 """
-EPILOG = "Exit codes: 0 stopped by a signal, 1 a service did not start or kept dying, 2 wrong options."
+EPILOG = "Exit codes: 0 stopped by a signal, 1 a service did not start or died repeatedly, 2 wrong options."
 _LOOK_S = 0.5
 _STYLES = {"executor": "cyan", "scheduler": "green", "cadenza": "bold yellow"}
 
@@ -54,7 +54,7 @@ def up(
     config: Config = None,
     **options: Any,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then exit 0; raises LocalServiceError if the services are given up."""
+    """Serve until SIGINT or SIGTERM, then return; raises LocalServiceError if a service cannot be kept running."""
     from cadenza.local import LocalServices
     from cadenza.local_options import EXECUTOR, Setting, read_places
 
@@ -84,19 +84,21 @@ def up(
         while not services.wait_failure(_LOOK_S):
             if executor_is_back.is_set():
                 executor_is_back.clear()
-                _print_settings(services, places)  # what was left to it may be chosen anew, as its number of blocks
+                _print_settings(
+                    services, places
+                )  # values that it chooses itself, such as the number of blocks, may change
         raise services.failure or LocalServiceError("the services ended")
 
 
 def _print_settings(services: Any, places: Any) -> None:
     import grpc
 
-    from cadenza.cli.effective_options import settings_in_force
+    from cadenza.cli.effective_options import effective_options
 
     try:
-        lines = settings_in_force(services, places)
-    except grpc.RpcError:  # one has died again just now: it is restarted, and that is told
-        lines = ["the settings in force are not known: a service does not answer"]
+        lines = effective_options(services, places)
+    except grpc.RpcError:  # a service has just died again; its restart is reported
+        lines = ["the effective options are not known: a service does not answer"]
     for line in lines:
         _log("cadenza", line)
 
@@ -115,7 +117,7 @@ def _log(service: str, line: str) -> None:
 
 
 def _stop(number: int, frame: object) -> None:
-    # Stopping has its own time limits; further signals must not interrupt it and leave children behind.
+    # Stopping has its own time limits; further signals must not interrupt it and leave child processes behind.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     raise SystemExit(0)

@@ -1,6 +1,6 @@
-"""The load-testing harness: a schedule fixed before the run, one clock for every server, results that can be rerun.
+"""The load-testing harness: a schedule fixed before the run, one clock for every server, reproducible results.
 
-`requests` (what is asked) and `arrivals` (when) make a plan; `driver` sends it to a `target` and fills `columns`;
-`metrics` sums them up; `results` is the file; `plots` and `report` are its pictures. `cadenza.simulate` fills the same
+`requests` (what to send) and `arrivals` (when) make a schedule; `driver` sends it to a `target` and fills `columns`;
+`metrics` summarises them; `results` is the file; `figures` and `report` show it. `cadenza.simulate` fills the same
 columns in virtual time.
 """

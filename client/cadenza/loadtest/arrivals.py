@@ -1,4 +1,4 @@
-"""When requests come: an arrival process, drawn before the run, so that a slow server cannot slow its own load."""
+"""Arrival processes, drawn before the run, so that a slow server cannot slow its own load."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _CHUNK = 4096
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """An arrival process; `make_arrivals` checks what is given.
+    """An arrival process; `make_arrivals` checks its parameters.
 
-    Gaps between arrivals are independent. poisson: exponential. gamma: gamma distributed of shape `burstiness`, which
-    is what vLLM's benchmark means by `--burstiness` (https://docs.vllm.ai/en/latest/cli/bench/serve/): 1 is Poisson,
-    below 1 comes in bursts, above 1 is more even; the gaps' coefficient of variation is 1/sqrt(burstiness).
-    constant: all gaps the same. A rate of inf: all at once, whatever the process.
+    Gaps between arrivals are independent. poisson: exponential gaps. gamma: gamma distributed gaps of shape
+    `burstiness`, as in vLLM's benchmark (`--burstiness`, https://docs.vllm.ai/en/latest/cli/bench/serve/): 1 is
+    Poisson, below 1 is bursty, above 1 is more even; the gaps' coefficient of variation is 1/sqrt(burstiness).
+    constant: equal gaps. A rate of inf: all requests at once, for every process.
     """
 
     process: str
@@ -32,9 +32,10 @@ class Arrivals:
     burstiness: float = 1.0
 
     def times(self, seed: int) -> Iterator[float]:
-        """Seconds from the start, without end and never falling; the first one is after the first gap, or 0 for inf.
+        """Endless arrival times in seconds from the start, never decreasing; the first follows the first gap, or is 0
+        for inf.
 
-        The same for the same seed, however many are taken.
+        The times depend on the seed alone, not on how many are taken.
         """
         check_seed(seed)
         if math.isinf(self.rate):
@@ -44,16 +45,17 @@ class Arrivals:
         return self._random_times(seed)
 
     def scaled(self, rate: float) -> Arrivals:
-        """The same process at another rate: of one seed the same pattern, stretched or compressed."""
+        """The same process at another rate: with the same seed, the same pattern stretched or compressed."""
         return make_arrivals(self.process, rate, burstiness=self.burstiness)
 
     def _random_times(self, seed: int) -> Iterator[float]:
         rng = stream(seed, "arrivals")
         last = 0.0
         while True:
-            # Of mean 1, so that the rate only stretches them; a gamma of shape 1 is the exponential distribution.
+            # The mean is 1, so that the rate only scales the gaps; a gamma of shape 1 is the exponential distribution.
             gaps = rng.standard_gamma(self.burstiness, _CHUNK) / self.burstiness
-            # In front of the sum, not added after it: so the roundings do not depend on where a chunk ends.
+            # `last` goes into the sum instead of being added afterwards, so that rounding does not depend on where a
+            # chunk ends.
             gaps[0] += last
             times = np.cumsum(gaps)
             last = float(times[-1])
@@ -61,18 +63,16 @@ class Arrivals:
 
 
 def make_arrivals(process: str, rate: float, *, burstiness: float = 1.0) -> Arrivals:
-    """Arrivals by `process` (one of PROCESSES), `rate` a second on average; inf: all at once.
+    """Arrivals by `process` (one of PROCESSES) at an average `rate` per second; inf: all at once.
 
-    Raises LoadTestError naming the option.
+    Raises a LoadTestError that names the option.
     """
     if process not in PROCESSES:
         raise LoadTestError(f"--arrivals {process}: must be one of {', '.join(PROCESSES)}")
     if not rate > 0:
         raise LoadTestError(f"--request-rate {rate}: must be over 0 requests a second, or inf for all at once")
     if not 0 < burstiness < math.inf:
-        raise LoadTestError(
-            f"--burstiness {burstiness}: must be a number over 0; 1 is Poisson, below 1 comes in bursts"
-        )
+        raise LoadTestError(f"--burstiness {burstiness}: must be a number over 0; 1 is Poisson, below 1 is bursty")
     if process != "gamma" and burstiness != 1:
         raise LoadTestError(f"--burstiness {burstiness}: goes with --arrivals gamma only, not {process}")
     return Arrivals(process, float(rate), float(burstiness))

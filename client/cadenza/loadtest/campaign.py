@@ -1,4 +1,4 @@
-"""A load test from its settings to its file: every point, every repetition, the warm-up before them."""
+"""Runs a load test from its settings to its file: the warm-up, every point, every repetition."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cadenza.errors import CadenzaError
-from cadenza.loadtest.caveats import full_batch, of_load, of_server
+from cadenza.loadtest.caveats import full_batch, load_caveats, server_caveats
 from cadenza.loadtest.columns import RequestColumns
-from cadenza.loadtest.driver import Progress, drive, take_back_cancel
-from cadenza.loadtest.failures import Failures, told
+from cadenza.loadtest.driver import Progress, drive, undo_cancellation
+from cadenza.loadtest.failures import Failures, failure_sentences
 from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.rate_search import RateSearch
 from cadenza.loadtest.rate_trial import FIRST_RATE, Judgement, at_rate, judge, limits_of
@@ -25,20 +25,20 @@ from cadenza.loadtest.schedule import (
     DEFAULT_REQUESTS,
     ScheduledRequest,
     check_schedule,
-    cut_to,
     make_schedule,
     planned_points,
+    truncated_to,
     window_of,
 )
 from cadenza.loadtest.settings import LoadSettings
 from cadenza.loadtest.target import ServerFacts, Target
 from cadenza.loadtest.targets import make_target
-from cadenza.loadtest.truncation import Cuts
+from cadenza.loadtest.truncation import Truncations
 from cadenza.loadtest.watch import StepSeries, watch_series
 
 _RUN_SEEDS = 2**32
-"""Between the seeds of prompts from run to run: the points of a sweep have the same lengths and arrivals, and must not
-find each other's prompts in a prefix cache."""
+"""Distance between the prompt seeds of successive runs: the points of a sweep have the same lengths and arrivals, but
+must not find each other's prompts in a prefix cache."""
 _AT_ONCE = {
     "request_rate": float("inf"),
     "arrivals": "poisson",
@@ -48,20 +48,20 @@ _AT_ONCE = {
 }
 _TOLERANCE = 0.05
 TRIAL_S = 60.0
-"""Seconds of arrivals in a trial of the search, if the settings name neither requests nor a duration."""
+"""Seconds of arrivals in a search trial if the settings give neither a number of requests nor a duration."""
 
 
 class View(Protocol):
-    """Who is told how a load test gets on."""
+    """Shows the progress of a load test."""
 
     def running(self, what: str, total: int | None) -> AbstractContextManager[None]:
-        """A run of so many requests is on."""
+        """A run of `total` requests is in progress while the context is open; None: the number is not known."""
 
     def on_progress(self, now: Progress) -> None:
-        """Where it stands."""
+        """Show the run's progress."""
 
     def say(self, text: str) -> None:
-        """A sentence."""
+        """Show a sentence."""
 
 
 async def run_campaign(
@@ -73,16 +73,16 @@ async def run_campaign(
     command: Sequence[str] = (),
     reached: Reached | None = None,
 ) -> LoadTestFile:
-    """Everything that the settings ask of the server at `address`, HOST:PORT or a URL.
+    """Run everything that the settings request on the server at `address`, HOST:PORT or a URL.
 
-    Cut short, by Ctrl-C (the task is cancelled) or by an error, it keeps the runs that were measured, and the file says
-    so. Raises LoadTestError for settings that cannot be, before anything is sent, and CadenzaError if the server cannot
-    be asked what it serves, or nothing was measured; requests that fail are part of the result.
+    A load test that is cut short, by Ctrl-C (the task is cancelled) or by an error, keeps the runs that were measured,
+    and the file states it. Raises LoadTestError for invalid settings, before anything is sent, and CadenzaError if the
+    server does not report what it serves or nothing was measured. Failed requests are part of the result.
     """
     planned = planned_points(settings)
     target = make_target(settings, address)
     server = await target.start()
-    for sentence in (*of_load(settings), *of_server(settings, server)):
+    for sentence in (*load_caveats(settings), *server_caveats(settings, server)):
         view.say(f"! {sentence}")
     runner = Runner(target, server, address, view)
     search = _search_of(settings) if settings.find_max_rate else None
@@ -105,7 +105,7 @@ async def run_campaign(
 
 @dataclass(slots=True)
 class Runner:
-    """Runs against one server."""
+    """The runs against one server."""
 
     target: Target
     server: ServerFacts
@@ -114,13 +114,13 @@ class Runner:
     warm: bool = False
     num_runs: int = 0
     points: list[Point] = field(default_factory=list)
-    """Those that were measured, the last one perhaps not to its end."""
+    """The measured points; the last one may be incomplete."""
     cut_short: str = ""
-    """By what; nothing more is begun then."""
+    """Why the load test was cut short; nothing more is started then."""
 
     async def point(self, settings: LoadSettings, swept: Mapping[str, float | str]) -> None:
-        """All repetitions with these settings, or those that were begun."""
-        settings = cut_to(settings, self.server.max_model_len)
+        """Run all repetitions with these settings, or those that were started before the load test was cut short."""
+        settings = truncated_to(settings, self.server.max_model_len)
         await self._warm_up(settings)
         runs: list[Run] = []
         try:
@@ -136,13 +136,13 @@ class Runner:
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """Ctrl-C and errors end the body only, if something was measured before."""
+        """Ctrl-C and errors end only the body if something was measured before."""
         try:
             yield
         except asyncio.CancelledError:
             if not self.points:
                 raise
-            take_back_cancel()
+            undo_cancellation()
             self._interrupt()
         except CadenzaError as error:
             if not self.points:
@@ -150,11 +150,11 @@ class Runner:
             self.cut_short = str(error)
 
     async def _run(self, settings: LoadSettings, seed: int, what: str) -> Run:
-        """One run: the schedule is made whole, then sent."""
-        cuts = Cuts()
-        schedule: Iterable[ScheduledRequest] = cuts.noting(make_schedule(settings, seed))
+        """One run: make the whole schedule, then send it."""
+        truncations = Truncations()
+        schedule: Iterable[ScheduledRequest] = truncations.recording(make_schedule(settings, seed))
         total = None
-        if settings.concurrency is None:  # those of a closed loop may have no end
+        if settings.concurrency is None:  # a closed loop's schedule may be endless
             schedule = list(schedule)
             total = len(schedule)
             check_schedule(settings, schedule)
@@ -166,7 +166,7 @@ class Runner:
                     schedule, settings, seed, failures, steps.begin if steps else None, on_cancelled=self._interrupt
                 )
         if steps and steps.error:
-            self.view.say(f"! the watch of steps broke with {steps.error}: of later steps nothing is known")
+            self.view.say(f"! the step watch broke with {steps.error}: later steps are missing")
         return run_of(
             columns,
             steps.columns() if steps else None,
@@ -174,7 +174,7 @@ class Runner:
             started_unix_s=started_unix_s,
             window=None if self.cut_short else window_of(settings, columns),
             slo=settings.limits,
-            cuts=cuts,
+            truncations=truncations,
             messages=failures.messages,
             open_loop=settings.concurrency is None,
         )
@@ -210,7 +210,7 @@ class Runner:
 
     @contextlib.asynccontextmanager
     async def _watching(self, settings: LoadSettings) -> AsyncIterator[StepSeries | None]:
-        """The steps of a Cadenza server while the body runs; None of others, or if they are not wanted."""
+        """The steps of a Cadenza server while the body runs; None for other servers, or if steps are not recorded."""
         if settings.api == "openai" or not settings.watch_steps:
             yield None
             return
@@ -218,23 +218,23 @@ class Runner:
             yield series
 
     async def _warm_up(self, settings: LoadSettings) -> None:
-        """The first requests of a server are slow for reasons of their own: kernels, caches, connections.
+        """Send uncounted requests: a server's first ones are slow because of kernels, caches and connections.
 
-        Cancelled, it goes on up: nothing has been measured.
+        Cancellation propagates: nothing has been measured yet.
         """
         if self.warm or not settings.warm_up_requests:
             return
         self.warm = True
         batch = full_batch(self.server)
         count = math.ceil(settings.warm_up_requests / batch) * batch
-        # A file may have fewer.
+        # A file may hold fewer requests.
         few = settings.model_copy(update={**_AT_ONCE, "num_requests": None if settings.from_file else count})
         schedule = make_schedule(few, few.seed)
         requests = list(itertools.islice(schedule, count) if settings.from_file else schedule)
         failures = Failures()
         with self.view.running("warm-up", len(requests)):
             columns = await self._drive(requests, few, few.seed, failures)
-        for sentence in told(failures.errors, failures.messages, len(columns)):
+        for sentence in failure_sentences(failures.errors, failures.messages, len(columns)):
             self.view.say(f"! warm-up: {sentence}")
 
 
@@ -249,18 +249,18 @@ def _search_of(settings: LoadSettings) -> RateSearch:
 
 
 async def _search(runner: Runner, settings: LoadSettings, search: RateSearch) -> None:
-    """The highest rate that holds, as `judge` says."""
+    """Search for the highest rate that holds, as `judge` decides."""
     while not runner.cut_short and (rate := search.next_rate()) is not None:
         trial = at_rate(settings, rate, seconds=TRIAL_S, num_requests=DEFAULT_REQUESTS)
         await runner.point(trial, {"request_rate": rate})
         if not runner.cut_short:
             runs = runner.points[-1].runs
             if not any(run.metrics.num_ok for run in runs):
-                search.tell(rate, False)
-                raise CadenzaError(f"no request ended well at {rate:.3g} requests/s, so no other rate is tried")
+                search.record(rate, False)
+                raise CadenzaError(f"no request completed at {rate:.3g} requests/s, so no other rate is tried")
             found = judge([run.requests for run in runs], trial)
-            search.tell(rate, found.held)
-            runner.view.say(f"{rate:.3g} requests/s: {_told(found, settings)}")
+            search.record(rate, found.held)
+            runner.view.say(f"{rate:.3g} requests/s: {_judgement_text(found, settings)}")
 
 
 def _max_rate(search: RateSearch, settings: LoadSettings) -> MaxRate:
@@ -277,12 +277,12 @@ def _rate(point: Point) -> float:
     return float(point.swept["request_rate"])
 
 
-def _told(found: Judgement, settings: LoadSettings) -> str:
-    share = f"{found.share:.1%} within {settings.limits}, {settings.slo_share:.0%} wanted"
+def _judgement_text(found: Judgement, settings: LoadSettings) -> str:
+    share = f"{found.share:.1%} within {settings.limits}, {settings.slo_share:.0%} required"
     return share if found.kept_up else f"{share}; the server did not keep up"
 
 
 def _name(swept: Mapping[str, float | str]) -> str:
-    """As on the command line."""
+    """The point's settings as on the command line."""
     shown = {name: f"{value:.3g}" if isinstance(value, float) else value for name, value in swept.items()}
     return " ".join(f"{name.replace('_', '-')}={value}" for name, value in shown.items())

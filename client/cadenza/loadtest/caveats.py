@@ -1,4 +1,4 @@
-"""What can be known before a load test begins of how it may disappoint."""
+"""Warnings that are known before a load test begins."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from cadenza.loadtest.target import ServerFacts
 from cadenza.loadtest.workload_readers import read_records
 
 
-def of_load(settings: LoadSettings) -> Iterator[str]:
-    """Sentences about what is asked for. Raises LoadTestError for a file that cannot be read."""
+def load_caveats(settings: LoadSettings) -> Iterator[str]:
+    """Warnings about the load itself. Raises LoadTestError for a file that cannot be read."""
     if settings.from_file and settings.arrivals != "trace":
         _, first = next(read_records(find_file(settings)))
         if first.timestamp is not None:
             yield "the timestamps in the workload's file have no effect without --arrivals trace"
 
 
-def of_server(settings: LoadSettings, server: ServerFacts) -> Iterator[str]:
-    """Sentences about this load on this server."""
+def server_caveats(settings: LoadSettings, server: ServerFacts) -> Iterator[str]:
+    """Warnings about this load on this server."""
     size = full_batch(server)
     if size > 1 and settings.timeout_s is None:
         yield (
-            f"the server's batches are static: requests that do not fill one of {size} wait for others, at the end for "
-            "ever; give the server --max-wait-s or the load --timeout-s"
+            f"the server's batches are static: requests that do not fill one of {size} wait for more, at the end "
+            "forever; give the server --max-wait-s or the load --timeout-s"
         )
 
 
 def full_batch(server: ServerFacts) -> int:
-    """So many requests must be there before the server begins with any; 1 but for static batches."""
+    """Number of requests that must wait before the server starts any; 1 except with static batches."""
     options = server.options
     if options.get("batching") != "static" or options.get("max_wait_s"):
         return 1

@@ -1,4 +1,4 @@
-"""Columns in JSON: a list for each, times rounded to a microsecond, NaN as null; arrays as soon as they are read."""
+"""Columns in JSON: a list for each, with times rounded to a microsecond and NaN as null; read back as arrays."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pydantic_core import CoreSchema, core_schema
 from cadenza.loadtest.columns import RequestColumns, StepColumns
 
 DECIMALS = 6
-"""Of times in seconds: to a microsecond."""
+"""Decimals of times in seconds: microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class AsLists:
-    """Says that a field with a dataclass of arrays is an object of lists in JSON.
+class ColumnLists:
+    """Marks a field whose dataclass of arrays is an object of lists in JSON.
 
-    Each list is made, written and dropped before the next, so that a million rows do not become objects all at once.
+    Each list is made, written and dropped before the next, so that a million rows never become objects all at once.
     """
 
     check: Callable[[Any], None]
-    """Raises ValueError for columns that do not fit together."""
+    """Raises ValueError for inconsistent columns."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         hints = get_type_hints(source)
@@ -53,10 +53,10 @@ class AsLists:
 
 
 def check_requests(columns: RequestColumns) -> None:
-    """Raises ValueError unless all columns are as long as the index, and the gaps as many as the rows say."""
+    """Raises ValueError unless all columns are as long as the index and `gap_s` has as many gaps as the rows state."""
     _same_lengths(columns, "index", {"gap_s"})
     if (columns.num_gaps < 0).any() or int(columns.num_gaps.sum()) != len(columns.gap_s):
-        raise ValueError(f"gap_s has {len(columns.gap_s)} values, where num_gaps say {int(columns.num_gaps.sum())}")
+        raise ValueError(f"gap_s has {len(columns.gap_s)} values, num_gaps sums to {int(columns.num_gaps.sum())}")
 
 
 def check_steps(columns: StepColumns) -> None:
@@ -64,8 +64,8 @@ def check_steps(columns: StepColumns) -> None:
     _same_lengths(columns, "planned_s", {"num_dropped"})
 
 
-RequestLists = Annotated[RequestColumns, AsLists(check_requests)]
-StepLists = Annotated[StepColumns, AsLists(check_steps)]
+RequestLists = Annotated[RequestColumns, ColumnLists(check_requests)]
+StepLists = Annotated[StepColumns, ColumnLists(check_steps)]
 
 
 def _column(hint: Any) -> CoreSchema:
@@ -88,7 +88,7 @@ def _column(hint: Any) -> CoreSchema:
     def to_list(values: Any) -> Any:
         if kind.kind != "f":
             return values.tolist()
-        # NaN is written as null by the serializer; infinity would be too, and there is none in a time.
+        # The serializer writes NaN as null; it would do so with infinity, too, but no time is infinite.
         return np.round(values.astype(np.float64), DECIMALS).tolist()
 
     return core_schema.no_info_after_validator_function(

@@ -1,8 +1,8 @@
-"""What became of each request, and of each step, in columns: one array for each quantity.
+"""The outcome of each request and of each step, in columns: one array for each quantity.
 
-All times are seconds since the run's start, on one monotonic clock; NaN where it did not happen. A request's clock
-starts when it was *due* by the schedule, not when it was sent: a client or a server that falls behind makes latencies
-longer and hides nothing (coordinated omission).
+All times are seconds since the run's start, on one monotonic clock; NaN: it did not happen. A request's clock starts
+when it was *due* by the schedule, not when it was sent: a client or server that falls behind makes latencies longer
+instead of hiding the delay (coordinated omission).
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from cadenza.loadtest.requests import Floats, Ints
 
 @dataclass(slots=True)
 class RequestColumns:
-    """One row per request, in the order of `index`; [n] each unless said otherwise."""
+    """One row per request, in the order of `index`; [n] each unless stated otherwise."""
 
     index: Ints
     due_s: Floats
-    """When it was to be sent. Of a session's later turn: the end of the turn before plus the think time."""
+    """When the request was due. For a later turn of a session: the end of the previous turn plus the think time."""
     sent_s: Floats
-    """When it was handed to the transport; sent_s - due_s is the client's own lag."""
+    """When the request was handed to the transport; sent_s - due_s is the client's own lag."""
     first_s: Floats
-    """When its first output token was here."""
+    """When the client received the first output token."""
     last_s: Floats
-    """When its last output token was here."""
+    """When the client received the last output token."""
     num_prompt_tokens: Ints
     num_cached_tokens: Ints
-    """Prompt tokens from the prefix cache, as the server tells; -1 unknown."""
+    """Prompt tokens from the prefix cache, as the server reports; -1: unknown."""
     num_output_tokens: Ints
-    """Over all samples, as they arrived."""
+    """Tokens received, over all samples."""
     num_samples: Ints
     num_preemptions: Ints
-    """As the server tells; -1 unknown."""
+    """As the server reports; -1: unknown."""
     queue_s: Floats
-    """From the server's own stamps: arrival to first plan; NaN unknown."""
+    """From the server's own timestamps: arrival to first plan; NaN: unknown."""
     server_first_s: Floats
-    """From the server's own stamps: arrival to first token, in seconds (a duration); NaN unknown."""
+    """From the server's own timestamps: arrival to first token, in seconds (a duration); NaN: unknown."""
     server_total_s: Floats
-    """From the server's own stamps: arrival to end (a duration); NaN unknown."""
+    """From the server's own timestamps: arrival to end (a duration); NaN: unknown."""
     kind: npt.NDArray[np.str_]
     tenant: npt.NDArray[np.str_]
     session: Ints
     turn: Ints
     error: npt.NDArray[np.str_]
-    """Code of what ended it early, such as "RESOURCE_EXHAUSTED", "HTTP_503", "TIMEOUT"; "" where all went well."""
+    """Error code of a failed request, such as "RESOURCE_EXHAUSTED", "HTTP_503", "TIMEOUT"; "" if it completed."""
     num_gaps: Ints
-    """Of gap_s, how many are this request's; the rows' gaps follow each other."""
+    """Number of this request's entries in gap_s, which holds the rows' gaps one after the other."""
     gap_s: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    """[sum of num_gaps] seconds between two messages with tokens of one request: inter-token latencies. Empty where
+    """[sum of num_gaps] seconds between successive messages with tokens of one request: inter-token latencies. Empty if
     they were not kept; num_gaps is 0 then."""
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class RequestColumns:
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
-        """[n] which ended well."""
+        """[n] whether each request completed."""
         good: npt.NDArray[np.bool_] = self.error == ""
         return good
 
@@ -82,7 +82,7 @@ class StepColumns:
     """Time on the device (a duration)."""
     num_sequences: Ints
     num_tokens: Ints
-    """Computed, prompts' and outputs'."""
+    """Computed tokens of prompts and outputs."""
     num_sampled: Ints
     num_waiting: Ints
     num_running: Ints
@@ -92,7 +92,7 @@ class StepColumns:
     num_stored_tokens: Ints
     num_preempted: Ints
     num_dropped: int = 0
-    """Records that were lost on the way."""
+    """Number of records that were lost in transit."""
 
     def __len__(self) -> int:
         return len(self.planned_s)

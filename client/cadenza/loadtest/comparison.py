@@ -1,4 +1,4 @@
-"""Two result files or more against the first: differences, ratios, how sure they are, and what else was different."""
+"""Compares result files with the first: differences, ratios, their uncertainty, and what else differed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ABSENT = "(none)"
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A value, and where it lies at `LEVEL`; None: not known."""
+    """A value and its confidence interval at `LEVEL`; None: not known."""
 
     value: float
     low: float | None = None
@@ -32,68 +32,72 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One metric of one file against the first file's, in the metric's own unit."""
+    """One metric of a file compared with the first file's, in the metric's own unit."""
 
     metric: str
-    """Flat name, as "ttft_s.p99"."""
+    """Flat name, such as "ttft_s.p99"."""
     base: Estimate
     other: Estimate
     difference: Interval
     """Other - base."""
     ratio: Interval | None
-    """Other / base; None where one of them may be 0."""
+    """Other / base; None if one of them may be 0."""
     how: How
-    """welch: both have repetitions: Welch's t for the difference, and on logarithms for the ratio, which then is one of
-    geometric means. bootstrap: one has a single run: the requests of each are resampled apart from the other's, and for
-    rates blocks of time. none: there is no interval (`why_unknown`)."""
+    """welch: both have repetitions: Welch's t for the difference, and on logarithms for the ratio, which is then a
+    ratio of geometric means. bootstrap: one has a single run: the requests of each, or for rates its blocks of time,
+    are resampled independently. none: there is no interval (`why_unknown`)."""
     verdict: Verdict
-    """By the difference's interval. At 95%, one comparison in twenty of equals is called a difference by chance."""
+    """From the difference's interval. At 95%, one in twenty comparisons of equal systems shows a difference by
+    chance."""
 
     @property
     def why_unknown(self) -> str:
-        """Why there is no interval: a sentence's end; empty if there is one."""
+        """Why there is no interval, as the end of a sentence; empty if there is one."""
         return why_unknown(self.metric) if self.verdict == "not known" else ""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedPoint:
-    """One point that all files have."""
+    """A point that all files share."""
 
     swept: Swept
     changes: tuple[dict[str, Change], ...]
-    """For each file after the first, by metric."""
+    """Changes by metric, for each file after the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettingDifference:
-    """Something that was not the same; what is compared may be an apple and a pear."""
+    """A setting or fact that differed between the files, so that the results may not be comparable."""
 
     where: Literal["file", "settings", "server", "client"]
     name: str
     values: tuple[str, ...]
-    """One for each file."""
+    """One value for each file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All that differs between files."""
+    """All differences between the files."""
 
     labels: tuple[str, ...]
-    """One for each file, no two the same; the first file is the base."""
+    """One distinct label for each file; the first file is the base."""
     points: tuple[ComparedPoint, ...]
     differences: tuple[SettingDifference, ...]
     unmatched: tuple[tuple[str, Swept], ...]
-    """Label of the file and point, of points that not all files have."""
+    """The points that not all files have: the file's label and the point."""
     max_rates: tuple[float | None, ...]
-    """What `--find-max-rate` found in each file; empty if not all files looked for it."""
+    """The result of `--find-max-rate` in each file; empty if not all files have one."""
 
 
 def compare(files: Sequence[LoadTestFile], *, level: float = LEVEL, seed: int = 0) -> Comparison:
-    """Every later file against the first, at the points that all have: those with the same values of what any of them
-    sweeps (of a file that does not sweep it, the setting counts). Raises LoadTestError for fewer than two files."""
+    """Compare every later file with the first at the points that all files share.
+
+    Points are equal if they have the same values of every setting that any file sweeps; a file that does not sweep a
+    setting contributes its fixed value. Raises LoadTestError for fewer than two files.
+    """
     if len(files) < 2:
-        raise LoadTestError("a comparison needs two result files or more")
-    labels = tuple(told_apart([file.label for file in files]))
+        raise LoadTestError("a comparison needs at least two result files")
+    labels = tuple(distinct_labels([file.label for file in files]))
     names = sorted({name for file in files for point in file.points for name in point.swept})
     keyed = [{_key(file, point, names): point for point in file.points} for file in files]
     shared = [key for key in keyed[0] if all(key in points for points in keyed)]
@@ -114,8 +118,8 @@ def compare(files: Sequence[LoadTestFile], *, level: float = LEVEL, seed: int = 
 
 
 def welch(base: Sequence[float], other: Sequence[float], level: float = LEVEL) -> Interval:
-    """Mean of other - mean of base, with Welch's t interval (https://doi.org/10.1093/biomet/34.1-2.28); two values each
-    at least."""
+    """Mean of other - mean of base, with Welch's t interval (https://doi.org/10.1093/biomet/34.1-2.28); at least two
+    values each."""
     difference = float(np.mean(other) - np.mean(base))
     parts = [float(np.var(values, ddof=1)) / len(values) for values in (base, other)]
     spread = sum(parts)
@@ -127,7 +131,7 @@ def welch(base: Sequence[float], other: Sequence[float], level: float = LEVEL) -
 
 
 def welch_ratio(base: Sequence[float], other: Sequence[float], level: float = LEVEL) -> Interval | None:
-    """Geometric mean of other / that of base, by Welch's t on logarithms; None unless all values are over 0."""
+    """Ratio of the geometric means, other / base, by Welch's t on logarithms; None unless all values are over 0."""
     if min(*base, *other) <= 0:
         return None
     logs = welch(np.log(base).tolist(), np.log(other).tolist(), level)
@@ -154,7 +158,7 @@ def _compare_points(points: Sequence[Point], level: float, seed: int) -> Compare
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """One file's point: each metric's value in each run that has it, and its estimate."""
+    """A point of one file: each metric's values over the runs that have it, and its estimate."""
 
     num_runs: int
     values: dict[str, list[float]]
@@ -207,13 +211,13 @@ def _verdict(difference: Interval) -> Verdict:
 
 
 def _replicates(point: Point, seed: int) -> dict[str, Floats]:
-    """Replicates of each metric: of several runs, the mean of theirs."""
+    """Replicates of each metric; for several runs, the mean of their replicates."""
     runs = [replicates_of(run.requests, run.metrics, seed=seed + 1009 * k) for k, run in enumerate(point.runs)]
     return {name: np.mean([run[name][0] for run in runs], axis=0) for name in runs[0] if all(name in r for r in runs)}
 
 
-def told_apart(labels: Sequence[str]) -> list[str]:
-    """The labels, with a number behind one that was there before."""
+def distinct_labels(labels: Sequence[str]) -> list[str]:
+    """The labels, with a number appended to repeated ones."""
     found: list[str] = []
     for label in labels:
         named, number = label, 2
@@ -228,7 +232,7 @@ def _key(file: LoadTestFile, point: Point, names: Sequence[str]) -> tuple[float 
 
 
 def _plain(value: Any) -> float | str:
-    """So that 2, 2.0 and "2" are the same value."""
+    """The value in a form in which 2, 2.0 and "2" are equal."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -257,7 +261,7 @@ def _different(
     names = dict.fromkeys(name for values in flat for name in values)
     found = []
     for name in names:
-        # What a file of before an option lacks is None in others.
+        # A file from before an option existed lacks it; other files have None.
         values = [_ABSENT if flat_values.get(name) is None else flat_values[name] for flat_values in flat]
         if len({_plain(value) for value in values}) > 1:
             found.append(SettingDifference(where, name, tuple(str(value) for value in values)))

@@ -1,4 +1,4 @@
-"""The result file as tables: a row for each request, for each point, and for each step. Times are in seconds."""
+"""The result file as CSV tables: a row for each request, each point and each step. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _Row = Sequence[Any]
 
 
 def write_csv(file: LoadTestFile, folder: Path | str) -> list[Path]:
-    """Writes requests.csv, points.csv and, if steps were recorded, steps.csv; returns their paths.
+    """Write requests.csv, points.csv and, if steps were recorded, steps.csv; returns their paths.
 
-    What was not measured is empty. Columns "swept.NAME" say which point a row is of; points are numbered from 0, their
-    runs too. Raises LoadTestError if a file cannot be written.
+    Cells without a measurement are empty. Columns "swept.NAME" identify a row's point; points and their runs are
+    numbered from 0. Raises LoadTestError if a file cannot be written.
     """
     folder = Path(folder)
     tables = {"requests.csv": _requests(file), "points.csv": _points(file)}
@@ -42,7 +42,7 @@ def write_csv(file: LoadTestFile, folder: Path | str) -> list[Path]:
 
 
 def _requests(file: LoadTestFile) -> Iterator[_Row]:
-    """Of a request's inter-token latencies, the longest only."""
+    """Rows of requests.csv; of a request's inter-token latencies they hold only the longest."""
     own = [each.name for each in fields(RequestColumns) if each.name != "gap_s"]
     yield [*_place_names(file), *own, "ttft_s", "tpot_s", "e2e_s", "lag_s", "max_itl_s"]
     for place, run in _runs(file):
@@ -85,7 +85,7 @@ def _place_names(file: LoadTestFile) -> list[str]:
 
 
 def _runs(file: LoadTestFile) -> Iterator[tuple[list[Any], Any]]:
-    """Each run, and the cells that say which it is."""
+    """Each run, with the cells that identify it."""
     swept = _swept_names(file)
     for index, point in enumerate(file.points):
         for number, run in enumerate(point.runs):
@@ -93,7 +93,7 @@ def _runs(file: LoadTestFile) -> Iterator[tuple[list[Any], Any]]:
 
 
 def _rows(place: list[Any], arrays: Sequence[Any]) -> Iterator[_Row]:
-    """In chunks, so that a million rows are never objects all at once."""
+    """Rows in chunks, so that a million rows are never objects all at once."""
     for start in range(0, len(arrays[0]), _CHUNK):
         columns = [_cells(array[start : start + _CHUNK]) for array in arrays]
         for cells in zip(*columns, strict=True):

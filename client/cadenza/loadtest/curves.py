@@ -1,26 +1,27 @@
-"""The lines of a sweep's figures: the points of a file over one swept setting, a line for each value of the others."""
+"""The curves of a sweep's figures: a file's points over one swept setting, one curve per value of the other
+settings."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from cadenza.loadtest.figures.style import MOST_NAME, Look, look, look_within, words
+from cadenza.loadtest.figures.style import MOST_NAME, Look, drawable, look, look_within
 from cadenza.loadtest.figures.sweeps import Curve
 from cadenza.loadtest.results import LoadTestFile, Point
 from cadenza.loadtest.summary import swept_text
 
 _FIRST = ("request_rate", "concurrency")
-"""What lines run along, if it was swept."""
+"""The preferred settings for the x axis, if they were swept."""
 
 
 def curves_of(files: Sequence[LoadTestFile]) -> list[Curve]:
-    """All lines; those of one file have its colour where there are several files."""
+    """All curves; with several files, the curves of a file share its colour."""
     curves = []
     for place, file in enumerate(files):
         along = _along(file.points)
         for part, (others, points) in enumerate(_groups(file.points, along).items()):
-            named = [words(file.label, MOST_NAME)] if len(files) > 1 or not others else []
+            named = [drawable(file.label, MOST_NAME)] if len(files) > 1 or not others else []
             label = ", ".join([*named, others] if others else named)
             own = look_within(place, part) if len(files) > 1 else look(part)
             curves.append(_curve(label, points, along, file, own))
@@ -28,7 +29,8 @@ def curves_of(files: Sequence[LoadTestFile]) -> list[Curve]:
 
 
 def _along(points: Sequence[Point]) -> str:
-    """The setting that a line runs along: a rate, or else a number; empty: no line joins what are names."""
+    """The setting of the x axis: a rate, or else another number; empty: the swept values are names, which no line
+    joins."""
     values: dict[str, set[float | str]] = {}
     for point in points:
         for name, value in point.swept.items():
@@ -41,7 +43,7 @@ def _along(points: Sequence[Point]) -> str:
 
 
 def _groups(points: Sequence[Point], along: str) -> dict[str, list[Point]]:
-    """The points by what else was swept, in words; along a line they are in order, if they are numbers."""
+    """The points grouped by the other swept settings, as text; sorted within a group if the values are numbers."""
     groups: dict[str, list[Point]] = {}
     for point in points:
         others = {name: value for name, value in point.swept.items() if name != along}
@@ -71,13 +73,13 @@ def _name(value: float | str) -> str:
 
 
 def _number(value: float | str) -> float | None:
-    """None for what is no number, and for infinity, which has no place on an axis."""
+    """The value as a number; None for other values and for infinity, which has no place on an axis."""
     number = _float(value)
     return number if number is not None and math.isfinite(number) else None
 
 
 def _float(value: float | str) -> float | None:
-    """A value as it was given to `--sweep` is text; None for one that is no number."""
+    """The value as a number, or None; values given to `--sweep` are text."""
     try:
         return float(value)
     except ValueError:

@@ -1,7 +1,7 @@
-"""The driver: sends a schedule to a target, each request at its time, and takes the times of what comes back.
+"""The driver: sends a schedule to a target, each request at its time, and measures the responses.
 
-In an open loop nothing that the server does moves a request: each is a task of its own from the moment when it is due,
-and its clock starts then (no coordinated omission: Gil Tene, "How NOT to Measure Latency",
+In an open loop the server cannot delay a request: each request is a task of its own from the moment when it is due, and
+its clock starts then (no coordinated omission: Gil Tene, "How NOT to Measure Latency",
 https://www.infoq.com/presentations/latency-response-time/).
 """
 
@@ -17,37 +17,37 @@ from typing import Protocol
 
 from cadenza.loadtest.columns import RequestColumns
 from cadenza.loadtest.live import CANCELLED, SKIPPED, TIMEOUT, LiveRequest, Recorder
-from cadenza.loadtest.pacing import Ahead, Unit, units
+from cadenza.loadtest.pacing import PreparedUnits, Unit, units
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.target import Clock, Target
-from cadenza.loadtest.timer import Alarm
+from cadenza.loadtest.timer import Timer
 
 _PROGRESS_S = 0.2
 _STARTS_AT_ONCE = 16
-"""So many late requests are started before those that were started get a turn."""
+"""Number of late requests that are started before the event loop runs them."""
 
 
 class PromptMaker(Protocol):
     """cadenza.loadtest.prompts.Prompts."""
 
     def token_ids(self, shape: RequestShape, history: Sequence[int] = ()) -> list[int]:
-        """The prompt as token ids, after those of the turns before."""
+        """The prompt as token ids, after the session's `history`."""
 
     def text(self, shape: RequestShape, history_text: str = "") -> str:
-        """The prompt as a text, after that of the turns before."""
+        """The prompt as text, after the session's `history_text`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     elapsed_s: float
     num_started: int
     num_ended: int
-    """The failed ones included."""
+    """Including failed requests."""
     num_failed: int
     num_output_tokens: int
-    """Of those that have ended."""
+    """Of the requests that have ended."""
 
 
 async def drive(
@@ -66,44 +66,45 @@ async def drive(
     on_cancelled: Callable[[], None] | None = None,
     clock: Clock = time.perf_counter,
 ) -> RequestColumns:
-    """Send what `schedule` says to a target that was started, and return what became of it; times from the first due.
+    """Send `schedule` to a started target and return the outcome of each request; times are from the start.
 
-    `schedule`: (seconds since the start, request) in the order of time, a session's turns one after the other; it is
-    read as it is needed. Open loop: each request starts at its time, whatever became of others. With `concurrency`,
-    a closed loop: so many users, each of whom takes the next request or session when the last has ended; it is due
-    when it is taken. A session's later turn is due when the answer before is there and its think time has passed; if
-    that answer failed, the later turns are rows with the error SKIPPED, due at that moment and never sent.
+    `schedule`: (seconds since the start, request) in the order of time, with a session's turns one after the other; it
+    is read lazily. Open loop: each request starts at its time, independently of the others. With `concurrency`, a
+    closed loop: that many users each take the next request or session when their last one has ended; it is due when it
+    is taken. A session's later turn is due when the previous answer is complete and its think time has passed; if that
+    answer failed, the later turns are rows with the error SKIPPED, due at that moment and never sent.
 
-    `timeout_s`: a request that has not ended so long after it was due is aborted; its error is TIMEOUT. `duration_s`:
-    what would be due later is left out. `text_prompts`: prompts are texts, as are those that came as text in any case.
-    `on_start` gets the clock's reading that is 0 in the result, when all is ready. `on_progress` is called five times a
-    second and at the end, `on_failed` with code and message of each request that fails. Cancelled, the driver aborts
-    what runs; then, with `on_cancelled`, it calls that and returns what it has (the aborted ones with the error
-    CANCELLED, none that were not yet due), otherwise it goes on up.
+    `timeout_s`: a request that has not ended this long after it was due is aborted with the error TIMEOUT.
+    `duration_s`: requests due later are left out. `text_prompts`: send prompts as text; prompts given as text are
+    always sent so. `on_start` is called when everything is ready, with the clock reading that is 0 in the result.
+    `on_progress` is called five times a second and at the end, `on_failed` with the code and message of each request
+    that fails. On cancellation the driver aborts the requests in flight; then, with `on_cancelled`, it calls that and
+    returns the rows so far (aborted requests with the error CANCELLED, none for requests not yet due), otherwise the
+    cancellation propagates.
 
-    Raises what the schedule or the prompts raise (LoadTestError), having aborted what runs.
+    Raises what the schedule or the prompts raise (LoadTestError), after aborting the requests in flight.
     """
-    alarm = Alarm(clock)
-    driver = _Driver(target, prompts, timeout_s, duration_s, text_prompts, keep_gaps, clock, alarm, on_failed)
-    ahead = Ahead(units(schedule), driver.prompt)
-    ahead.fill()
-    with _no_long_collections(), alarm.set():
+    timer = Timer(clock)
+    driver = _Driver(target, prompts, timeout_s, duration_s, text_prompts, keep_gaps, clock, timer, on_failed)
+    prepared = PreparedUnits(units(schedule), driver.prompt)
+    prepared.fill()
+    with _no_long_collections(), timer.set():
         driver.start_s = clock()
         if on_start is not None:
             on_start(driver.start_s)
         try:
-            async with _telling(driver.progress, on_progress), asyncio.TaskGroup() as group:
+            async with _reporting(driver.progress, on_progress), asyncio.TaskGroup() as group:
                 if concurrency is None:
-                    await driver.open_loop(ahead, group)
+                    await driver.open_loop(prepared, group)
                 else:
                     for _ in range(concurrency):
-                        group.create_task(driver.user(ahead))
+                        group.create_task(driver.user(prepared))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         except asyncio.CancelledError:
             if on_cancelled is None:
                 raise
-            take_back_cancel()
+            undo_cancellation()
             on_cancelled()
     return driver.recorder.columns(driver.start_s)
 
@@ -117,7 +118,7 @@ class _Driver:
     text_prompts: bool
     keep_gaps: bool
     clock: Clock
-    alarm: Alarm
+    timer: Timer
     on_failed: Callable[[str, str], None] | None
     start_s: float = 0.0
     recorder: Recorder = field(default_factory=Recorder)
@@ -126,22 +127,22 @@ class _Driver:
     num_failed: int = 0
     num_output_tokens: int = 0
 
-    async def open_loop(self, ahead: Ahead, group: asyncio.TaskGroup) -> None:
-        """The one task that paces: it starts a task for each request when that is due."""
-        while (unit := ahead.take()) is not None:
+    async def open_loop(self, prepared: PreparedUnits, group: asyncio.TaskGroup) -> None:
+        """The pacing task: starts a task for each request when the request is due."""
+        while (unit := prepared.take()) is not None:
             due_s = self.start_s + unit.due_s
             if self._is_over(due_s):
                 return
             if due_s > self.clock():
-                await self.alarm.wait_until(due_s)
+                await self.timer.wait_until(due_s)
             elif self.num_started % _STARTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
             group.create_task(self._run(unit, due_s))
             self.num_started += 1
 
-    async def user(self, ahead: Ahead) -> None:
-        """One of a closed loop."""
-        while not self._is_over(self.clock()) and (unit := ahead.take()) is not None:
+    async def user(self, prepared: PreparedUnits) -> None:
+        """One user of a closed loop."""
+        while not self._is_over(self.clock()) and (unit := prepared.take()) is not None:
             self.num_started += 1
             await self._run(unit, self.clock())
 
@@ -152,12 +153,12 @@ class _Driver:
         return self.prompts.token_ids(shape, history if isinstance(history, list) else ())
 
     def progress(self) -> Progress:
-        """Now."""
+        """The progress so far."""
         elapsed_s = self.clock() - self.start_s
         return Progress(elapsed_s, self.num_started, self.num_ended, self.num_failed, self.num_output_tokens)
 
     async def _run(self, unit: Unit, due_s: float) -> None:
-        """A request, or a session turn by turn."""
+        """Run a request, or a session turn by turn."""
         prompt, later = unit.prompt, unit.shapes[1:]
         live = await self._send(unit.shapes[0], prompt, due_s, keep_output=bool(later))
         for place, shape in enumerate(later):
@@ -170,7 +171,7 @@ class _Driver:
             if self._is_over(due_s):
                 return
             prompt = self.prompt(shape, _history(prompt, live))
-            await self.alarm.wait_until(due_s)
+            await self.timer.wait_until(due_s)
             self.num_started += 1
             live = await self._send(shape, prompt, due_s, keep_output=place < len(later) - 1)
 
@@ -183,7 +184,7 @@ class _Driver:
             left_s = None if self.timeout_s is None else due_s + self.timeout_s - self.clock()
             async with asyncio.timeout(left_s):
                 await self.target.run(shape, prompt, live)
-        except TimeoutError:  # a target raises none of its own
+        except TimeoutError:  # targets raise none of their own
             live.failed(TIMEOUT)
         except asyncio.CancelledError:
             live.failed(CANCELLED)
@@ -205,18 +206,18 @@ class _Driver:
         return self.duration_s is not None and due_s - self.start_s > self.duration_s
 
 
-def take_back_cancel() -> None:
-    """The present task goes on although it was cancelled."""
+def undo_cancellation() -> None:
+    """Let the current task continue although it was cancelled."""
     task = asyncio.current_task()
     assert task is not None
     task.uncancel()
 
 
 def _history(prompt: list[int] | str, live: LiveRequest) -> list[int] | str:
-    """What a session's next turn begins with: this turn's prompt and its answer.
+    """The start of a session's next prompt: this turn's prompt and its answer.
 
-    A server that does not tell the answer's token ids gets as many ids of the prompt in their place: lengths are right
-    then, and only what was the prompt is found in a prefix cache.
+    If the server does not send the answer's token ids, as many ids of the prompt stand in for them: the lengths are
+    right then, but only the prompt part can be found in a prefix cache.
     """
     if isinstance(prompt, str):
         return prompt + "".join(live.output_text)
@@ -226,17 +227,17 @@ def _history(prompt: list[int] | str, live: LiveRequest) -> list[int] | str:
 
 
 @contextlib.asynccontextmanager
-async def _telling(
+async def _reporting(
     progress: Callable[[], Progress], on_progress: Callable[[Progress], None] | None
 ) -> AsyncIterator[None]:
     if on_progress is None:
         yield
         return
-    tell = on_progress
+    report = on_progress
 
     async def tick() -> None:
         while True:
-            tell(progress())
+            report(progress())
             await asyncio.sleep(_PROGRESS_S)
 
     ticking = asyncio.create_task(tick())
@@ -245,12 +246,12 @@ async def _telling(
     finally:
         ticking.cancel()
         await asyncio.gather(ticking, return_exceptions=True)
-        tell(progress())
+        report(progress())
 
 
 @contextlib.contextmanager
 def _no_long_collections() -> Iterator[None]:
-    """What is there already is left out of garbage collections: looking through it takes tens of milliseconds."""
+    """Exclude existing objects from garbage collections: scanning them takes tens of milliseconds."""
     gc.collect()
     gc.freeze()
     try:

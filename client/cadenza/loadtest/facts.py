@@ -1,4 +1,4 @@
-"""The machine that a load came from: how fast a client was matters to what it measured."""
+"""Facts about the client's machine: its speed affects what it measures."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import cadenza
 
 
 class ClientFacts(BaseModel):
-    """Where and with what the requests were sent, or the simulation was run."""
+    """The machine and the software that sent the requests or ran the simulation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cpu: str
     cores: int
-    """That the process may use."""
+    """Cores that the process may use."""
     memory_gib: float | None
     """None: not known."""
     platform: str
     python: str
     cadenza_version: str
     commit: str | None
-    """Of the source tree that Cadenza runs from, with "-dirty" if tracked files differ; None outside of one."""
+    """Commit of the source tree that Cadenza runs from, with "-dirty" if tracked files differ; None without a tree."""
 
 
 @cache
@@ -62,7 +62,7 @@ def _memory_gib() -> float | None:
 
 def _commit() -> str | None:
     folder = Path(cadenza.__file__).parent
-    # Installed in a folder of somebody else's repository, the commit would be theirs.
+    # If Cadenza is installed inside another project's repository, the commit would be that project's.
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     commit = _git(folder, "rev-parse", "--short=12", "HEAD")
@@ -71,7 +71,7 @@ def _commit() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git says; None if it fails. Takes no locks."""
+    """The output of git; None if it fails. Takes no locks."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)

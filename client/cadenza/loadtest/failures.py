@@ -1,4 +1,4 @@
-"""What is said of requests that failed: how many with which code, and the first message of each code."""
+"""Failed requests: counts by error code, and the first message of each code."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _MOST = 300
-"""Characters of a message: some servers send the whole request back."""
+"""Most characters of a message: some servers send the whole request back."""
 
 
 @dataclass(slots=True)
 class Failures:
-    """The failures of a run, as they come."""
+    """The failures of a run, in the order in which they happen."""
 
     errors: dict[str, int] = field(default_factory=dict)
-    """By code, how many."""
+    """Number of failures by code."""
     messages: dict[str, str] = field(default_factory=dict)
-    """By code, what was said of the first one of which something was said."""
+    """The first message by code, if there was any."""
 
     def add(self, code: str, message: str) -> None:
-        """One more; an empty message says nothing."""
+        """Add a failure; an empty message is not kept."""
         self.errors[code] = self.errors.get(code, 0) + 1
         if code not in self.messages and (line := _one_line(message)):
             self.messages[code] = line
 
 
-def told(errors: Mapping[str, int], messages: Mapping[str, str], num_requests: int) -> list[str]:
-    """In sentences: how many of `num_requests` failed, and why; empty if none did."""
+def failure_sentences(errors: Mapping[str, int], messages: Mapping[str, str], num_requests: int) -> list[str]:
+    """Sentences: how many of `num_requests` failed, and why; empty if none did."""
     if not errors:
         return []
     often = sorted(errors.items(), key=lambda each: -each[1])
@@ -36,6 +36,6 @@ def told(errors: Mapping[str, int], messages: Mapping[str, str], num_requests: i
 
 
 def _one_line(message: str) -> str:
-    """Without what a terminal would take as orders."""
+    """The message on one line, without characters that control a terminal."""
     line = " ".join("".join(each if each.isprintable() else " " for each in message).split())
     return line if len(line) <= _MOST else line[:_MOST] + "…"

@@ -1,4 +1,4 @@
-"""The formulas: latencies of each request, tokens and requests within a window, requests in flight. Pure numpy."""
+"""Formulas for latencies per request, tokens and requests within a window, and requests in flight. Pure numpy."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from cadenza.loadtest.columns import RequestColumns
 from cadenza.loadtest.requests import Floats
 
 Window = tuple[float, float]
-"""From and to, in seconds of the run; both ends belong to it."""
+"""Start and end in seconds of the run, both inclusive."""
 Rows = npt.NDArray[np.bool_]
 
 PER_REQUEST = ("ttft_s", "tpot_s", "e2e_s", "queue_s", "lag_s")
-"""Latencies that a request has one of; of inter-token latencies it has many."""
+"""Latencies with one value per request; a request has many inter-token latencies."""
 
 
 def per_request(columns: RequestColumns) -> dict[str, Floats]:
-    """[n] seconds each, NaN where there is none; a request's clock starts when it was due.
+    """[n] seconds each, NaN: none; a request's clock starts when it was due.
 
-    - ttft_s: first token - due; e2e_s: last token - due; lag_s: sent - due; queue_s: as the server says.
-    - tpot_s: (last - first token) / (tokens of a sample - 1), of requests with more than one token a sample. That of an
-      answer that comes in one piece, as beams do, is not known.
+    - ttft_s: first token - due; e2e_s: last token - due; lag_s: sent - due; queue_s: as the server reports. - tpot_s:
+      (last - first token) / (tokens of a sample - 1), for requests with more than one token per sample. It is not known
+      for an answer that arrives in one message, as beams do.
     """
     further, span = _tokens_per_sample(columns) - 1, columns.last_s - columns.first_s
     tpot_s = np.full(len(columns), np.nan)
@@ -36,14 +36,14 @@ def per_request(columns: RequestColumns) -> dict[str, Floats]:
 
 
 def gaps_of(columns: RequestColumns, rows: Rows) -> npt.NDArray[np.float32]:
-    """The inter-token latencies of the requests `rows` [n], one request's after the other's."""
+    """The inter-token latencies of the requests `rows` [n], one request after the other."""
     if not len(columns.gap_s):
         return columns.gap_s
     return columns.gap_s[np.repeat(rows, columns.num_gaps)]
 
 
 def longest_gap_s(columns: RequestColumns) -> Floats | None:
-    """[n] the longest inter-token latency of each request, NaN where it has none; None if they were not kept."""
+    """[n] the longest inter-token latency of each request, NaN if it has none; None if they were not kept."""
     if not len(columns.gap_s):
         streamed = columns.ok & (columns.last_s > columns.first_s)
         return None if streamed.any() else np.full(len(columns), np.nan)
@@ -55,23 +55,23 @@ def longest_gap_s(columns: RequestColumns) -> Floats | None:
 
 
 def is_within(times_s: Floats, window: Window | None) -> Rows:
-    """[n] whether each time is within the window; NaN is not. Without a window, all are."""
+    """[n] whether each time is within the window; NaN is not. Without a window, all times are."""
     if window is None:
         return np.ones(len(times_s), bool)
     return (times_s >= window[0]) & (times_s <= window[1])
 
 
 def end_of(columns: RequestColumns) -> float:
-    """Time of the last token of all, in seconds; 0 without any."""
+    """Time of the run's last token, in seconds; 0 without tokens."""
     known = columns.last_s[~np.isnan(columns.last_s)]
     return float(known.max()) if len(known) else 0.0
 
 
 def tokens_within(columns: RequestColumns, window: Window) -> float:
-    """Output tokens that arrived within the window, of failed requests too.
+    """Output tokens that arrived within the window, including those of failed requests.
 
-    A request's tokens are spread over its messages in equal parts; where its gaps were not kept, over times from the
-    first token to the last that are equally far from each other, one for each token of a sample.
+    A request's tokens are spread evenly over its messages. If its gaps were not kept, they are spread over evenly
+    spaced times from the first token to the last, one for each token of a sample.
     """
     arrived = (columns.num_output_tokens > 0) & ~np.isnan(columns.first_s)
     times_s, shares = arrivals_by_gaps(columns, arrived)
@@ -80,7 +80,7 @@ def tokens_within(columns: RequestColumns, window: Window) -> float:
 
 
 def arrivals_by_gaps(columns: RequestColumns, rows: Rows) -> tuple[Floats, Floats]:
-    """[messages] when each message of the requests `rows` [n] came whose gaps were kept, and its part of the tokens."""
+    """[messages] arrival time and number of tokens of each message of the requests `rows` [n] whose gaps were kept."""
     with_gaps = rows & (columns.num_gaps > 0)
     if not with_gaps.any():
         return np.zeros(0), np.zeros(0)
@@ -93,9 +93,9 @@ def arrivals_by_gaps(columns: RequestColumns, rows: Rows) -> tuple[Floats, Float
 
 
 def in_flight(columns: RequestColumns, window: Window) -> tuple[float, int]:
-    """Mean and greatest number of requests between due and last token, within the window.
+    """Mean and maximum number of requests between due and last token, within the window.
 
-    A request that failed counts up to its last token, without one up to when it was sent.
+    A failed request counts until its last token or, without one, until it was sent.
     """
     start, end = window
     if not end > start:
@@ -107,7 +107,7 @@ def in_flight(columns: RequestColumns, window: Window) -> tuple[float, int]:
     mean = float((np.clip(ends, start, end) - np.clip(begins, start, end)).sum() / (end - start))
     begins, ends = np.sort(begins), np.sort(ends)
     moments = np.append(begins[is_within(begins, window)], start)
-    # One that ends when another begins has left: else a closed loop of N users would seem to have N + 1.
+    # A request that ends when another begins does not count any more: else a closed loop of N users would have N + 1.
     counts = np.searchsorted(begins, moments, "right") - np.searchsorted(ends, moments, "right")
     return mean, int(counts.max())
 
@@ -123,7 +123,7 @@ def _evenly(columns: RequestColumns, rows: Rows, window: Window) -> float:
     inside = is_within(first_s, window) * times
     apart = (span > 0) & (times > 1)
     step = span[apart] / (times[apart] - 1)
-    # The places of the tokens, 0 to times - 1, that lie within; a little slack, as the ends belong to the window.
+    # Indices of the tokens within the window, 0 to times - 1; with some slack, because the window includes its ends.
     low = np.maximum(np.ceil((window[0] - first_s[apart]) / step - 1e-6), 0)
     high = np.minimum(np.floor((window[1] - first_s[apart]) / step + 1e-6), times[apart] - 1)
     inside[apart] = np.maximum(high - low + 1, 0)

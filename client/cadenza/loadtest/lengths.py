@@ -1,4 +1,4 @@
-"""How long prompts and outputs are: distributions of token counts, parsed from short texts such as `uniform:16:256`."""
+"""Distributions of prompt and output lengths in tokens, parsed from short texts such as `uniform:16:256`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from cadenza.loadtest.requests import Floats, Ints, LoadTestError
 FORMS = (
     "128, uniform:LOW:HIGH, exponential:MEAN[:LOW:HIGH], lognormal:MEAN:SIGMA[:LOW:HIGH] or normal:MEAN:STD[:LOW:HIGH]"
 )
-"""What parse_lengths takes, for help and errors."""
+"""The forms that parse_lengths accepts, for help and errors."""
 _MOST = 2**31 - 1
-"""Where a draw without HIGH ends: no server takes more, and it fits every integer type."""
+"""Upper limit of a draw without HIGH: no server accepts more, and it fits every integer type."""
 _STANDARD = NormalDist()
 
 
@@ -27,11 +27,11 @@ class Lengths(Protocol):
 
     @property
     def mean(self) -> float:
-        """Of what is drawn, clipped as it is; rounding to whole tokens is left out, which matters below some 5 only."""
+        """Mean of the clipped draws; it ignores rounding to whole tokens, which matters only below about 5 tokens."""
 
     @property
     def max(self) -> int | None:
-        """The largest that can be drawn; None without a limit."""
+        """The largest possible draw; None without a limit."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Ints:
         """[count] token counts."""
@@ -151,8 +151,10 @@ class Normal(Clipped):
 
 
 def parse_lengths(text: str, option: str) -> Lengths:
-    """The distribution that `text` describes, in one of FORMS; what is drawn is at least 1, and from LOW to HIGH where
-    they are given (clipped, not drawn again). Raises LoadTestError naming `option`, such as `--input-len`.
+    """The distribution that `text` describes, in one of FORMS.
+
+    Draws are at least 1, and clipped (not redrawn) to LOW and HIGH if these are given. Raises a LoadTestError that
+    names `option`, such as `--input-len`.
     """
     try:
         return lengths_of(text)
@@ -161,7 +163,7 @@ def parse_lengths(text: str, option: str) -> Lengths:
 
 
 def lengths_of(text: str) -> Lengths:
-    """As parse_lengths, for those who name the option themselves; raises ValueError saying what is wrong."""
+    """As parse_lengths, for callers that name the option themselves; raises ValueError with the problem."""
     name, *values = text.strip().split(":")
     if name == "uniform":
         if len(values) != 2:

@@ -1,4 +1,4 @@
-"""A request that runs: what its target tells while it does, and the columns that the ended ones leave."""
+"""Requests in flight: what the target reports about them, and the columns of those that have ended."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from cadenza.loadtest.requests import RequestShape
 
 _NAN = float("nan")
 CANCELLED = "CANCELLED"
-"""The run was ended before the request."""
+"""The run ended before the request."""
 TIMEOUT = "TIMEOUT"
-"""It took longer than the client would wait, and was aborted."""
+"""The request took longer than the client's limit and was aborted."""
 SKIPPED = "SKIPPED"
-"""A later turn of a session whose turn before failed: it was never sent."""
+"""A later turn of a session whose previous turn failed: it was never sent."""
 
 
 @dataclass(slots=True)
 class LiveRequest:
-    """One request on its way. Moments are readings of the run's clock, in seconds; NaN: not yet."""
+    """A request in flight. Times are readings of the run's clock, in seconds; NaN: not yet."""
 
     shape: RequestShape
     due_s: float
     num_prompt_tokens: int
-    """Of the whole prompt: what was sent, until the server says it."""
+    """Length of the whole prompt: as sent, until the server reports it."""
     keep_gaps: bool = True
     keep_output: bool = False
-    """A later turn needs the answer: the target fills `output_ids`, or `output_text` where the prompt was a text."""
+    """Whether a later turn needs the answer: the target fills `output_ids`, or `output_text` if the prompt is a
+    text."""
     sent_s: float = _NAN
     first_s: float = _NAN
     last_s: float = _NAN
@@ -43,16 +44,17 @@ class LiveRequest:
     server_total_s: float = _NAN
     error: str = ""
     message: str = ""
-    """What was said of the error, in the server's words where it had some."""
+    """The error's message, from the server if it sent one."""
     output_ids: list[int] = field(default_factory=list)
-    """Of sample 0, where the target knows them."""
+    """Token ids of sample 0, if the target knows them."""
     output_text: list[str] = field(default_factory=list)
-    """Of sample 0, in pieces."""
+    """Text of sample 0, in pieces."""
     times: array[float] = field(default_factory=lambda: array("d"))
-    """Of the messages with tokens, if gaps are kept."""
+    """Arrival times of the messages with tokens, if gaps are kept."""
 
     def tokens(self, now_s: float, count: int, *, gap: bool = True) -> None:
-        """A message brought `count` tokens, 1 or more, over all samples; without `gap` it is no mark of an ITL."""
+        """A message arrived with `count` tokens, 1 or more, over all samples; without `gap` it does not count for the
+        ITL."""
         if not self.num_output_tokens:
             self.first_s = now_s
         self.last_s = now_s
@@ -61,7 +63,7 @@ class LiveRequest:
             self.times.append(now_s)
 
     def failed(self, code: str, message: str = "") -> None:
-        """It ended early; the first code that is told stays, and its message."""
+        """The request ended early; the first reported code and its message are kept."""
         if not self.error:
             self.error, self.message = code, message
 
@@ -88,10 +90,10 @@ _MOMENTS = ("due_s", "sent_s", "first_s", "last_s")
 
 
 class Recorder:
-    """Takes requests as they end, in any order, and keeps numbers only: about 170 bytes each, and 4 for each gap."""
+    """Records requests that end, in any order, as numbers only: about 170 bytes each, and 4 for each gap."""
 
     def __init__(self) -> None:
-        # One row of numbers after the other: one call for each request. float64 holds integers to 2**53.
+        # The rows of numbers follow each other, so a request costs one call. float64 holds integers up to 2**53.
         self._rows = array("d")
         self._gaps = array("f")
         self._kinds: list[str] = []
@@ -99,7 +101,7 @@ class Recorder:
         self._errors: list[str] = []
 
     def add(self, live: LiveRequest) -> None:
-        """A request has ended, or will never be sent."""
+        """Add a request that has ended or will never be sent."""
         gaps = np.diff(live.times).astype(np.float32)
         self._gaps.frombytes(gaps.tobytes())
         shape = live.shape
@@ -128,7 +130,7 @@ class Recorder:
         self._errors.append(live.error)
 
     def columns(self, start_s: float) -> RequestColumns:
-        """All so far, by index; their moments in seconds since `start_s`, a reading of the run's clock."""
+        """All rows so far, by index; times in seconds since `start_s`, a reading of the run's clock."""
         rows = np.array(self._rows, np.float64).reshape(-1, len(_NUMBERS))
         order = np.argsort(rows[:, 0], kind="stable")
         named: dict[str, Any] = {}
@@ -147,7 +149,7 @@ class Recorder:
 
 
 def collect(requests: Iterable[LiveRequest], start_s: float) -> RequestColumns:
-    """Columns of requests that have ended, by index; moments in seconds since `start_s`."""
+    """Columns of requests that have ended, by index; times in seconds since `start_s`."""
     recorder = Recorder()
     for live in requests:
         recorder.add(live)

@@ -1,4 +1,4 @@
-"""Names of metrics: a run's numbers under flat names such as "ttft_s.p99", and how each is told to people."""
+"""Names of metrics: a run's numbers under flat names such as "ttft_s.p99", and their labels for display."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _GROUPS = ("by_kind", "by_tenant")
 
 @dataclass(frozen=True, slots=True)
 class MetricName:
-    """How a metric is told to people: the value times `scale` is in `unit`."""
+    """How a metric is displayed: the value times `scale` is in `unit`."""
 
     label: str
     unit: str = ""
     scale: float = 1.0
     less_is_better: bool | None = None
-    """None: neither more nor less of it is better."""
+    """None: neither more nor less is better."""
 
 
 _NAMES = {
     "duration_s": MetricName("duration", "s"),
     "num_requests": MetricName("requests"),
-    "num_ok": MetricName("requests that ended well", less_is_better=False),
-    "num_failed": MetricName("requests that failed", less_is_better=True),
-    "num_cut_prompts": MetricName("prompts that were cut"),
-    "num_cut_outputs": MetricName("requests whose outputs were cut"),
+    "num_ok": MetricName("completed requests", less_is_better=False),
+    "num_failed": MetricName("failed requests", less_is_better=True),
+    "num_cut_prompts": MetricName("truncated prompts"),
+    "num_cut_outputs": MetricName("requests with truncated outputs"),
     "num_prompt_tokens": MetricName("prompt", "tokens"),
     "num_cached_tokens": MetricName("from the prefix cache", "tokens"),
     "num_output_tokens": MetricName("output", "tokens"),
@@ -59,7 +59,7 @@ _NAMES = {
 
 
 def values_of(metrics: Metrics) -> dict[str, float]:
-    """All numbers that were measured, by flat names: "requests_per_s", "ttft_s.p99", "by_kind.long.tpot_s.mean",
+    """All measured numbers by flat name: "requests_per_s", "ttft_s.p99", "by_kind.long.tpot_s.mean",
     "steps.mean_sequences"; times in seconds, shares from 0 to 1."""
     found: dict[str, float] = {"num_failed": float(sum(metrics.errors.values()))}
     for name, value in metrics:
@@ -76,12 +76,12 @@ def values_of(metrics: Metrics) -> dict[str, float]:
 
 
 def describe(name: str) -> MetricName:
-    """How a metric with this flat name is told; a name that is not known is told as it is."""
+    """How the metric with this flat name is displayed; an unknown name is displayed as it is."""
     if name in _NAMES:
         return _NAMES[name]
     kind, _, rest = name.partition(".")
     if kind in _GROUPS:
-        # A kind or tenant may have dots in its name; a statistic or a plain metric has none.
+        # The name of a kind or tenant may contain dots; a statistic or a plain metric has none.
         pieces = rest.rsplit(".", 2 if rest.rpartition(".")[2] in STATISTICS else 1)
         return _with(describe(".".join(pieces[1:])), f" of {pieces[0] or 'the rest'}")
     base, _, statistic = name.rpartition(".")
@@ -91,7 +91,7 @@ def describe(name: str) -> MetricName:
 
 
 def is_latency(name: str) -> bool:
-    """Whether a flat name is of the distribution of a latency of all requests, as "ttft_s.p99"."""
+    """Whether a flat name is a statistic of a latency over all requests, such as "ttft_s.p99"."""
     return name.partition(".")[0] in LATENCIES
 
 

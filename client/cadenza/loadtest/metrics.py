@@ -1,7 +1,7 @@
-"""What a run's columns amount to: throughput, latencies, goodput, and what the steps looked like.
+"""Metrics of a run from its columns: throughput, latencies, goodput, and statistics of the steps.
 
-Latencies are of the requests that were *due* within the window and ended well; throughput is of what *arrived* within
-it. So a window in the middle of a run counts each request once, and each token where it came.
+Latencies cover the requests that were *due* within the window and completed; throughput covers what *arrived* within
+it. So windows that divide a run count each request once, and each token when it arrived.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cadenza.loadtest.requests import Floats, LoadTestError
 from cadenza.loadtest.slo import Slo as Slo
 from cadenza.loadtest.slo import kept
 from cadenza.loadtest.slo import parse_slo as parse_slo
-from cadenza.loadtest.truncation import Cuts
+from cadenza.loadtest.truncation import Truncations
 from cadenza.loadtest.windows import kept_up
 from cadenza.loadtest.windows import steady_window as steady_window
 
@@ -45,10 +45,11 @@ class _Frozen(BaseModel):
 
 
 class Spread(_Frozen):
-    """One quantity's distribution, in its own unit. Percentiles are interpolated linearly between the two nearest
-    values (Hyndman and Fan's type 7, https://doi.org/10.1080/00031305.1996.10473566).
+    """The distribution of a quantity, in its own unit.
 
-    A percentile p of fewer than 1/(1 - p) values is little more than their maximum: look at the count.
+    Percentiles are interpolated linearly between the two nearest values (Hyndman and Fan's type 7,
+    https://doi.org/10.1080/00031305.1996.10473566). A percentile p of fewer than 1/(1 - p) values is close to their
+    maximum: look at the count.
     """
 
     count: int
@@ -62,7 +63,7 @@ class Spread(_Frozen):
 
 
 class Group(_Frozen):
-    """One kind's or tenant's part: counts of the requests due within the window, and their latencies in seconds."""
+    """The requests of one kind or tenant that were due within the window: counts, and latencies in seconds."""
 
     num_requests: int
     num_ok: int
@@ -71,87 +72,88 @@ class Group(_Frozen):
     itl_s: Spread | None
     e2e_s: Spread | None
     slo_share: float | None
-    """Of its requests, the share that kept every limit; None without an SLO."""
+    """Share of the requests that kept every limit; None without an SLO."""
 
 
 class StepFacts(_Frozen):
-    """What the steps planned within the window looked like: means over steps, each step weighing the same."""
+    """Statistics of the steps planned within the window: means over steps, with equal weights."""
 
     num_steps: int
     num_dropped: int
-    """Records of the whole run that were lost on the way."""
+    """Records lost in transit over the whole run."""
     mean_sequences: float
-    """Sequences in a step: the batch occupancy."""
+    """Sequences per step: the batch occupancy."""
     mean_tokens: float
-    """Computed in a step, prompts' and outputs'."""
+    """Computed tokens per step, of prompts and outputs."""
     mean_device_s: float | None
     mean_waiting: float
     mean_running: float
     mean_swapped: float
     mean_kv_use: float | None
-    """Blocks in use over blocks in the executor's pool, 0 to 1."""
+    """Share of the executor's blocks that are in use, 0 to 1."""
     max_kv_use: float | None
     num_preemptions: int
 
 
 class Metrics(_Frozen):
-    """A run in numbers; None where nothing was measured. Rates are per second of `duration_s`."""
+    """The metrics of a run; None: nothing was measured. Rates are per second of `duration_s`."""
 
     window_s: Window | None
-    """What counts, in seconds of the run; None: all of it."""
+    """The window that counts, in seconds of the run; None: the whole run."""
     duration_s: float
     """Length of the window; without one, from the start to the last token."""
     num_requests: int
     """Due within the window."""
     num_ok: int
     errors: dict[str, int]
-    """Of the requests due within the window, how many failed with which code."""
+    """Number of failed requests due within the window, by error code."""
     num_cut_prompts: int | None = None
-    """Of the requests due within the window, those whose prompt was to be longer than the model or `--max-total-len`
-    takes; so the next of outputs. None: not counted, as in files from before this was told."""
+    """Requests due within the window whose prompt was truncated to the limit of the model or of `--max-total-len`; the
+    next field counts truncated outputs. None: not counted, as in files from before this was recorded."""
     num_cut_outputs: int | None = None
     num_prompt_tokens: int
-    """Of the requests due within the window that ended well; so are the next three."""
+    """Over the completed requests that were due within the window; so are the next three."""
     num_cached_tokens: int | None
-    """Prompt tokens that came from the prefix cache; None if the server does not say."""
+    """Prompt tokens from the prefix cache; None if the server does not report it."""
     num_output_tokens: int
     num_preemptions: int | None
     offered_per_s: float | None
-    """Requests due; without a window, one less than there are over the time from the first's due to the last's. None
-    where all were due at once."""
+    """Requests due per second; without a window, their number less one over the time from the first to the last due
+    time. None if all were due at once."""
     requests_per_s: float | None
-    """Requests that ended well: whose last token arrived within the window."""
+    """Completed requests whose last token arrived within the window."""
     output_tokens_per_s: float | None
-    """Arrived within the window, of failed requests too."""
+    """Output tokens that arrived within the window, including those of failed requests."""
     prompt_tokens_per_s: float | None
-    """Of requests whose first token arrived within the window, tokens from the prefix cache included."""
+    """Prompt tokens of requests whose first token arrived within the window, including tokens from the prefix cache."""
     mean_concurrency: float | None
-    """Requests between due and last token, over the window: Little's L."""
+    """Mean number of requests between due and last token, over the window: Little's L."""
     max_concurrency: int | None
     ttft_s: Spread | None
     """First token - due."""
     tpot_s: Spread | None
-    """(Last - first token) / (tokens of a sample - 1), of requests with more than one token a sample; not of answers
-    that came in one piece."""
+    """(Last - first token) / (tokens of a sample - 1), over requests with more than one token per sample; without
+    answers that arrived in one message."""
     itl_s: Spread | None
-    """Between two messages with tokens of one request; each weighs the same, so long answers weigh more."""
+    """Time between successive messages with tokens of one request; all gaps weigh the same, so long answers weigh
+    more."""
     e2e_s: Spread | None
     """Last token - due."""
     queue_s: Spread | None
-    """In the server's queue, by its own clock."""
+    """Time in the server's queue, by its own clock."""
     lag_s: Spread | None
-    """Sent - due: the client's own part of every latency; of failed requests too."""
+    """Sent - due: the client's own part of every latency, including failed requests."""
     slo: Slo | None
     slo_share: float | None
-    """Of all requests due, the share that kept every limit: failed ones did not. None without an SLO, or with a limit
-    on ITLs that were not kept."""
+    """Share of all requests due that kept every limit; failed requests did not. None without an SLO, or with a limit on
+    ITLs that were not kept."""
     goodput_per_s: float | None
-    """Requests whose last token arrived within the window and that kept every limit: a part of `requests_per_s`."""
+    """Requests that kept every limit and whose last token arrived within the window: a part of `requests_per_s`."""
     kept_up: bool | None = None
-    """Did about as many requests end as came, in the second half of the window; None without a window, and in files
-    from before this was told."""
+    """Whether about as many requests ended as arrived in the second half of the window; None without a window, and in
+    files from before this was recorded."""
     by_kind: dict[str, Group]
-    """Empty if all requests are of one kind without a name; so is by_tenant."""
+    """Empty if all requests have the same unnamed kind; by_tenant likewise."""
     by_tenant: dict[str, Group]
     steps: StepFacts | None
 
@@ -162,18 +164,20 @@ def measure(
     window: Window | None,
     slo: Slo | None,
     steps: StepColumns | None = None,
-    cuts: Cuts | None = None,
+    truncations: Truncations | None = None,
     open_loop: bool = True,
 ) -> Metrics:
-    """All metrics of one run; `window` in seconds of the run, None for all of it. A closed loop offers no rate. Raises
-    LoadTestError for a window that does not end after it starts."""
+    """All metrics of one run; `window` is in seconds of the run, None: the whole run. A closed loop has no offered
+    rate. Raises LoadTestError for a window that does not end after it starts."""
     if window is not None and not window[1] > window[0]:
         raise LoadTestError(f"--window {window[0]:g}:{window[1]:g}: must end after it starts")
     due = is_within(columns.due_s, window)
     ended = due & columns.ok
     over = window or (0.0, end_of(columns))
     good = None if slo is None else kept(columns, slo)
-    num_cut_prompts, num_cut_outputs = (None, None) if cuts is None else cuts.among(columns.index[due])
+    num_cut_prompts, num_cut_outputs = (
+        (None, None) if truncations is None else truncations.count_among(columns.index[due])
+    )
     spreads = _spreads(columns, ended)
     return Metrics(
         window_s=window,
@@ -200,7 +204,7 @@ def measure(
 
 
 def spread_of(values: npt.NDArray[np.floating]) -> Spread | None:
-    """The distribution of what is not NaN of the values [n]; None if that is nothing."""
+    """The distribution of the values [n] without NaN; None if none is left."""
     known = values[~np.isnan(values)]
     if not len(known):
         return None
@@ -214,7 +218,7 @@ def spread_of(values: npt.NDArray[np.floating]) -> Spread | None:
 
 
 def step_facts(steps: StepColumns, window: Window | None) -> StepFacts | None:
-    """What the steps planned within the window looked like; None if there were none."""
+    """Statistics of the steps planned within the window; None if there were none."""
     rows = is_within(steps.planned_s, window)
     if not rows.any():
         return None
@@ -247,7 +251,7 @@ def _rates(columns: RequestColumns, window: Window | None, over: Window, good: R
     if not seconds > 0:
         return dict.fromkeys(_RATES)
     ended = columns.ok & is_within(columns.last_s, window)
-    # Not compared with a window where there is none: tokens whose time is not known count then too.
+    # Without a window, tokens of unknown arrival time count, too.
     tokens = tokens_within(columns, over) if window else float(columns.num_output_tokens.sum())
     read = is_within(columns.first_s, window) & ~np.isnan(columns.first_s)
     mean, most = in_flight(columns, over)

@@ -1,4 +1,4 @@
-"""Mixes: which algorithm (n samples, beams) and which tenant each request has."""
+"""Mixes: the algorithm (n samples, beams) and the tenant of each request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """How a request's output is found."""
+    """The decoding algorithm of a request."""
 
     n: int = 1
     beam_width: int = 0
@@ -30,37 +30,37 @@ class Algorithm:
 
     @property
     def label(self) -> str:
-        """As it stands in a mix, such as "n=4"."""
+        """The algorithm as written in a mix, such as "n=4"."""
         return f"beam={self.beam_width}" if self.beam_width else f"n={self.n}"
 
 
 @dataclass(frozen=True, slots=True)
 class Weighted(Generic[_T]):
-    """Things to choose from, each with its share; the shares sum to 1."""
+    """Values to draw from, each with its share; the shares sum to 1."""
 
     values: tuple[_T, ...]
     shares: tuple[float, ...]
 
     def draw(self, rng: np.random.Generator, count: int) -> list[_T]:
-        """[count] of the values."""
+        """[count] draws of the values."""
         ends = np.cumsum(self.shares)
-        ends[-1] = 1.0  # a sum of 0.999… would leave a draw without a value
+        ends[-1] = 1.0  # with a sum of 0.999… a draw could have no value
         return [self.values[place] for place in np.searchsorted(ends, rng.random(count), side="right").tolist()]
 
 
 class Label(NamedTuple):
-    """What a request gets beside its lengths."""
+    """The attributes of a request besides its lengths."""
 
     n: int
     beam_width: int
     tenant: str
     kind: str
-    """The algorithm's, where there is a mix."""
+    """The algorithm's label, if there is a mix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """How requests get their labels; None where nothing is said: one sample, no tenant."""
+    """Draws the labels of requests; without a mix one sample, without tenants no tenant."""
 
     mix: Weighted[Algorithm] | None = None
     tenants: Weighted[str] | None = None
@@ -79,13 +79,14 @@ class Labels:
         ]
 
     def endless(self, seed: int) -> Iterator[Label]:
-        """The same one by one, for those who do not know how many they need."""
+        """The same labels one by one, for callers that do not know how many they need."""
         for chunk in itertools.count():
             yield from self.draw(ChunkStreams(seed, chunk), _CHUNK)
 
 
 def parse_mix(text: str) -> Weighted[Algorithm] | None:
-    """`n=4:0.2,beam=4:0.1`: a fifth of the requests with four samples, a tenth with four beams, the others with one.
+    """`n=4:0.2,beam=4:0.1`: a fifth of the requests has four samples, a tenth has four beams, the others have one
+    sample.
 
     None for an empty text. Raises LoadTestError.
     """
@@ -96,7 +97,7 @@ def parse_mix(text: str) -> Weighted[Algorithm] | None:
 
 
 def parse_tenants(text: str) -> Weighted[str] | None:
-    """`a:3,b:1`: three quarters of the requests from tenant a; `a,b`: the same from each. None for an empty text.
+    """`a:3,b:1`: three quarters of the requests are from tenant a; `a,b`: equal shares. None for an empty text.
 
     Raises LoadTestError.
     """
@@ -107,7 +108,7 @@ def parse_tenants(text: str) -> Weighted[str] | None:
 
 
 def mix_of(text: str) -> Weighted[Algorithm] | None:
-    """As parse_mix, for those who name the option themselves; raises ValueError."""
+    """As parse_mix, for callers that name the option themselves; raises ValueError."""
     shares: dict[Algorithm, float] = {}
     for part in _parts(text):
         name, colon, share = part.partition(":")
@@ -115,7 +116,7 @@ def mix_of(text: str) -> Weighted[Algorithm] | None:
             raise ValueError(f"{part!r} has no share; a mix looks like {MIX_FORM}")
         algorithm = _algorithm(name)
         if algorithm in shares:
-            raise ValueError(f"{algorithm.label} is there twice")
+            raise ValueError(f"{algorithm.label} is given twice")
         shares[algorithm] = positive(share, f"the share in {part!r}")
     if not shares:
         return None
@@ -130,7 +131,7 @@ def mix_of(text: str) -> Weighted[Algorithm] | None:
 
 
 def tenants_of(text: str) -> Weighted[str] | None:
-    """As parse_tenants, for those who name the option themselves; raises ValueError."""
+    """As parse_tenants, for callers that name the option themselves; raises ValueError."""
     weights: dict[str, float] = {}
     for part in _parts(text):
         name, colon, weight = part.rpartition(":")
@@ -138,7 +139,7 @@ def tenants_of(text: str) -> Weighted[str] | None:
         if not name:
             raise ValueError(f"{part!r} has no name; tenants look like {TENANTS_FORM}")
         if name in weights:
-            raise ValueError(f"{name} is there twice")
+            raise ValueError(f"{name} is given twice")
         weights[name] = positive(weight, f"the weight in {part!r}") if colon else 1.0
     return _weighted(weights) if weights else None
 

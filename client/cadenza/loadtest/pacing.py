@@ -1,4 +1,4 @@
-"""Prompts that are ready before their time comes: the schedule some hundred requests ahead of the clock."""
+"""Prepares prompts before their requests are due, some hundreds of requests ahead of the clock."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from cadenza.loadtest.requests import RequestShape
 _AHEAD = 512
 _AHEAD_BURST = 20_000
 _AHEAD_TOKENS = 1_000_000
-"""Prompts that are ready hold no more than this together: some 40 MB."""
+"""Limit for the total length of prepared prompts: about 40 MB."""
 _LATER_S = 0.0005
-"""After a request was due, the next prompt is made when it is on its way."""
+"""Delay after which the next prompt is made, so that the request that was taken is sent first."""
 
 
 @dataclass(slots=True)
 class Unit:
-    """What is due at one moment: a request, or a session with its later turns."""
+    """A request, or a session with its later turns, which is due as one."""
 
     due_s: float
     """Seconds since the start."""
     shapes: list[RequestShape]
     prompt: list[int] | str = ""
-    """Of the first turn."""
+    """The prompt of the first turn."""
 
 
 def units(schedule: Iterable[tuple[float, RequestShape]]) -> Iterator[Unit]:
-    """Turns of one session, which follow each other in the schedule, are one unit; lazily."""
+    """The schedule as units, lazily; the turns of one session, which follow each other, form one unit."""
     for _, group in groupby(schedule, key=_unit_key):
         entries = list(group)
         yield Unit(entries[0][0], [shape for _, shape in entries])
@@ -41,10 +41,10 @@ def _unit_key(entry: tuple[float, RequestShape]) -> tuple[int, int]:
     return (shape.session, -1) if shape.session >= 0 else (-1, shape.index)
 
 
-class Ahead:
-    """Units with their prompts made, some hundreds ahead of the one that is taken.
+class PreparedUnits:
+    """Units whose prompts are prepared, some hundreds ahead of the unit taken last.
 
-    What goes wrong in making them is raised when their turn comes.
+    An error in preparing a unit is raised when that unit is taken.
     """
 
     def __init__(self, schedule: Iterator[Unit], make: Callable[[RequestShape], list[int] | str]) -> None:
@@ -56,12 +56,13 @@ class Ahead:
         self._over = False
 
     def fill(self) -> None:
-        """Before the start: as many as are kept ready, and all of a burst that comes first, if memory allows."""
+        """Prepare units before the start: the usual number, and the whole of an initial burst if the limits allow
+        it."""
         while self._make_one(burst=True):
             pass
 
     def take(self) -> Unit | None:
-        """The next one; None: that was all. Raises what the schedule or the prompt maker raised."""
+        """The next unit; None at the end. Raises what the schedule or the prompt maker raised."""
         if not self._ready:
             self._make_one()
         if not self._ready:
@@ -75,7 +76,7 @@ class Ahead:
         return unit
 
     def _make_one(self, burst: bool = False) -> bool:
-        """False: there is no more, or no room for it."""
+        """Prepare one unit; False if none is left or the limits are reached."""
         if self._over or (self._ready and not self._has_room(burst)):
             return False
         try:

@@ -1,4 +1,4 @@
-"""Numbers in what users write."""
+"""Parses numbers in option values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def positive(text: str, name: str) -> float:
-    """A number over 0 and not infinite; raises ValueError saying what of `name` is wrong."""
+    """A finite number over 0; raises a ValueError that names `name`."""
     try:
         number = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Prompts: the tokens, or words, of a request, from the seed and its place in the workload."""
+"""Prompts: the tokens or words of a request, which follow from the seed and its index in the workload."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import numpy as np
 
 from cadenza.loadtest.requests import Ints, LoadTestError, RequestShape
 from cadenza.loadtest.seeds import stream
-from cadenza.loadtest.vocabulary import WORDS
+from cadenza.loadtest.vocabulary import VOCABULARY
 
 _FIRST_ID, _END_ID = 300, 8000
-"""Past special tokens and single bytes; within the smallest usual vocabularies. benchmarks/common takes the same."""
+"""Above special tokens and single bytes, within the smallest usual vocabularies; benchmarks/common uses the same."""
 _FEWEST = 64
-"""Fewer different ids than this would make prompts alike."""
+"""Minimum number of different ids; with fewer, prompts would share tokens by chance."""
 _REQUESTS, _PREFIXES = 0, 1
-"""Parts of the random stream, which do not touch."""
+"""Disjoint parts of the random stream."""
 
 
 def id_range(vocab_size: int | None) -> tuple[int, int]:
-    """First and end of the ids that prompts are made of, in a vocabulary of that many (None: unknown).
+    """First and end of the ids for prompts in a vocabulary of this size (None: unknown).
 
-    300 to 8,000 where there are as many; of a vocabulary too small for that the upper half, special ids being mostly
+    300 to 8,000 if the vocabulary has as many; in a smaller vocabulary its upper half, because special ids are mostly
     among the first.
     """
     if vocab_size is None:
@@ -34,14 +34,14 @@ def id_range(vocab_size: int | None) -> tuple[int, int]:
 
 
 class Prompts:
-    """Makes prompts; the same one for the same seed and shape, whatever was made before. Not for several threads."""
+    """Makes prompts, which depend on the seed and the shape alone. Not thread-safe."""
 
     def __init__(
         self, seed: int, vocab_size: int | None = None, first_id: int | None = None, end_id: int | None = None
     ) -> None:
-        """Random ids are from `first_id` up to, not including, `end_id`; without them, from id_range(vocab_size).
+        """Random ids are from `first_id` up to, not including, `end_id`; by default from id_range(vocab_size).
 
-        Raises LoadTestError for an empty range or one outside of the vocabulary.
+        Raises LoadTestError for an empty range or one outside the vocabulary.
         """
         first, end = id_range(vocab_size)
         self._first = first if first_id is None else first_id
@@ -49,24 +49,25 @@ class Prompts:
         self._vocab_size = vocab_size
         if not 0 <= self._first < self._end <= (vocab_size or self._end):
             raise LoadTestError(f"prompt ids from {self._first} to {self._end} are not in a vocabulary of {vocab_size}")
-        # A counter-based generator (Philox, Salmon et al., SC 2011, https://doi.org/10.1145/2063384.2063405) is put to
-        # any request's place by its state; a new generator for each request would take longer than its tokens.
+        # A counter-based generator (Philox, Salmon et al., SC 2011, https://doi.org/10.1145/2063384.2063405) is set to
+        # any request's position by its state; a new generator for each request would take longer than drawing its
+        # tokens.
         key = stream(seed, "prompts").integers(0, 2**64, 2, np.uint64, endpoint=False)
         self._philox = np.random.Philox(counter=0, key=key)
         self._rng = np.random.Generator(self._philox)
         self._start = self._philox.state
-        self._words = np.array(WORDS)
+        self._vocabulary = np.array(VOCABULARY)
         self._prefix_ids: dict[int, list[int]] = {}
         self._prefix_words: dict[int, list[str]] = {}
 
     def token_ids(self, shape: RequestShape, history: Sequence[int] = ()) -> list[int]:
-        """The prompt's token ids: `history` (of a session's turns before), then the shape's own.
+        """The prompt's token ids: `history` (of a session's earlier turns), then the shape's own.
 
-        The own ones are those that a file gave, or random: the shared prefix, then others. Raises LoadTestError if the
-        shape has a text, or ids outside of the vocabulary.
+        The shape's own ids come from its file, or are random: the shared prefix, then others. Raises LoadTestError if
+        the shape has a text, or ids outside the vocabulary.
         """
         if shape.prompt_text:
-            raise LoadTestError(f"request {shape.index}: its prompt is a text, and token ids are asked for")
+            raise LoadTestError(f"request {shape.index}: its prompt is a text, but token ids are needed")
         if shape.prompt_token_ids:
             own = list(shape.prompt_token_ids)
             if self._vocab_size is not None and max(own) >= self._vocab_size:
@@ -82,13 +83,13 @@ class Prompts:
         return [*history, *own] if history else own
 
     def text(self, shape: RequestShape, history_text: str = "") -> str:
-        """The prompt as text, for servers that take no ids: a common short English word for each token.
+        """The prompt as text, for servers that accept no ids: a common short English word for each token.
 
-        Most tokenizers have each word as one token, so that the count is about right. Raises LoadTestError if the shape
+        Most tokenizers encode each word as one token, so the length is about right. Raises LoadTestError if the shape
         has token ids from a file.
         """
         if shape.prompt_token_ids:
-            raise LoadTestError(f"request {shape.index}: its prompt is token ids, and a text is asked for")
+            raise LoadTestError(f"request {shape.index}: its prompt is token ids, but a text is needed")
         own = shape.prompt_text
         if not own:
             words = self._prefix_text(shape.prefix, shape.num_prefix_tokens) if shape.prefix >= 0 else []
@@ -112,11 +113,11 @@ class Prompts:
         return ids
 
     def _text(self, part: int, index: int, count: int) -> list[str]:
-        words: list[str] = self._words[self._draw(part, index, 0, len(self._words), count)].tolist()
+        words: list[str] = self._vocabulary[self._draw(part, index, 0, len(self._vocabulary), count)].tolist()
         return words
 
     def _draw(self, part: int, index: int, first: int, end: int, count: int) -> Ints:
-        """[count] whole numbers; longer draws of a place begin with the shorter ones."""
+        """[count] integers; a longer draw at the same position begins with the shorter one."""
         self._start["state"]["counter"][2:] = index, part
         self._philox.state = self._start
         return self._rng.integers(first, end, count)

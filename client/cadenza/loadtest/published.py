@@ -1,14 +1,14 @@
 """Length distributions with published parameters.
 
-ShareGPT, people's conversations with ChatGPT: the PagedAttention paper prints for its workload of it a mean input of
-161.31 tokens and a mean output of 337.99 (Kwon et al., SOSP 2023, figure 11 in section 6.1,
-https://arxiv.org/abs/2309.06180; its text says 8.4 and 5.8 times Alpaca's, for which it prints 19.31 and 58.45).
-vLLM's benchmark leaves out what has a prompt or an output of under 4 tokens, a prompt of over 1,024, or over 2,048
-together (`benchmarks/benchmark_serving.py` in https://github.com/vllm-project/vllm).
+ShareGPT, users' conversations with ChatGPT: the PagedAttention paper prints for its workload a mean input of 161.31
+tokens and a mean output of 337.99 (Kwon et al., SOSP 2023, figure 11 in section 6.1, https://arxiv.org/abs/2309.06180;
+its text states 8.4 and 5.8 times Alpaca's means, which are 19.31 and 58.45). vLLM's benchmark leaves out requests with
+a prompt or an output of under 4 tokens, a prompt of over 1,024, or over 2,048 tokens together
+(`benchmarks/benchmark_serving.py` in https://github.com/vllm-project/vllm).
 
-Published are the two means and the limits. Assumed are the form, log-normal on each side; the standard deviations of
-the logarithm, chosen for a long tail; that output does not depend on input; and that an output has at most 1,024
-tokens, so that no request is over 2,048 together.
+The two means and the limits are published. The following is assumed: both lengths are log-normal; the standard
+deviations of the logarithm, chosen for a long tail; outputs do not depend on inputs; an output has at most 1,024
+tokens, so that no request has over 2,048 tokens together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHORTEST, _LONGEST = 4, 1024
 
 
 def sharegpt_lengths() -> tuple[str, str]:
-    """Prompt and output lengths as `parse_lengths` takes them."""
+    """Prompt and output lengths in the form of `parse_lengths`."""
     return (
         lognormal_text(SHAREGPT_MEAN_INPUT, _SIGMA_INPUT, _SHORTEST, _LONGEST),
         lognormal_text(SHAREGPT_MEAN_OUTPUT, _SIGMA_OUTPUT, _SHORTEST, _LONGEST),
@@ -30,7 +30,7 @@ def sharegpt_lengths() -> tuple[str, str]:
 
 
 def lognormal_text(mean: float, sigma: float, low: int, high: int) -> str:
-    """Log-normal lengths that have `mean` after they are clipped to low and high, where low < mean < high."""
+    """Log-normal lengths whose mean after clipping to low and high is `mean`; low < mean < high."""
     from scipy.optimize import brentq
 
     def too_large(center: float) -> float:

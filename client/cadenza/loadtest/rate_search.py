@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass, field
 
 MAX_FACTOR = 1024.0
-"""The search goes no further than this from where it began, either way."""
+"""The largest factor between the start and any tried rate, in either direction."""
 
 
 @dataclass(slots=True)
 class RateSearch:
-    """Ask `next_rate`, try it, `tell` whether it held; until there is no next. Rates in requests per second.
+    """Try `next_rate` and `record` whether it held, until there is no next rate. Rates are in requests per second.
 
-    A rate that failed once counts as failed: above it nothing is tried again.
+    A rate that failed once counts as failed: no higher rate is tried afterwards.
     """
 
     start: float
@@ -25,7 +25,8 @@ class RateSearch:
     """The lowest rate that has failed so far."""
 
     def next_rate(self) -> float | None:
-        """What to try now; None: the search is over, and `held` is its answer (None: not even the lowest one held)."""
+        """The rate to try next; None: the search is over and `held` is its result (None: not even the lowest rate
+        held)."""
         if self.held is None and self.failed is None:
             return self.start
         if self.failed is None:
@@ -37,8 +38,8 @@ class RateSearch:
             return None
         return math.sqrt(self.held * self.failed)
 
-    def tell(self, rate: float, held: bool) -> None:
-        """What became of a rate."""
+    def record(self, rate: float, held: bool) -> None:
+        """Record whether a rate held."""
         if held:
             self.held = rate if self.held is None else max(self.held, rate)
         else:

@@ -1,4 +1,4 @@
-"""A trial of the search for the highest rate: what it sends, and whether its rate holds; on a server and simulated."""
+"""A trial of the search for the highest rate, on a server or simulated: its settings, and whether its rate holds."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from cadenza.loadtest.slo import Slo, kept
 from cadenza.loadtest.windows import kept_up, steady_window
 
 FIRST_RATE = 1.0
-"""Requests per second, where the search begins if nothing better is known."""
+"""Default start of the search, in requests per second."""
 _WARM_UP_SHARE = 0.1
-"""Of the requests: the first find an empty system, and are not judged."""
+"""Share of the requests that are not judged: the first ones find an empty system."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What became of a rate."""
+    """The result of a trial."""
 
     held: bool
     share: float
-    """Of the judged requests, those that kept every limit: the mean over the runs."""
+    """Share of the judged requests that kept every limit: the mean over the runs."""
     kept_up: bool
-    """Did about as many requests end as came, in the second half of the arrivals of every run."""
+    """Whether about as many requests ended as arrived in the second half of the arrivals of every run."""
 
 
 def at_rate(settings: LoadSettings, rate: float, *, seconds: float, num_requests: int) -> LoadSettings:
-    """A trial's settings: with the number of requests, or for the time, that they name; else all of a file, else for
-    so many `seconds` and so many requests at least.
+    """A trial's settings, with the number of requests or the duration that `settings` give; else the whole file; else
+    arrivals for `seconds`, at least `num_requests`.
 
-    All rates have the same requests in the same pattern of arrivals, stretched: a lower one is not worse by chance.
+    All rates have the same requests in the same pattern of arrivals, stretched, so that a lower rate is not worse by
+    chance.
     """
     change: dict[str, float | int | None] = {"request_rate": rate}
     if settings.num_requests is None and not settings.from_file:
@@ -46,11 +47,11 @@ def at_rate(settings: LoadSettings, rate: float, *, seconds: float, num_requests
 
 
 def judge(runs: Sequence[RequestColumns], settings: LoadSettings) -> Judgement:
-    """Does the rate of these runs, one or more, hold. It does if
+    """Decide whether the rate of these runs, one or more, holds. It does if
 
     - `settings.slo_share` of the requests keep `settings.slo`, over the run without its first tenth and over its last
-      third alone: the means over all runs, and
-    - the server keeps up: in the second half of the arrivals about as many requests end as come, in every run.
+      third alone (the means over all runs), and
+    - the server keeps up: in every run, about as many requests end as arrive in the second half of the arrivals.
 
     Raises LoadTestError if there is no SLO, or an ITL limit without inter-token latencies.
     """
@@ -62,24 +63,25 @@ def judge(runs: Sequence[RequestColumns], settings: LoadSettings) -> Judgement:
 
 
 def first_judged(settings: LoadSettings, num_requests: int) -> int:
-    """The index of the first request that is judged, of so many; with a window of the user's own that says all."""
+    """Index of the first of `num_requests` requests that is judged; 0 with the user's own window, which decides
+    alone."""
     return 0 if parse_window(settings.window) else int(_WARM_UP_SHARE * num_requests)
 
 
 def judged_span(settings: LoadSettings) -> Window:
-    """When requests must be due to be judged, in seconds of the run."""
+    """The due times of judged requests, in seconds of the run."""
     return parse_window(settings.window) or (settings.warm_up_s, math.inf)
 
 
 def limits_of(settings: LoadSettings) -> Slo:
-    """What the search is about; raises LoadTestError if there is none."""
+    """The SLO of the search; raises LoadTestError if there is none."""
     if settings.limits is None:
         raise LoadTestError("--find-max-rate needs --slo, as ttft=0.5,tpot=0.05")
     return settings.limits
 
 
 def _shares(run: RequestColumns, settings: LoadSettings) -> tuple[float, float]:
-    """Of the judged requests those that kept every limit, and the same of those in the last third of all."""
+    """Share of the judged requests that kept every limit, and the same share in the last third of all requests."""
     good = kept(run, limits_of(settings))
     if good is None:
         raise LoadTestError("--slo: an ITL limit needs the inter-token latencies: leave out --no-keep-itl")
@@ -94,5 +96,5 @@ def _share(good: Rows, rows: Rows) -> float:
 
 
 def _window(run: RequestColumns, settings: LoadSettings) -> Window | None:
-    """As of any run, but of `--window all` too."""
+    """The window as for any run, and also for `--window all`."""
     return parse_window(settings.window) or steady_window(run, settings.warm_up_s)

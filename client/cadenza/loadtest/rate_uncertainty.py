@@ -1,4 +1,4 @@
-"""How sure the rates of a single run are: a bootstrap over blocks of its time."""
+"""Uncertainty of a single run's rates: a bootstrap over blocks of its time."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from cadenza.loadtest.requests import Floats
 from cadenza.loadtest.slo import kept
 
 FEWEST_BLOCKS = 10
-"""Of time, each as long as a request takes on average: shorter runs have no interval of a rate."""
+"""Minimum number of time blocks, each as long as a mean request; shorter runs have no interval for a rate."""
 _MOST_BLOCKS = 64
 
 
 def rate_replicates(
     columns: RequestColumns, metrics: Metrics, *, seed: int, num_resamples: int, level: float
 ) -> dict[str, tuple[Floats, int]]:
-    """By flat name: [num_resamples] replicates of each rate of the run, and of how many blocks they are.
+    """By flat name: [num_resamples] replicates of each rate of the run, and their number of blocks.
 
-    The window (without one, the run to its last token) is cut into blocks of equal length, no shorter than the mean E2E
-    of its requests, and what came in each is counted; the blocks are drawn with replacement. Few blocks vary too little
-    in that, so the replicates are spread as Student's t is wider than the normal distribution at `level`. A rate of
-    which there are fewer than `FEWEST_BLOCKS` blocks, or nothing came, is left out.
+    The window (without one, the run to its last token) is divided into blocks of equal length, no shorter than the mean
+    E2E of its requests, and the arrivals in each block are counted; the blocks are drawn with replacement. Few blocks
+    underestimate the variation, so the replicates are widened by the ratio of Student's t to the normal distribution at
+    `level`. A rate with fewer than `FEWEST_BLOCKS` blocks, or without arrivals, is left out.
 
-    It tells how the run varied within itself, arrivals by chance included; not how runs differ. Two runs of one seed
-    have the same arrivals, which it does not know: then it is too wide. What lasts longer than a block (a slow drift, a
-    queue that grows) makes it too narrow.
+    The replicates show the variation within the run, including random arrivals; not the variation between runs. Two
+    runs of one seed have the same arrivals, which the bootstrap does not know: then it is too wide. Effects that last
+    longer than a block (a slow drift, a growing queue) make it too narrow.
     """
     over = metrics.window_s or (0.0, end_of(columns))
     e2e_s = per_request(columns)["e2e_s"][columns.ok & is_within(columns.due_s, metrics.window_s)]
@@ -52,14 +52,14 @@ def rate_replicates(
 
 
 def _widening(num_blocks: int, level: float) -> float:
-    """Times that deviations of the mean of so few blocks are too small (Hesterberg 2015,
+    """Factor by which the bootstrap underestimates deviations of the mean with this few blocks (Hesterberg 2015,
     https://doi.org/10.1080/00031305.2015.1089789)."""
     mark = (1 + level) / 2
     return float((num_blocks / (num_blocks - 1)) ** 0.5 * stats.t.ppf(mark, num_blocks - 1) / stats.norm.ppf(mark))
 
 
 def _counts(columns: RequestColumns, metrics: Metrics, over: Window, num_blocks: int) -> dict[str, Floats]:
-    """[num_blocks] by rate: how many of its requests or tokens came in each block."""
+    """[num_blocks] by rate: number of its requests or tokens that arrived in each block."""
 
     def count(times_s: Floats, weights: npt.NDArray[np.generic] | None = None) -> Floats:
         return np.histogram(times_s, num_blocks, over, weights=weights)[0].astype(float)
@@ -80,7 +80,7 @@ def _counts(columns: RequestColumns, metrics: Metrics, over: Window, num_blocks:
 def _evenly(columns: RequestColumns, rows: npt.NDArray[np.bool_], edges: Floats) -> Floats:
     """[edges - 1] output tokens of requests without gaps, spread from the first token to the last."""
     first_s, tokens = columns.first_s[rows], columns.num_output_tokens[rows]
-    # An answer in one piece came at once.
+    # An answer in one message arrived at one time.
     span_s = np.maximum(np.nan_to_num(columns.last_s[rows] - first_s), 1e-9)
     until = [float((tokens * np.clip((edge - first_s) / span_s, 0, 1)).sum()) for edge in edges]
     return np.diff(np.array(until))

@@ -1,4 +1,4 @@
-"""One HTML page of one result file or several, with nothing to fetch; and the figures as files."""
+"""A self-contained HTML page of one or several result files, and the figures as files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 from jinja2 import Environment
 from matplotlib.figure import Figure
 
-from cadenza.loadtest.comparison import Comparison, compare, told_apart
+from cadenza.loadtest.comparison import Comparison, compare, distinct_labels
 from cadenza.loadtest.curves import curves_of
 from cadenza.loadtest.figures.changes import ratios
 from cadenza.loadtest.figures.latency import latency_cdfs, latency_over_time
 from cadenza.loadtest.figures.occupancy import occupancy
 from cadenza.loadtest.figures.sample import Sample, sample_of
 from cadenza.loadtest.figures.saving import inline_svg, save
-from cadenza.loadtest.figures.style import MOST_NAME, Look, look, look_within, words
+from cadenza.loadtest.figures.style import MOST_NAME, Look, drawable, look, look_within
 from cadenza.loadtest.figures.sweeps import Curve, over_swept, rates, throughput_and_latency
 from cadenza.loadtest.metric_names import STATISTICS, describe
 from cadenza.loadtest.requests import LoadTestError
@@ -35,21 +35,22 @@ from cadenza.loadtest.summary import (
 )
 
 MOST_SERIES = 6
-"""Points whose distributions are drawn in one figure; of more, as many, evenly chosen, and alike of each file."""
+"""Most points whose distributions are drawn in one figure; of more points, an even selection, the same of each file."""
 _MOST_RUNS = 3
-"""Points whose course over time is drawn."""
+"""Most points whose course over time is drawn."""
 _MOST_CHANGES = 6
-"""Comparisons that are drawn; the tables have all of them."""
+"""Most comparisons that are drawn; the tables have all of them."""
 _LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s", "lag_s")
 _Item = TypeVar("_Item")
 Named = tuple[str, Figure, str]
-"""Of a figure: name, itself, and a sentence on what one sees."""
+"""A figure's name, the figure, and its caption."""
 
 
 def write_report(files: Sequence[LoadTestFile], path: Path | str) -> Path:
-    """Write the page; of two files or more each is held against the first. Raises LoadTestError if it cannot be."""
+    """Write the page; with several files, each is compared with the first. Raises LoadTestError if it cannot be
+    written."""
     path = Path(path)
-    files = _named(files, told_apart([file.label for file in files]))
+    files = _named(files, distinct_labels([file.label for file in files]))
     comparison = compare(files) if len(files) > 1 else None
     text = resources("cadenza.loadtest").joinpath("report.html.j2").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
@@ -68,22 +69,22 @@ def write_report(files: Sequence[LoadTestFile], path: Path | str) -> Path:
 
 
 def write_figures(files: Sequence[LoadTestFile], folder: Path | str) -> list[Path]:
-    """Write every figure of these files, together, as PNG and SVG; returns the paths. Raises LoadTestError."""
+    """Write every figure of these files together as PNG and SVG; returns the paths. Raises LoadTestError."""
     comparison = compare(files) if len(files) > 1 else None
     return [path for name, figure, _ in figures_of(files, comparison) for path in save(figure, Path(folder), name)]
 
 
 def figures_of(files: Sequence[LoadTestFile], comparison: Comparison | None = None) -> Iterator[Named]:
-    """All figures, made one after the other."""
+    """All figures, made lazily."""
     if len(files) > 1:
-        files = _named(files, told_apart([words(file.label, MOST_NAME) for file in files]))
+        files = _named(files, distinct_labels([drawable(file.label, MOST_NAME) for file in files]))
     points = [(file, point) for file in files for point in file.points]
     limits = next((point.runs[0].metrics.slo.limits for _, point in points if point.runs[0].metrics.slo), None)
     samples = _samples(files)
     yield (
         "latency-distributions",
         latency_cdfs(samples, limits),
-        ("How many took no longer than so long, of the requests due within the window; the first run of each point."),
+        ("Share of the requests due within the window that took no longer than a time; the first run of each point."),
     )
     if any(len(file.points) > 1 for file in files):
         yield from _swept_figures(curves_of(files), limits)
@@ -96,7 +97,7 @@ def figures_of(files: Sequence[LoadTestFile], comparison: Comparison | None = No
             yield (
                 f"change-{place}",
                 ratios(shown, f"{label} against {comparison.labels[0]}{at}"),
-                ("How many times the first file's value each metric is."),
+                ("Each metric as a multiple of the first file's value."),
             )
     for place, (file, point) in enumerate(_some(points, _MOST_RUNS)):
         sample, steps, which = _sample(files, file, point), point.runs[0].steps, ""
@@ -106,14 +107,14 @@ def figures_of(files: Sequence[LoadTestFile], comparison: Comparison | None = No
         yield (
             f"latency-over-time-{place}",
             latency_over_time(sample),
-            "Each request when it was due; the shade is the window that counts. A line that rises on is a queue."
+            "Each request over its due time; the window that counts is shaded. A line that keeps rising shows a queue."
             + which,
         )
         if steps is not None:
             yield (
                 f"occupancy-{place}",
                 occupancy(steps, sample.label, _block_size(file)),
-                "Means over parts of the run, and their ranges as shades; preemptions stand on the axis." + which,
+                "Means over parts of the run, with their ranges as shades; preemptions are marked on the axis." + which,
             )
 
 
@@ -121,28 +122,28 @@ def _swept_figures(curves: Sequence[Curve], limits: Mapping[str, float] | None) 
     caption = "What more throughput costs each user: solid p50, dashed p99, bars are 95% intervals."
     yield "throughput-and-latency", throughput_and_latency(curves, limits), caption
     if (over := over_swept(curves, limits)) is not None:
-        yield "over-swept", over, "The same over what was swept: solid p50, dashed p99, bars are 95% intervals."
+        yield "over-swept", over, "The same over the swept setting: solid p50, dashed p99, bars are 95% intervals."
     if (rated := rates(curves)) is not None:
-        caption = (
-            "Where the points leave the dotted line, the server no longer does what is asked of it, or not in time."
-        )
+        caption = "Where the points leave the dotted line, the server no longer keeps up with the load, or not in time."
         yield "rates", rated, caption
 
 
 def _named(files: Sequence[LoadTestFile], labels: Sequence[str]) -> list[LoadTestFile]:
-    """The same files under these labels."""
+    """The same files with these labels."""
     return [file.model_copy(update={"label": label}) for file, label in zip(files, labels, strict=True)]
 
 
 def _some(items: Sequence[_Item], most: int) -> list[_Item]:
-    """All, or `most` of them at even distances, the first and the last among them; the last if it is to be one."""
+    """All items, or `most` of them, evenly spaced and including the first and the last; only the last if `most` is
+    1."""
     if len(items) <= most:
         return list(items)
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)] if most > 1 else [items[-1]]
 
 
 def _samples(files: Sequence[LoadTestFile]) -> list[Sample]:
-    """A file has one colour, as in the other figures, and its points have lines of their own."""
+    """The samples to draw: a file's points share its colour, as in the other figures, and have different line
+    styles."""
     most = max(1, MOST_SERIES // max(1, len(files)))
     if len(files) == 1:
         return [
@@ -157,14 +158,14 @@ def _samples(files: Sequence[LoadTestFile]) -> list[Sample]:
 
 def _sample(files: Sequence[LoadTestFile], file: LoadTestFile, point: Point, own: Look | None = None) -> Sample:
     run = point.runs[0]
-    # What was swept is short, and what tells points apart: so it is what a long label may not push out.
-    parts = [words(file.label, MOST_NAME)] if len(files) > 1 else []
+    # The swept value is short and distinguishes the points, so a long label must not displace it.
+    parts = [drawable(file.label, MOST_NAME)] if len(files) > 1 else []
     parts += [swept_text(point.swept)] if point.swept else []
     return sample_of(", ".join(parts) or file.label, run.requests, run.window_s, own)
 
 
 def _block_size(file: LoadTestFile) -> int | None:
-    """Tokens per KV block, if the server says so and all its executors have the same."""
+    """Tokens per KV block, if the server reports it and all its executors have the same."""
     executors = (file.server or {}).get("executors")
     known = executors if isinstance(executors, list) else []
     sizes = {each.get("limits", each).get("block_size") for each in known}  # a simulated one has it among its limits
@@ -207,11 +208,16 @@ def _point(point: Point) -> dict[str, Any]:
 
 
 def _row(point: Point, name: str) -> dict[str, str]:
-    told, found = describe(name), point.summary[name]
+    name_info, found = describe(name), point.summary[name]
     interval = ""
     if found.low is not None and found.high is not None:
-        interval = f"{number(found.low * told.scale)} – {number(found.high * told.scale)}"
-    return {"label": told.label, "value": number(found.value * told.scale), "unit": told.unit, "interval": interval}
+        interval = f"{number(found.low * name_info.scale)} – {number(found.high * name_info.scale)}"
+    return {
+        "label": name_info.label,
+        "value": number(found.value * name_info.scale),
+        "unit": name_info.unit,
+        "interval": interval,
+    }
 
 
 def _latency(point: Point, name: str) -> dict[str, Any]:
@@ -239,7 +245,7 @@ def _max_rate(file: LoadTestFile) -> str:
 
 
 def _facts(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Names and values, nested ones with dots; nothing that says nothing."""
+    """Names and values, nested ones with dots; empty values are left out."""
     rows: list[tuple[str, str]] = []
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -274,18 +280,18 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
 
 
 def _change(change: Any) -> dict[str, str]:
-    told = describe(change.metric)
+    name_info = describe(change.metric)
 
     def shown(value: Any, scale: float) -> str:
         interval = f" ({number(value.low * scale)} – {number(value.high * scale)})" if value.low is not None else ""
         return f"{number(value.value * scale)}{interval}"
 
     return {
-        "label": told.label,
-        "unit": told.unit,
-        "base": number(change.base.value * told.scale),
-        "other": number(change.other.value * told.scale),
-        "difference": shown(change.difference, told.scale),
+        "label": name_info.label,
+        "unit": name_info.unit,
+        "base": number(change.base.value * name_info.scale),
+        "other": number(change.other.value * name_info.scale),
+        "difference": shown(change.difference, name_info.scale),
         "ratio": shown(change.ratio, 1.0) if change.ratio else "",
         "verdict": change.verdict,
     }

@@ -1,4 +1,4 @@
-"""The result file: one JSON with all that was measured, and all that is needed to measure it again."""
+"""The result file: one JSON with all measurements and everything that a rerun needs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from cadenza.loadtest.latencies import Window, end_of
 from cadenza.loadtest.metric_names import values_of
 from cadenza.loadtest.metrics import Metrics, Slo, measure
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.loadtest.truncation import Cuts
+from cadenza.loadtest.truncation import Truncations
 from cadenza.loadtest.uncertainty import Estimate, summarise
 
 KIND = "cadenza.loadtest"
 SCHEMA_VERSION: Final = 1
 CTRL_C: Final = "Ctrl-C"
-"""In `cut_short`."""
+"""Value of `cut_short` after Ctrl-C."""
 
 
 class _Model(BaseModel):
@@ -37,7 +37,7 @@ class _Model(BaseModel):
 
 
 def _plain(value: Any) -> Any:
-    """The value with what JSON has no number for as text: "inf", "-inf", "nan"; a float() of it is what it was."""
+    """The value with numbers that JSON lacks as text: "inf", "-inf", "nan"; float() restores them."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -51,11 +51,11 @@ PlainJson = Annotated[dict[str, Any], BeforeValidator(_plain)]
 
 
 class Run(_Model):
-    """One run: what was asked, what came of each request, and what it amounts to."""
+    """One run: its seed, the outcome of each request, and the metrics."""
 
     seed: int
     started_unix_s: float
-    """By the client's wall clock; in virtual time, when the simulation began."""
+    """By the client's wall clock; for virtual time, when the simulation began."""
     duration_s: float
     """From the start to the end of the last request."""
     window_s: Window | None
@@ -63,28 +63,28 @@ class Run(_Model):
     requests: RequestLists
     steps: StepLists | None = None
     messages: dict[str, str] = Field(default_factory=dict)
-    """By the code of failed requests, what was said of the first one, if anything was."""
+    """First message by error code, if there was any."""
 
 
 class Point(_Model):
-    """Runs with the same settings, which differ in their seeds."""
+    """Runs with the same settings and different seeds."""
 
     swept: Annotated[dict[str, float | str], BeforeValidator(_plain)] = Field(default_factory=dict)
-    """The settings in which the file's points differ, by name with underscores."""
+    """The settings in which the file's points differ, by name, with underscores."""
     runs: list[Run] = Field(min_length=1)
     summary: dict[str, Estimate]
-    """By flat name (`metric_names`): over the runs, or by a bootstrap of a single one."""
+    """Estimates by flat name (`metric_names`): over the runs, or by a bootstrap of a single run."""
 
     @model_validator(mode="after")
     def _has_what_was_measured(self) -> Self:
         names = (name for run in self.runs for name in values_of(run.metrics))
         if (missing := next((name for name in names if name not in self.summary), None)) is not None:
-            raise ValueError(f"summary: {missing} is missing, which a run has")
+            raise ValueError(f"summary: {missing} is missing, but a run has it")
         return self
 
 
 class MaxRate(_Model):
-    """The outcome of `--find-max-rate`; the rates that were tried are the file's points."""
+    """The result of `--find-max-rate`; the tried rates are the file's points."""
 
     held: float | None
     """Highest rate that held, in requests per second; None: none did."""
@@ -92,20 +92,20 @@ class MaxRate(_Model):
     """Lowest rate that failed; None: none did."""
     slo: Slo
     slo_share: float
-    """A rate holds if this share of its requests keeps the limits."""
+    """The share of the requests that must keep the limits for a rate to hold."""
     tolerance: float
-    """`failed` may be this share above `held`."""
+    """The search ends when `failed` is at most this share above `held`."""
 
 
 class Reached(_Model):
-    """How a load test came to its server: what another run of it needs beside the settings, which name a URL."""
+    """How a load test reached its server: what a rerun needs besides the settings, which may hold a URL."""
 
     target: str | None = None
-    """HOST:PORT of a server that ran already."""
+    """HOST:PORT of a server that was already running."""
     model: str | None = None
-    """Folder or hub id, as given, of a server that was started for the test alone."""
+    """Folder or hub id, as given, of the model of a server that was started for the test."""
     options: PlainJson = Field(default_factory=dict)
-    """That server's options which were not left at their defaults, wherever they were said."""
+    """The options of that server that were not left at their defaults, from any source."""
 
 
 class LoadTestFile(_Model):
@@ -118,20 +118,20 @@ class LoadTestFile(_Model):
     cadenza_version: str = cadenza.__version__
     created: AwareDatetime = Field(default_factory=lambda: datetime.now(UTC))
     label: str
-    """What reports and comparisons call it."""
+    """Name of the result in reports and comparisons."""
     command: list[str]
-    """The command line, its first word included."""
+    """The command line, including its first word."""
     settings: PlainJson
-    """All that another run of the same needs; infinity is the text "inf"."""
+    """Everything that a rerun needs; infinity is the text "inf"."""
     client: ClientFacts = Field(default_factory=client_facts)
     reached: Reached | None = None
-    """None: of a simulation, a server with OpenAI's API, or a file of before this was kept."""
+    """None for a simulation, a server with OpenAI's API, or a file from before this was recorded."""
     server: PlainJson | None
-    """What the server says of itself: kind, address, model, options, executors."""
+    """What the server reports about itself: kind, address, model, options, executors."""
     points: list[Point]
     max_rate: MaxRate | None = None
     cut_short: str = ""
-    """By what it ended before all that was asked for was measured: CTRL_C, or an error's message; empty: it did not."""
+    """Why the load test ended before everything was measured: CTRL_C, or an error's message; empty: it is complete."""
 
 
 def run_of(
@@ -143,17 +143,17 @@ def run_of(
     window: Window | None,
     slo: Slo | None,
     duration_s: float | None = None,
-    cuts: Cuts | None = None,
+    truncations: Truncations | None = None,
     messages: Mapping[str, str] | None = None,
     open_loop: bool = True,
 ) -> Run:
-    """A run and its metrics; without `duration_s` it ended with its last token."""
+    """A run and its metrics; without `duration_s` the run ended with its last token."""
     return Run(
         seed=seed,
         started_unix_s=started_unix_s,
         duration_s=end_of(columns) if duration_s is None else duration_s,
         window_s=window,
-        metrics=measure(columns, window=window, slo=slo, steps=steps, cuts=cuts, open_loop=open_loop),
+        metrics=measure(columns, window=window, slo=slo, steps=steps, truncations=truncations, open_loop=open_loop),
         requests=columns,
         steps=steps,
         messages=dict(messages or {}),
@@ -161,25 +161,26 @@ def run_of(
 
 
 def point_of(runs: Sequence[Run], swept: Mapping[str, float | str] | None = None) -> Point:
-    """A point and its summary; there must be a run."""
+    """A point and its summary; there must be at least one run."""
     columns = runs[0].requests if len(runs) == 1 else None
     summary = summarise([run.metrics for run in runs], columns, seed=runs[0].seed)
     return Point(swept=dict(swept or {}), runs=list(runs), summary=summary)
 
 
 def columns_of(run: Run) -> RequestColumns:
-    """What became of each request."""
+    """The outcome of each request."""
     return run.requests
 
 
 def steps_of(run: Run) -> StepColumns | None:
-    """What became of each step; None if that was not recorded."""
+    """The outcome of each step; None if steps were not recorded."""
     return run.steps
 
 
 def write(path: Path | str, file: LoadTestFile) -> Path:
-    """Writes the file: a whole one or none. Folders are made, links followed, and a device or a pipe is written to as
-    it is. Raises LoadTestError if it cannot be written.
+    """Write the file atomically. Folders are created and links followed; a device or a pipe is written to directly.
+
+    Raises LoadTestError if the file cannot be written.
     """
     path = Path(path)
     try:
@@ -193,7 +194,7 @@ def write(path: Path | str, file: LoadTestFile) -> Path:
 
 @contextmanager
 def _written(path: Path) -> Iterator[IO[bytes]]:
-    """A temporary file that takes the place when it is whole; what is no file is opened itself, and not replaced."""
+    """A temporary file that replaces `path` when it is complete; a path that is no regular file is opened directly."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
         with path.open("wb") as out:
@@ -213,7 +214,7 @@ def _written(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read(path: Path | str) -> LoadTestFile:
-    """Reads a result file. Raises LoadTestError naming the file, and what in it is wrong."""
+    """Read a result file. Raises a LoadTestError that names the file and the problem in it."""
     path = Path(path)
     try:
         text = path.read_bytes()
@@ -226,14 +227,14 @@ def read(path: Path | str) -> LoadTestFile:
 
 
 def read_again(path: Path | str, source: Literal["loadtest", "simulate"]) -> LoadTestFile:
-    """The result that `--rerun` of a command names; raises LoadTestError for one that the other command has made."""
+    """Read the result that a command's `--rerun` names; raises LoadTestError if the other command made it."""
     try:
         file = read(path)
     except LoadTestError as error:
         raise LoadTestError(f"--rerun {error}") from None
     if file.source != source:
         what = {"loadtest": "measured on a server", "simulate": "simulated"}[file.source]
-        raise LoadTestError(f"--rerun {path}: it was {what}: run it again with `cadenza {file.source} --rerun {path}`")
+        raise LoadTestError(f"--rerun {path}: it was {what}: rerun it with `cadenza {file.source} --rerun {path}`")
     return file
 
 
@@ -253,7 +254,7 @@ def _what_is_wrong(text: bytes, error: ValidationError) -> str:
     if isinstance(version, int) and version > SCHEMA_VERSION:
         return (
             f"has schema version {version}, this Cadenza ({cadenza.__version__}) reads up to {SCHEMA_VERSION}; "
-            f"it was written by Cadenza {top.get('cadenza_version')}, take that or a newer one"
+            f"it was written by Cadenza {top.get('cadenza_version')}: use that version or a newer one"
         )
     problems = error.errors(include_url=False, include_input=False)
     first = problems[0]

@@ -1,4 +1,5 @@
-"""The schedule: which request is due when, fixed before the run by the settings and a seed; and what of it counts."""
+"""The schedule: the due time of each request, fixed before the run by the settings and a seed; and the window that
+counts."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ ScheduledRequest = tuple[float, RequestShape]
 
 
 def make_schedule(settings: LoadSettings, seed: int) -> Iterator[ScheduledRequest]:
-    """Requests in the order of their due times, made as they are asked for; the same ones for the same seed.
+    """Requests in the order of their due times, made lazily; they depend on the settings and the seed alone.
 
     Closed loops have no due times: all are 0. Raises LoadTestError for a trace without timestamps, or out of order.
     """
@@ -33,24 +34,24 @@ def make_schedule(settings: LoadSettings, seed: int) -> Iterator[ScheduledReques
 
 
 def planned_points(settings: LoadSettings) -> list[tuple[LoadSettings, dict[str, str]]]:
-    """The settings of every point, and what is swept in it; all are looked at before a server is asked for anything.
+    """The settings of every point, and its swept values; all points are checked before any request is sent.
 
-    Raises LoadTestError for a sweep or a workload that cannot be, and as `check_schedule` does.
+    Raises LoadTestError for an invalid sweep or workload, and as `check_schedule` does.
     """
     points = [(changed(settings, swept), swept) for swept in settings.points]
     for point, _ in points:
         if point.find_max_rate and math.isinf(point.request_rate):
-            point = point.model_copy(update={"request_rate": FIRST_RATE})  # it is to be found
+            point = point.model_copy(update={"request_rate": FIRST_RATE})  # the search sets the rate
         check_schedule(point, make_schedule(point, point.seed))
     return points
 
 
 def check_schedule(settings: LoadSettings, schedule: Iterable[ScheduledRequest]) -> None:
-    """Is there something to send, and is something of it to count; raises LoadTestError. Reads as far as it must."""
+    """Raises LoadTestError if there is nothing to send, or nothing of it counts. Reads only as far as needed."""
     window, last_s = parse_window(settings.window), None
     first_s, end_s = window or (math.nextafter(settings.warm_up_s, math.inf), math.inf)
     for last_s, shape in schedule:
-        # Closed loops have no due times, and a session's later turns come when they come.
+        # Closed loops have no due times, and the due times of a session's later turns are not known yet.
         if settings.window == "all" or settings.concurrency is not None or shape.session >= 0:
             return
         if first_s <= last_s <= end_s:
@@ -63,12 +64,12 @@ def check_schedule(settings: LoadSettings, schedule: Iterable[ScheduledRequest])
         )
     if last_s > 0:
         raise LoadTestError(
-            f"--warm-up-s {settings.warm_up_s:g} leaves nothing: the last request is due at {last_s:.3g} s"
+            f"--warm-up-s {settings.warm_up_s:g} leaves no request: the last one is due at {last_s:.3g} s"
         )
 
 
-def cut_to(settings: LoadSettings, max_model_len: int | None) -> LoadSettings:
-    """Made-up requests are cut to what the model takes; what a file asks for is sent as it is."""
+def truncated_to(settings: LoadSettings, max_model_len: int | None) -> LoadSettings:
+    """The settings with synthetic requests truncated to the model's limit; requests of a file are sent unchanged."""
     if settings.from_file or max_model_len is None:
         return settings
     longest = min(settings.max_total_len or max_model_len, max_model_len)
@@ -76,7 +77,7 @@ def cut_to(settings: LoadSettings, max_model_len: int | None) -> LoadSettings:
 
 
 def window_of(settings: LoadSettings, columns: RequestColumns) -> Window | None:
-    """What of a run counts, in seconds; None: all of it."""
+    """The window of a run that counts, in seconds; None: the whole run."""
     given = parse_window(settings.window)
     if given is not None or settings.window == "all" or settings.concurrency is not None:
         return given
@@ -106,6 +107,8 @@ def _trace(shapes: Iterator[RequestShape]) -> Iterator[ScheduledRequest]:
             if shape.due_s is None:
                 raise LoadTestError(f"--arrivals trace: request {shape.index} of the workload has no timestamp")
             if shape.due_s < before:
-                raise LoadTestError(f"--arrivals trace: request {shape.index} comes before the one ahead of it")
+                raise LoadTestError(
+                    f"--arrivals trace: request {shape.index} has an earlier timestamp than the request before it"
+                )
             before = shape.due_s
         yield before, shape

@@ -1,4 +1,4 @@
-"""Random streams of a load test: one for each thing that is drawn, so that a change of one leaves the others alone."""
+"""Random streams of a load test: one for each drawn quantity, so that changing one does not affect the others."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def check_seed(seed: int) -> int:
 
 
 def stream(seed: int, *place: str | int) -> np.random.Generator:
-    """A generator for what is drawn at `place`, such as ("output_len", 3) for the fourth chunk of output lengths.
+    """A generator for the draws at `place`, such as ("output_len", 3) for the fourth chunk of output lengths.
 
-    Streams of other seeds and other places are independent: numpy's SeedSequence mixes all of it.
+    Streams of different seeds or places are independent: numpy's SeedSequence mixes both.
     """
     key = tuple(zlib.crc32(part.encode()) if isinstance(part, str) else part for part in place)
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(check_seed(seed), spawn_key=key)))
 
 
 class ChunkStreams:
-    """The streams of one chunk of a workload, by the name of what is drawn."""
+    """The streams of one chunk of a workload, by the name of the drawn quantity."""
 
     __slots__ = ("_chunk", "_seed")
 

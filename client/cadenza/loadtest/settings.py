@@ -1,4 +1,4 @@
-"""The settings of a load test: one pydantic model, from which come the command's options, the file and `--rerun`."""
+"""The settings of a load test: one pydantic model, the source of the command's options, the file and `--rerun`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from cadenza.loadtest.results import LoadTestFile
 
 _OF_CAMPAIGN = {"sweep", "find_max_rate"}
-"""What says which points there are, and not what one of them is."""
+"""Settings that determine the set of points, not a single point."""
 _OF_OPENAI = ("url", "endpoint", "served_model_name", "plain_fields", "api_key_variable")
 LOAD, SERVER, MEASURING = "Load", "Server", "Measuring"
 
 
 class LoadSettings(WorkloadSpec):
-    """What is sent, when, to whom, and what of it counts. Everything that a second run needs."""
+    """What is sent, when, to which server, and what counts: everything that a rerun needs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
@@ -35,156 +35,160 @@ class LoadSettings(WorkloadSpec):
     )
     arrivals: Literal["poisson", "gamma", "constant", "trace"] = Field(
         "poisson",
-        description="When requests come; poisson: independently; gamma: by --burstiness in bursts or evenly; constant: "
-        "at equal distances; trace: as the workload's file says, --request-rate being without effect.",
+        description="Arrival process; poisson: independent arrivals; gamma: bursty or even, by --burstiness; constant: "
+        "equal gaps; trace: the timestamps of the workload's file, --request-rate has no effect.",
         json_schema_extra=about(LOAD),
     )
     burstiness: float = Field(
         1.0,
         gt=0,
         allow_inf_nan=False,
-        description="Shape of gamma arrivals; 1: Poisson; below: bursts; above: evener.",
+        description="Shape of gamma arrivals; 1: Poisson; below 1: bursty; above 1: more even.",
         json_schema_extra=about(LOAD),
     )
     concurrency: int | None = Field(
         None,
         ge=1,
-        description="Closed loop: so many users, each of whom sends the next request when the last has ended.",
+        description="Closed loop: number of users; each sends the next request when its last one has ended.",
         json_schema_extra=about(LOAD),
     )
     num_requests: int | None = Field(
         None,
         ge=1,
-        description="Requests, or sessions of the multi-turn workload; without it, all of a file, else 100, or as many "
-        "as --duration-s takes; for each rate that --find-max-rate tries a minute of them, simulated five, but 100, or "
-        "1000, at least.",
+        description="Requests, or sessions of the multi-turn workload; default: all of a file, else 100, or as many as "
+        "--duration-s takes; with --find-max-rate, for each rate one minute of arrivals and at least 100 requests, "
+        "simulated five minutes and at least 1000.",
         json_schema_extra=about(LOAD),
     )
     duration_s: float | None = Field(
         None,
         gt=0,
         allow_inf_nan=False,
-        description="Send no request that is due later than this; those that were sent are waited for.",
+        description="Send no request that is due later than this; wait for the requests that were sent.",
         json_schema_extra=about(LOAD),
     )
     timeout_s: float | None = Field(
         None,
         gt=0,
         allow_inf_nan=False,
-        description="A request that takes longer is aborted, and counts as an error.",
+        description="Abort a request that takes longer, and count it as an error.",
         json_schema_extra=about(LOAD),
     )
     sweep: tuple[str, ...] = Field(
         (),
-        description="NAME=V,V,…: a point for each value of a setting; several: for each combination.",
+        description="NAME=V,V,…: a point for each value of a setting; several: a point for each combination.",
         json_schema_extra=about(LOAD),
     )
     find_max_rate: bool = Field(
         False,
-        description="Search for the highest request rate that keeps --slo and that the server keeps up with, beginning "
+        description="Search for the highest request rate that keeps --slo and that the server keeps up with, starting "
         "at --request-rate.",
         json_schema_extra=about(LOAD),
     )
     seed: int = Field(
         0,
         ge=0,
-        description="Of lengths, tokens and arrivals; repetition k takes seed + k.",
+        description="Seed of lengths, tokens and arrivals; repetition k uses seed + k.",
         json_schema_extra=about(LOAD),
     )
     api: Literal["session", "generate", "openai"] = Field(
         "session",
-        description="How requests travel; session: all over one stream; generate: a call each; openai: HTTP, to any "
+        description="API of the requests; session: all over one stream; generate: a call each; openai: HTTP, to any "
         "server with that API.",
         json_schema_extra=about(SERVER),
     )
     url: str | None = Field(
         None,
-        description="Base URL of an OpenAI-compatible server, as http://127.0.0.1:8000/v1; implies --api openai.",
+        description="Base URL of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1; implies --api openai.",
         json_schema_extra=about(SERVER),
     )
     endpoint: Literal["completions", "chat"] = Field(
         "completions",
-        description="With --api openai; completions takes token ids, chat takes texts.",
+        description="With --api openai: completions takes token ids, chat takes texts.",
         json_schema_extra=about(SERVER),
     )
     served_model_name: str | None = Field(
         None,
-        description="With --api openai: the model's name there; without it, the first that /models names.",
+        description="With --api openai: name of the model; default: the first that /models lists.",
         json_schema_extra=about(SERVER),
     )
     text_prompts: bool = Field(
         False,
-        description="Send words in place of token ids, to a server that takes no ids.",
+        description="Send text in place of token ids, for a server that accepts no ids.",
         json_schema_extra=about(SERVER),
     )
     plain_fields: bool = Field(
         False,
-        description="With --api openai: send only fields of OpenAI's own API, to a server that refuses ignore_eos and "
+        description="With --api openai: send only fields of OpenAI's own API, for a server that refuses ignore_eos and "
         "min_tokens; outputs may then end early.",
         json_schema_extra=about(SERVER),
     )
     api_key_variable: str = Field(
         "OPENAI_API_KEY",
-        description="Environment variable that holds the key for --api openai, if one is needed.",
+        description="Environment variable with the key for --api openai, if one is needed.",
         json_schema_extra=about(SERVER),
     )
     connections: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="gRPC connections, on which requests take turns; 1. With --api openai: most HTTP connections, and "
-        "to wait for one counts as lag; without it, one for each request that runs.",
+        description="gRPC connections, used in turn; default 1. With --api openai: most HTTP connections, and waiting "
+        "for one counts as lag; default: one for each running request.",
         json_schema_extra=about(SERVER),
     )
     temperature: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="Of sampling; 0 is greedy.", json_schema_extra=about(SERVER)
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Sampling temperature; 0 is greedy.",
+        json_schema_extra=about(SERVER),
     )
     repetitions: int = Field(
         1,
         ge=1,
-        description="Runs of each point, with other seeds; confidence intervals are over them, or by bootstrap over "
-        "the requests of a single one.",
+        description="Runs of each point, with different seeds; confidence intervals are over the runs, or by bootstrap "
+        "over the requests of a single run.",
         json_schema_extra=about(MEASURING),
     )
     warm_up_requests: int = Field(
         4,
         ge=0,
-        description="Sent before the first run and not counted; a server's first requests may be slow.",
+        description="Requests sent before the first run and not counted; a server's first requests may be slow.",
         json_schema_extra=about(MEASURING),
     )
     warm_up_s: float = Field(
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="What is due in the first seconds of a run is sent and not counted.",
+        description="Do not count requests that are due in the first seconds of a run.",
         json_schema_extra=about(MEASURING),
     )
     window: str = Field(
         "auto",
-        description="What counts, in seconds of the run; auto: from the end of the warm-up to the last arrival, or "
-        "everything if all came at once or by a closed loop.",
+        description="Window that counts, in seconds of the run; auto: from the end of the warm-up to the last arrival, "
+        "or everything with a closed loop or if all requests arrive at once.",
         json_schema_extra=about(MEASURING, values="auto, all, START:END"),
     )
     slo: str = Field(
         "",
-        description="Limits in seconds that a good request keeps, as ttft=0.5,tpot=0.05; also itl and e2e.",
+        description="Limits in seconds that a good request keeps, such as ttft=0.5,tpot=0.05; also itl and e2e.",
         json_schema_extra=about(MEASURING),
     )
     slo_share: float = Field(
         0.99,
         gt=0,
         le=1,
-        description="With --find-max-rate: share of the requests that must keep the limits.",
+        description="With --find-max-rate: share of the requests that must keep the SLO.",
         json_schema_extra=about(MEASURING),
     )
     keep_itl: bool = Field(
         True,
-        description="Keep every inter-token latency in the file; without them there is no ITL.",
+        description="Keep every inter-token latency in the file; without it there is no ITL.",
         json_schema_extra=about(MEASURING),
     )
     watch_steps: bool = Field(
         True,
-        description="Record batch occupancy and KV use, of a Cadenza server.",
+        description="Record batch occupancy and KV use of a Cadenza server.",
         json_schema_extra=about(MEASURING),
     )
 
@@ -213,8 +217,8 @@ class LoadSettings(WorkloadSpec):
         if self.concurrency is not None and self.request_rate != float("inf"):
             raise ValueError("give --request-rate (an open loop) or --concurrency (a closed one), not both")
         if self.concurrency is not None and (self.arrivals != "poisson" or self.burstiness != 1):
-            raise ValueError("--arrivals and --burstiness are of an open loop: they do not go with --concurrency")
-        # Of a search and of a sweep the points say what their rates are, and are looked at one by one.
+            raise ValueError("--arrivals and --burstiness are for an open loop: they cannot be used with --concurrency")
+        # The points of a search or a sweep set their own rates and are checked one by one.
         one_point = not (self.sweep or self.find_max_rate)
         endless = self.num_requests is None and not self.from_file and self.duration_s is not None
         if one_point and endless and self.concurrency is None and self.request_rate == float("inf"):
@@ -224,7 +228,7 @@ class LoadSettings(WorkloadSpec):
         if self.find_max_rate and not self.slo:
             raise ValueError("--find-max-rate needs --slo, as ttft=0.5,tpot=0.05")
         if self.limits is not None and self.limits.itl_s is not None and not self.keep_itl:
-            raise ValueError("--slo has a limit on itl: it does not go with --no-keep-itl")
+            raise ValueError("--slo has a limit on itl: it cannot be used with --no-keep-itl")
         if self.find_max_rate and (self.sweep or self.concurrency is not None or self.arrivals == "trace"):
             raise ValueError(
                 "--find-max-rate sets the rate itself: leave out --sweep, --concurrency and --arrivals trace"
@@ -244,9 +248,9 @@ class LoadSettings(WorkloadSpec):
 
     @property
     def points(self) -> list[dict[str, str]]:
-        """What the sweeps set, for each of their points; without any, one point with nothing set.
+        """The swept values of each point; without sweeps, one point without values.
 
-        Raises LoadTestError for a sweep that cannot be.
+        Raises LoadTestError for an invalid sweep.
         """
         fields = type(self).model_fields.items()
         known = [name for name, field in fields if group_of(field) in (LOAD, WORKLOAD) and name not in _OF_CAMPAIGN]
@@ -254,7 +258,7 @@ class LoadSettings(WorkloadSpec):
 
     @property
     def limits(self) -> Slo | None:
-        """The SLO, if there is one."""
+        """The SLO; None without one."""
         return parse_slo(self.slo) if self.slo else None
 
 
@@ -273,7 +277,7 @@ def parse_window(text: str) -> tuple[float, float] | None:
 
 
 def make_settings(values: Mapping[str, Any]) -> LoadSettings:
-    """Settings from what was given, as text or typed; None is not given. Raises LoadTestError naming the option."""
+    """Settings from values, as text or typed; None: not given. Raises a LoadTestError that names the option."""
     given = {name: value for name, value in values.items() if value is not None}
     try:
         return LoadSettings.model_validate(given)
@@ -281,28 +285,31 @@ def make_settings(values: Mapping[str, Any]) -> LoadSettings:
         raise LoadTestError("; ".join(_sentences(error))) from None
 
 
-def overlaid(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings `before` with what was given (None: it was not) in their place; what was swept before and is given
-    now is swept no more. Raises LoadTestError for what is given and swept at once."""
+def merged_values(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings `before`, overridden by the `given` ones (None: not given).
+
+    A setting that was swept before and is given now is no longer swept. Raises LoadTestError for a setting that is
+    given and swept at once.
+    """
     given = {name: value for name, value in given.items() if value is not None}
     for text in given.get("sweep", ()):
         if (name := swept_name(text)) in given:
-            raise LoadTestError(f"{flag(name)}: --sweep {text} sets it, too; leave one of them out")
+            raise LoadTestError(f"{flag(name)}: --sweep {text} sets it, too; omit one of them")
     sweeps = [text for text in before.get("sweep", ()) if swept_name(text) not in given]
     return {**before, "sweep": sweeps, **given}
 
 
 def changed(settings: LoadSettings, swept: Mapping[str, Any]) -> LoadSettings:
-    """The same with other values of some; raises LoadTestError naming the option."""
+    """The same settings with some values changed; raises a LoadTestError that names the option."""
     if not swept:
         return settings
     return make_settings({**settings.model_dump(exclude_defaults=True, exclude=_OF_CAMPAIGN), **swept})
 
 
 def settings_of(file: LoadTestFile, path: str, *, elsewhere: bool = False) -> dict[str, Any]:
-    """What the settings of the result at `path` say beside the defaults, for another run; raises LoadTestError.
+    """The settings of the result at `path` that differ from the defaults, for a rerun; raises LoadTestError.
 
-    `elsewhere`: the run is sent to a Cadenza server, so what is of OpenAI's API alone is left out.
+    `elsewhere`: the rerun goes to a Cadenza server, so settings of OpenAI's API are left out.
     """
     try:
         settings = make_settings(file.settings)

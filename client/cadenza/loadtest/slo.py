@@ -15,28 +15,29 @@ _NAMES = ("ttft", "tpot", "itl", "e2e")
 
 
 class Slo(BaseModel):
-    """Limits in seconds that a good request keeps, all of them; None: no limit. One that failed is not good."""
+    """Limits in seconds; a good request keeps all of them, a failed one is not good. None: no limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ttft_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     tpot_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     itl_s: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """On a request's longest inter-token latency: no pause may be longer. (Their mean is the TPOT.)"""
+    """Limit of a request's longest inter-token latency: no pause may be longer. (Their mean is the TPOT.)"""
     e2e_s: float | None = Field(None, gt=0, allow_inf_nan=False)
 
     @property
     def limits(self) -> dict[str, float]:
-        """The limits that there are, by name: ttft_s, tpot_s, itl_s, e2e_s."""
+        """The limits that are set, by name: ttft_s, tpot_s, itl_s, e2e_s."""
         return {name: value for name, value in self if value is not None}
 
     def __str__(self) -> str:
-        """As `parse_slo` takes it."""
+        """The limits in the form that `parse_slo` reads."""
         return ",".join(f"{name.removesuffix('_s')}={value:g}" for name, value in self.limits.items())
 
 
 def parse_slo(text: str) -> Slo:
-    """Limits as in "ttft=0.5,tpot=0.05", in seconds; also itl and e2e. Raises LoadTestError naming `--slo`."""
+    """Parse limits such as "ttft=0.5,tpot=0.05", in seconds; also itl and e2e. Raises a LoadTestError that names
+    `--slo`."""
     try:
         return slo_of(text)
     except ValueError as error:
@@ -44,23 +45,23 @@ def parse_slo(text: str) -> Slo:
 
 
 def slo_of(text: str) -> Slo:
-    """As parse_slo, for those who name the option themselves; raises ValueError."""
+    """As parse_slo, for callers that name the option themselves; raises ValueError."""
     limits: dict[str, float] = {}
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in _NAMES:
             raise ValueError(f"{part.strip()!r} must be NAME=SECONDS, NAME one of {', '.join(_NAMES)}")
         if name in limits:
-            raise ValueError(f"{name} is there twice")
+            raise ValueError(f"{name} is given twice")
         limits[name] = _seconds(value, name)
     return Slo(**{f"{name}_s": value for name, value in limits.items()})
 
 
 def kept(columns: RequestColumns, slo: Slo) -> Rows | None:
-    """[n] which requests ended well within every limit; None if that cannot be told, as ITLs were not kept.
+    """[n] whether each request completed within every limit; None if that is unknown because ITLs were not kept.
 
-    A request of one token has neither TPOT nor ITL, nor are they known of an answer that came in one piece: both keep
-    these limits.
+    A request of one token has neither TPOT nor ITL, and for an answer in one message they are not known: both count as
+    within these limits.
     """
     good = columns.ok.copy()
     latencies = per_request(columns)

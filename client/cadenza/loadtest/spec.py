@@ -1,4 +1,4 @@
-"""What a workload is, as options: everything from which the same requests can be made again."""
+"""The options of a workload: everything that determines its requests."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _INPUT, _OUTPUT = "uniform:16:256", "exponential:64:8:256"
 _PLAIN = {"input_len": _INPUT, "output_len": _OUTPUT}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "random": _PLAIN,
-    "sharegpt": {"input_len": None, "output_len": None},  # computed when asked for
+    "sharegpt": {"input_len": None, "output_len": None},  # computed when needed
     "shared-prefix": _PLAIN | {"num_prefixes": 8, "prefix_len": "256", "prefix_share": 1.0, "prefix_skew": 0.0},
     "multi-turn": {"input_len": "uniform:16:64", "output_len": _OUTPUT, "num_turns": "uniform:2:6", "think_s": 1.0},
     "long-short": _PLAIN | {"long_len": "1024", "long_share": 0.1},
 }
-"""By kind: the options that it has and what they are if not given."""
+"""The options of each kind, with their defaults."""
 KINDS = tuple(_DEFAULTS)
 _OF_FILES = {"output_len": None}
 _LENGTH_FIELDS = ("input_len", "output_len", "prefix_len", "num_turns", "long_len")
@@ -41,65 +41,66 @@ def _share(description: str) -> Any:
 
 
 class WorkloadSpec(BaseModel):
-    """A workload's options. None: what `resolved` fills in for its kind; an option that the kind lacks is an error."""
+    """A workload's options. None: `resolved` fills in the kind's default; an option that the kind lacks is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     workload: str = Field(
         default="random",
         validation_alias=AliasChoices("workload", "kind"),
-        description="What requests are like; a path: those of a file (JSON lines, a JSON list, or a trace as CSV).",
+        description="Kind of requests; a path: the requests of a file (JSON lines, a JSON list, or a trace as CSV).",
         json_schema_extra=about(GROUP, values=", ".join((*KINDS, "PATH"))),
     )
     input_len: str | None = _length(
-        f"Prompt lengths; by default {_INPUT}, of multi-turn uniform:16:64, of sharegpt of the published mean, "
-        "assumed log-normal. With shared-prefix: what follows the prefix; with multi-turn: what each turn adds.",
+        f"Prompt lengths; default {_INPUT}, for multi-turn uniform:16:64, for sharegpt log-normal with the "
+        "published mean. With shared-prefix: length after the prefix; with multi-turn: length that each turn adds.",
         FORMS,
     )
     output_len: str | None = _length(
-        f"Output lengths; by default {_OUTPUT}; of sharegpt of the published mean, assumed log-normal. "
-        "With a file: of requests that say none."
+        f"Output lengths; default {_OUTPUT}, for sharegpt log-normal with the published mean. "
+        "With a file: for requests that give none."
     )
     num_prefixes: int | None = Field(
         default=None,
         ge=1,
-        description="With shared-prefix: how many prefixes there are; 8.",
+        description="With shared-prefix: number of prefixes; default 8.",
         json_schema_extra=about(GROUP),
     )
-    prefix_len: str | None = _length("With shared-prefix: a prefix's length; 256.")
-    prefix_share: float | None = _share("With shared-prefix: share of the requests that begin with one; 1.")
+    prefix_len: str | None = _length("With shared-prefix: a prefix's length; default 256.")
+    prefix_share: float | None = _share(
+        "With shared-prefix: share of the requests that begin with a prefix; default 1."
+    )
     prefix_skew: float | None = Field(
         default=None,
         ge=0,
         allow_inf_nan=False,
-        description="With shared-prefix: Zipf's exponent, the k-th prefix being asked for as often as 1/k^SKEW; "
-        "0: all alike.",
+        description="With shared-prefix: Zipf's exponent: the k-th prefix has a weight of 1/k^SKEW; 0: equal weights.",
         json_schema_extra=about(GROUP),
     )
     num_turns: str | None = Field(
         default=None,
-        description="With multi-turn: turns of a session; uniform:2:6.",
+        description="With multi-turn: turns of a session; default uniform:2:6.",
         json_schema_extra=about(GROUP, unit="turns", values="as --input-len"),
     )
     think_s: float | None = Field(
         default=None,
         ge=0,
         allow_inf_nan=False,
-        description="With multi-turn: mean pause between an answer and the next turn, exponentially distributed; 1.",
+        description="With multi-turn: mean pause between an answer and the next turn (exponential); default 1.",
         json_schema_extra=about(GROUP, unit="seconds"),
     )
-    long_len: str | None = _length("With long-short: lengths of the long prompts; 1024.")
-    long_share: float | None = _share("With long-short: share of the long prompts; 0.1.")
+    long_len: str | None = _length("With long-short: lengths of the long prompts; default 1024.")
+    long_share: float | None = _share("With long-short: share of the long prompts; default 0.1.")
     max_total_len: int | None = Field(
         default=None,
         ge=2,
-        description="Prompt and output together are cut to so many tokens, the prompt last; a session ends before it "
-        "would be longer.",
+        description="Most tokens of prompt and output together: outputs are truncated first, then prompts; a session "
+        "ends before it would be longer.",
         json_schema_extra=about(GROUP, unit="tokens"),
     )
     mix: str = Field(
         default="",
-        description="Shares of requests with n samples or with beams; the others have one sample.",
+        description="Shares of requests with n samples or beams; the others have one sample.",
         json_schema_extra=about(GROUP, values=f"as {MIX_FORM}"),
     )
     tenants: str = Field(
@@ -136,8 +137,8 @@ class WorkloadSpec(BaseModel):
         for name in _OPTIONAL:
             if getattr(self, name) is not None and name not in used:
                 owners = [kind for kind, options in _DEFAULTS.items() if name in options]
-                mine = "a file" if self.from_file else self.workload
-                raise ValueError(f"{flag(name)} goes with --workload {' or '.join(owners)}, not with {mine}")
+                given = "a file" if self.from_file else self.workload
+                raise ValueError(f"{flag(name)} is for --workload {' or '.join(owners)}, not for {given}")
         return self
 
     @property
@@ -147,11 +148,11 @@ class WorkloadSpec(BaseModel):
 
     @property
     def from_file(self) -> bool:
-        """Do the requests come from a file."""
+        """Whether the requests come from a file."""
         return self.workload not in KINDS
 
     def resolved(self) -> Self:
-        """The same with every default of its kind filled in, so that it says by itself what is asked."""
+        """The same spec with every default of its kind filled in, so that it is complete by itself."""
         defaults = dict(self._defaults())
         if self.workload == "sharegpt":
             defaults["input_len"], defaults["output_len"] = sharegpt_lengths()
@@ -166,7 +167,7 @@ class WorkloadSpec(BaseModel):
 
 
 def make_spec(**values: Any) -> WorkloadSpec:
-    """A spec from its fields; raises LoadTestError naming the option that is wrong."""
+    """A spec from its fields; raises a LoadTestError that names the invalid option."""
     try:
         return WorkloadSpec.model_validate(values)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What a load test says in the terminal: tables of points and of comparisons, and what to beware of."""
+"""The terminal output of a load test: tables of points and comparisons, and warnings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cadenza.loadtest.comparison import Change, Comparison, Interval, Swept
-from cadenza.loadtest.failures import told as told_of_failures
+from cadenza.loadtest.failures import failure_sentences
 from cadenza.loadtest.metric_names import STATISTICS, MetricName, describe
 from cadenza.loadtest.metrics import Metrics
 from cadenza.loadtest.results import Point
@@ -20,9 +20,10 @@ from cadenza.loadtest.tables import Cell, NumberTable
 from cadenza.loadtest.uncertainty import Estimate
 
 MAX_LAG_S, MAX_LAG_SHARE = 0.010, 0.1
-"""A client whose lag's p99 is over so many seconds, or over this share of the median TTFT, measured itself, too."""
+"""If the p99 of the client's lag is over this many seconds, or over this share of the median TTFT, the client affected
+the results."""
 _WIDTH = 100
-"""Columns at most, but for sweeps: their tables take what there is."""
+"""Most terminal columns, except for the tables of sweeps, which use the full width."""
 _PLUS_MINUS = "±: to the farther end of the 95% interval"
 COUNTS = (
     "offered_per_s",
@@ -50,7 +51,7 @@ _SWEPT_HEADS = {
     "tpot_s.p99": "TPOT\np99 ms",
     "slo_share": "SLO\nkept, %",
 }
-"""Columns of a sweep's table, with the units that `describe` has."""
+"""Columns of a sweep's table, in the units of `describe`."""
 COMPARED = (
     "requests_per_s",
     "output_tokens_per_s",
@@ -66,9 +67,9 @@ COMPARED = (
 
 
 def notices(metrics: Metrics, messages: Mapping[str, str] | None = None) -> list[str]:
-    """What a reader must know before believing a run's numbers, in sentences; empty where all is well.
+    """Warnings about a run's numbers, as sentences; empty if there are none.
 
-    `messages`: what was said of failures, by their code.
+    `messages`: the failures' messages by code.
     """
     found = []
     lag, ttft = metrics.lag_s, metrics.ttft_s
@@ -76,15 +77,15 @@ def notices(metrics: Metrics, messages: Mapping[str, str] | None = None) -> list
         of_ttft = f", {lag.p99 / ttft.p50:.0%} of the median TTFT" if ttft and ttft.p50 > 0 else ""
         found.append(
             f"The client was late: requests were sent {number(lag.p99 * 1e3)} ms after they were due at p99{of_ttft}. "
-            "Latencies count this wait; take a faster client, or several, to see the server's own."
+            "Latencies include this delay; use a faster client, or several, to measure the server's own."
         )
-    found += told_of_failures(metrics.errors, messages or {}, metrics.num_requests)
+    found += failure_sentences(metrics.errors, messages or {}, metrics.num_requests)
     if not metrics.num_requests:
         found.append(_none_due(metrics))
     elif not metrics.num_ok:
-        found.append("No request ended well: there are no latencies.")
+        found.append("No request completed: there are no latencies.")
     elif metrics.errors:
-        found.append("Latencies are of the requests that ended well.")
+        found.append("Latencies are those of completed requests.")
     if metrics.kept_up is False and metrics.offered_per_s and metrics.requests_per_s is not None:
         found.append(
             f"The server did not keep up: {number(metrics.offered_per_s)} requests/s were due, "
@@ -92,19 +93,23 @@ def notices(metrics: Metrics, messages: Mapping[str, str] | None = None) -> list
         )
     if metrics.num_cut_prompts or metrics.num_cut_outputs:
         found.append(
-            f"Lengths were cut to what the model or --max-total-len takes: of {metrics.num_requests:,} requests "
-            f"{metrics.num_cut_prompts or 0:,} had their prompt cut and {metrics.num_cut_outputs or 0:,} their output."
+            f"Lengths were truncated to the limit of the model or --max-total-len: of {metrics.num_requests:,} "
+            f"requests, {metrics.num_cut_prompts or 0:,} prompts and {metrics.num_cut_outputs or 0:,} outputs."
         )
     if metrics.slo and metrics.slo_share is None and metrics.num_requests:
-        found.append("The limit on ITL cannot be judged, as inter-token latencies were not kept: there is no goodput.")
+        found.append(
+            "The ITL limit cannot be checked, because inter-token latencies were not kept: there is no goodput."
+        )
     if metrics.steps and metrics.steps.num_dropped:
-        found.append(f"{metrics.steps.num_dropped:,} step records were lost: occupancy and KV use are of the others.")
+        found.append(
+            f"{metrics.steps.num_dropped:,} step records were lost: occupancy and KV use are computed from the others."
+        )
     return found
 
 
 def cut_short_sentence(why: str) -> str:
-    """Of a file that does not hold all that was asked for."""
-    return f"Cut short ({why.rstrip('.')}): this is what was measured until then."
+    """The sentence for a file whose load test was cut short."""
+    return f"Cut short ({why.rstrip('.')}): these are the measurements until then."
 
 
 def _none_due(metrics: Metrics) -> str:
@@ -115,7 +120,7 @@ def _none_due(metrics: Metrics) -> str:
 
 
 def point_view(point: Point, title: str = "") -> RenderableType:
-    """Throughput, latencies, kinds and tenants of a point, and what to beware of in its runs."""
+    """Throughput, latencies, kinds and tenants of a point, and warnings about its runs."""
     parts: list[RenderableType] = [_counts_table(point, title or _title(point)), _latency_table(point)]
     metrics = point.runs[0].metrics
     for where, groups, name in (("by_kind", metrics.by_kind, "kind"), ("by_tenant", metrics.by_tenant, "tenant")):
@@ -128,7 +133,7 @@ def point_view(point: Point, title: str = "") -> RenderableType:
 
 
 def points_view(points: Sequence[Point]) -> RenderableType:
-    """A sweep: a row for each point, and what to beware of in any of its runs."""
+    """A sweep: a row for each point, and warnings about its runs."""
     shown = [name for name in _SWEPT_HEADS if any(name in point.summary for point in points)]
     rows = [[swept_text(point.swept), *(_value(point.summary, name, "") for name in shown)] for point in points]
     warnings = [
@@ -141,7 +146,7 @@ def points_view(points: Sequence[Point]) -> RenderableType:
 
 
 def comparison_view(comparison: Comparison, metrics: Sequence[str] = COMPARED) -> RenderableType:
-    """What was not the same, and for each point and file the changes of these metrics."""
+    """The differing settings, and the changes of these metrics for each point and file."""
     parts: list[RenderableType] = []
     if comparison.differences:
         parts.append(_differences_table(comparison))
@@ -159,24 +164,24 @@ def comparison_view(comparison: Comparison, metrics: Sequence[str] = COMPARED) -
         parts.append(Text(f"Highest rate that held, requests/s: {rates}"))
     for label, swept in comparison.unmatched:
         parts.append(
-            Text(f"! Not all files have the point {swept_text(swept) or 'with nothing swept'} of {label}.", "yellow")
+            Text(f"! Not all files have the point {swept_text(swept) or 'without swept values'} of {label}.", "yellow")
         )
     if not comparison.points:
-        parts.append(Text("! The files have no point in common: nothing can be compared.", style="yellow"))
+        parts.append(Text("! The files share no point: nothing can be compared.", style="yellow"))
     return Constrain(Group(*parts), _WIDTH)
 
 
 def unknown_sentences(changes: Sequence[Change]) -> list[str]:
-    """Why some changes are not known: one sentence for each reason."""
+    """Why some changes have no interval: one sentence for each reason."""
     reasons: dict[str, list[str]] = {}
     for change in changes:
         if change.why_unknown:
             reasons.setdefault(change.why_unknown, []).append(describe(change.metric).label)
-    return [f"Uncertainty not known of {', '.join(labels)}: {reason}." for reason, labels in reasons.items()]
+    return [f"Uncertainty not known for {', '.join(labels)}: {reason}." for reason, labels in reasons.items()]
 
 
 def number(value: float) -> str:
-    """Three significant digits, and all of those before the point; whole numbers as they are."""
+    """A number with three significant digits and all integer digits; whole numbers unchanged."""
     if value == int(value):
         return f"{int(value):,}"
     size = math.floor(math.log10(abs(value)))
@@ -184,7 +189,7 @@ def number(value: float) -> str:
 
 
 def swept_text(swept: Swept) -> str:
-    """As in "request-rate 4, input-len 128"."""
+    """The swept values as text, such as "request-rate 4, input-len 128"."""
     return ", ".join(
         f"{name.replace('_', '-')} {value:g}" if isinstance(value, float) else f"{name.replace('_', '-')} {value}"
         for name, value in swept.items()
@@ -204,23 +209,28 @@ def _counts_table(point: Point, title: str) -> Table:
         table.add_column(head, justify=justify, ratio=2 if not head else 1)  # type: ignore[arg-type]
     for name in COUNTS:
         if name in point.summary:
-            told, estimate = describe(name), point.summary[name]
-            table.add_row(told.label, number(estimate.value * told.scale), told.unit, _interval(estimate, told.scale))
+            name_info, estimate = describe(name), point.summary[name]
+            table.add_row(
+                name_info.label,
+                number(estimate.value * name_info.scale),
+                name_info.unit,
+                _interval(estimate, name_info.scale),
+            )
     return table
 
 
 def _latency_table(point: Point) -> NumberTable:
-    """Under each value that has an interval, how far away the farther of its ends is."""
+    """The latency table; below each value with an interval, the distance to the interval's farther end."""
     rows: list[list[Cell]] = []
     spreads = {name: getattr(point.runs[0].metrics, name) for name in _LATENCIES}
     for name, spread in spreads.items():
         if spread is None or f"{name}.mean" not in point.summary:
             continue
-        told = describe(name)
-        unit, scale = ("s", 1.0) if point.summary[f"{name}.max"].value >= 100 else (told.unit, told.scale)
+        name_info = describe(name)
+        unit, scale = ("s", 1.0) if point.summary[f"{name}.max"].value >= 100 else (name_info.unit, name_info.scale)
         found = [point.summary[f"{name}.{statistic}"] for statistic in STATISTICS]
         count = sum(run_spread.count for run in point.runs if (run_spread := getattr(run.metrics, name)))
-        rows.append([f"{told.label}, {unit}", f"{count:,}", *(number(each.value * scale) for each in found)])
+        rows.append([f"{name_info.label}, {unit}", f"{count:,}", *(number(each.value * scale) for each in found)])
         if any(each.low is not None for each in found):
             ends = (_plus_minus(each.value, each.low, each.high, scale) for each in found)
             rows.append(["", "", *(Text(end, style="dim") for end in ends)])
@@ -240,7 +250,7 @@ def _group_table(summary: Mapping[str, Estimate], where: str, groups: Sequence[s
 
 def _differences_table(comparison: Comparison) -> Table:
     table = Table(
-        box=SIMPLE_HEAD, title="What was not the same", title_justify="left", title_style="bold yellow", expand=True
+        box=SIMPLE_HEAD, title="Differing settings", title_justify="left", title_style="bold yellow", expand=True
     )
     table.add_column("", overflow="fold")
     for label in comparison.labels:
@@ -256,31 +266,31 @@ def _changes_table(rows: Sequence[Change], base: str, other: str, title: str) ->
         [_change_row(change) for change in rows],
         title=title,
         caption=_PLUS_MINUS,
-        words=[5],
+        text_columns=[5],
         expand=True,
     )
 
 
 def _change_row(change: Change) -> list[Cell]:
-    told = describe(change.metric)
-    ends = _plus_minus(change.difference.value, change.difference.low, change.difference.high, told.scale)
+    name_info = describe(change.metric)
+    ends = _plus_minus(change.difference.value, change.difference.low, change.difference.high, name_info.scale)
     plus = "+" if change.difference.value > 0 else ""
     return [
-        f"{told.label}, {told.unit}" if told.unit else told.label,
-        number(change.base.value * told.scale),
-        number(change.other.value * told.scale),
-        f"{plus}{number(change.difference.value * told.scale)} {ends}",
+        f"{name_info.label}, {name_info.unit}" if name_info.unit else name_info.label,
+        number(change.base.value * name_info.scale),
+        number(change.other.value * name_info.scale),
+        f"{plus}{number(change.difference.value * name_info.scale)} {ends}",
         _ratio(change.ratio),
-        _verdict(change, told),
+        _verdict(change, name_info),
     ]
 
 
-def _verdict(change: Change, told: MetricName) -> Text:
+def _verdict(change: Change, name_info: MetricName) -> Text:
     if change.verdict not in ("lower", "higher"):
         return Text("none shown" if change.verdict == "no difference shown" else change.verdict, style="dim")
-    if told.less_is_better is None:
+    if name_info.less_is_better is None:
         return Text(change.verdict)
-    return Text(change.verdict, style="green" if told.less_is_better == (change.verdict == "lower") else "red")
+    return Text(change.verdict, style="green" if name_info.less_is_better == (change.verdict == "lower") else "red")
 
 
 def _value(summary: Mapping[str, Estimate], name: str, none: str = "-") -> str:

@@ -1,7 +1,7 @@
-"""Made workloads: lengths drawn in chunks, each from its own random streams, and turned into requests one by one.
+"""Synthetic workloads: lengths are drawn in chunks, each from its own random streams, and yielded as single requests.
 
-A chunk is always drawn whole, so that request i of a seed is the same however many are asked for; each quantity has
-its own stream, so that a change of the output lengths leaves the prompts as they were.
+A chunk is always drawn whole, so that request i of a seed does not depend on the number of requests; each quantity has
+its own stream, so that a change of the output lengths leaves the prompts unchanged.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Drawn:
 
 
 class Drawing(Protocol):
-    """How the requests of one kind of workload are drawn."""
+    """Draws the requests of one kind of workload."""
 
     def draw(self, seed: int, streams: ChunkStreams, count: int) -> Drawn:
-        """`count` requests."""
+        """Draw `count` requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class LongShort:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Prompts of which a share begins with one of a few prefixes, the k-th with a weight of 1/k^skew."""
+    """Prompts; a share of them begins with one of a few prefixes, the k-th with a weight of 1/k^skew."""
 
     inputs: Lengths
     outputs: Lengths
@@ -93,7 +93,7 @@ class SharedPrefix:
 
 
 class Independent:
-    """A workload of requests that have nothing to do with each other."""
+    """A workload of independent requests."""
 
     def __init__(self, drawing: Drawing, labels: Labels, max_total_len: int | None) -> None:
         self._drawing = drawing
@@ -101,7 +101,7 @@ class Independent:
         self._max_total_len = max_total_len
 
     def shapes(self, num_requests: int | None, seed: int) -> Iterator[RequestShape]:
-        """As Workload says; None: without end. Raises LoadTestError for fewer than one, and for a negative seed."""
+        """As in Workload; None: endless. Raises LoadTestError for fewer than one request and for a negative seed."""
         check_count(num_requests)
         check_seed(seed)
         return itertools.islice(self._endless(seed), num_requests)
@@ -124,11 +124,11 @@ class Independent:
                 beam_width,
                 tenant,
             )
-            yield from with_cuts(made, prompt < drawn.prompt, output < drawn.output)
+            yield from mark_truncated(made, prompt < drawn.prompt, output < drawn.output)
 
 
 class Sessions:
-    """Conversations of several turns; a session has one algorithm and one tenant."""
+    """Conversations of several turns; all turns of a session have the same algorithm and tenant."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Sessions:
         self._max_total_len = max_total_len
 
     def shapes(self, num_requests: int | None, seed: int) -> Iterator[RequestShape]:
-        """As Workload says, of so many sessions; None: without end."""
+        """As in Workload, for `num_requests` sessions; None: endless."""
         check_count(num_requests)
         check_seed(seed)
         turns = self._endless(seed)
@@ -158,25 +158,25 @@ class Sessions:
     def _endless(self, seed: int) -> Iterator[RequestShape]:
         first_index = 0
         for chunk in itertools.count():
-            columns, cuts = self._chunk(seed, chunk, first_index)
+            columns, truncations = self._chunk(seed, chunk, first_index)
             first_index += len(columns[1])
-            yield from with_cuts(map(RequestShape, *columns), *cuts)
+            yield from mark_truncated(map(RequestShape, *columns), *truncations)
 
     def _chunk(self, seed: int, chunk: int, first_index: int) -> tuple[list[Sequence[Any]], tuple[Flags, Flags]]:
-        """The columns of RequestShape, from `index` to `think_s`; whether prompt and output were cut."""
+        """The columns of RequestShape from `index` to `think_s`, and whether prompt and output were truncated."""
         streams = ChunkStreams(seed, chunk)
         num_turns = self._turns.draw(streams("num_turns"), _SESSIONS)
         count = int(num_turns.sum())
         session = np.repeat(np.arange(_SESSIONS), num_turns)
         turn = np.arange(count) - np.repeat(np.cumsum(num_turns) - num_turns, num_turns)
         prompt, output = drawn = _in_and_out(self._inputs, self._outputs, streams, count)
-        cuts = np.zeros(count, bool), np.zeros(count, bool)
+        truncations = np.zeros(count, bool), np.zeros(count, bool)
         think_s = np.where(turn == 0, 0.0, streams("think_s").exponential(self._think_s, count))
         if self._max_total_len is not None:
             prompt, output = fit(prompt, output, self._max_total_len)
             kept = _so_far(prompt + output, num_turns) <= self._max_total_len
             session, turn, think_s = session[kept], turn[kept], think_s[kept]
-            cuts = (prompt < drawn[0])[kept], (output < drawn[1])[kept]
+            truncations = (prompt < drawn[0])[kept], (output < drawn[1])[kept]
             prompt, output = prompt[kept], output[kept]
         labels = list(self._labels.draw(streams, _SESSIONS))
         own = [labels[place] for place in session.tolist()]
@@ -195,7 +195,7 @@ class Sessions:
             turn.tolist(),
             think_s.tolist(),
         ]
-        return made, cuts
+        return made, truncations
 
 
 def check_count(num_requests: int | None) -> None:
@@ -205,25 +205,28 @@ def check_count(num_requests: int | None) -> None:
 
 
 def fit(prompt: Ints, output: Ints, max_total_len: int | None) -> tuple[Ints, Ints]:
-    """[n] lengths cut so that prompt and output are within `max_total_len`: first the output, to 1, then the prompt."""
+    """[n] lengths truncated to `max_total_len` for prompt and output together: first the output, to 1, then the
+    prompt."""
     if max_total_len is None:
         return prompt, output
     prompt = np.minimum(prompt, max_total_len - 1)
     return prompt, np.minimum(output, max_total_len - prompt)
 
 
-def with_cuts(shapes: Iterator[RequestShape], prompt_cut: Flags, output_cut: Flags) -> Iterator[RequestShape]:
-    """The same requests, marked where a length was cut; [n] each."""
-    if not (prompt_cut.any() or output_cut.any()):
+def mark_truncated(
+    shapes: Iterator[RequestShape], prompt_truncated: Flags, output_truncated: Flags
+) -> Iterator[RequestShape]:
+    """The same requests, marked if a length was truncated; [n] each."""
+    if not (prompt_truncated.any() or output_truncated.any()):
         return shapes
     return (
-        replace(shape, prompt_cut=prompt, output_cut=output) if prompt or output else shape
-        for shape, prompt, output in zip(shapes, prompt_cut.tolist(), output_cut.tolist(), strict=True)
+        replace(shape, prompt_truncated=prompt, output_truncated=output) if prompt or output else shape
+        for shape, prompt, output in zip(shapes, prompt_truncated.tolist(), output_truncated.tolist(), strict=True)
     )
 
 
 def join_kinds(kinds: Iterable[str], algorithms: Iterable[str]) -> Iterator[str]:
-    """ "long" and "n=4" are "long n=4"; either may be empty."""
+    """Joins "long" and "n=4" to "long n=4"; either may be empty."""
     return (f"{kind} {algorithm}".strip() for kind, algorithm in zip(kinds, algorithms, strict=False))
 
 
@@ -232,7 +235,7 @@ def _in_and_out(inputs: Lengths, outputs: Lengths, streams: ChunkStreams, count:
 
 
 def _so_far(added: Ints, num_turns: Ints) -> Ints:
-    """[turns] tokens of the session at the end of each turn, by what each turn adds."""
+    """[turns] tokens of the session at the end of each turn, from the tokens that each turn adds."""
     total = np.cumsum(added)
     before = np.concatenate(([0], total))[np.cumsum(num_turns) - num_turns]
     so_far: Ints = total - np.repeat(before, num_turns)

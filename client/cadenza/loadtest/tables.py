@@ -1,4 +1,4 @@
-"""Tables in the terminal whose numbers are never cut: labels wrap, and columns that do not fit go on below."""
+"""Terminal tables that never truncate numbers: labels wrap, and columns that do not fit continue below."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from rich.table import Table
 from rich.text import Text
 
 _LABEL = 24
-"""Characters that a label has before columns go below; in them it wraps."""
+"""Width at which a label wraps before columns move below."""
 _HEAD = 12
-"""A line of a head that is longer, as a file's label may be, wraps."""
+"""Width at which a line of a head wraps, such as a file's label."""
 
 Cell = str | Text
 
 
 @dataclass(frozen=True, slots=True)
 class NumberTable:
-    """Rows of a label and of numbers; what does not fit in the width there is stands in further tables below it.
+    """Rows of a label and numbers; columns that do not fit in the width follow in further tables below.
 
-    The lines of a head are parted by newlines. Columns whose places are in `words` stand to the left, as labels do.
+    Newlines separate the lines of a head. Columns whose indices are in `text_columns` are left-aligned, as labels are.
     """
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     title: str = ""
     caption: str = ""
-    words: Sequence[int] = ()
+    text_columns: Sequence[int] = ()
     expand: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
@@ -53,7 +53,7 @@ class NumberTable:
                 table.add_column(
                     Text(self.heads[place]),
                     width=wanted[place],
-                    justify="left" if place in self.words else "right",
+                    justify="left" if place in self.text_columns else "right",
                     overflow="fold",
                 )
             for row in self.rows:
@@ -61,7 +61,7 @@ class NumberTable:
             yield table
 
     def _widths(self) -> list[int]:
-        """Of each column: as wide as its cells, and as the lines of its head within reason."""
+        """Width of each column: that of its cells, and of its head's lines up to a limit."""
         widths = []
         for place, head in enumerate(self.heads):
             longest = max(map(cell_len, head.split("\n")))
@@ -71,7 +71,7 @@ class NumberTable:
 
 
 def _parts(widths: Sequence[int], room: int) -> Iterator[list[int]]:
-    """The places of the columns that stand side by side, beside the label; at least one in each table."""
+    """Indices of the columns that fit side by side, beside the label, for each table; at least one each."""
     places: list[int] = []
     label = min(widths[0], _LABEL)
     for place in range(1, len(widths)):
@@ -83,10 +83,10 @@ def _parts(widths: Sequence[int], room: int) -> Iterator[list[int]]:
 
 
 def _taken(widths: Sequence[int]) -> int:
-    """By columns of these widths beside the label: their own, a space and a line before each, and the edges."""
+    """Total width of columns of these widths beside the label, with a space and a line before each, and the edges."""
     return sum(widths) + 2 * len(widths) + 3
 
 
 def _plain(cell: Cell) -> Text:
-    """What users wrote is text, whatever looks like markup in it."""
+    """The cell as text: users' text may look like markup."""
     return cell if isinstance(cell, Text) else Text(cell)

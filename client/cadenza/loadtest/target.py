@@ -1,4 +1,4 @@
-"""What the driver asks of a server's client: start, one request, close."""
+"""The interface between the driver and a server's client: start, run one request, close."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cadenza.loadtest.live import LiveRequest
 from cadenza.loadtest.requests import RequestShape
 
 Clock = Callable[[], float]
-"""Seconds, monotonic; the driver and its target have to read the same one."""
+"""A monotonic clock in seconds; the driver and its target must use the same one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class ExecutorFacts:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Who was measured, for the result file; None or empty: the server does not say."""
+    """The measured server, for the result file; None or empty: the server does not report it."""
 
     kind: str
     """"cadenza" or "openai"."""
@@ -38,37 +38,38 @@ class ServerFacts:
     vocab_size: int | None = None
     max_model_len: int | None = None
     has_tokenizer: bool | None = None
-    """Are text prompts taken."""
+    """Whether the server accepts text prompts."""
     num_parameters: int | None = None
     dtype: str = ""
     fingerprint: str = ""
-    """What decides bits, in hexadecimal."""
+    """Digest of everything that determines the output bits, in hexadecimal."""
     options: dict[str, str] = field(default_factory=dict)
     executors: tuple[ExecutorFacts, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """For the result file; what is not known is left out."""
+        """The facts for the result file, without unknown ones."""
         facts = {**asdict(self), "executors": [asdict(each) for each in self.executors]}
         return {name: value for name, value in facts.items() if value not in (None, "", {}, [])}
 
 
 class Target(Protocol):
-    """A server as the driver sees it. All runs on one event loop."""
+    """A server as the driver sees it. Everything runs on one event loop."""
 
     async def start(self) -> ServerFacts:
-        """Connect, so that connecting is in nobody's latency; raises CadenzaError if the server is not there."""
+        """Connect, so that no latency includes connecting; raises CadenzaError if the server cannot be reached."""
 
     def new_run(self) -> None:
-        """Another run begins: what earlier ones, or earlier load tests, left in a prefix cache is not to be found.
+        """Start another run, which must not hit prefixes that earlier runs or load tests left in a prefix cache.
 
-        Where a server knows no such thing (OpenAI's API), the tokens of prompts have to differ.
+        If the server has no such feature (OpenAI's API), the tokens of the prompts must differ.
         """
 
     async def run(self, shape: RequestShape, prompt: list[int] | str, live: LiveRequest) -> None:
-        """Send one request and fill `live` until it has ended; what becomes of the request is no exception.
+        """Send one request and fill `live` until it has ended; a failed request raises no exception.
 
-        `live.sent_s` is set just before it goes to the transport. Cancelled, it aborts the request at the server.
+        `live.sent_s` is set just before the request goes to the transport. Cancellation aborts the request at the
+        server.
         """
 
     async def close(self) -> None:
-        """Abort what runs and disconnect."""
+        """Abort the requests in flight and disconnect."""

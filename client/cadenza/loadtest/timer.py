@@ -1,4 +1,4 @@
-"""Waiting for a moment, to some 0.1 ms and without burning a core."""
+"""Waits until a given time, to about 0.1 ms and without busy-waiting."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _CLOCK_MONOTONIC = 1
 _MILLISECOND = 0.001
 
 
-class Alarm:
-    """Wakes those who wait, each at its moment; of one event loop.
+class Timer:
+    """Wakes the waiting tasks of one event loop, each at its time.
 
-    asyncio's timers go by epoll's milliseconds and are late by as much, and spending the last one in turns of the loop
-    takes a core at some hundred requests per second. Linux's timerfd (`man 2 timerfd_create`) is late by what it takes
-    to wake a thread. Elsewhere it is the turns of the loop.
+    asyncio's timers have epoll's resolution of a millisecond, and spinning the loop for the last millisecond occupies a
+    core at some hundred requests per second. Linux's timerfd (`man 2 timerfd_create`) is late only by the time to wake
+    a thread. On other systems the timer spins the loop.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -32,13 +32,13 @@ class Alarm:
         self._numbers = itertools.count()  # so that no two entries of the heap are equal
 
     @contextlib.contextmanager
-    def set(self) -> Iterator[Alarm]:
-        """Ready while the body runs, within the event loop."""
+    def set(self) -> Iterator[Timer]:
+        """The timer is usable while the body runs, within the event loop."""
         self._file = _open_timer()
         loop = asyncio.get_running_loop()
         try:
             if self._file is not None:
-                loop.add_reader(self._file, self._ring)
+                loop.add_reader(self._file, self._fire)
             yield self
         finally:
             if self._file is not None:
@@ -47,28 +47,28 @@ class Alarm:
                 self._file = None
 
     async def wait_until(self, moment_s: float) -> None:
-        """Return at this reading of the clock, never before; at once if it has passed."""
+        """Return at this clock reading, never earlier; immediately if it has passed."""
         left_s = moment_s - self._clock()
         if left_s > 0 and self._file is not None:
-            rung = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (moment_s, next(self._numbers), rung))
-            if self._waiting[0][2] is rung:
+            wakeup = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (moment_s, next(self._numbers), wakeup))
+            if self._waiting[0][2] is wakeup:
                 _start_timer(self._file, left_s)
-            await rung
+            await wakeup
         elif left_s > _MILLISECOND:
             await asyncio.sleep(left_s - _MILLISECOND)
-        while self._clock() < moment_s:  # noqa: ASYNC110 - it is time that is waited for
+        while self._clock() < moment_s:  # noqa: ASYNC110 - the condition is time itself
             await asyncio.sleep(0)
 
-    def _ring(self) -> None:
+    def _fire(self) -> None:
         assert self._file is not None
-        with contextlib.suppress(BlockingIOError):  # set anew in the meantime
+        with contextlib.suppress(BlockingIOError):  # it was restarted in the meantime
             os.read(self._file, 8)
         now_s = self._clock()
         while self._waiting and (self._waiting[0][0] <= now_s or self._waiting[0][2].done()):
-            rung = heapq.heappop(self._waiting)[2]
-            if not rung.done():  # it may have been cancelled
-                rung.set_result(None)
+            wakeup = heapq.heappop(self._waiting)[2]
+            if not wakeup.done():  # it may have been cancelled
+                wakeup.set_result(None)
         if self._waiting:
             _start_timer(self._file, self._waiting[0][0] - now_s)
 
@@ -86,7 +86,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _open_timer() -> int | None:
-    """A file that can be read when its time has come; None where there is no such thing."""
+    """A timerfd, which becomes readable when its time has come; None if the system has none."""
     if _LIBC is None or not hasattr(_LIBC, "timerfd_create"):
         return None
     file: int = _LIBC.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
@@ -96,6 +96,6 @@ def _open_timer() -> int | None:
 def _start_timer(file: int, left_s: float) -> None:
     assert _LIBC is not None
     seconds, rest_s = divmod(left_s, 1.0)
-    nanoseconds = min(int(1e9 * rest_s) + 1, 999_999_999)  # 0 would stop it
+    nanoseconds = min(int(1e9 * rest_s) + 1, 999_999_999)  # 0 would disarm the timer
     spec = _TimerSpec(0, 0, int(seconds), nanoseconds)
     _LIBC.timerfd_settime(file, 0, ctypes.byref(spec), None)

@@ -1,4 +1,4 @@
-"""Requests whose lengths were cut to what fits together: how many of a run, counted as its schedule passes."""
+"""Records which requests of a run had a length truncated, while its schedule is read."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from cadenza.loadtest.requests import Ints, RequestShape
 
 
 @dataclass(slots=True)
-class Cuts:
-    """Which requests of a schedule were cut; only those are kept."""
+class Truncations:
+    """The requests of a schedule that had a length truncated."""
 
     prompts: set[int] = field(default_factory=set)
-    """By index."""
+    """Indices of requests with a truncated prompt; `outputs` likewise."""
     outputs: set[int] = field(default_factory=set)
 
-    def noting(self, schedule: Iterable[tuple[float, RequestShape]]) -> Iterator[tuple[float, RequestShape]]:
-        """The same schedule, read as it is needed; what passes is noted."""
+    def recording(self, schedule: Iterable[tuple[float, RequestShape]]) -> Iterator[tuple[float, RequestShape]]:
+        """The same schedule, read lazily; truncations are recorded as it is read."""
         for due_s, shape in schedule:
-            if shape.prompt_cut:
+            if shape.prompt_truncated:
                 self.prompts.add(shape.index)
-            if shape.output_cut:
+            if shape.output_truncated:
                 self.outputs.add(shape.index)
             yield due_s, shape
 
-    def among(self, index: Ints) -> tuple[int, int]:
-        """Of the requests with these indices [n], how many had their prompt cut, and how many their outputs."""
+    def count_among(self, index: Ints) -> tuple[int, int]:
+        """Number of truncated prompts and of truncated outputs among the requests with these indices [n]."""
         prompts, outputs = (int(np.isin(index, list(cut)).sum()) for cut in (self.prompts, self.outputs))
         return prompts, outputs

@@ -1,4 +1,4 @@
-"""How sure a number is: Student's t over repetitions, or a block bootstrap over the requests of a single run."""
+"""Confidence intervals: Student's t over repetitions, or a block bootstrap over the requests of a single run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cadenza.loadtest.requests import Floats, Ints
 from cadenza.loadtest.slo import kept
 
 LEVEL = 0.95
-"""Of the intervals in result files, tables and reports."""
+"""Confidence level of the intervals in result files, tables and reports."""
 RESAMPLES = 1000
 STATISTICS = ("mean", *PERCENTILES)
 _MIN_BLOCKS, _MAX_BLOCKS, _MAX_BINS = 20, 512, 2048
@@ -30,11 +30,11 @@ _GROUP_LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 
 
 class Estimate(BaseModel):
-    """A value and its interval at `LEVEL`; without one, `low` and `high` are None.
+    """A value and its interval at `LEVEL`; without an interval `low` and `high` are None.
 
-    how "repetitions": the mean over n runs, and Student's t. "bootstrap": of one run, over n values, or n blocks of
-    time for a rate. "jeffreys": of one run, a share of n of which all or none count. "single": no interval is known, as
-    of a maximum.
+    how: "repetitions": the mean over n runs, with Student's t. "bootstrap": one run, over n values, or n blocks of time
+    for a rate. "jeffreys": one run, a share of n values of which all or none count. "single": no interval is known, for
+    example of a maximum.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -47,11 +47,12 @@ class Estimate(BaseModel):
 
 
 Replicates = dict[str, tuple[Floats, int, Literal["bootstrap", "jeffreys"]]]
-"""By flat name: what each of `RESAMPLES` resamplings made of the metric, of how many values, and how."""
+"""By flat name: the metric's `RESAMPLES` replicates, the number of values, and the method."""
 
 
 def interval_of_means(values: Sequence[float] | Floats, level: float = LEVEL) -> Estimate:
-    """The mean of independent runs' values [n], and Student's t interval; none for n = 1. ValueError for n = 0."""
+    """The mean of independent runs' values [n], with Student's t interval; no interval for n = 1. ValueError for n =
+    0."""
     numbers = np.asarray(values, float)
     n = len(numbers)
     if n == 0:
@@ -68,12 +69,12 @@ def bootstrap(
 ) -> Estimate:
     """A statistic ("mean", "p50", … of `PERCENTILES`) of values [n] in the order of time, with its percentile interval.
 
-    Whole blocks of values that follow each other are drawn, since what waits in one queue is alike: the non-overlapping
-    block bootstrap (Carlstein 1986, https://doi.org/10.1214/aos/1176350057), with blocks of the order n^(1/3) unless
-    the length `block` is given; 1 is Efron's bootstrap, for independent values. (There are at most 512 blocks; longer
-    ones do no harm to values that are independent.) Correlation over more than a block still makes intervals too
-    narrow: repetitions know better. No interval where the sample is too small to hold one (`has_interval`).
-    Memory does not grow with the number of resamplings times n.
+    Whole blocks of successive values are drawn, because requests in one queue are correlated: the non-overlapping block
+    bootstrap (Carlstein 1986, https://doi.org/10.1214/aos/1176350057), with blocks of the order n^(1/3) unless the
+    length `block` is given; 1 is Efron's bootstrap, for independent values. (There are at most 512 blocks; longer
+    blocks do no harm with independent values.) Correlation beyond a block still makes intervals too narrow: repetitions
+    are more reliable. There is no interval if the sample is too small for one (`has_interval`). Memory does not grow
+    with the number of resamplings times n.
     """
     if not len(values):
         raise ValueError("a bootstrap needs at least one value")
@@ -85,10 +86,10 @@ def bootstrap(
 def resample(
     values: npt.NDArray[np.floating], blocks: Ints, *, seed: int, statistics: Collection[str] = STATISTICS
 ) -> dict[str, Floats]:
-    """[RESAMPLES] replicates of the mean and of percentiles of the values [n], `blocks` [n] being drawn as wholes.
+    """[RESAMPLES] replicates of the mean and of percentiles of the values [n]; whole `blocks` [n] are drawn.
 
-    The blocks' histograms are what is resampled, over the values themselves, or, of many, over bins that are finer
-    towards the upper tail and within which values count as evenly spread.
+    The blocks' histograms are resampled, over the values themselves or, for many values, over bins that are finer
+    towards the upper tail; within a bin, values are assumed to be evenly spread.
     """
     num_blocks = int(blocks.max()) + 1
     drawn = np.random.default_rng(seed).integers(num_blocks, size=(RESAMPLES, num_blocks))
@@ -107,7 +108,7 @@ def resample(
 def _percentiles(
     values: npt.NDArray[np.floating], blocks: Ints, weights: Floats, shares: Mapping[str, float]
 ) -> dict[str, Floats]:
-    """[r] of each share, of the resamples that hold each block `weights` [r, blocks] times."""
+    """[r] percentiles of each share, of resamples that hold each block `weights` [r, blocks] times."""
     order = np.argsort(values)
     ordered = values[order]
     starts = _bin_starts(len(values))
@@ -128,14 +129,14 @@ def _percentiles(
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """What stands at a place of each of r sorted resamples, which are known by the counts in their bins."""
+    """Looks up order statistics in r sorted resamples, which are given by the counts in their bins."""
 
     ends: Floats
-    """[r * bins] number of values up to the end of each bin; each row's begin at its `shift`, after the row before, so
-    that one search finds the places of all rows."""
+    """[r * bins] number of values up to the end of each bin; each row starts at its `shift`, after the previous row, so
+    that one search finds the positions in all rows."""
     shift: Floats
     lows: Floats
-    """[bins] least value of each bin; `highs`: greatest."""
+    """[bins] smallest value of each bin; `highs`: largest."""
     highs: Floats
 
     @classmethod
@@ -144,7 +145,7 @@ class _Ranks:
         return cls((reached + shift[:, None]).ravel(), shift, lows, highs)
 
     def values_at(self, places: Floats) -> Floats:
-        """[r] the values at these places [r], each from 0 and less than its row's count."""
+        """[r] the values at these positions [r], each from 0 and less than its row's count."""
         found = np.searchsorted(self.ends, places + self.shift, "right")
         bins = found - np.arange(len(places)) * len(self.lows)
         before = np.where(bins > 0, self.ends[found - 1], self.shift)
@@ -155,31 +156,37 @@ class _Ranks:
 
 
 def has_interval(statistic: str, n: int, level: float = LEVEL) -> bool:
-    """Whether n values can hold an interval of the statistic: of a percentile p, its upper end lies beyond all of them
-    with probability p^n, which must not be over (1 - level) / 2. At 95% the median needs 6 values, p99 needs 368."""
+    """Whether n values are enough for an interval of the statistic.
+
+    For a percentile p, the interval's upper end lies beyond all values with probability p^n, which must not exceed (1 -
+    level) / 2. At 95% the median needs 6 values, p99 needs 368.
+    """
     if statistic == "mean":
         return n > 1
     return statistic in PERCENTILES and PERCENTILES[statistic] ** n <= (1 - level) / 2
 
 
 def why_unknown(name: str) -> str:
-    """Why a single run's metric, by flat name, may have no interval: a sentence's end."""
+    """Why a single run's metric, by flat name, may have no interval, as the end of a sentence."""
     statistic = name.rpartition(".")[2]
     if statistic in PERCENTILES:
         return f"needs {math.ceil(math.log((1 - LEVEL) / 2) / math.log(PERCENTILES[statistic]))} values"
     if statistic == "max":
-        return "one run does not tell it of a maximum"
+        return "a single run gives no interval for a maximum"
     if name in RATES:
-        return f"the run is not {FEWEST_BLOCKS} times as long as a request takes, or nothing came"
-    return "one run does not tell it"
+        return f"the run is shorter than {FEWEST_BLOCKS} requests, or nothing arrived"
+    return "a single run gives none"
 
 
 def replicates_of(columns: RequestColumns, metrics: Metrics, *, seed: int = 0) -> Replicates:
-    """What resampling the run's requests makes of its latencies and of its SLO share, and blocks of its time of its
-    rates; metrics whose interval is not known are left out. `metrics` must be those of the columns."""
+    """Replicates of a run's metrics: of latencies and the SLO share from its requests, of rates from blocks of its
+    time.
+
+    Metrics without a known interval are left out. `metrics` must be those of the columns.
+    """
     due = is_within(columns.due_s, metrics.window_s)
     found = _latencies(columns, due & columns.ok, [name for name in LATENCIES if name != "lag_s"], "", seed)
-    # The lag is measured of requests that failed, too.
+    # The lag covers failed requests, too.
     found.update(_latencies(columns, due, ["lag_s"], "", seed))
     for where, groups, names in (
         ("by_kind", metrics.by_kind, columns.kind),
@@ -201,8 +208,8 @@ def replicates_of(columns: RequestColumns, metrics: Metrics, *, seed: int = 0) -
 def summarise(
     runs: Sequence[Metrics], columns: RequestColumns | None = None, *, seed: int = 0, level: float = LEVEL
 ) -> dict[str, Estimate]:
-    """Every metric's estimate, by flat name: over several runs the mean and t's interval, of a single run its value and
-    a bootstrap over its `columns`."""
+    """Estimates of all metrics by flat name: over several runs the mean and Student's t interval; for a single run its
+    value and a bootstrap over its `columns`."""
     if len(runs) != 1:
         each = [values_of(run) for run in runs]
         names = dict.fromkeys(name for values in each for name in values)
@@ -236,14 +243,14 @@ def _latencies(columns: RequestColumns, rows: Rows, names: Sequence[str], prefix
 
 
 def _series(columns: RequestColumns, values: Floats, rows: Rows) -> tuple[Floats, Ints]:
-    """The values that are known, in the order of due times, and their blocks."""
+    """The known values in the order of due times, and their blocks."""
     rows = rows & ~np.isnan(values)
     ordered = values[rows][np.argsort(columns.due_s[rows], kind="stable")]
     return ordered, _blocks(len(ordered))
 
 
 def _gap_series(columns: RequestColumns, rows: Rows) -> tuple[npt.NDArray[np.floating], Ints]:
-    """The gaps of the requests, and their blocks: a request's gaps are alike, so they are drawn together."""
+    """The gaps of the requests, and their blocks: a request's gaps are correlated, so they are drawn together."""
     gaps = gaps_of(columns, rows)
     if not len(gaps):
         return gaps, np.zeros(0, np.int64)
@@ -254,8 +261,8 @@ def _gap_series(columns: RequestColumns, rows: Rows) -> tuple[npt.NDArray[np.flo
 
 
 def _shares(good: Rows, seed: int) -> tuple[Floats, Literal["bootstrap", "jeffreys"]]:
-    """Replicates of the share of `good` [n]. Where all or none are, resampling would say that nothing else can be; then
-    they are of Jeffreys' posterior (Brown, Cai and DasGupta 2001, https://doi.org/10.1214/ss/1009213286)."""
+    """Replicates of the share of `good` [n]. If all or none are good, resampling would show no variation; then the
+    replicates are from Jeffreys' posterior (Brown, Cai and DasGupta 2001, https://doi.org/10.1214/ss/1009213286)."""
     n, num_good = len(good), int(good.sum())
     if 0 < num_good < n:
         return resample(good.astype(float), _blocks(n), seed=seed, statistics=["mean"])["mean"], "bootstrap"
@@ -265,8 +272,8 @@ def _shares(good: Rows, seed: int) -> tuple[Floats, Literal["bootstrap", "jeffre
 
 
 def _blocks(n: int, length: int | None = None) -> Ints:
-    """[n] the block of each of n values in order; blocks are of `length`, or of about n^(1/3): shorter if there would
-    be too few of them to draw from, longer if there would be too many to hold."""
+    """[n] the block of each of n values in order; blocks have `length` or about n^(1/3) values: fewer if there would be
+    too few blocks to draw from, more if there would be too many to store."""
     if not n:
         return np.zeros(0, np.int64)
     wanted = n // length if length else max(min(n, _MIN_BLOCKS), n // math.ceil(n ** (1 / 3)))
@@ -274,7 +281,8 @@ def _blocks(n: int, length: int | None = None) -> Ints:
 
 
 def _bin_starts(n: int) -> Ints:
-    """Where the bins of n sorted values begin: each value its own, or so many bins, half of them for the last tenth."""
+    """Start indices of the bins of n sorted values: one per value, or `_MAX_BINS` bins, half of them for the top
+    tenth."""
     if n <= _MAX_BINS:
         return np.arange(n)
     half = _MAX_BINS // 2
@@ -283,7 +291,7 @@ def _bin_starts(n: int) -> Ints:
 
 
 def _clipped(name: str, estimate: Estimate) -> Estimate:
-    """Without what cannot be: a count or a time below 0, a share over 1."""
+    """The estimate with its interval clipped to possible values: counts and times from 0, shares up to 1."""
     if estimate.low is None or estimate.high is None or estimate.value < 0:
         return estimate
     most = 1.0 if name.endswith(("_share", "_kv_use")) else math.inf

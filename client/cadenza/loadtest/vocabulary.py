@@ -1,6 +1,6 @@
-"""Words for text prompts: common, short, lower case."""
+"""The vocabulary of text prompts: common, short words in lower case."""
 
-WORDS = tuple(
+VOCABULARY = tuple(
     """
     about above across act add after again age air all almost alone along also always among and animal answer any
     appear are area arm art ask away baby back bad bank base bed been before began best better between big bird

@@ -1,4 +1,4 @@
-"""A server's steps while a load runs, in columns and on the run's clock."""
+"""Records a server's steps while a load runs, in columns and on the run's clock."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ _NUM_FIELDS = 3 + len(_INTS)
 
 
 class StepSeries:
-    """The steps since the watch began: some 110 bytes each.
+    """The steps since the watch began: about 110 bytes each.
 
-    The server's stamps are on its own clock. A record is here after its step was applied, so no message's (arrival less
-    newest stamp) is less than the true offset of the clocks, and the smallest one, that of the message that was fastest
-    on its way, is taken (as in Cristian, "Probabilistic clock synchronization", 1989,
-    https://doi.org/10.1007/BF01784024, but one way only): steps seem later by that message's time on the way, about
-    0.1 ms on one machine.
+    The server's timestamps are on its own clock. A record arrives after its step was applied, so for no message is the
+    difference of arrival and newest timestamp less than the true offset of the clocks. The smallest difference, that of
+    the fastest message, is used as the offset (as in Cristian, "Probabilistic clock synchronization", 1989,
+    https://doi.org/10.1007/BF01784024, but one way only): steps appear later by that message's transit time, about 0.1
+    ms on one machine.
     """
 
     def __init__(self) -> None:
         self.error = ""
-        """The status code with which the watch broke; steps after that are missing."""
+        """The status code with which the watch broke; later steps are missing."""
         self._rows = array("d")
         self._offset_s = float("inf")
         self._num_dropped = 0
         self._start_s: float | None = None
-        self._news = asyncio.Event()
+        self._received = asyncio.Event()
 
     def begin(self, start_s: float) -> None:
-        """The run begins at this reading of the clock; steps that were applied before are not of it."""
+        """The run begins at this clock reading; steps applied earlier do not count."""
         self._start_s = start_s
 
     def add(self, message: admin_pb2.WatchStepsResponse, now_s: float) -> None:
-        """Take what a message brings that was here at `now_s`."""
+        """Add the records of a message received at `now_s`."""
         self._num_dropped = message.num_dropped
         for record in message.records:
             load = record.load
@@ -85,10 +85,10 @@ class StepSeries:
             )
         if message.records:
             self._offset_s = min(self._offset_s, now_s - message.records[-1].applied_ns / 1e9)
-            self._news.set()
+            self._received.set()
 
     def columns(self) -> StepColumns:
-        """All so far, in seconds since the run's start; since the clock's zero if `begin` was not called."""
+        """All steps so far, in seconds since the run's start; since the clock's zero if `begin` was not called."""
         rows = np.array(self._rows, np.float64).reshape(-1, _NUM_FIELDS)
         shift_s = (self._offset_s if len(rows) else 0.0) - (self._start_s or 0.0)
         if self._start_s is not None:
@@ -103,21 +103,21 @@ class StepSeries:
         )
 
     async def settle(self) -> None:
-        """Wait for the records that are still on their way: until none has come for a moment, a second at most."""
+        """Wait for records in transit: until none has arrived for a moment, at most a second."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_RECORDS_S):
                 while not self.error:
-                    self._news.clear()
+                    self._received.clear()
                     async with asyncio.timeout(_QUIET_S):
-                        await self._news.wait()
+                        await self._received.wait()
 
 
 @contextlib.asynccontextmanager
 async def watch_series(address: str, *, clock: Clock = time.perf_counter) -> AsyncIterator[StepSeries]:
-    """Watch a server's steps on a connection of its own; the watch stands before the body begins.
+    """Watch a server's steps on a separate connection; the watch is established before the body begins.
 
-    Pass `begin` of what it yields to the driver as `on_start`; `columns` are there during and after the body. Raises
-    CadenzaError if the watch cannot stand; one that breaks later says so in `error`, and the run goes on.
+    Pass `begin` of the yielded series to the driver as `on_start`; `columns` may be called during and after the body.
+    Raises CadenzaError if the watch cannot be established; if it breaks later, `error` is set and the run continues.
     """
     series = StepSeries()
     async with AsyncClient(address) as client:

@@ -1,13 +1,13 @@
-"""Workloads from files: requests with their own lengths, token ids or texts, and where it is a trace with their times.
+"""Workloads from files: requests with their own lengths, token ids or texts and, in a trace, their times.
 
-Forms, told apart by how the file begins:
+Formats, which are distinguished by the beginning of the file:
 - JSON lines, or a JSON list, of objects with `prompt` (token ids or text) or `prompt_tokens` (a length), `output_len`
   (or `output_tokens`, or `max_tokens`), and if wanted `n`, `beam_width`, `tenant`, `kind`, `session`, `turn`,
-  `think_s`, `timestamp` (seconds), `id`; or a CSV with a header of these names;
-- ShareGPT's own, a list or lines of {"conversations": [{"from", "value"}]}: the first thing that the human says is a
-  prompt; output lengths are `--output-len`'s, the answers' in tokens being unknown without a tokenizer;
+  `think_s`, `timestamp` (seconds), `id`; or a CSV whose header has these names;
+- ShareGPT's format, a list or lines of {"conversations": [{"from", "value"}]}: the first human message is the prompt;
+  output lengths are from `--output-len`, because the answers' lengths in tokens are unknown without a tokenizer;
 - traces as CSV: Azure's (TIMESTAMP, ContextTokens, GeneratedTokens) and BurstGPT's (Timestamp, Model, Request tokens,
-  Response tokens); requests that failed there, with no tokens on a side, are left out.
+  Response tokens); failed requests, with no tokens on one side, are left out.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _CHUNK = 1024
 
 
 class FileWorkload:
-    """The requests of a file, in its order; read anew, lazily, whenever they are asked for."""
+    """The requests of a file in its order; every call of `shapes` reads the file again, lazily."""
 
     def __init__(
         self, path: Path, output_lengths: Lengths | None, labels: Labels, max_total_len: int | None = None
     ) -> None:
-        """`output_lengths` and `labels` are of records that say nothing themselves."""
+        """`output_lengths` and `labels` are for records that have none of their own."""
         self._path = path
         self._output_lengths = output_lengths
         self._labels = labels
@@ -44,16 +44,16 @@ class FileWorkload:
         self._checked: set[int | None] = set()
 
     def shapes(self, num_requests: int | None, seed: int) -> Iterator[RequestShape]:
-        """As Workload says. What is asked for is read once before, so that a run does not end at a wrong line.
+        """As in Workload. The requested part is read once before, so that a run does not end at an invalid line.
 
-        Raises LoadTestError naming file, line and field; also if the file has fewer requests.
+        Raises a LoadTestError that names file, line and field; also if the file has fewer requests.
         """
         check_count(num_requests)
         check_seed(seed)
         if num_requests not in self._checked:
             found = sum(1 for shape in self._shapes(num_requests, seed) if shape.turn == 0)
             if not found:
-                raise LoadTestError(f"workload {self._path}: there is no request in it")
+                raise LoadTestError(f"workload {self._path}: has no request")
             if found < (num_requests or 1):
                 raise LoadTestError(f"--num-requests {num_requests}: {self._path} has {found} requests")
             self._checked.add(num_requests)
@@ -77,13 +77,13 @@ class FileWorkload:
             used += prompt + fitting
             shape = _shape(index, record, label, prompt, fitting, session, turn, due_s)
             if prompt < record.length or fitting < output:
-                shape = replace(shape, prompt_cut=prompt < record.length, output_cut=fitting < output)
+                shape = replace(shape, prompt_truncated=prompt < record.length, output_truncated=fitting < output)
             yield shape
             if num_started == num_requests and session < 0:
-                return  # before what is wrong further down; a session may have more turns
+                return  # before errors further down; a session may have more turns
 
     def _fitted(self, place: str, record: Record, output: int, used: int) -> tuple[int, int]:
-        """Lengths within what the session has used so far and `--max-total-len`."""
+        """Prompt and output lengths that fit into the rest of `--max-total-len` after the session's earlier turns."""
         if self._max_total_len is None:
             return record.length, output
         room = self._max_total_len - used
@@ -98,16 +98,17 @@ class FileWorkload:
 
 @dataclass(slots=True)
 class _Order:
-    """What must hold between records: timestamps for all or none, not falling; a session's turns together."""
+    """Checks records against each other: timestamps for all or none, not decreasing; the turns of a session
+    together."""
 
     path: Path
     sessions: dict[int | str, int] = field(default_factory=dict)
-    """Numbers of the sessions that the file names, in the order in which they begin."""
+    """Numbers of the file's sessions, in the order in which they begin."""
     open: int | str | None = None
-    """The session that the last record belongs to."""
+    """The session of the last record."""
     next_turn: int = 0
     in_texts: bool = False
-    """Does that session speak in texts."""
+    """Whether the prompts of that session are texts."""
     first_s: float | None = None
     last_s: float = 0.0
     has_times: bool | None = None
@@ -117,18 +118,20 @@ class _Order:
         session, turn = self._turn(place, record)
         if turn > 0:
             if record.timestamp is not None:
-                raise self._error(place, "timestamp: of a session only the first turn has one; others have think_s")
+                raise self._error(
+                    place, "timestamp: only the first turn of a session has one; later turns have think_s"
+                )
             return session, turn, None
         if self.has_times is None:
             self.has_times = record.timestamp is not None
         if self.has_times != (record.timestamp is not None):
-            raise self._error(place, "timestamp: all requests of a file have one, or none")
+            raise self._error(place, "timestamp: either all requests of a file have one, or none")
         if record.timestamp is None:
             return session, turn, None
         self.first_s = record.timestamp if self.first_s is None else self.first_s
         due_s = record.timestamp - self.first_s
         if due_s < self.last_s:
-            raise self._error(place, "timestamp: is before that of the request above; sort the file by it")
+            raise self._error(place, "timestamp: is earlier than that of the previous request; sort the file by it")
         self.last_s = due_s
         return session, turn, due_s
 
@@ -148,8 +151,8 @@ class _Order:
                 place, f"turn: {self.next_turn} comes next in session {record.session!r}, not {record.turn}"
             )
         if self.in_texts != isinstance(record.prompt, str):
-            # A text cannot go on from token ids, nor they from it.
-            raise self._error(place, f"prompt: in session {record.session!r} all prompts are texts, or none is")
+            # A text cannot continue token ids, nor token ids a text.
+            raise self._error(place, f"prompt: in session {record.session!r} either all prompts are texts, or none is")
         turn = self.next_turn
         self.open = record.session
         self.next_turn += 1

@@ -1,6 +1,6 @@
 """Readers of workload files: JSON lines, a JSON list, ShareGPT's conversations, and traces as CSV; record by record.
 
-Every reader yields (place, record), the place being a line, or an entry of a list, counted from 1.
+Every reader yields (place, record); the place is a line or a list entry, counted from 1.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _TRACES: tuple[dict[str, str], ...] = (
     # https://github.com/HPMLL/BurstGPT
     {"Timestamp": "timestamp", "Request tokens": "prompt_tokens", "Response tokens": "output_len", "Model": "kind"},
 )
-"""Public traces by the columns that tell them; their other columns are not read."""
+"""Public traces, identified by these columns; their other columns are not read."""
 
 
 def read_records(path: Path) -> Records:
-    """All records of a file, whose form is seen from its beginning; nothing is kept in memory but of a JSON list.
+    """All records of a file, whose format is detected from its beginning; only a JSON list is held in memory.
 
-    Raises LoadTestError, when it comes to it, naming file, line or entry, and field.
+    Raises, when the record is read, a LoadTestError that names file, line or entry, and field.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -38,7 +38,7 @@ def read_records(path: Path) -> Records:
     except OSError as error:
         raise LoadTestError(f"workload {path}: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError as error:
-        raise LoadTestError(f"workload {path}: this is no text in UTF-8: {error}") from None
+        raise LoadTestError(f"workload {path}: this is not UTF-8 text: {error}") from None
 
 
 def _records(path: Path, file: TextIO) -> Records:
@@ -53,7 +53,7 @@ def _records(path: Path, file: TextIO) -> Records:
 
 
 def _first_line(file: TextIO) -> str:
-    """The first line that is not blank; the file is at its beginning again afterwards."""
+    """The first non-blank line; the file is rewound afterwards."""
     for line in iter(file.readline, ""):
         if line.strip():
             file.seek(0)
@@ -78,7 +78,7 @@ def _list_records(path: Path, file: TextIO) -> Records:
     except (ValueError, RecursionError) as error:
         raise LoadTestError(f"workload {path}: this is not JSON: {error}") from None
     if not entries:
-        raise LoadTestError(f"workload {path}: a list with at least one request is needed")
+        raise LoadTestError(f"workload {path}: the list must have at least one request")
     for number, entry in enumerate(entries, 1):
         place = f"entry {number}"
         if not isinstance(entry, dict):
@@ -107,9 +107,9 @@ def _conversation_lines(path: Path, file: TextIO) -> Records:
 
 
 def _conversation(place: str, entry: dict[str, Any]) -> Records:
-    """The first thing that the human says, as in {"conversations": [{"from": "human", "value": …}, …]}.
+    """The first human message, as in {"conversations": [{"from": "human", "value": …}, …]}.
 
-    The released data has conversations that are empty or begin in the middle: those are left out.
+    The published data has conversations that are empty or begin in the middle: those are left out.
     """
     turns = entry["conversations"]
     first = turns[0] if isinstance(turns, list) and turns else None
@@ -155,7 +155,7 @@ def _columns(path: Path, header: list[str]) -> tuple[list[str], bool]:
     unknown = [name for name in header if name not in FIELDS]
     if unknown:
         known = "; ".join(", ".join(trace) for trace in _TRACES)
-        named = f"{unknown[0]!r:.60} is no column of a workload"
+        named = f"{unknown[0]!r:.60} is not a column of a workload"
         raise _error(path, "line 1", f"{named}; a trace's header has {known}; others have {', '.join(FIELDS)}")
     return header, False
 
@@ -164,7 +164,7 @@ def _csv_record(path: Path, place: str, values: dict[str, str]) -> Record:
     if "-" in (stamp := values.get("timestamp", ""))[1:5]:
         try:
             moment = datetime.fromisoformat(stamp)
-            # Without a zone as UTC: in the local one, a summer's last hour would be there twice.
+            # Without a zone, assume UTC: local time would have the last hour of summer time twice.
             values["timestamp"] = repr((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
         except ValueError:
             raise _error(path, place, f"timestamp: must be seconds, or a date and time, not {stamp!r}") from None

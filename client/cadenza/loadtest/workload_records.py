@@ -1,4 +1,4 @@
-"""One request of a workload's file: its fields, and what is wrong with them in words."""
+"""A request of a workload file: its fields, and messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class Record(BaseModel):
-    """A request as a file says it. Lengths in tokens, times in seconds."""
+    """A request as given in a file. Lengths are in tokens, times in seconds."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     id: int | str | None = None
-    """For the reader of the file; not sent."""
+    """For readers of the file; not sent."""
     prompt: str | list[_TokenId] | None = None
     prompt_tokens: _Count | None = None
     output_len: _Count | None = Field(default=None, validation_alias=AliasChoices(*_OUTPUT_NAMES))
@@ -41,15 +41,15 @@ class Record(BaseModel):
         if self.beam_width == 1:
             raise ValueError("beam_width must be 2 or more, or 0 for none")
         if self.beam_width and (self.n or 1) > 1:
-            raise ValueError("n and beam_width do not go together")
+            raise ValueError("n and beam_width cannot be combined")
         if self.session is None and self.turn is not None:
             raise ValueError("turn needs session")
         return self
 
     @property
     def length(self) -> int:
-        """Of the prompt; of a text without `prompt_tokens` an estimate, 4 bytes a token as English has on average
-        (https://help.openai.com/en/articles/4936856-what-are-tokens-and-how-to-count-them)."""
+        """Length of the prompt; for a text without `prompt_tokens` an estimate of 4 bytes per token, the average for
+        English (https://help.openai.com/en/articles/4936856-what-are-tokens-and-how-to-count-them)."""
         if self.prompt_tokens is not None:
             return self.prompt_tokens
         assert self.prompt is not None
@@ -57,15 +57,15 @@ class Record(BaseModel):
 
 
 FIELDS = (*(name for name in Record.model_fields if name != "output_len"), *_OUTPUT_NAMES)
-"""Names that a file may use."""
+"""Field names that a file may use."""
 
 
 def problem_of(error: ValidationError) -> str:
-    """The first thing that is wrong: the field, what is wrong, and the value where it is short."""
+    """The first problem: the field, the message, and the value if it is short."""
     problems = error.errors(include_url=False)
     problem = problems[0]
     if problem["loc"][:1] == ("prompt",) and len(problems) > 1 and isinstance(problem["input"], list):
-        problem = problems[1]  # the first one only says that a list is no text
+        problem = problems[1]  # the first problem only states that a list is not a text
     names = [part for part in problem["loc"] if part not in ("str", "list[constrained-int]", "int")]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
     if problem["type"] == "json_invalid":

@@ -1,4 +1,4 @@
-"""Workloads: the requests that a spec describes, made one by one, the same ones for the same seed."""
+"""Makes workloads from specs; their requests are made one by one and depend on the spec and the seed alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["KINDS", "WorkloadSpec", "make_spec", "make_workload"]
 
 
 def make_workload(spec: WorkloadSpec) -> Workload:
-    """The workload of a spec; options that are not given are the kind's defaults.
+    """The workload of a spec; options that are not given have the kind's defaults.
 
-    Raises LoadTestError naming the option, and for a file that cannot be read.
+    Raises a LoadTestError that names the option, and for a file that cannot be read.
     """
     labels = Labels(parse_mix(spec.mix), parse_tenants(spec.tenants))
     if spec.from_file:

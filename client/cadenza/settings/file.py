@@ -1,4 +1,4 @@
-"""Options in a TOML file: one flat file for both services, with a table for what shall go to one of them only."""
+"""Options in a TOML file: one flat file for both services, with a table for options of one service only."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ TABLES = ("executor", "scheduler")
 
 
 class OptionsFileError(ValueError):
-    """An options file cannot be read, or holds what it must not; the message names the file and is for the user."""
+    """An options file cannot be read or has invalid contents; the message names the file and is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptionsFile:
-    """What a file says: names in snake case, values as text, as if they stood on a command line, and lists of text."""
+    """The contents of a file: names in snake case; values as text, as on a command line, and lists of text."""
 
     path: str
     top: dict[str, Any]
     tables: dict[str, dict[str, Any]]  # by service
 
     def of_service(self, service: str, known: Collection[str]) -> dict[str, Any]:
-        """The options at the top that a service has, and over them those of its own table.
+        """The top-level options of a service, overridden by those of its own table.
 
-        Raises OptionsFileError for a name in its table that it has not, and for one at the top that can only be a
-        misspelling of one of its own; other names at the top may be the other service's.
+        Raises OptionsFileError for an unknown name in its table, and for a top-level name that can only be a
+        misspelling of one of its options; other top-level names may be the other service's.
         """
         own = self.tables.get(service, {})
         self.refuse_unknown(own, known, f"[{service}] ")
@@ -36,7 +36,7 @@ class OptionsFile:
         return {name: value for name, value in self.top.items() if name in known} | own
 
     def refuse_unknown(self, names: Collection[str], known: Collection[str], where: str = "") -> None:
-        """Raises OptionsFileError for the first name that is not known."""
+        """Raises OptionsFileError for the first unknown name."""
         for name in names:
             if name not in known:
                 raise OptionsFileError(f"{self.path}: {where}{name}: there is no such option{suggestion(name, known)}")
@@ -51,7 +51,7 @@ def read_file(path: str) -> OptionsFile:
         raise OptionsFileError(f"{path}: {(exc.strerror or str(exc)).lower()}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise OptionsFileError(f"{path}: this is not TOML: {exc}") from None
-    # The scheduler's option `executor` may stand at the top as well, as a text or a list of them.
+    # The scheduler's option `executor` may also be at the top level, as a text or a list of texts.
     tables = {name: content.pop(name) for name in TABLES if isinstance(content.get(name), dict)}
     return OptionsFile(
         path, _plain(path, content), {name: _plain(f"{path}: [{name}]", table) for name, table in tables.items()}

@@ -1,4 +1,4 @@
-"""What --help says of a service's options: under headings, each with its value, its meaning and its default."""
+"""The --help text of a service's options: grouped under headings, each with its value, meaning and default."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _OTHER = "Scheduling"
 
 
 def about(group: str, unit: str = "", values: str = "") -> dict[str, Any]:
-    """What help and docs/options.md need to know of a field beside its description: its json_schema_extra.
+    """A field's json_schema_extra: what help and docs/options.md need besides its description.
 
-    `unit` is what a number counts; `values` are those of a validator, where the field's type does not name them.
+    `unit`: what a number counts; `values`: the allowed values of a validator, if the field's type does not name them.
     """
     return {"group": group, "unit": unit, "values": values}
 
 
 def group_of(field: FieldInfo) -> str:
-    """The heading under which an option stands."""
+    """The heading of an option."""
     return _extra(field, "group") or _OTHER
 
 
 def unit_of(field: FieldInfo) -> str:
-    """What a number counts; empty for others."""
+    """What a number counts; empty for other options."""
     return _extra(field, "unit")
 
 
 def values_of(field: FieldInfo) -> str:
-    """Choices or range, as text; empty where any text will do."""
+    """Choices or range, as text; empty if any text is allowed."""
     if field.annotation is bool:
         return "on, off"
     signs = {"ge": "{} or more", "gt": "over {}", "le": "at most {}", "lt": "under {}"}
@@ -48,19 +48,19 @@ def values_of(field: FieldInfo) -> str:
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """The values of a closed set; empty for others."""
+    """The values of a closed set; empty for other types."""
     return [str(value) for value in get_args(annotation)] if get_origin(annotation) is Literal else []
 
 
 def value_name(annotation: Any) -> str:
-    """What stands for the value in help: the choices, or its kind; empty for flags."""
+    """The placeholder of the value in help: the choices or the type; empty for flags."""
     kinds = [kind for kind in (get_args(annotation) or (annotation,)) if kind is not type(None)]
     names = {bool: "", int: "INTEGER", float: "NUMBER"}
     return "|".join(choices_of(annotation)) or names.get(kinds[0], "TEXT")
 
 
 def default_text(field: FieldInfo) -> str:
-    """The default as text; empty where the description says what happens without a value."""
+    """The default as text; empty if the description states what happens without a value."""
     if field.is_required():
         return "required"
     default = field.get_default()
@@ -72,11 +72,11 @@ def default_text(field: FieldInfo) -> str:
 
 
 def described(field: FieldInfo) -> str:
-    """Meaning, values that the type does not name, and default in one text."""
+    """Description, values that the type does not name, and default in one text."""
     default, values = default_text(field), _extra(field, "values")
-    told = f" Values: {values}." if values else ""
+    values_text = f" Values: {values}." if values else ""
     end = "" if not default else " [required]" if field.is_required() else f" [default: {default}]"
-    return f"{field.description}{told}{end}"
+    return f"{field.description}{values_text}{end}"
 
 
 def help_text(usage: str, purpose: str, fields: Mapping[str, FieldInfo], end: str, columns: int) -> str:

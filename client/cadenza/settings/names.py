@@ -1,4 +1,4 @@
-"""Names of options: what an unknown one may have meant."""
+"""Names of options, and suggestions for unknown ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 ENV_PREFIX = "CADENZA_"
 
-_SURE = 0.85  # as alike as a name and its misspelling; names of different options are less so
+_SURE = 0.85  # similarity of a name and its misspelling; names of different options are less similar
 
 
 def variable(name: str) -> str:
@@ -16,19 +16,19 @@ def variable(name: str) -> str:
 
 
 def flag(name: str) -> str:
-    """The option as it stands on a command line."""
+    """The option as written on a command line."""
     return f"--{name.replace('_', '-')}"
 
 
 def misspelling_of(name: str, known: Collection[str]) -> str:
-    """The known name of which this one can only be a misspelling; empty if there is none."""
+    """The known name that this name clearly misspells; empty if there is none."""
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=_SURE)), "")
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """The end of a sentence about an unknown name: names that it may have meant; empty if there are none.
+    """The end of a sentence about an unknown name: similar known names; empty if there are none.
 
-    All names may be variables: then what they share does not make them alike.
+    If all names are variables, the shared prefix does not count as similarity.
     """
     prefix = ENV_PREFIX if name.upper().startswith(ENV_PREFIX) else ""
     bare = [other.removeprefix(prefix) for other in known]

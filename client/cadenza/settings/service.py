@@ -1,4 +1,4 @@
-"""The base of the services' configurations, and how `python -m SERVICE` reads its options."""
+"""The base class of the services' configurations, and the reading of options for `python -m SERVICE`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cadenza.settings.names import ENV_PREFIX, flag, misspelling_of, suggestion,
 
 
 class ServiceSettings(BaseSettings):
-    """What the configurations of both services have in common. The docstring of each begins its --help."""
+    """The common part of both services' configurations. The docstring of each one begins its --help."""
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -50,7 +50,7 @@ class ServiceSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """First goes before last; arguments come before all of them."""
+        """The sources in order of precedence, highest first; arguments override all of them."""
         return init_settings, env_settings, _FileSource(settings_cls)
 
 
@@ -58,7 +58,7 @@ _Config = TypeVar("_Config", bound=ServiceSettings)
 
 
 class _FileSource(PydanticBaseSettingsSource):
-    """The file that the sources before it have named as `config`."""
+    """The options file that earlier sources name as `config`."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         raise NotImplementedError  # __call__ gives all values at once
@@ -70,7 +70,7 @@ class _FileSource(PydanticBaseSettingsSource):
 
 
 def read_config(config: type[_Config], arguments: list[str], fail: Callable[[str], None]) -> _Config | None:
-    """The service's options; None if some are wrong, of which `fail` has then been told, each in one line.
+    """The service's options; None if some are invalid: then `fail` was called with one line for each of them.
 
     `--help` prints the help and raises SystemExit.
     """
@@ -93,14 +93,14 @@ def read_config(config: type[_Config], arguments: list[str], fail: Callable[[str
 
 
 def reason(problem: ErrorDetails) -> str:
-    """What is wrong with a value, and the value unless our own check has named it already."""
+    """The problem with a value, and the value unless the message of a Cadenza check already has it."""
     if problem["type"] in ("value_error", "missing"):
         return problem["msg"].removeprefix("Value error, ")
     return f"{problem['msg']}, not {problem['input']!r:.60}"
 
 
-def unheard(config: ServiceSettings, environment: Mapping[str, str]) -> Iterator[str]:
-    """Sentences about what was said and has no effect here: misspelled variables, and what is left to others."""
+def ignored_settings(config: ServiceSettings, environment: Mapping[str, str]) -> Iterator[str]:
+    """Warnings about settings without effect here: misspelled variables, and options of other programs."""
     names = type(config).model_fields
     variables = {variable(name) for name in names}
     known = [name.upper() for name in names]
@@ -108,17 +108,17 @@ def unheard(config: ServiceSettings, environment: Mapping[str, str]) -> Iterator
     for given in sorted(environment):
         if given.upper().startswith(ENV_PREFIX) and given.upper() not in variables:
             if meant := misspelling_of(given.upper().removeprefix(ENV_PREFIX), known):
-                yield f"{given} in the environment is no option; did you mean {ENV_PREFIX}{meant}?"
+                yield f"{given} in the environment is not an option; did you mean {ENV_PREFIX}{meant}?"
             else:
                 others.append(given)
     if config.config is not None:
         others += [f"{name} in {config.config}" for name in read_file(config.config).top if name not in names]
     if others:
-        yield f"not options of the {config.service}, left to others: {', '.join(others)}"
+        yield f"ignored, not options of the {config.service}: {', '.join(others)}"
 
 
 def _origin(name: str, arguments: list[str]) -> str:
-    """Where a refused value stood, as its author knows it."""
+    """The source of a refused value, as the user knows it."""
     given = {argument.partition("=")[0] for argument in arguments}
     if {flag(name), flag("no_" + name)} & given:
         return flag(name)
@@ -136,7 +136,7 @@ def _origin(name: str, arguments: list[str]) -> str:
 
 
 def _option_message(text: str, config: type[ServiceSettings]) -> str:
-    """argparse's words as `--option: message`."""
+    """argparse's message in the form `--option: message`."""
     text = text.removeprefix("error parsing CLI: ")
     unknown = text.removeprefix("unrecognized arguments: ")
     if unknown == text:

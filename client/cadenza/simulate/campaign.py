@@ -1,4 +1,4 @@
-"""A simulation from its settings to its file: every number of executors, every point, every repetition."""
+"""Runs a simulation from its settings to its file: every number of executors, every point, every repetition."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from cadenza.loadtest.caveats import of_load
+from cadenza.loadtest.caveats import load_caveats
 from cadenza.loadtest.prompts import Prompts
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.results import CTRL_C, LoadTestFile, MaxRate, Point, Run, point_of, run_of
-from cadenza.loadtest.schedule import cut_to, make_schedule, planned_points, window_of
+from cadenza.loadtest.schedule import make_schedule, planned_points, truncated_to, window_of
 from cadenza.loadtest.settings import LoadSettings
-from cadenza.loadtest.truncation import Cuts
+from cadenza.loadtest.truncation import Truncations
 from cadenza.simulate.capacity import TOLERANCE, Capacity, find_capacity
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.request_log import Watch
 from cadenza.simulate.run import Outcome, Simulation
 from cadenza.simulate.traffic import Traffic
 from scheduler_svc.config import SchedulerConfig
 
 SHARING = ("shared-prefix", "multi-turn")
-"""Workloads whose prompts begin alike; those of the others share no block, and the prefix cache finds nothing."""
+"""Workloads whose prompts share prefixes; in the others no block is shared and the prefix cache has no hits."""
 MAX_KEPT_GAPS = 100_000
-"""Requests of a run whose inter-token latencies are kept without being asked for."""
+"""Most requests of a run whose inter-token latencies are kept by default."""
 _NOT_SIMULATED = ("timeout_s", "url")
 _PROMPT_VOCABULARY = 32_768
 
 
 class View(Protocol):
-    """Who is told how it goes on."""
+    """Receives messages about the simulation's progress."""
 
     def say(self, text: str) -> None:
-        """A sentence."""
+        """Show a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What is simulated: executors, as many times as `counts` says, under a scheduler with these options."""
+    """The simulated system: the fleet, repeated `counts` times, under a scheduler with this config."""
 
-    fleet: tuple[ExecutorKind, ...]
+    fleet: tuple[ExecutorProfile, ...]
     config: SchedulerConfig
     counts: tuple[int, ...] = (1,)
 
-    def times(self, count: int) -> tuple[ExecutorKind, ...]:
-        """All executors, so many times."""
+    def times(self, count: int) -> tuple[ExecutorProfile, ...]:
+        """All executors, repeated `count` times."""
         return self.fleet * count
 
     def facts(self) -> dict[str, Any]:
-        """For the result file: what a server says of itself elsewhere."""
+        """Facts for the result file, in place of a server's own."""
         options = self.config.model_dump(mode="json", exclude={"executor", "listen", "config"}, exclude_defaults=True)
         return {
             "kind": "simulation",
-            "model": ", ".join(dict.fromkeys(kind.name for kind in self.fleet)),
-            "executors": [kind.model_dump(mode="json") for kind in self.fleet],
+            "model": ", ".join(dict.fromkeys(profile.name for profile in self.fleet)),
+            "executors": [profile.model_dump(mode="json") for profile in self.fleet],
             "times": list(self.counts),
             "options": {name: str(value) for name, value in options.items()},
         }
@@ -63,20 +63,20 @@ class Simulated:
 
 def simulate(
     settings: LoadSettings,
-    fleet: Sequence[ExecutorKind],
+    fleet: Sequence[ExecutorProfile],
     config: SchedulerConfig,
     seed: int,
     *,
     watch: Watch | None = None,
     keep_steps: bool = True,
 ) -> Outcome:
-    """One run of these settings with this seed; raises LoadTestError for what cannot be simulated."""
+    """Run these settings with this seed; raises LoadTestError for settings that cannot be simulated."""
     for name in _NOT_SIMULATED:
         if getattr(settings, name) is not None:
-            raise LoadTestError(f"--{name.replace('_', '-')}: is not simulated")
-    settings = cut_to(settings, max(kind.spec(config).max_model_len for kind in fleet))
-    cuts = Cuts()
-    schedule = cuts.noting(make_schedule(settings, seed))
+            raise LoadTestError(f"--{name.replace('_', '-')}: cannot be simulated")
+    settings = truncated_to(settings, max(profile.spec(config).max_model_len for profile in fleet))
+    truncations = Truncations()
+    schedule = truncations.recording(make_schedule(settings, seed))
     traffic = Traffic(schedule, concurrency=settings.concurrency, duration_s=settings.duration_s)
     prompts = Prompts(seed, _PROMPT_VOCABULARY) if config.enable_prefix_caching and may_share(settings) else None
     outcome = Simulation(
@@ -89,16 +89,16 @@ def simulate(
         watch=watch,
         seed=seed,
     ).run()
-    return replace(outcome, cuts=cuts)
+    return replace(outcome, truncations=truncations)
 
 
 def may_share(settings: LoadSettings) -> bool:
-    """May prompts begin alike: made-up ones of independent tokens do not, and need not be made then."""
+    """Whether prompts may share prefixes; synthetic prompts of independent tokens do not, so they need not be made."""
     return settings.from_file or settings.workload in SHARING
 
 
 def keeps_gaps(settings: LoadSettings) -> bool:
-    """Are inter-token latencies kept: if they are asked for, or there are not too many requests."""
+    """Whether inter-token latencies are kept: if requested, or if there are few enough requests."""
     many = settings.num_requests
     if many is None and settings.duration_s is not None and settings.request_rate != math.inf:
         many = math.ceil(settings.duration_s * settings.request_rate)
@@ -109,12 +109,13 @@ def keeps_gaps(settings: LoadSettings) -> bool:
 def run_simulation(
     settings: LoadSettings, simulated: Simulated, view: View, *, label: str = "", command: Sequence[str] = ()
 ) -> tuple[LoadTestFile, list[Capacity]]:
-    """Everything that the settings ask for, for each number of executors; capacities only of `find_max_rate`.
+    """Run everything that the settings request for each number of executors; capacities are found for `find_max_rate`
+    only.
 
-    Ctrl-C keeps the points that were simulated, if there are any, and the file says so. Raises LoadTestError.
+    Ctrl-C keeps the points that were simulated, if there are any, and the file states it. Raises LoadTestError.
     """
     planned = planned_points(settings)
-    for sentence in of_load(settings):
+    for sentence in load_caveats(settings):
         view.say(sentence)
     points: list[Point] = []
     capacities: list[Capacity] = []
@@ -150,9 +151,9 @@ def run_simulation(
 
 
 def _runs(
-    settings: LoadSettings, fleet: Sequence[ExecutorKind], config: SchedulerConfig, view: View
+    settings: LoadSettings, fleet: Sequence[ExecutorProfile], config: SchedulerConfig, view: View
 ) -> list[tuple[int, Outcome]]:
-    """All repetitions, each with its seed."""
+    """Run all repetitions; returns each with its seed."""
     runs = []
     for index in range(settings.repetitions):
         seed, began = settings.seed + index, time.perf_counter()
@@ -166,8 +167,8 @@ def _runs(
     return runs
 
 
-def _search(settings: LoadSettings, fleet: Sequence[ExecutorKind], config: SchedulerConfig, view: View) -> Capacity:
-    # Gaps of every trial would fill the memory.
+def _search(settings: LoadSettings, fleet: Sequence[ExecutorProfile], config: SchedulerConfig, view: View) -> Capacity:
+    # The gaps of all trials together would fill the memory.
     settings = settings.model_copy(
         update={"keep_itl": settings.limits is not None and settings.limits.itl_s is not None}
     )
@@ -203,6 +204,6 @@ def _run(settings: LoadSettings, seed: int, outcome: Outcome) -> Run:
         window=window_of(settings, outcome.requests),
         slo=settings.limits,
         duration_s=outcome.duration_s,
-        cuts=outcome.cuts,
+        truncations=outcome.truncations,
         open_loop=settings.concurrency is None,
     )

@@ -1,4 +1,4 @@
-"""How many requests a second do so many executors hold within an SLO: a search over the rate, with early ends."""
+"""Capacity: the highest request rate that a number of executors holds within an SLO, by a search with early stops."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ from cadenza.simulate.run import Outcome
 
 TOLERANCE = 0.02
 TRIAL_S = 300.0
-"""Virtual seconds of arrivals in a trial, if the settings name neither requests nor a duration."""
+"""Virtual seconds of arrivals in a trial if the settings give neither a number of requests nor a duration."""
 FEWEST_REQUESTS = 1000
-"""Of such a trial: of 99% that must hold, 10 are the rest."""
+"""Minimum of such a trial: with a share of 99%, 10 requests may miss the SLO."""
 _AT_ONCE = 300
-"""Requests per executor, at most 1000, that show what can be served at all: there the search begins."""
+"""Requests per executor, at most 1000, of the burst that measures the peak throughput: the search starts near it."""
 _FIRST_SHARE = 0.8
 
 RunAt = Callable[[LoadSettings, int, Watch | None], Outcome]
-"""Runs settings with a seed, under a watch."""
+"""Runs the settings with a seed and, if given, a watch that may end the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateTrial:
-    """A rate that was tried."""
+    """One rate that the search tried."""
 
     rate: float
     share: float
-    """Of the judged requests, those that kept every limit, over all repetitions; of those seen, if ended early."""
+    """Share of the judged requests that kept every limit, over all repetitions; of the requests seen so far if the
+    trial ended early."""
     held: bool
     ended_early: bool
     settings: LoadSettings
     outcomes: tuple[tuple[int, Outcome], ...]
-    """Seed and run; empty where it was ended early."""
+    """Seed and run of each repetition; empty if the trial ended early."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a number of executors holds."""
+    """The result of a search for one number of executors."""
 
     num_executors: int
     held: float | None
@@ -59,21 +60,21 @@ class Capacity:
 
     @property
     def kept(self) -> list[RateTrial]:
-        """The trials that were run to their end, the lowest rate first."""
+        """The trials that ran to their end, sorted by rate."""
         return sorted((trial for trial in self.trials if trial.outcomes), key=lambda trial: trial.rate)
 
     @property
     def best(self) -> RateTrial | None:
-        """The highest rate that held."""
+        """The trial with the highest rate that held."""
         return next((trial for trial in reversed(self.kept) if trial.held), None)
 
 
 def find_capacity(settings: LoadSettings, num_executors: int, run: RunAt, *, tolerance: float = TOLERANCE) -> Capacity:
     """Search for the highest rate at which `settings.slo_share` of the requests keep `settings.slo`.
 
-    The search begins near what is served when many come at once, or at the settings' rate, and ends with a rate that
-    failed within `tolerance` of the highest that held. What a trial sends says `at_rate`, and whether it held `judge`;
-    it ends as soon as too many requests have missed a limit. Raises LoadTestError.
+    The search starts at the settings' rate or, without one, near the throughput of a burst. It ends when the lowest
+    rate that failed is within `tolerance` of the highest that held. `at_rate` gives a trial's settings and `judge`
+    decides whether its rate held; a trial ends as soon as too many requests have missed a limit. Raises LoadTestError.
     """
     limits = limits_of(settings)
     start = settings.request_rate
@@ -84,34 +85,34 @@ def find_capacity(settings: LoadSettings, num_executors: int, run: RunAt, *, tol
         rate = _rounded(rate)
         trial = at_rate(settings, rate, seconds=TRIAL_S, num_requests=FEWEST_REQUESTS)
         trials.append(_try(trial, rate, limits, run))
-        search.tell(rate, trials[-1].held)
+        search.record(rate, trials[-1].held)
     return Capacity(num_executors, search.held, search.failed, tuple(trials))
 
 
 def _rounded(rate: float) -> float:
-    """To four digits: what is said of a rate is then what was tried."""
+    """The rate with four significant digits, so that the reported rate is the rate that was tried."""
     return float(f"{rate:.4g}")
 
 
 def _throughput(settings: LoadSettings, num_executors: int, run: RunAt) -> float:
-    """Requests a second when many come at once."""
+    """Requests per second that complete when many arrive at once."""
     many = min(_AT_ONCE * num_executors, 1000, settings.num_requests or FEWEST_REQUESTS)
     at_once = settings.model_copy(update={"duration_s": None})
-    if settings.from_file:  # which may have fewer
+    if settings.from_file:  # a file may hold fewer requests
         firsts = (shape for _, shape in make_schedule(at_once, settings.seed) if shape.turn == 0)
         many = sum(1 for _ in itertools.islice(firsts, many))
     outcome = run(at_once.model_copy(update={"num_requests": many}), settings.seed, None)
     num_ok = int(outcome.requests.ok.sum())
     if not num_ok:
-        raise LoadTestError("--find-max-rate: not one request is served; is each of them too long?")
+        raise LoadTestError("--find-max-rate: no request was served; is every request too long?")
     return num_ok / outcome.duration_s
 
 
 class Misses:
-    """Watches a run and ends it once more than so many of the judged requests have missed a limit."""
+    """A watch that ends a run once more than `num_allowed` judged requests have missed a limit."""
 
     def __init__(self, slo: Slo, first_judged: int, num_allowed: int, span: Window = (0.0, math.inf)) -> None:
-        """Judged are requests from an index on that are due within `span`."""
+        """Judges the requests from index `first_judged` on that are due within `span`."""
         self.num_judged = 0
         self.num_missed = 0
         self._slo = slo
@@ -122,7 +123,8 @@ class Misses:
     def ended(
         self, shape: RequestShape, due_s: float, first_s: float, last_s: float, num_output_tokens: int, error: str
     ) -> bool:
-        """A request has ended. An ITL limit is judged at the end of the run."""
+        """Take a request that has ended; returns whether the run is to end. An ITL limit is judged at the end of the
+        run."""
         if shape.index < self._first_judged or not self._span[0] <= due_s <= self._span[1]:
             return False
         self.num_judged += 1
@@ -138,7 +140,7 @@ class Misses:
 def _try(settings: LoadSettings, rate: float, slo: Slo, run: RunAt) -> RateTrial:
     outcomes: list[tuple[int, Outcome]] = []
     for seed in range(settings.seed, settings.seed + settings.repetitions):
-        count = sum(1 for _ in make_schedule(settings, seed))  # later turns of sessions included
+        count = sum(1 for _ in make_schedule(settings, seed))  # including later turns of sessions
         first = first_judged(settings, count)
         allowed = math.floor((1 - settings.slo_share) * (count - first))
         misses = Misses(slo, first, allowed, judged_span(settings))
@@ -152,7 +154,7 @@ def _try(settings: LoadSettings, rate: float, slo: Slo, run: RunAt) -> RateTrial
 
 
 def summary_of(capacity: Capacity) -> dict[str, float | int | None]:
-    """The table's row for a number of executors: the rate, and at it latencies in seconds and tokens per executor."""
+    """The table row for a number of executors: the rate, and the latencies in seconds and tokens per executor at it."""
     row: dict[str, float | int | None] = {"executors": capacity.num_executors, "request_rate": capacity.held}
     best = capacity.best
     if best is None:
@@ -173,6 +175,6 @@ def summary_of(capacity: Capacity) -> dict[str, float | int | None]:
 
 
 def as_plot(capacities: Sequence[Capacity]) -> tuple[list[float], list[float]]:
-    """Numbers of executors, and the rates that they hold: a curve; those that hold nothing are left out."""
+    """The curve of rates held over numbers of executors; numbers that hold no rate are left out."""
     found = [(float(each.num_executors), each.held) for each in capacities if each.held is not None]
     return [count for count, _ in found], [rate for _, rate in found]

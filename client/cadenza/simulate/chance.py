@@ -1,4 +1,4 @@
-"""Chance: times that are longer or shorter than modelled, the same ones for the same seed. Gamma distributed."""
+"""Random variation of times around the modelled value, gamma distributed and reproducible by seed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _CHUNK = 4096
 
 
 def factors(variation: float, seed: int, name: str) -> Iterator[float]:
-    """Numbers without end, of mean 1 and this coefficient of variation, which is over 0.
+    """Endless random numbers of mean 1 and this coefficient of variation, which must be over 0.
 
-    Those of two names are independent.
+    The numbers of different names are independent.
     """
     rng, shape = stream(seed, name), 1 / variation**2
     while True:
@@ -20,6 +20,6 @@ def factors(variation: float, seed: int, name: str) -> Iterator[float]:
 
 
 def varied(scale: float, seed: int, name: str) -> Callable[[float], float]:
-    """A function that makes of a mean, over 0, a number whose variance is `scale` times that mean."""
+    """A function that draws a number of a given mean, over 0; its variance is `scale` times the mean."""
     draw: Callable[[float], float] = stream(seed, name).standard_gamma
     return lambda mean: scale * draw(mean / scale)

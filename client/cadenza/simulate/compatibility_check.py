@@ -1,4 +1,4 @@
-"""Whether a load test is of what was recorded, by what both know."""
+"""Checks that a load test and a recording are of the same server run, by the facts that both hold."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from cadenza.loadtest.results import LoadTestFile
 from cadenza.simulate.recordings import Recording
 
 _CLOCKS_S = 60.0
-"""So far the clocks of two machines may be apart."""
+"""Allowed difference between the clocks of two machines."""
 
 
-def check_belongs(recording: Recording, file: LoadTestFile, path: str) -> None:
-    """Raises LoadTestError if the first run of the result at `path` cannot be of the recording.
+def check_compatible(recording: Recording, file: LoadTestFile, path: str) -> None:
+    """Raises LoadTestError if the first run of the result at `path` cannot be part of the recording.
 
-    That is with another model or device, begun before the recording, or with requests that the recording does not have,
-    by the lengths of their prompts.
+    That is: its model or device differs, it began before the recording, or it has requests whose prompt lengths the
+    recording lacks.
 
-    What passes may still be of another recording: of the same server, later, with prompts of the same lengths.
+    A result that passes may still be of another recording: of the same server, later, with prompts of the same lengths.
     """
-    wrong = _wrong(recording, file)
-    if wrong:
-        raise LoadTestError(f"--loadtest {path}: it is not of this recording: {wrong}")
+    mismatch = _mismatch(recording, file)
+    if mismatch:
+        raise LoadTestError(f"--loadtest {path}: does not match the recording: {mismatch}")
 
 
-def _wrong(recording: Recording, file: LoadTestFile) -> str:
+def _mismatch(recording: Recording, file: LoadTestFile) -> str:
     server, run = file.server or {}, file.points[0].runs[0]
     model, devices = server.get("model"), [each.get("device") for each in server.get("executors", ())]
     if model is not None and model != recording.model:
@@ -38,7 +38,7 @@ def _wrong(recording: Recording, file: LoadTestFile) -> str:
     missing = sent - Counter(recording.prompt_lens)
     if missing:
         return (
-            f"{missing.total()} of its {sent.total()} requests that ended well are not in it, as one with a prompt of "
-            f"{next(iter(missing))} tokens"
+            f"{missing.total()} of its {sent.total()} completed requests are not in the recording, such as one with a "
+            f"prompt of {next(iter(missing))} tokens"
         )
     return ""

@@ -1,4 +1,4 @@
-"""Kinds of executors: what a step costs there, what one can hold, and what lies between it and a client."""
+"""Executor profiles: step costs, limits, and the overheads between an executor and a client."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Overheads(BaseModel):
-    """What a step or a request waits for besides the executor, in microseconds each.
+    """Delays of a step or a request outside the executor, in microseconds each.
 
-    With one plan in flight `plan_us` and twice `transit_us` lie between any two steps; with two or more they are
-    hidden behind the step that runs, as far as it is longer.
+    With one plan in flight, `plan_us` and twice `transit_us` lie between any two steps; with two or more, the running
+    step hides them as far as it is longer.
     """
 
     model_config = _STRICT
 
     plan_us: float = Field(default=0.0, ge=0, description="The scheduler's own work for one step.")
-    transit_us: float = Field(default=0.0, ge=0, description="A plan or a result on its way, each.")
-    request_us: float = Field(default=0.0, ge=0, description="From a client's sending to the queue.")
-    reply_us: float = Field(default=0.0, ge=0, description="From a result that was taken in to the client.")
+    transit_us: float = Field(default=0.0, ge=0, description="Transit of a plan or a result, each.")
+    request_us: float = Field(default=0.0, ge=0, description="From a client's send to the queue.")
+    reply_us: float = Field(default=0.0, ge=0, description="From an applied result to the client.")
 
 
 class Noise(BaseModel):
-    """How much times vary by chance, gamma distributed around what is modelled; 0: not at all.
+    """Random variation of times, gamma distributed around the modelled value; 0: none.
 
-    Where steps are short, chance costs throughput: a plan that comes late is not made good by one that comes early.
+    With short steps, variation costs throughput: an early plan does not make up for a late one.
     """
 
     model_config = _STRICT
@@ -42,21 +42,21 @@ class Noise(BaseModel):
     step_us: float = Field(
         default=0.0,
         ge=0,
-        description="Variance over mean of a step's time, in microseconds: long steps vary less, for their length.",
+        description="Variance over mean of a step's time, in microseconds: long steps vary less for their length.",
     )
     overheads: float = Field(
-        default=0.0, ge=0, le=3, description="Coefficient of variation of plan_us and transit_us, each time anew."
+        default=0.0, ge=0, le=3, description="Coefficient of variation of plan_us and transit_us, drawn for each step."
     )
 
 
-class KindLimits(BaseModel):
-    """What an executor can hold; defaults as the executor service has them, on the CPU and for up to 512 sequences."""
+class ProfileLimits(BaseModel):
+    """Limits of an executor; the defaults are the executor service's own on the CPU, for up to 512 sequences."""
 
     model_config = _STRICT
 
     block_size: int = Field(default=16, ge=1, description="Tokens of a KV block.")
     num_blocks: int | None = Field(
-        default=None, ge=1, description="KV blocks on the device; without it, as many as a full batch could use."
+        default=None, ge=1, description="KV blocks on the device; default: as many as a full batch could use."
     )
     num_host_blocks: int = Field(default=0, ge=0, description="KV blocks in host memory, to swap to.")
     max_num_seqs: int = Field(default=64, ge=1, description="Most sequences of a step.")
@@ -79,28 +79,30 @@ class KindLimits(BaseModel):
         return self.num_blocks or self.max_num_seqs * -(-self.max_model_len // self.block_size)
 
 
-class ExecutorKind(BaseModel):
-    """All that the simulator knows of an executor. As JSON it is a file for `cadenza simulate --executor FILE`."""
+class ExecutorProfile(BaseModel):
+    """Everything that the simulator knows about an executor. As JSON it is a file for `cadenza simulate --executor
+    FILE`."""
 
     model_config = _STRICT
 
     costs: StepCosts = StepCosts()
     overheads: Overheads = Overheads()
     noise: Noise = Noise()
-    limits: KindLimits = KindLimits()
+    limits: ProfileLimits = ProfileLimits()
     name: str = ""
     source: str = Field(default="", description="Where the numbers come from.")
 
-    def changed(self, options: dict[str, Any]) -> ExecutorKind:
-        """The same with limits as the executor's options say: block_size, num_gpu_blocks, num_cpu_blocks, max_…
+    def changed(self, options: dict[str, Any]) -> ExecutorProfile:
+        """The same profile with the limits that these executor options set: block_size, num_gpu_blocks, num_cpu_blocks,
+        max_…
 
-        Blocks of another size hold as many tokens together, fewer larger ones in both pools, and a token's KV takes as
-        long to move: `moved_block_us` goes with the size. Raises LoadTestError.
+        With another block size both pools keep their size in tokens, and a token's KV takes as long to move:
+        `moved_block_us` scales with the block size. Raises LoadTestError.
         """
         names = {"num_gpu_blocks": "num_blocks", "num_cpu_blocks": "num_host_blocks"}
         given = {names.get(name, name): value for name, value in options.items()}
         try:
-            limits = KindLimits.model_validate({**self.limits.model_dump(), **given})
+            limits = ProfileLimits.model_validate({**self.limits.model_dump(), **given})
         except ValidationError as error:
             raise LoadTestError(f"executor {self.name}: {_first(error)}") from None
         old, new = self.limits.block_size, limits.block_size
@@ -110,12 +112,12 @@ class ExecutorKind(BaseModel):
         return self.model_copy(update={"limits": limits.model_copy(update=held), "costs": costs})
 
     def spec(self, config: SchedulerConfig) -> ExecutorSpec:
-        """What the core is told of it: its limits, narrowed by the scheduler's options as the plan loop does it."""
+        """The executor's spec for the core: its limits, narrowed by the scheduler's options as the plan loop does."""
         limits = self.limits
         return ExecutorSpec(
             block_size=limits.block_size,
             num_blocks=limits.pool_size,
-            num_slots=2 * limits.max_num_seqs,  # as the executor service has it
+            num_slots=2 * limits.max_num_seqs,  # as in the executor service
             max_num_seqs=min(config.max_num_seqs or limits.max_num_seqs, limits.max_num_seqs),
             max_num_batched_tokens=min(
                 config.max_num_batched_tokens or limits.max_num_batched_tokens, limits.max_num_batched_tokens
@@ -126,10 +128,10 @@ class ExecutorKind(BaseModel):
         )
 
 
-def read_kind(path: str) -> ExecutorKind:
-    """A kind from a file: an ExecutorKind, or costs alone as `--simulate FILE` of the executor takes them.
+def read_profile(path: str) -> ExecutorProfile:
+    """Read a profile from a file: an ExecutorProfile, or costs alone, as for the executor's `--simulate FILE`.
 
-    Raises LoadTestError that names the file and the field.
+    Raises a LoadTestError that names the file and the field.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -141,16 +143,16 @@ def read_kind(path: str) -> ExecutorKind:
         raise LoadTestError(f"--executor {path}: must be an object with costs, not {type(content).__name__}")
     whole = content if not content or "costs" in content else {"costs": content}
     try:
-        kind = ExecutorKind.model_validate(whole)
+        profile = ExecutorProfile.model_validate(whole)
     except ValidationError as error:
         raise LoadTestError(f"--executor {path}: {_first(error)}") from None
-    return kind if kind.name else kind.model_copy(update={"name": Path(path).stem})
+    return profile if profile.name else profile.model_copy(update={"name": Path(path).stem})
 
 
-def write_kind(path: str, kind: ExecutorKind) -> None:
-    """Write a kind to a file that `read_kind` reads; raises LoadTestError."""
+def write_profile(path: str, profile: ExecutorProfile) -> None:
+    """Write a profile to a file that `read_profile` reads; raises LoadTestError."""
     try:
-        Path(path).write_text(kind.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        Path(path).write_text(profile.model_dump_json(indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise LoadTestError(f"{path}: {(error.strerror or str(error)).lower()}") from None
 

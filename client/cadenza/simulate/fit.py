@@ -1,4 +1,5 @@
-"""Costs from a recording: what of a step's time its work explains, and what lies between the services."""
+"""Fits step costs to a recording: the part of a step's time that its work explains, and the gaps between the
+services."""
 
 from __future__ import annotations
 
@@ -10,47 +11,48 @@ from scipy.optimize import nnls
 
 from cadenza.loadtest.columns import RequestColumns
 from cadenza.loadtest.requests import Floats, LoadTestError
-from cadenza.simulate.executor_profiles import ExecutorKind, Noise, Overheads
-from cadenza.simulate.host_gaps import between_steps
+from cadenza.simulate.executor_profiles import ExecutorProfile, Noise, Overheads
+from cadenza.simulate.host_gaps import measure_host_gaps
 from cadenza.simulate.recordings import RecordedSteps, Recording
 from executor_svc.simulated.costs import StepCosts, StepWork
 
 _TERMS = ("step_us", "token_us", "context_token_us", "kv_token_us")
-_HELD_UP = 4.0
-"""A step that took so many times what others of its work take was held up by something else, and is left out."""
+_OUTLIER_FACTOR = 4.0
+"""A step that took this many times the modelled time was delayed by something else and is left out."""
 _ROUNDS = 8
 _FEWEST_STEPS = 20
-_ALIKE = 0.9995
-"""Two terms whose columns are correlated like this cannot be told apart."""
-_WORTH_HIDING = 0.9
-"""Hidden tokens are believed in if they leave at most this share of the squared error."""
+_COLLINEAR = 0.9995
+"""Two terms whose columns have at least this correlation cannot be distinguished."""
+_MAX_ERROR_SHARE = 0.9
+"""Hidden tokens are accepted if they leave at most this share of the squared error."""
 _HIDDEN = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Costs, how well they say how long the recorded steps took, and what could not be told."""
+    """Fitted costs, how well they predict the recorded step times, and which terms the recording could not
+    determine."""
 
     costs: StepCosts
     overheads: Overheads
     noise: Noise
     num_steps: int
     median_error: float
-    """Of |modelled - measured| / measured over the steps; so is p90_error."""
+    """Median of |modelled - measured| / measured over the steps; p90_error is its 90th percentile."""
     p90_error: float
     explained: float
     """Share of the variance of step times that the costs explain."""
     total_ratio: float
-    """Modelled over measured time of all steps."""
+    """Modelled time of all steps over their measured time."""
     warnings: tuple[str, ...]
 
 
 def fit_costs(recording: Recording) -> Fit:
-    """Fit a recording's steps; raises LoadTestError where there are too few.
+    """Fit a recording's steps; raises LoadTestError if there are too few.
 
-    Non-negative least squares (Lawson and Hanson, Solving Least Squares Problems, chapter 23), repeated with weights
-    from the model before: a step's variance is taken to be in proportion to its time, as it is where interruptions come
-    at random. Steps that took four times as long as modelled are left out.
+    The method is non-negative least squares (Lawson and Hanson, Solving Least Squares Problems, chapter 23), repeated
+    with weights from the previous model: a step's variance is assumed to be proportional to its time, as it is where
+    interruptions come at random. Steps that took more than four times their modelled time are left out.
     """
     steps = _with_times(recording.steps)
     if len(steps) < _FEWEST_STEPS:
@@ -59,7 +61,7 @@ def fit_costs(recording: Recording) -> Fit:
     sample_us = _rate(steps.sample_ns, steps.samples)
     sample_rest_ns = np.maximum(0.0, steps.sample_ns - 1000 * sample_us * steps.samples)
     moved_block_us = _moved_block_us(steps, warnings)
-    # All that is neither sampling nor moving belongs to the forward pass, the executor's own work included.
+    # Everything that is neither sampling nor moving counts as forward pass, including the executor's own work.
     forward_us = (steps.total_ns - steps.sample_ns - steps.moves_ns + sample_rest_ns) / 1000
     terms, hidden_tokens = _forward(steps, forward_us, warnings)
     costs = StepCosts(
@@ -69,13 +71,13 @@ def fit_costs(recording: Recording) -> Fit:
         hidden_tokens=hidden_tokens,
     )
     modelled, measured = _modelled_ns(costs, steps), steps.total_ns
-    between = between_steps(steps)
+    gaps = measure_host_gaps(steps)
     errors = np.abs(modelled - measured) / measured
     spread = ((measured - measured.mean()) ** 2).sum()
     return Fit(
-        costs=costs.model_copy(update={"step_us": round(costs.step_us + between.gap_us, 6)}),
-        overheads=Overheads(plan_us=between.plan_us, transit_us=between.transit_us),
-        noise=Noise(step_us=_noise_us(measured, modelled), overheads=between.variation),
+        costs=costs.model_copy(update={"step_us": round(costs.step_us + gaps.gap_us, 6)}),
+        overheads=Overheads(plan_us=gaps.plan_us, transit_us=gaps.transit_us),
+        noise=Noise(step_us=_noise_us(measured, modelled), overheads=gaps.variation),
         num_steps=len(steps),
         median_error=float(np.median(errors)),
         p90_error=float(np.quantile(errors, 0.9)),
@@ -86,10 +88,10 @@ def fit_costs(recording: Recording) -> Fit:
 
 
 def with_clients(fit: Fit, requests: RequestColumns) -> Fit:
-    """The same with what lies between clients and the queue, from a load test of what was recorded.
+    """The same fit with the overheads between clients and the queue, from a load test of the recorded server.
 
-    It is what a client's TTFT has over the server's own, half of it on the way there and half on the way back. Raises
-    LoadTestError if the server has told no times.
+    They are the difference of the client's TTFT and the server's own, half on the way there and half on the way back.
+    Raises LoadTestError if the server reported no times.
     """
     beyond_s = (requests.first_s - requests.sent_s - requests.server_first_s)[requests.ok]
     known_us = 1e6 * beyond_s[~np.isnan(beyond_s)]
@@ -99,10 +101,10 @@ def with_clients(fit: Fit, requests: RequestColumns) -> Fit:
     return replace(fit, overheads=fit.overheads.model_copy(update={"request_us": each, "reply_us": each}))
 
 
-def fitted_kind(recording: Recording, fit: Fit, name: str, path: str) -> ExecutorKind:
-    """The kind of executor that was recorded."""
+def fitted_profile(recording: Recording, fit: Fit, name: str, path: str) -> ExecutorProfile:
+    """The profile of the recorded executor."""
     source = f"fitted to {fit.num_steps} steps of {recording.model} on {recording.device} in {path}"
-    return ExecutorKind(
+    return ExecutorProfile(
         costs=fit.costs,
         overheads=fit.overheads,
         noise=fit.noise,
@@ -113,63 +115,65 @@ def fitted_kind(recording: Recording, fit: Fit, name: str, path: str) -> Executo
 
 
 def _with_times(steps: RecordedSteps) -> RecordedSteps:
-    """Those that computed something and took time."""
+    """The steps that computed tokens and took time."""
     rows = (steps.tokens > 0) & (steps.total_ns > 0)
     return RecordedSteps(*(getattr(steps, field.name)[rows] for field in fields(steps)))
 
 
 def _forward(steps: RecordedSteps, forward_us: Floats, warnings: list[str]) -> tuple[dict[str, float], float]:
-    """The forward pass's terms, and the tokens that are hidden behind its fixed part."""
+    """The terms of the forward pass, and the number of tokens hidden behind its fixed part."""
     columns = {
         "step_us": np.ones(len(steps)),
         "token_us": steps.tokens,
         "context_token_us": steps.context_tokens,
         "kv_token_us": steps.kv_tokens,
     }
-    _drop_untold(columns, warnings)
+    _drop_undetermined(columns, warnings)
     best, hidden = _weighted_nnls(columns, forward_us), 0.0
     if "token_us" in columns:
         for count in (each for each in _HIDDEN if each < steps.tokens.max()):
             found = _weighted_nnls({**columns, "token_us": np.maximum(0.0, steps.tokens - count)}, forward_us)
-            if found[1] < _WORTH_HIDING * best[1]:
+            if found[1] < _MAX_ERROR_SHARE * best[1]:
                 best, hidden = found, float(count)
     terms = dict(zip(columns, best[0].tolist(), strict=True))
     return {name: terms.get(name, 0.0) for name in _TERMS}, hidden
 
 
-def _drop_untold(columns: dict[str, Floats], warnings: list[str]) -> None:
-    """Leave out terms that the recording cannot tell: without variation, or like another one."""
+def _drop_undetermined(columns: dict[str, Floats], warnings: list[str]) -> None:
+    """Remove the terms that the recording cannot determine: constant columns, and columns like another one."""
     for name in list(columns)[1:]:
         column = columns[name]
         if np.ptp(column) == 0:
             del columns[name]
-            warnings.append(f"{name} cannot be told: every step had {column[0]:.0f} of them; it is part of step_us")
+            warnings.append(f"{name} cannot be fitted: every step had {column[0]:.0f} of them; it is part of step_us")
             continue
         for other in [known for known in columns if known not in ("step_us", name)]:
-            if list(columns).index(other) < list(columns).index(name) and _alike(column, columns[other]):
+            if list(columns).index(other) < list(columns).index(name) and _are_collinear(column, columns[other]):
                 del columns[name]
-                warnings.append(f"{name} cannot be told from {other}: they went together in every step; it is 0")
+                warnings.append(
+                    f"{name} cannot be distinguished from {other}: they vary together in every step; it is 0"
+                )
                 break
 
 
-def _alike(one: Floats, other: Floats) -> bool:
-    return abs(float(np.corrcoef(one, other)[0, 1])) > _ALIKE
+def _are_collinear(one: Floats, other: Floats) -> bool:
+    return abs(float(np.corrcoef(one, other)[0, 1])) > _COLLINEAR
 
 
 def _weighted_nnls(columns: dict[str, Floats], times: Floats) -> tuple[Floats, float]:
-    """Coefficients of weighted least squares, and the mean of the weighted squared errors left."""
+    """Coefficients of weighted least squares, and the mean of the remaining weighted squared errors."""
     matrix = np.stack(list(columns.values()), axis=1)
     modelled, kept = times, np.ones(len(times), bool)
     for _ in range(_ROUNDS):
         roots = np.sqrt(modelled[kept])
         found, error = _scaled_nnls(matrix[kept] / roots[:, None], times[kept] / roots)
         modelled = np.maximum(matrix @ found, 1e-3)
-        kept = times <= _HELD_UP * modelled
+        kept = times <= _OUTLIER_FACTOR * modelled
     return found, error**2 / len(roots)
 
 
 def _scaled_nnls(matrix: npt.NDArray[np.float64], target: Floats) -> tuple[Floats, float]:
-    """nnls on columns of equal size, as their units differ by orders of magnitude."""
+    """nnls on columns scaled to equal norms, because their units differ by orders of magnitude."""
     sizes = np.sqrt((matrix**2).sum(0))
     sizes[sizes == 0] = 1.0
     found, error = nnls(matrix / sizes, target)
@@ -177,7 +181,7 @@ def _scaled_nnls(matrix: npt.NDArray[np.float64], target: Floats) -> tuple[Float
 
 
 def _rate(times_ns: Floats, counts: Floats) -> float:
-    """Microseconds for each, by a fit with a fixed part, which belongs elsewhere."""
+    """Microseconds per item, by a fit with a constant term, which is accounted for elsewhere."""
     rows = counts > 0
     if not rows.any() or not times_ns[rows].any():
         return 0.0
@@ -186,17 +190,17 @@ def _rate(times_ns: Floats, counts: Floats) -> float:
 
 
 def _moved_block_us(steps: RecordedSteps, warnings: list[str]) -> float:
-    """A quotient of sums: large moves tell more than small ones."""
+    """Microseconds per moved block: a quotient of sums, so that large moves weigh more than small ones."""
     moved = steps.moved_blocks.sum()
     if not moved:
-        warnings.append("moved_block_us cannot be told: no block was swapped or copied; it is 0")
+        warnings.append("moved_block_us cannot be fitted: no block was swapped or copied; it is 0")
         return 0.0
     return float(steps.moves_ns.sum() / moved / 1000)
 
 
 def _noise_us(measured: Floats, modelled: Floats) -> float:
-    """Variance over mean of step times, without steps that were held up: a mean of what each step says of it."""
-    kept = measured <= _HELD_UP * modelled
+    """Variance over mean of step times without outliers: the mean of the single steps' estimates."""
+    kept = measured <= _OUTLIER_FACTOR * modelled
     squares = (measured[kept] - modelled[kept]) ** 2 / modelled[kept]
     return round(float(squares.mean()) / 1000, 1)
 

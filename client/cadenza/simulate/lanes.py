@@ -1,4 +1,5 @@
-"""An executor in virtual time, for one lane of the core: what a step takes, what it answers, and when."""
+"""An executor in virtual time for one lane of the core: how long a step takes, its result, and when the result
+arrives."""
 
 from __future__ import annotations
 
@@ -7,55 +8,55 @@ from array import array
 from collections import deque
 
 from cadenza.simulate.chance import factors, varied
-from cadenza.simulate.executor_profiles import ExecutorKind
-from cadenza.simulate.step_costs import price_of
+from cadenza.simulate.executor_profiles import ExecutorProfile
+from cadenza.simulate.step_costs import step_cost_function
 from executor_svc.simulated.tokens import rank_logprob
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.sequences.decode_batch import DecodeBatch
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import Candidates, StepResult
-from scheduler_svc.engine.pacing import StepPacer
+from scheduler_svc.plan_loop.pacing import StepPacer
 
 TOKEN = 1
-"""What every sequence samples: what tokens there are makes no difference to a cost model."""
+"""The token that every sequence samples: token values make no difference to a cost model."""
 _VOCAB_SIZE = 32_768
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class CountingCohort(DecodeBatch):
-    """A cohort that knows how many tokens its members have computed together, without asking each of them."""
+class CountingDecodeBatch(DecodeBatch):
+    """A decode batch that keeps the sum of its members' computed tokens, without a loop over them."""
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
         self.num_read = 0
-        """Positions that the members' tokens of the newest step read, each its own included."""
+        """Positions that the members' tokens of the newest step read, each token's own included."""
         self._offsets = 0
 
     @property
     def num_computed(self) -> int:
-        """Over all members."""
-        return len(self.slots) * self.clock - self._offsets
+        """Computed tokens, summed over all members."""
+        return len(self.slots) * self.num_steps - self._offsets
 
     def join(self, sequence: Sequence) -> None:
-        """Take in a member."""
+        """Add a member."""
         super().join(sequence)
-        self._offsets += self.clock - sequence.num_computed_tokens
+        self._offsets += self.num_steps - sequence.num_computed_tokens
 
     def leave(self, sequence: Sequence) -> None:
-        """Let one go."""
-        self._offsets -= self.clock - sequence.num_computed_tokens
+        """Remove a member."""
+        self._offsets -= self.num_steps - sequence.num_computed_tokens
         super().leave(sequence)
 
     def advance(self) -> list[Sequence]:
         """Every member computes one token."""
         ending = super().advance()
-        self.num_read = len(self.slots) * self.clock - self._offsets
+        self.num_read = len(self.slots) * self.num_steps - self._offsets
         return ending
 
 
-class Flight:
+class InflightStep:
     """A step between its plan and its result."""
 
     __slots__ = ("duration_s", "num_tokens", "result", "result_at", "row", "starting")
@@ -63,55 +64,58 @@ class Flight:
     def __init__(self, result: StepResult, result_at: float, num_tokens: int, duration_s: float) -> None:
         self.result = result
         self.result_at = result_at
-        """When the scheduler has it."""
+        """When the scheduler receives the result."""
         self.num_tokens = num_tokens
         self.duration_s = duration_s
         self.starting: list[Sequence] = []
-        """Those whose first token, since they came in, is in the result."""
+        """Sequences whose first token since they joined the batch is in the result."""
         self.row: tuple[float, ...] | None = None
-        """What is to be kept of it: a row of StepRows, but for its end."""
+        """The step's row of StepRows without the time of its end, if it is kept."""
 
 
 class SimulatedLane:
-    """An executor, and what the plan loop knows of it."""
+    """A simulated executor, and the plan loop's state for it."""
 
-    def __init__(self, index: int, kind: ExecutorKind, core: Lane, max_inflight_plans: int, seed: int = 0) -> None:
+    def __init__(
+        self, index: int, profile: ExecutorProfile, core: Lane, max_inflight_plans: int, seed: int = 0
+    ) -> None:
         self.index = index
-        self.kind = kind
+        self.profile = profile
         self.core = core
-        self.decode_batch = CountingCohort(core.spec.block_size)
+        self.decode_batch = CountingDecodeBatch(core.spec.block_size)
         core.decode_batch = self.decode_batch
-        self.limit = min(max_inflight_plans, kind.limits.max_inflight_plans)
-        self.plan_s = kind.overheads.plan_us / 1e6
+        self.limit = min(max_inflight_plans, profile.limits.max_inflight_plans)
+        self.plan_s = profile.overheads.plan_us / 1e6
         self.pacer = StepPacer()
-        self.flights: deque[Flight] = deque()
+        self.inflight_steps: deque[InflightStep] = deque()
         self.plan_at = math.inf
-        """When the plan loop plans next; inf: when it hears of something."""
+        """When the plan loop plans next; inf: after the next event."""
         self.idle = True
-        """Did it find nothing to plan when it last looked."""
+        """Whether the last attempt found nothing to plan."""
         self.num_applied = 0
         self.applied = array("d")
-        """When each step's result was taken in; filled only where gaps are kept."""
-        self._price = price_of(kind.costs)
+        """When each step's result was applied; filled only if gaps are kept."""
+        self._step_cost = step_cost_function(profile.costs)
         self._free_at = 0.0
-        noise = kind.noise
+        noise = profile.noise
         self._vary = varied(noise.step_us / 1e6, seed, f"steps {index}") if noise.step_us else None
         self._overhead_factors = factors(noise.overheads, seed, f"overheads {index}") if noise.overheads else None
-        self._transit_s = kind.overheads.transit_us / 1e6
-        self._tokens = [TOKEN] * kind.limits.max_num_seqs
+        self._transit_s = profile.overheads.transit_us / 1e6
+        self._tokens = [TOKEN] * profile.limits.max_num_seqs
         self._joined_decode_batch: list[Sequence] = []
-        """Those that decode from the next step on without having sampled before: of their chunk one token was left."""
+        """Sequences that decode from the next step on without having sampled before: one token of their prompt was
+        left."""
 
     @property
     def next_at(self) -> float:
-        """When something happens here next."""
-        flights = self.flights
-        if flights and flights[0].result_at <= self.plan_at:
-            return flights[0].result_at
+        """When the next event of this lane happens."""
+        inflight_steps = self.inflight_steps
+        if inflight_steps and inflight_steps[0].result_at <= self.plan_at:
+            return inflight_steps[0].result_at
         return self.plan_at
 
-    def launch(self, step: PlannedStep, planned_at: float, *, beams: bool) -> Flight:
-        """Run a step; `beams`: may there be some in it."""
+    def launch(self, step: PlannedStep, planned_at: float, *, beams: bool) -> InflightStep:
+        """Start a step; `beams`: whether the step may hold beams."""
         decode_batch, slots, plan = self.decode_batch, step.decode_slots, step.plan
         num_tokens = len(slots)
         num_read = num_kv = decode_batch.num_read if num_tokens else 0
@@ -128,10 +132,10 @@ class SimulatedLane:
                 num_kv += count + context_len if count else 0  # a fork computes nothing
                 if chunk.samples:
                     starting.append(chunk.sequence)
-                elif chunk.sequence.decodes:
+                elif chunk.sequence.is_decoding:
                     self._joined_decode_batch.append(chunk.sequence)
         num_moved = len(plan.swapped_out) + len(plan.copied) + len(plan.swapped_in)
-        forward_ns, sample_ns, moves_ns = self._price(num_tokens, num_read, num_kv, len(slots), num_moved)
+        forward_ns, sample_ns, moves_ns = self._step_cost(num_tokens, num_read, num_kv, len(slots), num_moved)
         candidates = _candidates(step) if beams else {}
         if candidates:
             slots = [slot for slot in slots if slot not in candidates]
@@ -155,34 +159,34 @@ class SimulatedLane:
             total_ns=round(1e9 * duration_s),
         )
         # Results come in the order of their plans.
-        before = self.flights[-1].result_at if self.flights else 0.0
-        flight = Flight(result, max(before, self._free_at + back_s), num_tokens, duration_s)
-        flight.starting = starting
-        self.flights.append(flight)
-        if len(self.flights) == 1:
+        before = self.inflight_steps[-1].result_at if self.inflight_steps else 0.0
+        inflight_step = InflightStep(result, max(before, self._free_at + back_s), num_tokens, duration_s)
+        inflight_step.starting = starting
+        self.inflight_steps.append(inflight_step)
+        if len(self.inflight_steps) == 1:
             self.pacer.started(planned_at)
-        return flight
+        return inflight_step
 
-    def land(self, now: float) -> Flight:
-        """Take in the first result, which has come."""
-        flight = self.flights.popleft()
+    def take_result(self, now: float) -> InflightStep:
+        """Remove and return the first step, whose result has arrived."""
+        inflight_step = self.inflight_steps.popleft()
         self.num_applied += 1
-        self.pacer.observe(flight.num_tokens, flight.duration_s)
+        self.pacer.observe(inflight_step.num_tokens, inflight_step.duration_s)
         self.pacer.started(now)
-        return flight
+        return inflight_step
 
     def pace(self, now: float) -> None:
-        """Settle when to plan next, as PlanLoop does: at once if the executor idles, late in its step if it is busy."""
-        flights = self.flights
-        if not flights:
+        """Set when to plan next, as PlanLoop does: at once if the executor is idle, late in its step if it is busy."""
+        inflight_steps = self.inflight_steps
+        if not inflight_steps:
             self.plan_at = now
-        elif len(flights) < self.limit:
-            self.plan_at = max(now, self.pacer.due(flights[0].num_tokens))
+        elif len(inflight_steps) < self.limit:
+            self.plan_at = max(now, self.pacer.due(inflight_steps[0].num_tokens))
         else:
             self.plan_at = math.inf
 
     def num_stored_tokens(self, *, alone: bool) -> int:
-        """Tokens whose KV the pool stores for those that run; `alone`: is each of them all of its request."""
+        """Tokens whose KV the pool stores for running sequences; `alone`: whether every request has one sequence."""
         core = self.core
         if not alone or core.blocks.num_shared_refs:
             return core.num_stored_tokens
@@ -190,11 +194,11 @@ class SimulatedLane:
 
 
 def _candidates(step: PlannedStep) -> dict[int, Candidates]:
-    """Made-up candidates of the beams that ask for them, as likely as the simulated executor's are."""
+    """Synthetic candidates for the step's beams, with the same logprobs as the simulated executor's."""
     found: dict[int, Candidates] = {}
     for chunk in step.chunks:
         beam = chunk.sequence
-        if not chunk.samples or (search := beam.group.search) is None:
+        if not chunk.samples or (search := beam.group.beam_search) is None:
             continue
         value = _mixed(beam.sequence_id * _GOLDEN + beam.num_planned_tokens)
         ranks = range(search.num_candidates)

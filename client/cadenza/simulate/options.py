@@ -1,4 +1,4 @@
-"""From options, as the services and `cadenza simulate` take them, to what is simulated."""
+"""Builds the simulated system from the options of the services and of `cadenza simulate`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cadenza.local_options import route_options
 from cadenza.settings.names import suggestion
 from cadenza.settings.service import reason
 from cadenza.simulate.campaign import Simulated
-from cadenza.simulate.executor_profiles import ExecutorKind, read_kind
+from cadenza.simulate.executor_profiles import ExecutorProfile, read_profile
 from cadenza.simulate.published import PUBLISHED
 from scheduler_svc.config import SchedulerConfig
 
@@ -23,12 +23,12 @@ EXECUTOR_OPTIONS = (
     "block_size", "num_gpu_blocks", "num_cpu_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
     "max_inflight_plans",
 )  # fmt: skip
-"""Of the executor, those that are its limits."""
+"""The executor options that set its limits."""
 _NOT_SIMULATED = (
     "executor", "listen", "config", "tokenizer", "skip_tokenizer_init", "record", "log_level",
 )  # fmt: skip
 SCHEDULER_OPTIONS = tuple(name for name in SchedulerConfig.model_fields if name not in _NOT_SIMULATED)
-"""Of the scheduler, those that its core goes by."""
+"""The scheduler options that its core uses."""
 _MOST_EXECUTORS = 1024
 
 
@@ -41,28 +41,28 @@ def make_simulated(
     environment: Mapping[str, str] | None = None,
     before: Simulated | None = None,
 ) -> Simulated:
-    """What `--executor` (names and files), `--executors` and the services' options say.
+    """The simulated system of `--executor` (names and files), `--executors` and the services' options.
 
-    The options may also stand in the environment and in the file `config`, as for the services themselves. `before`:
-    what was simulated before and is simulated again; what is said here goes before it, and the environment, which may
-    have been another one, says nothing. Raises OptionError and LoadTestError, which name what is wrong.
+    The options may also come from the environment and from the file `config`, as for the services themselves. `before`:
+    the system of an earlier simulation that is run again; options given here override it, and the environment is
+    ignored, because it may have changed. Raises OptionError and LoadTestError, which name the wrong option.
     """
     environment = {} if before is not None else environment
     settings = route_options("simulated", options, config=config, environment=environment).settings
     given = {name: setting.value for name, setting in settings.items()}
     limits = {name: given[name] for name in EXECUTOR_OPTIONS if name in given}
     chosen = {name: given[name] for name in SCHEDULER_OPTIONS if name in given}
-    base = before or Simulated((find_kind(DEFAULT_EXECUTOR),), scheduler_config({}))
-    kinds = [find_kind(text) for text in executors] or base.fleet
+    base = before or Simulated((find_profile(DEFAULT_EXECUTOR),), scheduler_config({}))
+    profiles = [find_profile(text) for text in executors] or base.fleet
     return Simulated(
-        tuple(kind.changed(limits) for kind in kinds),
+        tuple(profile.changed(limits) for profile in profiles),
         scheduler_config(base.config.model_dump(exclude_defaults=True) | chosen),
         base.counts if counts is None else read_counts(counts),
     )
 
 
 def simulated_of(file: LoadTestFile, path: str) -> Simulated:
-    """What was simulated for the result at `path`, for another run; raises LoadTestError if it does not say it."""
+    """The system that was simulated for the result at `path`; raises LoadTestError if the result does not state it."""
     try:
         facts = _Facts.model_validate(file.server or {})
         return Simulated(facts.executors, scheduler_config(facts.options), facts.times)
@@ -75,15 +75,16 @@ def simulated_of(file: LoadTestFile, path: str) -> Simulated:
 
 
 class _Facts(BaseModel):
-    """`Simulated.facts`, read again."""
+    """`Simulated.facts`, read back."""
 
-    executors: tuple[ExecutorKind, ...] = Field(min_length=1)
+    executors: tuple[ExecutorProfile, ...] = Field(min_length=1)
     times: tuple[Annotated[int, Field(ge=1, le=_MOST_EXECUTORS)], ...] = Field(min_length=1)
     options: dict[str, str]
 
 
 def scheduler_config(options: Mapping[str, Any]) -> SchedulerConfig:
-    """The scheduler's options, with defaults for all others, whatever the environment says; raises LoadTestError."""
+    """The scheduler's config with these options and defaults for all others; ignores the environment. Raises
+    LoadTestError."""
     fields = SchedulerConfig.model_fields.items()
     defaults = {name: field.get_default(call_default_factory=True) for name, field in fields}
     try:
@@ -93,24 +94,24 @@ def scheduler_config(options: Mapping[str, Any]) -> SchedulerConfig:
         raise LoadTestError(f"option {'.'.join(map(str, problem['loc']))}: {reason(problem)}") from None
 
 
-def find_kind(text: str) -> ExecutorKind:
-    """A kind by its name, or from a file; raises LoadTestError."""
+def find_profile(text: str) -> ExecutorProfile:
+    """A profile by its name or from a file; raises LoadTestError."""
     if text in PUBLISHED:
         return PUBLISHED[text]
     if os.path.exists(text) or text.endswith(".json"):
-        return read_kind(text)
+        return read_profile(text)
     hint = suggestion(text, set(PUBLISHED)) or f"; there are {', '.join(PUBLISHED)}"
-    raise LoadTestError(f"--executor {text}: neither a file nor a known kind{hint}")
+    raise LoadTestError(f"--executor {text}: neither a file nor a known profile{hint}")
 
 
 def read_counts(text: str) -> tuple[int, ...]:
-    """`1,2,4` as numbers; raises LoadTestError."""
+    """Parse numbers such as `1,2,4`; raises LoadTestError."""
     try:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
         counts = (0,)
     if not all(1 <= count <= _MOST_EXECUTORS for count in counts) or len(set(counts)) != len(counts):
         raise LoadTestError(
-            f"--executors {text}: must be different numbers from 1 to {_MOST_EXECUTORS} with commas between, as 1,2,4"
+            f"--executors {text}: must be different numbers from 1 to {_MOST_EXECUTORS} separated by commas, as 1,2,4"
         )
     return counts

@@ -1,4 +1,4 @@
-"""The picture of what numbers of executors hold."""
+"""The figure of capacity over the number of executors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = "capacity"
 
 @styled()
 def capacity_figure(capacities: Sequence[Capacity]) -> Figure:
-    """The highest rate that holds over the number of executors, beside what the first would hold so many times."""
+    """The highest rate that holds over the number of executors, beside linear scaling of the first."""
     figure, (axes,) = new_figure("Highest request rate that holds the SLO", height=3.8)
     counts, rates = as_plot(capacities)
     if not counts:
@@ -38,12 +38,12 @@ def capacity_figure(capacities: Sequence[Capacity]) -> Figure:
         figure,
         [
             line_handle("held", drawn.colour, marker=drawn.marker),
-            line_handle("for each as much as for the first", MUTED, linestyle="--"),
+            line_handle("linear scaling of the first", MUTED, linestyle="--"),
         ],
     )
     return figure
 
 
 def write_capacity(capacities: Sequence[Capacity], folder: Path) -> list[Path]:
-    """Write the figure as PNG and SVG; returns the files. Raises LoadTestError if one cannot be written."""
+    """Write the figure as PNG and SVG and return the files. Raises LoadTestError if one cannot be written."""
     return save(capacity_figure(capacities), folder, _NAME)

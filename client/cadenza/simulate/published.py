@@ -1,17 +1,18 @@
-"""Executors whose costs follow from published numbers: data sheets, model shapes, and shares of the peaks as measured.
+"""Executor profiles from published numbers: data sheets, model shapes, and measured shares of the peaks.
 
 A step reads all weights once and each sequence's KV once. It computes 2 FLOP for each parameter and token
-(https://arxiv.org/abs/2001.08361, section 2.1), and for attention a multiply-add for the score and one for the sum:
-4 FLOP for each layer, channel and pair of positions. Linear layers that are computed while weights are read are hidden
-behind that (`StepCosts.hidden_tokens`); attention's part is not. Left out are launches and sampling, but for what the
-measured shares have in them, and clocks that fall under load. No deployment was held against them: where
-that counts, record and fit (`cadenza fit-costs`).
+(https://arxiv.org/abs/2001.08361, section 2.1), and for attention a multiply-add for the score and one for the sum: 4
+FLOP for each layer, channel and pair of positions. Reading the weights hides the linear layers that are computed
+meanwhile (`StepCosts.hidden_tokens`); it does not hide attention. Launches and sampling are left out, except for their
+part in the measured shares, and so are clocks that fall under load. These numbers were not compared with a deployment:
+where that matters, record and fit (`cadenza fit-costs`).
 
-Shares of the peak, as others have measured them:
+Shares of the peak, from published measurements:
 
 - Memory: 1,435.54 of 2,039 GB/s, decoding Llama-3-8B in bf16 at batch size 1 on an A100 80 GB, end to end
   (https://github.com/pytorch/ao/blob/main/torchao/quantization/README.md, as of 2024; gpt-fast has 1,397 GB/s for
-  Llama-2-7B: https://github.com/pytorch-labs/gpt-fast). For the H200 no such number was found: the same is assumed.
+  Llama-2-7B: https://github.com/pytorch-labs/gpt-fast). No such number was found for the H200: the same share is
+  assumed.
 - Linear layers: 271.2 of 312 TFLOP/s on an A100 SXM, 794.5 of 989 on an H100 SXM, whose compute the H200 has, each for
   the best shape of matrices: the table of maximum achievable matmul FLOPS at
   https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md.
@@ -24,32 +25,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cadenza.simulate.executor_profiles import ExecutorKind, KindLimits, Overheads
+from cadenza.simulate.executor_profiles import ExecutorProfile, Overheads, ProfileLimits
 from executor_svc.simulated.costs import StepCosts
 
 _BLOCK_SIZE = 16
 _MEMORY_SHARE = 1435.54 / 2039
 _PCIE_SHARE = 0.8
 _KEPT_MEMORY = 0.9
-"""Cadenza's own gpu_memory_utilization, and vLLM's."""
+"""Default gpu_memory_utilization of Cadenza and of vLLM."""
 _WORK_BYTES = 2e9
-"""Activations and the rest: what Table 1 of https://arxiv.org/abs/2309.06180 leaves of 40 GB beside 26 and 12."""
+"""Activations and other memory: in Table 1 of https://arxiv.org/abs/2309.06180, 40 GB less 26 (weights) and 12 (KV)."""
 _OVERHEADS = Overheads(plan_us=200, transit_us=150, request_us=500, reply_us=200)
-"""Of Cadenza's own services on a host with cores to spare: a step costs the scheduler some 0.1 ms (scheduler_cost in
+"""Cadenza's own services on a host with spare cores: a step costs the scheduler about 0.1 ms (scheduler_cost in
 benchmarks/results), a Python gRPC stream's round trip takes 0.21 to 0.35 ms; the client's side is a guess."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU, by its data sheet, and how much of the peaks is reached."""
+    """A GPU: numbers from its data sheet, and the shares of the peaks that are reached."""
 
     name: str
     memory_bytes: float
     memory_bytes_per_s: float
     flops: float
-    """16-bit, dense, per second."""
+    """Dense 16-bit FLOP per second."""
     pcie_bytes_per_s: float
-    """One way."""
+    """In one direction."""
     linear_share: float
     attention_share: float
     sheet: str
@@ -57,12 +58,12 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A transformer in 16 bits, by its shape."""
+    """The shape of a transformer in 16 bits."""
 
     name: str
     num_parameters: float
     read_bytes: float
-    """Weights read in a step: all but an embedding table of its own."""
+    """Bytes of weights that a step reads: all except an untied embedding table."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -72,12 +73,12 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token: keys and values of all layers."""
+        """Bytes of one token's keys and values over all layers."""
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_size
 
     @property
     def pair_flops(self) -> int:
-        """Attention of one token to one position: a dot product and a weighted sum, per layer and head."""
+        """FLOP for one token's attention to one position: a dot product and a weighted sum per layer and head."""
         return 4 * self.num_layers * self.num_heads * self.head_size
 
 
@@ -97,10 +98,11 @@ LLAMA_3_1_8B = Model(
 )  # fmt: skip
 
 
-def published_kind(
+def published_profile(
     device: Device, model: Model, *, max_num_seqs: int, max_num_batched_tokens: int, kv_bytes: float | None = None
-) -> ExecutorKind:
-    """An executor of this model on this device; `kv_bytes`: its KV pool, without it what 0.9 of the memory leaves."""
+) -> ExecutorProfile:
+    """The profile of this model on this device; `kv_bytes`: size of the KV pool, by default what 0.9 of the memory
+    leaves."""
     bandwidth = device.memory_bytes_per_s * _MEMORY_SHARE
     step_us = 1e6 * model.read_bytes / bandwidth
     token_us = 1e6 * 2 * model.num_parameters / (device.flops * device.linear_share)
@@ -115,7 +117,7 @@ def published_kind(
         hidden_tokens=round(step_us / token_us, 1),
         moved_block_us=round(moved_block_us, 1),
     )
-    limits = KindLimits(
+    limits = ProfileLimits(
         block_size=_BLOCK_SIZE,
         num_blocks=int(kv_bytes / model.kv_bytes) // _BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
@@ -123,19 +125,19 @@ def published_kind(
         max_model_len=model.max_model_len,
     )
     source = f"{device.name} ({device.sheet}) with {model.name} ({model.shape}) in 16 bits; cadenza.simulate.published"
-    return ExecutorKind(costs=costs, overheads=_OVERHEADS, limits=limits, source=source)
+    return ExecutorProfile(costs=costs, overheads=_OVERHEADS, limits=limits, source=source)
 
 
 _KV_40GB = 15_700 * OPT_13B.kv_bytes
-"""15.7K slots of 800 KB: Table 1 and section 3 of https://arxiv.org/abs/2309.06180, whose experiments ran so."""
-PUBLISHED: dict[str, ExecutorKind] = {
-    name: kind.model_copy(update={"name": name})
-    for name, kind in {
-        "a100-40gb-opt-13b": published_kind(
+"""15.7K slots of 800 KB, as in the experiments of https://arxiv.org/abs/2309.06180 (Table 1 and section 3)."""
+PUBLISHED: dict[str, ExecutorProfile] = {
+    name: profile.model_copy(update={"name": name})
+    for name, profile in {
+        "a100-40gb-opt-13b": published_profile(
             A100_40GB, OPT_13B, max_num_seqs=256, max_num_batched_tokens=2048, kv_bytes=_KV_40GB
         ),
-        "a100-80gb-opt-13b": published_kind(A100_80GB, OPT_13B, max_num_seqs=256, max_num_batched_tokens=2048),
-        "h200-llama-3.1-8b": published_kind(H200, LLAMA_3_1_8B, max_num_seqs=512, max_num_batched_tokens=8192),
+        "a100-80gb-opt-13b": published_profile(A100_80GB, OPT_13B, max_num_seqs=256, max_num_batched_tokens=2048),
+        "h200-llama-3.1-8b": published_profile(H200, LLAMA_3_1_8B, max_num_seqs=512, max_num_batched_tokens=8192),
     }.items()
 }
-"""Kinds by name, for `cadenza simulate --executor NAME`."""
+"""Profiles by name, for `cadenza simulate --executor NAME`."""

@@ -1,4 +1,4 @@
-"""What the steps of a plan log did and how long each took: the log's calls are made again, and its times read."""
+"""Reads the work and the time of each step from a plan log, by replaying the log's calls."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 
 from cadenza.loadtest.requests import Floats, LoadTestError
 from cadenza.plan_log import PlanLogError, PlanLogReader
-from cadenza.simulate.executor_profiles import KindLimits
+from cadenza.simulate.executor_profiles import ProfileLimits
 from cadenza.v1.planlog_pb2 import ApplyResultCall, PlanLogHeader, PlanLogRecord, PlanStepCall
 from scheduler_svc.core.steps.results import context_lens
-from scheduler_svc.engine.pacing import StepPacer
+from scheduler_svc.plan_loop.pacing import StepPacer
 from scheduler_svc.replay.core_replay import CoreReplay
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedSteps:
-    """One row per step whose result was recorded; [n] each, counts as whole numbers."""
+    """One row per step whose result was recorded; [n] each, counts are whole numbers."""
 
     planned_s: Floats
-    """Seconds on the scheduler's clock, as are applied_s."""
+    """In seconds on the scheduler's clock; so is applied_s."""
     applied_s: Floats
     num_inflight: Floats
-    """Plans in flight when its result came, its own included."""
+    """Plans in flight when the result came, including the step's own."""
     late_s: Floats
-    """From when the plan was due (by the last result, and by the pacer) to its making; NaN where it waited for work."""
+    """From when the plan was due (by the last result and by the pacer) until it was made; NaN if it waited for work."""
     tokens: Floats
-    """Computed; so are context_tokens, kv_tokens, samples and moved_blocks as in `StepWork`."""
+    """Computed tokens; context_tokens, kv_tokens, samples and moved_blocks are also as in `StepWork`."""
     context_tokens: Floats
     kv_tokens: Floats
     samples: Floats
@@ -46,24 +46,24 @@ class RecordedSteps:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A plan log as `fit` wants it."""
+    """A plan log in the form that `fit` needs."""
 
     steps: RecordedSteps
-    limits: KindLimits
+    limits: ProfileLimits
     model: str
     device: str
     num_cut_bytes: int
-    """Of a last record that was not written to its end."""
+    """Bytes of an incomplete last record."""
     started_unix_s: float = 0.0
-    """When recording began, by the scheduler's wall clock."""
+    """When the recording began, on the scheduler's wall clock."""
     prompt_lens: tuple[int, ...] = ()
-    """In tokens, of the requests that were taken."""
+    """Prompt lengths of the accepted requests, in tokens."""
 
 
 def read_recording(path: str) -> Recording:
-    """Read a plan log (`--record`); raises LoadTestError, which names the file.
+    """Read a plan log (`--record`); raises a LoadTestError that names the file.
 
-    The scheduler's own replay goes through it: what a plan means follows from all plans before it.
+    The scheduler's own replay reads it, because the meaning of a plan depends on all earlier plans.
     """
     try:
         with PlanLogReader(path) as reader:
@@ -72,14 +72,14 @@ def read_recording(path: str) -> Recording:
                 found = follower.make(record)
                 if found:
                     raise LoadTestError(
-                        f"{path}: record {number}: this version's scheduler does otherwise than the one that was "
-                        f"recorded ({found[0]}): record it again"
+                        f"{path}: record {number}: this version's scheduler behaves differently from the recorded one "
+                        f"({found[0]}): record it again"
                     )
             header, num_cut_bytes = reader.header, reader.num_cut_bytes
     except PlanLogError as error:
         raise LoadTestError(str(error)) from None
     if not follower.num_steps:
-        raise LoadTestError(f"{path}: holds no step with a result")
+        raise LoadTestError(f"{path}: has no step with a result")
     return Recording(
         follower.steps(),
         _limits(header),
@@ -92,7 +92,7 @@ def read_recording(path: str) -> Recording:
 
 
 class _Follower(CoreReplay):
-    """Makes the calls of a log and notes what each step did."""
+    """Replays the calls of a log and notes the work of each step."""
 
     def __init__(self, header: PlanLogHeader) -> None:
         super().__init__(header)
@@ -100,21 +100,21 @@ class _Follower(CoreReplay):
         self._pacer = StepPacer()
         self._last_applied = math.nan
         self._late: dict[int, float] = {}
-        """By step id: seconds from when the plan was due."""
+        """Seconds from when the plan was due, by step id."""
         self.prompt_lens = array("q")
 
     @property
     def num_steps(self) -> int:
-        """Steps so far."""
+        """Number of steps so far."""
         return len(self._numbers) // len(fields(RecordedSteps))
 
     def steps(self) -> RecordedSteps:
-        """All of them."""
+        """All steps so far."""
         table = np.array(self._numbers).reshape(-1, len(fields(RecordedSteps)))
         return RecordedSteps(*(table[:, place].copy() for place in range(table.shape[1])))
 
     def make(self, record: PlanLogRecord) -> list[str]:
-        """Make the call of a record again; returns what its outcome differs in from the recorded one."""
+        """Replay the call of a record; returns the differences of its outcome from the recorded one."""
         kind = record.WhichOneof("record")
         if kind == "apply_result" and not record.error:
             self._note(record.apply_result)
@@ -127,7 +127,7 @@ class _Follower(CoreReplay):
         return super().make(record)
 
     def _note_plan(self, call: PlanStepCall) -> None:
-        """How late it was, by what the plan loop goes by: the newest result, and the pacer where a step runs."""
+        """Note how late the plan was. The plan loop's criteria: the newest result, and the pacer if a step runs."""
         lane, now = self._core.lanes[call.executor_id], call.now
         due = self._pacer.due(lane.inflight[0].total_tokens) if lane.inflight else 0.0
         waited = len(lane.inflight) > 1 or not len(lane.running)
@@ -140,7 +140,7 @@ class _Follower(CoreReplay):
         step, result, times = lane.inflight[0], call.result, call.result.timings
         contexts = context_lens(lane, step)
         chunks = {chunk.sequence: chunk.num_tokens for chunk in step.chunks}
-        # What has stopped by itself computes nothing, whatever the plan says.
+        # A sequence that stopped on the executor computes nothing, although the plan names it.
         silent = {slot for slot, count in zip(result.slots, result.num_tokens, strict=False) if not count}
         tokens = context_tokens = kv_tokens = 0
         for sequence, context_len in contexts.items():
@@ -164,9 +164,9 @@ class _Follower(CoreReplay):
         self._last_applied = call.now
 
 
-def _limits(header: PlanLogHeader) -> KindLimits:
+def _limits(header: PlanLogHeader) -> ProfileLimits:
     executor = header.executor
-    return KindLimits(
+    return ProfileLimits(
         block_size=executor.kv.block_size,
         num_blocks=executor.kv.num_device_blocks,
         num_host_blocks=executor.kv.num_host_blocks,

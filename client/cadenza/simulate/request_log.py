@@ -1,4 +1,4 @@
-"""The requests that are served, and what became of each: what clients would have seen, and the service's own times."""
+"""The log of a run's requests: what clients would have seen, and the service's own times."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from cadenza.loadtest.columns import RequestColumns
 from cadenza.loadtest.requests import RequestShape
-from cadenza.simulate.lanes import TOKEN, Flight, SimulatedLane
+from cadenza.simulate.lanes import TOKEN, InflightStep, SimulatedLane
 from cadenza.simulate.rows import RequestRows, gaps_between
-from cadenza.simulate.traffic import NO_TOKENS, Asked, Traffic
+from cadenza.simulate.traffic import NO_TOKENS, DueRequest, Traffic
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.sequences.sequence import SequenceGroup
@@ -24,78 +24,78 @@ _FAILURES = frozenset({FinishDetail.ABORTED, FinishDetail.DEADLINE, FinishDetail
 
 
 class Watch(Protocol):
-    """Who may end a run early."""
+    """May end a run early."""
 
     def ended(
         self, shape: RequestShape, due_s: float, first_s: float, last_s: float, num_output_tokens: int, error: str
     ) -> bool:
-        """A request has ended, so; NaN where it never came so far. Is the run to end now."""
+        """Take a request that has ended, with its times (NaN: not reached); returns whether the run is to end now."""
 
 
-class _Live:
+class _LiveRequest:
     """A request that is being served."""
 
     __slots__ = ("arrived", "due_s", "first", "num_cached", "num_prompt", "planned", "prompt", "shape", "spans")
 
-    def __init__(self, asked: Asked, arrived: float, num_prompt: int, prompt: tuple[int, ...]) -> None:
-        self.shape = asked.shape
-        self.due_s = asked.due_s
+    def __init__(self, request: DueRequest, arrived: float, num_prompt: int, prompt: tuple[int, ...]) -> None:
+        self.shape = request.shape
+        self.due_s = request.due_s
         self.arrived = arrived
         self.planned = math.nan
         self.first = math.nan
         self.num_cached = 0
         self.num_prompt = num_prompt
         self.prompt = prompt
-        """Kept only if another turn follows."""
+        """Kept only if another turn follows in the session."""
         self.spans: list[tuple[int, int, int, int]] = []
-        """Runs of steps in which a sample got a token each: sample, lane, first step, tokens that it had before."""
+        """Ranges of steps that each gave a sample one token: sample, lane, first step, tokens that it had before."""
 
 
-class Ledger:
-    """Keeps the books of a run. Times are in seconds of virtual time."""
+class RequestLog:
+    """Records the requests of a run. Times are in seconds of virtual time."""
 
     def __init__(
         self, traffic: Traffic, lanes: Sequence[SimulatedLane], reply_s: float, *, keep_gaps: bool, watch: Watch | None
     ) -> None:
         self.stopped = False
-        """Has the watch ended the run."""
+        """Whether the watch has ended the run."""
         self._traffic = traffic
         self._lanes = lanes
         self._reply_s = reply_s
         self._keeps_gaps = keep_gaps
         self._watch = watch
-        self._live: dict[RequestKey, _Live] = {}
+        self._live: dict[RequestKey, _LiveRequest] = {}
         self._rows = RequestRows()
 
     def columns(self) -> RequestColumns:
         """All requests that have ended."""
         return self._rows.columns()
 
-    def accept(self, key: RequestKey, asked: Asked, now: float, prompt: tuple[int, ...]) -> None:
-        """A request is in the queue."""
-        kept = prompt if self._traffic.has_next_turn(asked.shape) else NO_TOKENS
-        self._live[key] = _Live(asked, now, len(prompt), kept)
+    def accept(self, key: RequestKey, request: DueRequest, now: float, prompt: tuple[int, ...]) -> None:
+        """The scheduler accepted a request into its queue."""
+        kept = prompt if self._traffic.has_next_turn(request.shape) else NO_TOKENS
+        self._live[key] = _LiveRequest(request, now, len(prompt), kept)
 
-    def refuse(self, asked: Asked, now: float, error: str) -> None:
-        """A request was refused at the door; the later turns of its session are never sent."""
-        shape = asked.shape
-        num_prompt_tokens = len(asked.history) + shape.num_prompt_tokens
-        self._rows.put(shape, num_prompt_tokens, due_s=asked.due_s, sent_s=asked.due_s, error=error)
+    def refuse(self, request: DueRequest, now: float, error: str) -> None:
+        """The scheduler refused a request; the later turns of its session are never sent."""
+        shape = request.shape
+        num_prompt_tokens = len(request.history) + shape.num_prompt_tokens
+        self._rows.put(shape, num_prompt_tokens, due_s=request.due_s, sent_s=request.due_s, error=error)
         self._fail(shape, now + self._reply_s)
         if self._watch is not None:
-            self.stopped |= self._watch.ended(shape, asked.due_s, math.nan, math.nan, 0, error)
+            self.stopped |= self._watch.ended(shape, request.due_s, math.nan, math.nan, 0, error)
 
     def planned(self, step: PlannedStep, now: float) -> None:
-        """A step was planned: those who join for the first time have waited until now."""
+        """A step was planned: the queue time of sequences that join for the first time ends now."""
         for sequence in step.joined:
             live = self._live.get(sequence.group.key)
             if live is not None and math.isnan(live.planned):
                 live.planned = now
                 live.num_cached = sequence.num_hit_tokens
 
-    def started(self, lane: SimulatedLane, flight: Flight, now: float) -> None:
-        """A result was taken in: some got their first token with it, or their first since they were preempted."""
-        for sequence in flight.starting:
+    def started(self, lane: SimulatedLane, inflight_step: InflightStep, now: float) -> None:
+        """A result was applied: it has the first tokens of some sequences, or their first since a preemption."""
+        for sequence in inflight_step.starting:
             live = self._live.get(sequence.group.key)
             if live is None or sequence.is_beam:
                 continue
@@ -105,8 +105,8 @@ class Ledger:
                 before = sequence.num_output_tokens - 1
                 live.spans.append((sequence.sample_index, lane.index, lane.num_applied - 1, before))
 
-    def tell(self, outputs: StepOutputs, now: float) -> None:
-        """Close the requests that have ended with this news."""
+    def record_outputs(self, outputs: StepOutputs, now: float) -> None:
+        """Close the requests that end with these outputs."""
         lengths: dict[SequenceGroup, int] = {}
         for beam in outputs.hypotheses:
             lengths[beam.group] = lengths.get(beam.group, 0) + len(beam.token_ids)
@@ -120,15 +120,15 @@ class Ledger:
 
     def _end(self, group: SequenceGroup, now: float, num_output_tokens: int, error: str) -> None:
         live = self._live.pop(group.key)
-        shape, told = live.shape, now + self._reply_s
-        first = now if group.search is not None and num_output_tokens else live.first
+        shape, reported_at = live.shape, now + self._reply_s
+        first = now if group.beam_search is not None and num_output_tokens else live.first
         self._rows.put(
             shape,
             live.num_prompt,
             due_s=live.due_s,
             sent_s=live.due_s,
             first_s=first + self._reply_s,
-            last_s=told if num_output_tokens else math.nan,
+            last_s=reported_at if num_output_tokens else math.nan,
             num_cached_tokens=live.num_cached,
             num_output_tokens=num_output_tokens,
             num_preemptions=group.num_preemptions,
@@ -139,20 +139,20 @@ class Ledger:
             gaps=self._gaps(live, group) if self._keeps_gaps else None,
         )
         if error:
-            self._fail(shape, told)
+            self._fail(shape, reported_at)
         else:
             history = live.prompt + (TOKEN,) * group.sequences[0].num_output_tokens if live.prompt else NO_TOKENS
-            self._traffic.ended(shape, told, history)
+            self._traffic.ended(shape, reported_at, history)
         if self._watch is not None:
             first_s = first + self._reply_s
-            self.stopped |= self._watch.ended(shape, live.due_s, first_s, told, num_output_tokens, error)
+            self.stopped |= self._watch.ended(shape, live.due_s, first_s, reported_at, num_output_tokens, error)
 
     def _fail(self, shape: RequestShape, at_s: float) -> None:
         for skipped in self._traffic.failed(shape, at_s):
             self._rows.put(skipped, skipped.num_prompt_tokens, due_s=at_s, error="SKIPPED")
 
-    def _gaps(self, live: _Live, group: SequenceGroup) -> npt.NDArray[np.float32]:
-        """Times between the messages of a request: a step gives each sample that runs there one token."""
+    def _gaps(self, live: _LiveRequest, group: SequenceGroup) -> npt.NDArray[np.float32]:
+        """Times between the messages of a request: each step gives each of its running samples one token."""
         if len(live.spans) == 1:
             ((_, lane, start, _),) = live.spans
             run = self._lanes[lane].applied[start : start + group.sequences[0].num_output_tokens]

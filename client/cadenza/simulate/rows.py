@@ -1,4 +1,4 @@
-"""Rows of requests and of steps as they end, in flat arrays that grow; then the harness's columns."""
+"""Collects a row for each request and step that ends, in growing flat arrays, and converts them to columns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PREEMPTED = _STEP_FIELDS.index("num_preempted")
 
 
 class RequestRows:
-    """A row of numbers for each request, in the order in which they end: 152 bytes each, and 4 for each gap."""
+    """A row of numbers for each request, in the order in which requests end: 152 bytes each, and 4 for each gap."""
 
     def __init__(self) -> None:
         self._numbers = array("d")
@@ -53,7 +53,7 @@ class RequestRows:
         error: str = "",
         gaps: npt.NDArray[np.float32] | None = None,
     ) -> None:
-        """A request that has ended, or was never sent. Fields as in RequestColumns."""
+        """Add a request that has ended or was never sent. Fields as in RequestColumns."""
         labels = self._labels
         self._numbers.extend(
             (
@@ -69,7 +69,7 @@ class RequestRows:
             self._gaps.frombytes(gaps.tobytes())
 
     def columns(self) -> RequestColumns:
-        """The harness's columns, in the order of the workload."""
+        """The columns, in the order of the workload."""
         table = np.frombuffer(self._numbers, np.float64).reshape(-1, len(_REQUEST_FIELDS))
         order = np.argsort(table[:, 0], kind="stable")
         names = np.array(list(self._labels))
@@ -87,21 +87,21 @@ class RequestRows:
 
 
 class StepRows:
-    """One row for every step; when there are too many, for every second of them, then every fourth, and so on.
+    """One row for each step; if there are too many, for every second step, then every fourth, and so on.
 
-    Each row is a step as it was, but for `num_preempted`, which counts all since the row before.
+    Each row holds one step's values, except `num_preempted`, which counts all preemptions since the previous row.
     """
 
     def __init__(self, max_rows: int) -> None:
         self.stride = 1
-        """A row for so many steps."""
+        """Steps per row."""
         self._numbers = array("d")
         self._max_rows = max_rows
         self._left = 1
         self._num_preempted = 0
 
     def is_due(self, num_preempted: int) -> bool:
-        """Is the step that was just planned one of those that are kept; it has preempted so many."""
+        """Whether the step that was just planned is kept; it preempted `num_preempted` sequences."""
         self._num_preempted += num_preempted
         self._left -= 1
         if self._left:
@@ -110,14 +110,14 @@ class StepRows:
         return True
 
     def put(self, row: tuple[float, ...]) -> None:
-        """A step that was due, its fields in the order of StepColumns, without num_preempted."""
+        """Add a step that was due; its fields are in the order of StepColumns, without num_preempted."""
         self._numbers.extend((*row, self._num_preempted))
         self._num_preempted = 0
         if len(self._numbers) >= self._max_rows * len(_STEP_FIELDS):
             self._thin()
 
     def columns(self) -> StepColumns:
-        """The harness's columns, in the order of planning."""
+        """The columns, in the order of planning."""
         table = np.frombuffer(self._numbers, np.float64).reshape(-1, len(_STEP_FIELDS))
         columns = {
             name: table[:, place].copy() if name.endswith("_s") else table[:, place].astype(np.int64)
@@ -126,7 +126,7 @@ class StepRows:
         return StepColumns(**columns)  # type: ignore[arg-type]
 
     def _thin(self) -> None:
-        """Keep every second row, and what the others counted."""
+        """Keep every second row, with the preemptions of the others added."""
         table = np.array(self._numbers).reshape(-1, len(_STEP_FIELDS))
         kept = table[1::2].copy()
         kept[:, _PREEMPTED] += table[: 2 * len(kept) : 2, _PREEMPTED]
@@ -137,7 +137,7 @@ class StepRows:
 
 
 def _reordered(gaps: npt.NDArray[np.float32], counts: Ints, order: Ints) -> npt.NDArray[np.float32]:
-    """The gaps of all rows, `counts` [n] of each, with the rows in another order."""
+    """The gaps of all rows, `counts` [n] of each, with the rows in a new `order`."""
     if not len(gaps):
         return np.zeros(0, np.float32)
     ends = np.cumsum(counts)
@@ -148,5 +148,5 @@ def _reordered(gaps: npt.NDArray[np.float32], counts: Ints, order: Ints) -> npt.
 
 
 def gaps_between(times: Floats) -> npt.NDArray[np.float32]:
-    """[n - 1] the gaps of n moments."""
+    """[n - 1] the differences of n times."""
     return np.diff(times).astype(np.float32)

@@ -1,8 +1,9 @@
-"""The event loop in virtual time: requests come, steps are planned, results are taken in; nothing sleeps.
+"""The event loop in virtual time: requests arrive, steps are planned, results are applied; nothing sleeps.
 
-The core is the services' own, and each lane is driven as `engine.plan_loop` does it: plan k+1 is made before
-result k is in, as late as the pacer says. What the service does around the core is done here too: a full queue refuses
-with RESOURCE_EXHAUSTED, a prompt that is too long with INVALID_ARGUMENT, beams tell nothing before they are done.
+The core is the services' own, and each lane is driven as `engine.plan_loop` does it: plan k+1 is made before result k
+arrives, as late as the pacer allows. The service's behaviour around the core is modelled too: a full queue refuses with
+RESOURCE_EXHAUSTED, a prompt that is too long is refused with INVALID_ARGUMENT, and beams give no output before they
+end.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Protocol
 
 from cadenza.loadtest.columns import RequestColumns, StepColumns
 from cadenza.loadtest.requests import LoadTestError, RequestShape
-from cadenza.loadtest.truncation import Cuts
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.loadtest.truncation import Truncations
+from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.fleet import check_fleet, check_grows, check_preempted
 from cadenza.simulate.lanes import TOKEN, SimulatedLane
-from cadenza.simulate.request_log import Ledger, Watch
+from cadenza.simulate.request_log import RequestLog, Watch
 from cadenza.simulate.rows import StepRows
-from cadenza.simulate.traffic import Asked, Traffic
+from cadenza.simulate.traffic import DueRequest, Traffic
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import LimitsError, RequestRejectedError
 from scheduler_svc.core.lanes.planned_step import PlannedStep
@@ -30,34 +31,34 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import BeamSpec, RequestSpec, Sampling
 from scheduler_svc.engine.policies_from_options import policies_from_options
 
-_GREEDY = Sampling(temperature=0.0)
+_GREEDY = Sampling()
 MAX_STEP_ROWS = 65_536
-"""Rows of steps that are kept: of longer runs every second step, or every fourth, …"""
+"""Most step rows that are kept; longer runs keep every second step, or every fourth, …"""
 
 
 class PromptMaker(Protocol):
     """`cadenza.loadtest.prompts.Prompts`."""
 
     def token_ids(self, shape: RequestShape, history: Sequence[int] = ()) -> list[int]:
-        """The tokens of a prompt, those of the session's turns before in front."""
+        """The tokens of a prompt, after the `history` of the session's earlier turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run gave."""
+    """The result of a run."""
 
     requests: RequestColumns
     steps: StepColumns | None
     step_stride: int
-    """`steps` has a row for so many steps."""
+    """Steps per row of `steps`."""
     duration_s: float
     """Virtual time from the start to the last event."""
     num_steps: int
     num_preemptions: int
     ended_early: bool
-    """By its watch."""
-    cuts: Cuts | None = None
-    """Requests whose lengths were cut, if that was noted."""
+    """Whether the watch ended the run."""
+    truncations: Truncations | None = None
+    """Requests whose lengths were truncated; None: not recorded."""
 
 
 class Simulation:
@@ -65,7 +66,7 @@ class Simulation:
 
     def __init__(
         self,
-        fleet: Sequence[ExecutorKind],
+        fleet: Sequence[ExecutorProfile],
         config: SchedulerConfig,
         traffic: Traffic,
         *,
@@ -75,26 +76,26 @@ class Simulation:
         watch: Watch | None = None,
         seed: int = 0,
     ) -> None:
-        """`prompts` makes token ids, so that the prefix cache finds what is alike; None: no prompt is like another,
-        and the cache is off. `seed` is of the executors' noise. Raises LoadTestError for options that do not fit the
-        executors, or each other.
+        """`prompts` makes token ids, so that the prefix cache finds shared prefixes; None: no prompts share a prefix,
+        and the cache is off. `seed` seeds the executors' noise. Raises LoadTestError for options that do not fit the
+        executors or each other.
         """
         check_fleet(fleet, config)
         policies = policies_from_options(config)
         self._core = _Core(policies if prompts is not None else replace(policies, prefix_caching=False))
-        for index, kind in enumerate(fleet):
+        for index, profile in enumerate(fleet):
             try:
-                self._core.add_executor(index, kind.spec(config))
+                self._core.add_executor(index, profile.spec(config))
             except LimitsError as error:
-                raise LoadTestError(f"executor {kind.name}: {error}") from None
+                raise LoadTestError(f"executor {profile.name}: {error}") from None
         cores = self._core.lanes
         self._lanes = [
-            SimulatedLane(index, kind, cores[index], config.max_inflight_plans, seed)
-            for index, kind in enumerate(fleet)
+            SimulatedLane(index, profile, cores[index], config.max_inflight_plans, seed)
+            for index, profile in enumerate(fleet)
         ]
         overheads = fleet[0].overheads
         self._request_s = overheads.request_us / 1e6
-        self._ledger = Ledger(traffic, self._lanes, overheads.reply_us / 1e6, keep_gaps=keep_gaps, watch=watch)
+        self._request_log = RequestLog(traffic, self._lanes, overheads.reply_us / 1e6, keep_gaps=keep_gaps, watch=watch)
         self._keeps_gaps = keep_gaps
         self._max_queued = config.max_queued_requests
         self._traffic = traffic
@@ -103,35 +104,35 @@ class Simulation:
         self._steps = StepRows(MAX_STEP_ROWS) if keep_steps else None
         self._has_beams = False
         self._all_alone = True
-        """Has every request been of one sample."""
+        """Whether every request so far has one sample."""
         self._free_at = 0.0
-        """When the scheduler, which does one thing at a time, is done with the plan that it makes."""
+        """When the scheduler, which makes one plan at a time, has finished the current one."""
         self._now = 0.0
 
     def run(self) -> Outcome:
-        """Let everything happen, until all requests have ended; once only."""
+        """Run until all requests have ended. Call it once only."""
         with _calm_collector():
             self._run()
         steps = self._steps
         return Outcome(
-            requests=self._ledger.columns(),
+            requests=self._request_log.columns(),
             steps=None if steps is None else steps.columns(),
             step_stride=1 if steps is None else steps.stride,
             duration_s=self._now,
             num_steps=self._core.last_step_id,
             num_preemptions=self._core.num_preemptions,
-            ended_early=self._ledger.stopped,
+            ended_early=self._request_log.stopped,
         )
 
     def _run(self) -> None:
-        lanes, traffic, ledger, request_s = self._lanes, self._traffic, self._ledger, self._request_s
+        lanes, traffic, request_log, request_s = self._lanes, self._traffic, self._request_log, self._request_s
         alone = lanes[0] if len(lanes) == 1 else None
-        while not ledger.stopped:
+        while not request_log.stopped:
             lane = alone or min(lanes, key=_next_at)
-            flights, now = lane.flights, lane.plan_at
-            applies = flights and flights[0].result_at <= now
+            inflight_steps, now = lane.inflight_steps, lane.plan_at
+            applies = inflight_steps and inflight_steps[0].result_at <= now
             if applies:
-                now = flights[0].result_at
+                now = inflight_steps[0].result_at
             arrives = traffic.due + request_s
             if arrives <= now:
                 if arrives == math.inf:
@@ -150,32 +151,32 @@ class Simulation:
                 self._plan(lane, now)
 
     def _drain(self) -> bool:
-        """Nothing happens by itself any more: a batch that waits for company is told that none will come."""
+        """No event is left: end the wait of an incomplete static batch. Returns False if no request is left."""
         core = self._core
         if not core.groups:
             return False
         if core.draining:
-            raise LoadTestError(f"{len(core.groups)} requests wait for ever: this is a mistake of the simulator")
+            raise LoadTestError(f"{len(core.groups)} requests wait forever: this is a bug of the simulator")
         core.drain(True)
         self._wake(self._now)
         return True
 
     def _wake(self, now: float) -> None:
-        """Lanes that found nothing to plan look again, when it is time to."""
+        """Schedule another planning attempt of the idle lanes."""
         for lane in self._lanes:
             if lane.idle:
                 lane.pace(now)
 
     def _arrive(self, now: float) -> None:
-        """A request has come to the queue, or is refused."""
-        asked, core = self._traffic.take(), self._core
-        shape = asked.shape
+        """A request arrives: it is queued or refused."""
+        request, core = self._traffic.take(), self._core
+        shape = request.shape
         if len(core.waiting) >= self._max_queued:
-            self._ledger.refuse(asked, now, "RESOURCE_EXHAUSTED")
+            self._request_log.refuse(request, now, "RESOURCE_EXHAUSTED")
             return
         spec = RequestSpec(
             str(shape.index),
-            self._prompt(asked),
+            self._prompt(request),
             _GREEDY,
             shape.num_output_tokens,
             num_samples=1 if shape.beam_width else shape.n,
@@ -187,26 +188,26 @@ class Simulation:
         try:
             core.add_request(spec, now)
         except RequestRejectedError:
-            self._ledger.refuse(asked, now, "INVALID_ARGUMENT")
+            self._request_log.refuse(request, now, "INVALID_ARGUMENT")
             return
         self._has_beams = self._has_beams or bool(shape.beam_width)
         self._all_alone = self._all_alone and spec.num_sequences == 1
-        self._ledger.accept(spec.key, asked, now, spec.prompt_token_ids)
+        self._request_log.accept(spec.key, request, now, spec.prompt_token_ids)
         self._wake(now)
 
-    def _prompt(self, asked: Asked) -> tuple[int, ...]:
+    def _prompt(self, request: DueRequest) -> tuple[int, ...]:
         if self._prompts is not None:
-            return tuple(self._prompts.token_ids(asked.shape, asked.history))
-        length = len(asked.history) + asked.shape.num_prompt_tokens
+            return tuple(self._prompts.token_ids(request.shape, request.history))
+        length = len(request.history) + request.shape.num_prompt_tokens
         return self._filler[:length] if length <= len(self._filler) else (TOKEN,) * length
 
     def _plan(self, lane: SimulatedLane, now: float) -> None:
-        """The plan loop's turn: a plan is made and sent, or there is nothing to plan."""
+        """The plan loop's turn: make and send a plan, if there is anything to plan."""
         core = self._core
         self._free_at = now + lane.plan_s
         plan = core.plan_step(lane.index, now)
         if core.has_outputs:
-            self._ledger.tell(core.take_outputs(), now)
+            self._request_log.record_outputs(core.take_outputs(), now)
         lane.idle = plan is None
         if plan is None:
             wakes = core.wakes_at(lane.index, now)
@@ -214,55 +215,55 @@ class Simulation:
             return
         step = lane.core.inflight[-1]
         if step.joined:
-            self._ledger.planned(step, now)
+            self._request_log.planned(step, now)
         if step.preempted and len(self._lanes) > 1:
             check_preempted(step.preempted)
-        flight = lane.launch(step, now, beams=self._has_beams)
+        inflight_step = lane.launch(step, now, beams=self._has_beams)
         if self._steps is not None and self._steps.is_due(len(step.preempted)):
-            flight.row = self._load(lane, step)
+            inflight_step.row = self._load(lane, step)
         lane.pace(now)
 
     def _apply(self, lane: SimulatedLane, now: float) -> None:
-        """A result has come."""
-        core, flight = self._core, lane.land(now)
-        _, outputs = core.apply_result(lane.index, flight.result, now)
-        core.take_ended()
-        if flight.starting:
-            self._ledger.started(lane, flight, now)
+        """A result has arrived."""
+        core, inflight_step = self._core, lane.take_result(now)
+        _, outputs = core.apply_result(lane.index, inflight_step.result, now)
+        core.take_finished()
+        if inflight_step.starting:
+            self._request_log.started(lane, inflight_step, now)
         if self._keeps_gaps:
             lane.applied.append(now)
         if outputs.finishes or outputs.hypotheses:
-            self._ledger.tell(outputs, now)
-        if flight.row is not None and self._steps is not None:
-            self._steps.put((*flight.row[:2], now, *flight.row[2:]))
+            self._request_log.record_outputs(outputs, now)
+        if inflight_step.row is not None and self._steps is not None:
+            self._steps.put((*inflight_step.row[:2], now, *inflight_step.row[2:]))
         lane.pace(now)
 
     def _load(self, lane: SimulatedLane, step: PlannedStep) -> tuple[float, ...]:
-        """Queues and memory as a step is planned: a row of StepColumns without its end and what was preempted."""
-        core, books, result = self._core, lane.core, lane.flights[-1].result
-        num_running = len(books.running) + len(books.finishing)
+        """Queues and memory when a step is planned: a row of StepColumns without its end and its preemptions."""
+        core, core_lane, result = self._core, lane.core, lane.inflight_steps[-1].result
+        num_running = len(core_lane.running) + len(core_lane.finishing)
         if not self._all_alone:
-            num_running = len({sequence.group for sequence in (*books.running, *books.finishing)})
-        num_blocks, num_swapped = books.spec.num_blocks, core.num_swapped
+            num_running = len({sequence.group for sequence in (*core_lane.running, *core_lane.finishing)})
+        num_blocks, num_swapped = core_lane.spec.num_blocks, core.num_swapped
         return (
             lane.index, step.planned_at, result.device_ns / 1e9,
             len(step.decode_slots) + len(step.chunks), step.total_tokens, len(result.slots),
             len(core.waiting) - num_swapped, num_running, num_swapped,
-            num_blocks - books.blocks.num_free, num_blocks, lane.num_stored_tokens(alone=self._all_alone),
+            num_blocks - core_lane.blocks.num_free, num_blocks, lane.num_stored_tokens(alone=self._all_alone),
         )  # fmt: skip
 
 
 class _Core(Scheduler):
-    """The core, with two looks inside that cost nothing."""
+    """The core with two cheap views of its state."""
 
     @property
     def has_outputs(self) -> bool:
-        """Has planning ended a request."""
+        """Whether planning has ended a request."""
         return bool(self._requests.outputs.finishes)
 
     @property
     def draining(self) -> bool:
-        """Was it told that no request will come."""
+        """Whether the core drains: no further request will arrive."""
         return self._requests.draining
 
 
@@ -272,9 +273,9 @@ def _next_at(lane: SimulatedLane) -> float:
 
 @contextlib.contextmanager
 def _calm_collector() -> Iterator[None]:
-    """Let the collector look at young objects only now and then, and never at what was there before.
+    """Run the garbage collector rarely, and never on objects that existed before.
 
-    A request's objects refer to each other, so they need it; but nothing else here makes garbage of that kind.
+    The objects of a request refer to each other, so collection is needed; nothing else here makes reference cycles.
     """
     thresholds, enabled = gc.get_threshold(), gc.isenabled()
     gc.collect()

@@ -1,4 +1,4 @@
-"""What a step costs, without an object for it: `StepCosts` as a function of numbers, for loops of millions of steps."""
+"""`StepCosts` as a plain function of numbers, for loops of millions of steps: no object is made for a step."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 from executor_svc.simulated.costs import StepCosts
 
-Price = Callable[[int, int, int, int, int], tuple[int, int, int]]
+StepCostFunction = Callable[[int, int, int, int, int], tuple[int, int, int]]
 
 
-def price_of(costs: StepCosts) -> Price:
-    """A function of tokens, context_tokens, kv_tokens, samples, moved_blocks (as in `StepWork`).
+def step_cost_function(costs: StepCosts) -> StepCostFunction:
+    """Returns a function of (tokens, context_tokens, kv_tokens, samples, moved_blocks), which mean the same as in
+    `StepWork`.
 
-    It gives nanoseconds, as (forward_ns, sample_ns, move_ns) of the costs give them.
+    The function returns nanoseconds: (forward_ns, sample_ns, move_ns), as the methods of `StepCosts` do.
     """
     step_us, token_us, hidden_tokens = costs.step_us, costs.token_us, costs.hidden_tokens
     context_token_us, kv_token_us = costs.context_token_us, costs.kv_token_us

@@ -1,4 +1,4 @@
-"""What comes when: first turns by the schedule or as users become free, later turns when the one before has ended."""
+"""Traffic: first turns arrive by the schedule or when a user becomes free, later turns after the previous one ended."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ NO_TOKENS: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
-class Asked:
+class DueRequest:
     """A request that is due."""
 
     due_s: float
     shape: RequestShape
     history: tuple[int, ...] = NO_TOKENS
-    """Tokens of the session's turns before: prompts and outputs."""
+    """Tokens of the session's earlier turns: prompts and outputs."""
 
 
 class Traffic:
     """Requests in the order in which they are due, from `cadenza.loadtest.schedule.make_schedule`.
 
-    Turns of a session follow each other there; what it says of when later ones are due means nothing: they are when the
-    one before has ended and their `think_s` have passed. With `concurrency` the loop is closed: so many users, each of
-    whom asks for the next when the last request, or session, has ended, until `duration_s`.
+    The schedule lists the turns of a session one after the other. The due times that it gives later turns are ignored:
+    a later turn is due when the previous one has ended and its `think_s` have passed. With `concurrency` the loop is
+    closed: that many users each send the next request when their last request, or session, has ended, until
+    `duration_s`.
     """
 
     due: float
-    """When the next request is due; inf: none is, as things are."""
+    """When the next request is due; inf: no request is due until another one ends."""
 
     def __init__(
         self,
@@ -44,39 +45,40 @@ class Traffic:
         self._closed = concurrency is not None
         self._duration_s = math.inf if duration_s is None else duration_s
         self._upcoming = next(schedule, None)
-        self._first: Asked | None = None
-        self._later: list[tuple[float, int, Asked]] = []
-        """A heap of what is due because something else has ended; equal moments in the order of the workload."""
+        self._first: DueRequest | None = None
+        self._later: list[tuple[float, int, DueRequest]] = []
+        """A heap of the requests that became due when another one ended; equal times are in the order of the
+        workload."""
         self._turns: dict[int, list[RequestShape]] = {}
-        """Turns that are still to come, by session, the next one last."""
+        """Turns not yet sent, by session, the next one last."""
         if concurrency is None:
             self._first = self._draw()
         for _ in range(concurrency or 0):
             self._next_user(0.0)
         self._settle()
 
-    def take(self) -> Asked:
-        """The request that is due next; there must be one."""
+    def take(self) -> DueRequest:
+        """Remove and return the request that is due next; there must be one."""
         if self._later and self._later[0][0] == self.due:
-            asked = heapq.heappop(self._later)[2]
+            request = heapq.heappop(self._later)[2]
         else:
             assert self._first is not None, "nothing is due"
-            asked, self._first = self._first, self._draw()
+            request, self._first = self._first, self._draw()
         self._settle()
-        return asked
+        return request
 
     def has_next_turn(self, shape: RequestShape) -> bool:
-        """Does a turn of the same session follow."""
+        """Whether another turn of the same session follows."""
         return shape.session in self._turns
 
     def ended(self, shape: RequestShape, at_s: float, history: tuple[int, ...] = NO_TOKENS) -> None:
-        """A request has ended well; `history`: its prompt and output, if a turn follows."""
+        """A request has completed; `history` is its prompt and output, if a turn follows."""
         turns = self._turns.get(shape.session)
         if turns:
             following = turns.pop()
             if not turns:
                 del self._turns[shape.session]
-            self._push(Asked(at_s + following.think_s, following, history))
+            self._push(DueRequest(at_s + following.think_s, following, history))
         elif self._closed:
             self._next_user(at_s)
         else:
@@ -84,15 +86,15 @@ class Traffic:
         self._settle()
 
     def failed(self, shape: RequestShape, at_s: float) -> list[RequestShape]:
-        """A request was refused, or failed: its session ends. Returns the turns that are never sent, in order."""
+        """A request was refused or failed, which ends its session. Returns the turns that are never sent, in order."""
         skipped = self._turns.pop(shape.session, [])[::-1]
         if self._closed:
             self._next_user(at_s)
             self._settle()
         return skipped
 
-    def _draw(self) -> Asked | None:
-        """The next first turn of the schedule; the turns that follow it are put aside."""
+    def _draw(self) -> DueRequest | None:
+        """The next first turn of the schedule; keeps the turns that follow it for later."""
         if self._upcoming is None:
             return None
         due_s, shape = self._upcoming
@@ -104,16 +106,16 @@ class Traffic:
                 following = next(self._schedule, None)
             self._turns[shape.session] = turns[::-1]
         self._upcoming = following
-        return Asked(due_s, shape)
+        return DueRequest(due_s, shape)
 
     def _next_user(self, at_s: float) -> None:
-        """A user is free, and asks for the next of the schedule."""
-        if at_s <= self._duration_s and (asked := self._draw()) is not None:
-            asked.due_s = at_s
-            self._push(asked)
+        """A user is free and takes the next request of the schedule."""
+        if at_s <= self._duration_s and (request := self._draw()) is not None:
+            request.due_s = at_s
+            self._push(request)
 
-    def _push(self, asked: Asked) -> None:
-        heapq.heappush(self._later, (asked.due_s, asked.shape.index, asked))
+    def _push(self, request: DueRequest) -> None:
+        heapq.heappush(self._later, (request.due_s, request.shape.index, request))
 
     def _settle(self) -> None:
         first = math.inf if self._first is None else self._first.due_s

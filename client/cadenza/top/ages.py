@@ -1,4 +1,4 @@
-"""How long sequences have been where they are, from step records."""
+"""How long sequences have been in their queue, from step records."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ _NUM_REMEMBERED = 4096
 
 
 class Ages:
-    """Since when the queues hold what they hold, in seconds of the server's clock.
+    """Since when sequences have been in their queue, in seconds of the server's clock.
 
-    What was there before the first record counts from that record on. Requests that wait are not named in records:
-    only for how long the queue has not been empty is known.
+    Sequences from before the first record count from that record on. Records do not name waiting requests: for these
+    only the time since the queue was last empty is known.
     """
 
     def __init__(self) -> None:
         self._waiting_since_s: float | None = None
         self._running: dict[int, float] = {}  # by sequence id: since when
         self._swapped: dict[int, float] = {}
-        self._left: dict[int, None] = {}  # the last ones, as plans that ran ahead may still name them
+        self._left: dict[int, None] = {}  # the last ones, because later plans in flight may still name them
 
     def add(self, record: admin_pb2.StepRecord) -> None:
-        """Take what a record says; records come in the order of steps."""
+        """Add a record; records come in the order of steps."""
         at_s = record.planned_ns / 1e9
         self._look_at_waiting(record.load.num_waiting, at_s)
         for sequence_id in record.preempted_ids:
@@ -39,9 +39,10 @@ class Ages:
             self._forget(leave.sequence_id)
 
     def look(self, load: ServerLoad, now_s: float) -> tuple[float | None, float | None, float | None]:
-        """How long now somebody has waited without a break, and who runs and who is swapped out longest."""
+        """How long the waiting queue has been non-empty, and the longest times of a running and of a swapped
+        sequence."""
         self._look_at_waiting(load.num_waiting, now_s)
-        if not load.num_running:  # one that was aborted is named by the next record only
+        if not load.num_running:  # an aborted sequence appears only in the next record
             self._running.clear()
         if not load.num_swapped:
             self._swapped.clear()

@@ -1,4 +1,4 @@
-"""What is known of a server at the end of an interval, as plain data and as a JSON line."""
+"""The state of a server at the end of an interval, as plain data and as a JSON line."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cadenza.errors import CadenzaError
 from cadenza.info import ExecutorInfo, ServerInfo
 
 TIMES = ("total", "queue", "device", "sample", "moves")
-"""Times of a step on its executor: start to end; from the plan's arrival to its start; forward pass; sampling; block
-copies and swaps."""
+"""Times of a step on its executor: total is from start to end; queue from the plan's arrival to its start; device the
+forward pass; sample sampling; moves block copies and swaps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of a time over the steps of a window, in seconds."""
+    """Percentiles of a time over the steps of a window, in seconds."""
 
     p50: float
     p99: float
@@ -26,7 +26,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorFigures:
-    """One executor over the window; what its steps tell is 0 and empty where none ran."""
+    """One executor over the window; figures of steps are 0 or empty if none ran."""
 
     info: ExecutorInfo
     num_steps: int  # that computed something
@@ -37,7 +37,7 @@ class ExecutorFigures:
     max_sequences: int
     prompt_tokens_per_s: float
     sampled_tokens_per_s: float  # beams sample none
-    times_s: dict[str, Percentiles]  # by the names of TIMES; what the executor does not tell is missing
+    times_s: dict[str, Percentiles]  # by the names of TIMES; times that the executor does not report are missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +46,23 @@ class Snapshot:
 
     info: ServerInfo
     watched_s: float  # since the watch began
-    num_dropped: int  # step records lost to this watch; the steps' figures miss them
+    num_dropped: int  # step records lost to this watch; the figures of steps lack them
     window_s: float
-    prompt_tokens_per_s: float  # tokens that are computed again after a preemption count too
+    prompt_tokens_per_s: float  # including tokens recomputed after a preemption
     output_tokens_per_s: float
     interval_output_tokens_per_s: float  # over the newest interval alone
     num_preemptions: int
     num_swapped_out: int  # sequences
     num_swapped_in: int  # sequences
-    prefix_hit_rate: float | None  # found of the prompt tokens that were looked up; None: none was
-    waiting_s: float | None  # since when somebody has waited without a break; None: nobody waits
-    running_s: float | None  # longest since it last joined the batch; None: not known, or none runs
-    swapped_s: float | None  # longest since it was swapped out; None: not known, or none is
+    prefix_hit_rate: float | None  # share of the looked-up prompt tokens that were cached; None: none was looked up
+    waiting_s: float | None  # time for which the queue has been non-empty; None: no request waits
+    running_s: float | None  # longest time since a running sequence joined the batch; None: not known, or none runs
+    swapped_s: float | None  # longest time since a sequence was swapped out; None: not known, or none is
     executors: list[ExecutorFigures]
 
     @property
     def max_num_seqs(self) -> int | None:
-        """Most sequences that an executor runs at once; None if the server does not say."""
+        """Most sequences that an executor runs at once; None if the server does not report it."""
         value = self.info.options.get("max_num_seqs", "")
         return int(value) if value.isdigit() else None
 
@@ -75,24 +75,28 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """There is no server, or it does not answer."""
+    """The server cannot be reached or does not answer."""
 
     error: CadenzaError
-    lost_s: float  # since it was last heard, or first asked
+    lost_s: float  # since its last answer, or the first request
 
 
 def percentiles(values: Sequence[float]) -> Percentiles:
-    """Of one value or more; between two of them in proportion."""
+    """Percentiles of one or more values, interpolated linearly."""
     if len(values) == 1:
         return Percentiles(values[0], values[0])
     marks = statistics.quantiles(values, n=100, method="inclusive")
     return Percentiles(marks[49], marks[98])
 
 
-def json_line(news: Snapshot | Lost, *, target: str, time_s: float) -> str:
+def json_line(observation: Snapshot | Lost, *, target: str, time_s: float) -> str:
     """One line without its end; `time_s` is the time of day in seconds since 1970."""
-    head = {"time_s": time_s, "target": target, "connected": isinstance(news, Snapshot)}
-    rest = _snapshot_fields(news) if isinstance(news, Snapshot) else {"error": str(news.error), "lost_s": news.lost_s}
+    head = {"time_s": time_s, "target": target, "connected": isinstance(observation, Snapshot)}
+    rest = (
+        _snapshot_fields(observation)
+        if isinstance(observation, Snapshot)
+        else {"error": str(observation.error), "lost_s": observation.lost_s}
+    )
     return json.dumps(head | rest)
 
 
@@ -106,5 +110,5 @@ def _snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
 
 def _executor_fields(index: int, fields: dict[str, Any]) -> dict[str, Any]:
     info = fields.pop("info")
-    info["incarnation"] = f"{info['incarnation']:016x}"  # 64 bits are more than a number of JSON holds everywhere
+    info["incarnation"] = f"{info['incarnation']:016x}"  # not every JSON parser supports 64-bit integers
     return {"index": index, **info, **fields}

@@ -1,4 +1,4 @@
-"""A server's figures over a moving window, from its step records and from what it says of itself."""
+"""A server's figures over a moving window, from its step records and its server info."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cadenza.v1 import admin_pb2, execution_pb2
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What is kept of a record."""
+    """The kept part of a record."""
 
     at_s: float
     executor: int
@@ -30,15 +30,15 @@ class _Step:
 
 
 class Meter:
-    """Add records as they come, and take a snapshot at the end of each interval.
+    """Add records as they arrive, and take a snapshot at the end of each interval.
 
     All times are on the server's clock, in seconds since it started. A window begins at a snapshot, so that the
-    server's counts and those of records are over the same time. A record that comes late is in the interval in which it
-    came, so that each is in one.
+    server's counts and those of records cover the same time. A late record counts in the interval in which it arrived,
+    so that each record counts once.
     """
 
     def __init__(self, info: ServerInfo, window_s: float) -> None:
-        """`info`: at the begin of the watch; `window_s`: length of the window at least; 0: that of one interval."""
+        """`info`: at the start of the watch; `window_s`: minimum length of the window; 0: one interval."""
         self._window_s = window_s
         self._infos = deque([info])
         self._begin_s = info.uptime_s
@@ -47,8 +47,8 @@ class Meter:
         self._ages, self._prompts = Ages(), PromptCounter()
 
     def add(self, records: Sequence[admin_pb2.StepRecord], num_dropped: int) -> None:
-        """Take records in the order of steps; `num_dropped`: those lost to this watch so far."""
-        if num_dropped > self._num_dropped:  # what has become of the sequences is not known
+        """Add records in the order of steps; `num_dropped`: records lost to this watch so far."""
+        if num_dropped > self._num_dropped:  # the state of the sequences is not known any more
             self._num_dropped = num_dropped
             self._ages, self._prompts = Ages(), PromptCounter()
         for record in records:
@@ -56,7 +56,7 @@ class Meter:
             self._ages.add(record)
 
     def snapshot(self, info: ServerInfo) -> Snapshot:
-        """The figures at `info`, which becomes the end of the window."""
+        """The figures over the window that ends at `info`."""
         now_s, infos = info.uptime_s, self._infos
         newest = infos[-1]
         while len(infos) > 1 and now_s - infos[1].uptime_s >= self._window_s:
@@ -109,15 +109,15 @@ class Meter:
 
 
 class PromptCounter:
-    """Counts the tokens of prompts among those that steps compute."""
+    """Counts the prompt tokens among the tokens that steps compute."""
 
     def __init__(self) -> None:
         self._lengths: dict[int, int] = {}  # by sequence id
 
     def count(self, record: admin_pb2.StepRecord) -> int:
-        """Tokens of prompts in this step, and tokens that are computed again.
+        """Prompt tokens of this step, including recomputed tokens.
 
-        Of a sequence that joined before the watch a chunk of one token is taken for output.
+        For a sequence that joined before the watch, a chunk of one token counts as output.
         """
         lengths = self._lengths
         lengths.update((join.sequence_id, join.num_prompt_tokens) for join in record.joined)

@@ -8,7 +8,7 @@ _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 
 
 def sparkline(values: Sequence[float | None], *, top: float, ascii_only: bool = False) -> str:
-    """One character for each of values [n]: the lowest bar is 0, the highest `top` and above, None a space.
+    """One character for each of `values` [n]: the lowest bar is 0, the highest is `top` and above, None is a space.
 
     `ascii_only` is for terminals that cannot show the bars.
     """

@@ -1,4 +1,4 @@
-"""Follows a server: a snapshot at the end of each interval, and word of it when it is not there."""
+"""Follows a server: a snapshot at the end of each interval, or `Lost` while the server cannot be reached."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from cadenza.top.figures import Lost, Snapshot
 from cadenza.top.meter import Meter
 
 _ANSWER_S = 5.0
-"""A server that has not answered for so long is not there."""
+"""A server that has not answered for this long counts as lost."""
 _TAKE_S = 1.0
-"""Records are taken so often, as whole ones are large."""
+"""Interval of processing records: a full record is large, so few are kept."""
 
 
 async def observe(target: str, *, interval_s: float, window_s: float) -> AsyncGenerator[Snapshot | Lost, None]:
-    """What is known of a server, for ever: a snapshot for each interval, or that it is lost; then it is tried anew.
+    """Observe a server forever: a snapshot for each interval, or `Lost`, after which the connection is retried.
 
-    Figures are over `window_s` at least; 0: over one interval. Raises UnsupportedError for what is no Cadenza
+    Figures are over at least `window_s`; 0: over one interval. Raises UnsupportedError if the server is not a Cadenza
     scheduler.
     """
-    heard_s = time.monotonic()
+    last_answer_s = time.monotonic()
     while True:
         try:
             async with (
                 AsyncClient(target) as client,
-                contextlib.aclosing(_snapshots(client, interval_s, window_s)) as news,
+                contextlib.aclosing(_snapshots(client, interval_s, window_s)) as observation,
             ):
-                async for snapshot in news:
-                    heard_s = time.monotonic()
+                async for snapshot in observation:
+                    last_answer_s = time.monotonic()
                     yield snapshot
         except UnsupportedError:
             raise
         except CadenzaError as error:
-            yield Lost(error, time.monotonic() - heard_s)
+            yield Lost(error, time.monotonic() - last_answer_s)
         await asyncio.sleep(interval_s)
 
 
@@ -56,7 +56,7 @@ async def _snapshots(client: AsyncClient, interval_s: float, window_s: float) ->
 
 
 async def _passed(interval_s: float, watch: StepWatch, meter: Meter) -> bool:
-    """Let the interval pass; False as soon as the watch has ended."""
+    """Wait for the interval to pass; returns False as soon as the watch has ended."""
     end_s = time.monotonic() + interval_s
     while (rest_s := end_s - time.monotonic()) > 0:
         if await watch.wait_end(min(rest_s, _TAKE_S)):

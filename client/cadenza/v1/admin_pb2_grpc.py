@@ -62,8 +62,8 @@ class AdminServiceServicer(object):
     """
 
     def WatchSteps(self, request, context):
-        """WatchSteps streams a record of every step from now on. A watcher that is too slow loses records, never delays a
-        step; num_dropped says how many.
+        """WatchSteps streams a record of every step from now on. A slow watcher never delays a step but loses records;
+        num_dropped counts them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -77,7 +77,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drain refuses new requests and returns when the running ones have ended, or at the timeout.
+        """Drain rejects new requests and returns when all others have finished, or at the timeout.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -256,8 +256,8 @@ class ExecutorAdminServiceServicer(object):
     """
 
     def Profile(self, request, context):
-        """Profile records a trace of the next steps and answers once they have run; a caller that gives up ends it. One trace
-        at a time: FAILED_PRECONDITION while another is recorded. UNIMPLEMENTED on a simulated executor.
+        """Profile records a trace of the next steps and returns once they have run; cancelling the call ends the trace. One
+        trace at a time: FAILED_PRECONDITION while another is recorded. UNIMPLEMENTED on a simulated executor.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ExecutionServiceStub(object):
-    """ExecutionService is what every executor serves: GPU, CPU and simulated alike.
+    """ExecutionService is served by every executor: GPU, CPU and simulated.
     """
 
     def __init__(self, channel):
@@ -58,11 +58,11 @@ class ExecutionServiceStub(object):
 
 
 class ExecutionServiceServicer(object):
-    """ExecutionService is what every executor serves: GPU, CPU and simulated alike.
+    """ExecutionService is served by every executor: GPU, CPU and simulated.
     """
 
     def Describe(self, request, context):
-        """Describe tells what the executor runs and what it can hold.
+        """Describe returns the executor's model and limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -76,14 +76,14 @@ class ExecutionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """LoadAdapter loads a LoRA adapter under a new index. Reserved: UNIMPLEMENTED until it is built.
+        """LoadAdapter loads a LoRA adapter under a new index. Reserved: UNIMPLEMENTED so far.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """UnloadAdapter unloads one; its index is never used again. Reserved: UNIMPLEMENTED until it is built.
+        """UnloadAdapter unloads an adapter; its index is never reused. Reserved: UNIMPLEMENTED so far.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +121,7 @@ def add_ExecutionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ExecutionService(object):
-    """ExecutionService is what every executor serves: GPU, CPU and simulated alike.
+    """ExecutionService is served by every executor: GPU, CPU and simulated.
     """
 
     @staticmethod

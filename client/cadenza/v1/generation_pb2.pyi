@@ -28,26 +28,26 @@ class _OutputMode:
 class _OutputModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OutputMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     OUTPUT_MODE_UNSPECIFIED: _OutputMode.ValueType  # 0
-    """Take the default, OUTPUT_MODE_DELTA."""
+    """The default, OUTPUT_MODE_DELTA."""
     OUTPUT_MODE_DELTA: _OutputMode.ValueType  # 1
-    """New tokens and text as they come."""
+    """New tokens and text as they are generated."""
     OUTPUT_MODE_FINAL: _OutputMode.ValueType  # 2
-    """One response per sample when it has ended."""
+    """One response per sample when it has finished."""
 
 class OutputMode(_OutputMode, metaclass=_OutputModeEnumTypeWrapper):
-    """OutputMode says what a stream carries."""
+    """OutputMode defines when output is streamed."""
 
 OUTPUT_MODE_UNSPECIFIED: OutputMode.ValueType  # 0
-"""Take the default, OUTPUT_MODE_DELTA."""
+"""The default, OUTPUT_MODE_DELTA."""
 OUTPUT_MODE_DELTA: OutputMode.ValueType  # 1
-"""New tokens and text as they come."""
+"""New tokens and text as they are generated."""
 OUTPUT_MODE_FINAL: OutputMode.ValueType  # 2
-"""One response per sample when it has ended."""
+"""One response per sample when it has finished."""
 Global___OutputMode: _TypeAlias = OutputMode  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
-    """GenerateRequest is one prompt and how to continue it."""
+    """GenerateRequest is one prompt with its sampling parameters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -68,40 +68,40 @@ class GenerateRequest(_message.Message):
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, at most 128 characters, no control characters; unique within the tenant while the request is
-    known, and within a session whatever the tenant; empty: the server draws one, but in a session it must be given. The
+    unfinished, and within a session for all tenants; empty: the server generates one, but a session requires it. The
     same id with the same body is the same request.
     """
     resume_grace_s: _builtins.float
-    """Seconds for which an unattended request runs on and its results are kept after its stream is lost; 0 or more;
-    default 0: a lost stream aborts it.
+    """Seconds for which a request continues and its results are kept after its stream is lost; 0 or more; default 0: a
+    lost stream aborts it.
     """
     timeout_s: _builtins.float
-    """Seconds until the request is ended, from its arrival; over 0; absent: no limit beside the call's own deadline."""
+    """Timeout in seconds from the request's arrival; over 0; absent: no limit other than the call's deadline."""
     output_mode: Global___OutputMode.ValueType
-    """What is streamed."""
+    """When output is streamed."""
     return_prompt_token_ids: _builtins.bool
     """Return the prompt's token ids in the first response."""
     tenant: _builtins.str
-    """Whom the request counts for; at most 128 characters, no control characters."""
+    """The tenant to which the request is charged; at most 128 characters, no control characters."""
     cache_salt: _builtins.bytes
     """Separates prefix-cache entries; only requests with the same salt share blocks; at most 128 bytes."""
     enable_prefix_caching: _builtins.bool
-    """May the request use and fill the prefix cache; default true."""
+    """Whether the request may use and fill the prefix cache; default true."""
     adapter: _builtins.str
     """Name of a LoRA adapter. Reserved: later wave."""
     expected_output_tokens: _builtins.int
-    """Output tokens that the client expects, 1 or more: a hint for orders that go by length; others make no use of it."""
+    """Expected number of output tokens, 1 or more: a hint for orders that sort by length; ignored by others."""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PromptPart]:
-        """The prompt's parts, in order; 1 to 1,024, none only with resume."""
+        """The prompt's parts, in order; 1 to 1,024, or none with resume."""
 
     @_builtins.property
     def sampling_params(self) -> _types_pb2.SamplingParams:
-        """How tokens are chosen; absent: the defaults."""
+        """Sampling parameters; absent: the defaults."""
 
     @_builtins.property
     def resume(self) -> Global___ResumePoint:
-        """Go on with the request of this id from these positions; prompt and sampling_params are then absent."""
+        """Continue the request with this id from these positions; prompt and sampling_params are then absent."""
 
     @_builtins.property
     def speculation(self) -> Global___SpeculationParams:
@@ -155,7 +155,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class SpeculationParams(_message.Message):
-    """SpeculationParams asks for speculative decoding. Reserved: later wave."""
+    """SpeculationParams enables speculative decoding. Reserved: later wave."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -177,14 +177,14 @@ Global___SpeculationParams: _TypeAlias = SpeculationParams  # noqa: Y015
 
 @_typing.final
 class ResumePoint(_message.Message):
-    """ResumePoint says where a client wants a request's stream to go on."""
+    """ResumePoint states where a client resumes a request's stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POSITIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SamplePosition]:
-        """For each sample the index of the next token wanted; samples not named start at 0."""
+        """For each sample the index of the next token to send; samples not listed start at 0."""
 
     def __init__(
         self,
@@ -201,14 +201,14 @@ Global___ResumePoint: _TypeAlias = ResumePoint  # noqa: Y015
 
 @_typing.final
 class SamplePosition(_message.Message):
-    """SamplePosition is a place in one sample's output."""
+    """SamplePosition is a position in one sample's output."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_INDEX_FIELD_NUMBER: _builtins.int
     sample_index: _builtins.int
-    """Which sample, from 0."""
+    """Sample index, from 0."""
     token_index: _builtins.int
     """Index of an output token, from 0."""
     def __init__(
@@ -227,7 +227,7 @@ Global___SamplePosition: _TypeAlias = SamplePosition  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """GenerateResponse carries what is new of one request."""
+    """GenerateResponse carries new output of one request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -243,7 +243,7 @@ class GenerateResponse(_message.Message):
     """Index of the first prompt token of prompt_logprobs; the first prompt token has none, so 1 or more."""
     @_builtins.property
     def info(self) -> Global___RequestInfo:
-        """What is known at admission; in the first response of each stream."""
+        """Values settled at admission; in the first response of each stream."""
 
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleOutput]:
@@ -277,7 +277,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class RequestInfo(_message.Message):
-    """RequestInfo says what the scheduler settled at admission."""
+    """RequestInfo holds the values that the scheduler settled at admission."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -285,12 +285,12 @@ class RequestInfo(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
-    """The seed in use, given or drawn."""
+    """The effective seed, given or drawn."""
     num_prompt_tokens: _builtins.int
     """Number of prompt tokens after truncation."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The prompt's token ids, if asked for."""
+        """The prompt's token ids, if requested."""
 
     def __init__(
         self,
@@ -322,16 +322,16 @@ class SampleOutput(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
     sample_index: _builtins.int
-    """Which sample, from 0."""
+    """Sample index, from 0."""
     first_token_index: _builtins.int
     """Index of the first token below in the sample's output, from 0."""
     text: _builtins.str
-    """New text. It may lag behind the tokens: half a character, or what may be the start of a stop string, is held back."""
+    """New text. It may lag behind the tokens: incomplete characters and possible starts of stop strings are held back."""
     text_offset: _builtins.int
     """Where this text starts in the sample's text, in Unicode code points."""
     cumulative_logprob: _builtins.float
-    """Sum of the logprobs of the sample's tokens, with finish, if logprobs were asked for or best_of is over n; for beams
-    always, with what the processors made of the logprobs.
+    """Sum of the logprobs of the sample's tokens, with finish, if logprobs were requested or best_of is over n; always
+    for beams, from the processed logprobs.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -339,11 +339,11 @@ class SampleOutput(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _types_pb2.LogprobColumns:
-        """Logprobs of these tokens, if asked for."""
+        """Logprobs of these tokens, if requested."""
 
     @_builtins.property
     def finish(self) -> _types_pb2.Finish:
-        """How the sample ended; absent while it runs."""
+        """The finish; absent while the sample runs."""
 
     def __init__(
         self,
@@ -385,11 +385,11 @@ class RequestStats(_message.Message):
     num_cached_tokens: _builtins.int
     """Prompt tokens whose KV came from the prefix cache when the request was first admitted."""
     num_completion_tokens: _builtins.int
-    """Output tokens over all samples, also over those that best_of draws and does not return."""
+    """Output tokens over all samples, including samples that best_of draws and does not return."""
     num_preemptions: _builtins.int
-    """Times that the request was preempted."""
+    """Number of preemptions of the request."""
     queue_ns: _builtins.int
-    """Nanoseconds from arrival to the first plan that holds it."""
+    """Nanoseconds from arrival to the first plan that includes it."""
     first_token_ns: _builtins.int
     """Nanoseconds from arrival to the first token."""
     total_ns: _builtins.int
@@ -415,7 +415,7 @@ Global___RequestStats: _TypeAlias = RequestStats  # noqa: Y015
 
 @_typing.final
 class SessionRequest(_message.Message):
-    """SessionRequest is one thing said on a session."""
+    """SessionRequest is one action on a session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -427,7 +427,7 @@ class SessionRequest(_message.Message):
 
     @_builtins.property
     def abort(self) -> Global___AbortRequest:
-        """End one; its last output still comes."""
+        """Abort a request; its last output is still sent."""
 
     def __init__(
         self,
@@ -447,14 +447,14 @@ Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):
-    """SessionResponse carries all that is new for this session, at most about 1 MiB."""
+    """SessionResponse carries new output for this session, at most about 1 MiB."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EVENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent]:
-        """In the order in which it happened, per request."""
+        """Events, in order per request."""
 
     def __init__(
         self,
@@ -471,7 +471,7 @@ Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
 
 @_typing.final
 class SessionEvent(_message.Message):
-    """SessionEvent is what is new of one request in a session."""
+    """SessionEvent is new output, or an error, of one request in a session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -480,19 +480,19 @@ class SessionEvent(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Which request; as the client named it, cut to 4,096 characters. Empty: an error of no request, such as a message that
-    cannot be read.
+    """The client's request id, truncated to 4,096 characters. Empty: an error without a request, such as a message that
+    cannot be parsed.
     """
     done: _builtins.bool
-    """Nothing more comes for this request."""
+    """This is the request's last event."""
     @_builtins.property
     def response(self) -> Global___GenerateResponse:
         """New output."""
 
     @_builtins.property
     def error(self) -> _status_pb2.Status:
-        """The request ended with this error, and it alone; without done: what came later under its id was refused, and it
-        goes on.
+        """With done: this request, and only this one, ended with this error. Without done: a later message with its id was
+        rejected, and the request continues.
         """
 
     def __init__(
@@ -515,7 +515,7 @@ Global___SessionEvent: _TypeAlias = SessionEvent  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
-    """AbortRequest names a request to end."""
+    """AbortRequest identifies a request to abort."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -541,7 +541,7 @@ Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
 
 @_typing.final
 class AbortResponse(_message.Message):
-    """AbortResponse says whether anything was ended."""
+    """AbortResponse states whether a request was aborted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -563,7 +563,7 @@ Global___AbortResponse: _TypeAlias = AbortResponse  # noqa: Y015
 
 @_typing.final
 class GetModelInfoRequest(_message.Message):
-    """GetModelInfoRequest asks for the model's description."""
+    """GetModelInfoRequest requests the model's description."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -580,7 +580,7 @@ Global___GetModelInfoRequest: _TypeAlias = GetModelInfoRequest  # noqa: Y015
 
 @_typing.final
 class GetModelInfoResponse(_message.Message):
-    """GetModelInfoResponse describes the model that is served."""
+    """GetModelInfoResponse describes the served model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -596,7 +596,7 @@ class GetModelInfoResponse(_message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Folder or hub id, as the executor was told."""
+    """Folder or hub id, as given to the executor."""
     architecture: _builtins.str
     """Architecture, such as "LlamaForCausalLM"."""
     vocab_size: _builtins.int
@@ -608,9 +608,9 @@ class GetModelInfoResponse(_message.Message):
     bos_token_id: _builtins.int
     """Beginning-of-sequence token id, if there is one."""
     has_tokenizer: _builtins.bool
-    """Is there a tokenizer: text prompts and text output work."""
+    """Whether there is a tokenizer, so that text prompts and text output work."""
     has_chat_template: _builtins.bool
-    """Is there a chat template: chat prompts work."""
+    """Whether there is a chat template, so that chat prompts work."""
     num_parameters: _builtins.int
     """Number of parameters."""
     @_builtins.property
@@ -619,7 +619,7 @@ class GetModelInfoResponse(_message.Message):
 
     @_builtins.property
     def fingerprint(self) -> _types_pb2.NumericsFingerprint:
-        """What decides bits."""
+        """The numerics fingerprint."""
 
     def __init__(
         self,
@@ -648,7 +648,7 @@ Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):
-    """GetServerInfoRequest asks for the service's state."""
+    """GetServerInfoRequest requests the service's state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -704,16 +704,16 @@ class GetServerInfoResponse(_message.Message):
     uptime_s: _builtins.float
     """Seconds since start."""
     draining: _builtins.bool
-    """Is the service draining: new requests are refused."""
+    """Whether the service is draining and rejects new requests."""
     resident_bytes: _builtins.int
-    """Bytes of memory resident in the scheduler's process now; 0: not known."""
+    """Resident memory of the scheduler's process in bytes; 0: unknown."""
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """The scheduler's options in force, by name."""
+        """The scheduler's effective options, by name."""
 
     @_builtins.property
     def load(self) -> Global___SchedulerLoad:
-        """Load now."""
+        """The current load."""
 
     @_builtins.property
     def executors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExecutorInfo]:
@@ -741,7 +741,7 @@ Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
 
 @_typing.final
 class SchedulerLoad(_message.Message):
-    """SchedulerLoad is a picture of queues and memory."""
+    """SchedulerLoad is the current state of queues and memory."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -776,9 +776,9 @@ class SchedulerLoad(_message.Message):
     num_device_blocks: _builtins.int
     """Device KV blocks in the pools of all executors."""
     num_used_device_blocks: _builtins.int
-    """Of these, blocks that sequences hold."""
+    """Of these, blocks held by sequences."""
     num_cached_device_blocks: _builtins.int
-    """Of these, free blocks that the prefix cache could still use."""
+    """Of these, free blocks that are still cached."""
     num_host_blocks: _builtins.int
     """Host KV blocks."""
     num_used_host_blocks: _builtins.int
@@ -786,9 +786,9 @@ class SchedulerLoad(_message.Message):
     num_stored_tokens: _builtins.int
     """Tokens whose KV the held blocks store."""
     num_unused_slots: _builtins.int
-    """Slots of held blocks without a token: internal fragmentation."""
+    """Token slots of held blocks without a token: internal fragmentation."""
     num_reserved_slots: _builtins.int
-    """Slots reserved beyond a sequence's present tokens, under policies that reserve."""
+    """Token slots reserved beyond a sequence's present tokens, under policies that reserve."""
     num_used_slots: _builtins.int
     """Batch slots held by sequences."""
     num_client_tasks: _builtins.int
@@ -804,13 +804,15 @@ class SchedulerLoad(_message.Message):
     num_prefix_hits: _builtins.int
     """Of these, found."""
     num_fragmented_slots: _builtins.int
-    """Free slots that no waiting request can use for want of contiguous room: external fragmentation, 0 with paging."""
+    """Free token slots that no waiting request can use for lack of contiguous space: external fragmentation, 0 with
+    paging.
+    """
     num_shared_block_refs: _builtins.int
     """References to held blocks beyond the first of each: blocks saved by sharing."""
     num_cached_host_blocks: _builtins.int
-    """Free host blocks that the prefix cache could still use."""
+    """Free host blocks that are still cached."""
     num_prefix_host_hits: _builtins.int
-    """Of num_prefix_hits, tokens whose KV came back from the host pool."""
+    """Of num_prefix_hits, tokens found in the host pool."""
     def __init__(
         self,
         *,
@@ -847,7 +849,7 @@ Global___SchedulerLoad: _TypeAlias = SchedulerLoad  # noqa: Y015
 
 @_typing.final
 class ExecutorInfo(_message.Message):
-    """ExecutorInfo describes one executor as the scheduler sees it."""
+    """ExecutorInfo is the scheduler's view of one executor."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -863,21 +865,21 @@ class ExecutorInfo(_message.Message):
     target: _builtins.str
     """Its address."""
     connected: _builtins.bool
-    """Is its plan stream up."""
+    """Whether its plan stream is open."""
     incarnation: _builtins.int
-    """Its incarnation: drawn anew each time its process starts."""
+    """Its incarnation: drawn at each start of its process."""
     epoch: _builtins.int
-    """Epoch of the present session with it."""
+    """Epoch of the current session with it."""
     device: _builtins.str
     """Device, such as "cpu" or "NVIDIA H200"."""
     block_size: _builtins.int
     """Tokens per KV block."""
     num_inflight_plans: _builtins.int
-    """Plans in flight now."""
+    """Plans in flight."""
     last_step_id: _builtins.int
-    """Its step_id last completed."""
+    """step_id of its last completed step."""
     resident_bytes: _builtins.int
-    """Bytes of memory resident in its process, by its last sign of life; 0: not known, as while it is not connected."""
+    """Resident memory of its process in bytes, from its last heartbeat; 0: unknown, as while it is not connected."""
     def __init__(
         self,
         *,
@@ -901,7 +903,7 @@ Global___ExecutorInfo: _TypeAlias = ExecutorInfo  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):
-    """TokenizeRequest asks for token ids."""
+    """TokenizeRequest requests token ids."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -955,14 +957,14 @@ Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
 
 @_typing.final
 class DetokenizeRequest(_message.Message):
-    """DetokenizeRequest asks for text."""
+    """DetokenizeRequest requests text."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     skip_special_tokens: _builtins.bool
-    """Leave special tokens out; default true."""
+    """Omit special tokens; default true."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids, each below the vocabulary size; at most 1,048,576."""

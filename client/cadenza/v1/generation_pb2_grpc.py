@@ -81,29 +81,29 @@ class GenerationServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Generate runs one request and streams what it produces. With resume set, it goes on with one that exists.
+        """Generate runs one request and streams its output. With resume set, it continues the stream of an existing request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """Session runs many requests over one stream; all that one step produced for it travels in one message. After
-        half-close what was sent is finished.
+        """Session runs many requests over one stream; all output of one step for the session is in one message. After the
+        client half-closes, requests already sent are finished.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Abort ends a request at once; what it held is freed.
+        """Abort finishes a request immediately and frees its resources.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """GetModelInfo describes the model that is served.
+        """GetModelInfo describes the served model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,14 +117,14 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Tokenize turns text or a chat into token ids, as Generate would.
+        """Tokenize converts text or a chat to token ids, as Generate does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Detokenize turns token ids into text.
+        """Detokenize converts token ids to text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,21 +37,21 @@ class GenerationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
-    """Generate runs one request and streams what it produces. With resume set, it goes on with one that exists."""
+    """Generate runs one request and streams its output. With resume set, it continues the stream of an existing request."""
     Session: _grpc.StreamStreamMultiCallable[_generation_pb2.SessionRequest, _generation_pb2.SessionResponse]
-    """Session runs many requests over one stream; all that one step produced for it travels in one message. After
-    half-close what was sent is finished.
+    """Session runs many requests over one stream; all output of one step for the session is in one message. After the
+    client half-closes, requests already sent are finished.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
-    """Abort ends a request at once; what it held is freed."""
+    """Abort finishes a request immediately and frees its resources."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetModelInfoRequest, _generation_pb2.GetModelInfoResponse]
-    """GetModelInfo describes the model that is served."""
+    """GetModelInfo describes the served model."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetServerInfoRequest, _generation_pb2.GetServerInfoResponse]
     """GetServerInfo describes the service: its options, load and executors."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
-    """Tokenize turns text or a chat into token ids, as Generate would."""
+    """Tokenize converts text or a chat to token ids, as Generate does."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
-    """Detokenize turns token ids into text."""
+    """Detokenize converts token ids to text."""
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
@@ -62,21 +62,21 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate runs one request and streams what it produces. With resume set, it goes on with one that exists."""
+    """Generate runs one request and streams its output. With resume set, it continues the stream of an existing request."""
     Session: _aio.StreamStreamMultiCallable[_generation_pb2.SessionRequest, _generation_pb2.SessionResponse]  # type: ignore[assignment]
-    """Session runs many requests over one stream; all that one step produced for it travels in one message. After
-    half-close what was sent is finished.
+    """Session runs many requests over one stream; all output of one step for the session is in one message. After the
+    client half-closes, requests already sent are finished.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
-    """Abort ends a request at once; what it held is freed."""
+    """Abort finishes a request immediately and frees its resources."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelInfoRequest, _generation_pb2.GetModelInfoResponse]  # type: ignore[assignment]
-    """GetModelInfo describes the model that is served."""
+    """GetModelInfo describes the served model."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetServerInfoRequest, _generation_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """GetServerInfo describes the service: its options, load and executors."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
-    """Tokenize turns text or a chat into token ids, as Generate would."""
+    """Tokenize converts text or a chat to token ids, as Generate does."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """Detokenize turns token ids into text."""
+    """Detokenize converts token ids to text."""
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """GenerationService serves completions. Errors are gRPC statuses with google.rpc details: INVALID_ARGUMENT with
@@ -90,7 +90,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
-        """Generate runs one request and streams what it produces. With resume set, it goes on with one that exists."""
+        """Generate runs one request and streams its output. With resume set, it continues the stream of an existing request."""
 
     @_abc_1.abstractmethod
     def Session(
@@ -98,8 +98,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_generation_pb2.SessionRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.SessionResponse], _abc.AsyncIterator[_generation_pb2.SessionResponse]]:
-        """Session runs many requests over one stream; all that one step produced for it travels in one message. After
-        half-close what was sent is finished.
+        """Session runs many requests over one stream; all output of one step for the session is in one message. After the
+        client half-closes, requests already sent are finished.
         """
 
     @_abc_1.abstractmethod
@@ -108,7 +108,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.AbortResponse, _abc.Awaitable[_generation_pb2.AbortResponse]]:
-        """Abort ends a request at once; what it held is freed."""
+        """Abort finishes a request immediately and frees its resources."""
 
     @_abc_1.abstractmethod
     def GetModelInfo(
@@ -116,7 +116,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GetModelInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.GetModelInfoResponse, _abc.Awaitable[_generation_pb2.GetModelInfoResponse]]:
-        """GetModelInfo describes the model that is served."""
+        """GetModelInfo describes the served model."""
 
     @_abc_1.abstractmethod
     def GetServerInfo(
@@ -132,7 +132,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.TokenizeResponse, _abc.Awaitable[_generation_pb2.TokenizeResponse]]:
-        """Tokenize turns text or a chat into token ids, as Generate would."""
+        """Tokenize converts text or a chat to token ids, as Generate does."""
 
     @_abc_1.abstractmethod
     def Detokenize(
@@ -140,6 +140,6 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.DetokenizeResponse, _abc.Awaitable[_generation_pb2.DetokenizeResponse]]:
-        """Detokenize turns token ids into text."""
+        """Detokenize converts token ids to text."""
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

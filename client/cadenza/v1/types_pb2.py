@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63\x61\x64\x65nza/v1/types.proto\x12\ncadenza.v1\"\xe8\t\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x01H\x08\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\t\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x0b \x01(\rH\n\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0c \x01(\rH\x0b\x88\x01\x01\x12\x0c\n\x04stop\x18\r \x03(\t\x12\x1a\n\x0estop_token_ids\x18\x0e \x03(\rB\x02\x10\x01\x12\x17\n\nignore_eos\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\x05H\r\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\x05H\x0e\x88\x01\x01\x12=\n\nlogit_bias\x18\x12 \x03(\x0b\x32).cadenza.v1.SamplingParams.LogitBiasEntry\x12\x1d\n\x11\x61llowed_token_ids\x18\x13 \x03(\rB\x02\x10\x01\x12\x11\n\tbad_words\x18\x14 \x03(\t\x12\'\n\x1ainclude_stop_str_in_output\x18\x15 \x01(\x08H\x0f\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x16 \x01(\x08H\x10\x88\x01\x01\x12\x17\n\ndetokenize\x18\x17 \x01(\x08H\x11\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x18 \x01(\x05H\x12\x88\x01\x01\x12\x17\n\nbeam_width\x18\x19 \x01(\rH\x13\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x1a \x01(\x01H\x14\x88\x01\x01\x12\x31\n\x0e\x65\x61rly_stopping\x18\x1b \x01(\x0e\x32\x19.cadenza.v1.EarlyStopping\x12\x15\n\x08priority\x18\x1c \x01(\x05H\x15\x88\x01\x01\x12(\n\x07grammar\x18\x1d \x01(\x0b\x32\x17.cadenza.v1.GrammarSpec\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x04\n\x02_nB\n\n\x08_best_ofB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x1d\n\x1b_include_stop_str_in_outputB\x16\n\x14_skip_special_tokensB\r\n\x0b_detokenizeB\x19\n\x17_truncate_prompt_tokensB\r\n\x0b_beam_widthB\x11\n\x0f_length_penaltyB\x0b\n\t_priority\"\x9c\x01\n\x0bGrammarSpec\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x12\x32\n\x07\x63hoices\x18\x04 \x01(\x0b\x32\x1f.cadenza.v1.GrammarSpec.ChoicesH\x00\x1a\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\tB\x06\n\x04spec\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\x9b\x01\n\nPromptPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.cadenza.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.cadenza.v1.ChatH\x00\x12+\n\x05media\x18\x04 \x01(\x0b\x32\x1a.cadenza.v1.MediaReferenceH\x00\x42\x06\n\x04part\"\xaf\x01\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.cadenza.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"Z\n\x0eMediaReference\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x11\n\tmime_type\x18\x02 \x01(\t\x12\x14\n\x0c\x63ontent_hash\x18\x03 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"\x9b\x01\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.cadenza.v1.FinishReason\x12(\n\x06\x64\x65tail\x18\x02 \x01(\x0e\x32\x18.cadenza.v1.FinishDetail\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x42\r\n\x0bstop_reason\"\xb8\x01\n\x0eLogprobColumns\x12\x1b\n\x0f\x63hosen_logprobs\x18\x01 \x03(\x02\x42\x02\x10\x01\x12\x18\n\x0c\x63hosen_ranks\x18\x02 \x03(\rB\x02\x10\x01\x12\x0f\n\x07num_top\x18\x03 \x01(\r\x12\x19\n\rtop_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x05 \x03(\x02\x42\x02\x10\x01\x12\x15\n\rchosen_tokens\x18\x06 \x03(\t\x12\x12\n\ntop_tokens\x18\x07 \x03(\t\"\xcb\x01\n\x13NumericsFingerprint\x12&\n\x04mode\x18\x01 \x01(\x0e\x32\x18.cadenza.v1.NumericsMode\x12\x16\n\x0eweights_digest\x18\x02 \x01(\x0c\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x10\n\x08kv_dtype\x18\x04 \x01(\t\x12\x0f\n\x07kernels\x18\x05 \x01(\t\x12\x0b\n\x03isa\x18\x06 \x01(\t\x12\x13\n\x0bnum_threads\x18\x07 \x01(\r\x12\x10\n\x08versions\x18\x08 \x03(\t\x12\x0e\n\x06\x64igest\x18\t \x01(\x0c*|\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45\x41RLY_STOPPING_FALSE\x10\x01\x12\x17\n\x13\x45\x41RLY_STOPPING_TRUE\x10\x02\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x03*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04*\x81\x03\n\x0c\x46inishDetail\x12\x1d\n\x19\x46INISH_DETAIL_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_DETAIL_EOS\x10\x01\x12\x1c\n\x18\x46INISH_DETAIL_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_DETAIL_STOP_STRING\x10\x03\x12\x1c\n\x18\x46INISH_DETAIL_MAX_TOKENS\x10\x04\x12\x1f\n\x1b\x46INISH_DETAIL_MAX_MODEL_LEN\x10\x05\x12\x1d\n\x19\x46INISH_DETAIL_KV_CAPACITY\x10\x06\x12\x19\n\x15\x46INISH_DETAIL_ABORTED\x10\x07\x12\x1a\n\x16\x46INISH_DETAIL_DEADLINE\x10\x08\x12#\n\x1f\x46INISH_DETAIL_NON_FINITE_LOGITS\x10\t\x12 \n\x1c\x46INISH_DETAIL_EXECUTOR_ERROR\x10\n\x12\"\n\x1e\x46INISH_DETAIL_NO_ALLOWED_TOKEN\x10\x0b*^\n\x0cNumericsMode\x12\x1d\n\x19NUMERICS_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13NUMERICS_MODE_EXACT\x10\x01\x12\x16\n\x12NUMERICS_MODE_FAST\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63\x61\x64\x65nza/v1/types.proto\x12\ncadenza.v1\"\x92\n\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x01H\x08\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\t\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x0b \x01(\rH\n\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0c \x01(\rH\x0b\x88\x01\x01\x12\x0c\n\x04stop\x18\r \x03(\t\x12\x1a\n\x0estop_token_ids\x18\x0e \x03(\rB\x02\x10\x01\x12\x17\n\nignore_eos\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\x05H\r\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\x05H\x0e\x88\x01\x01\x12=\n\nlogit_bias\x18\x12 \x03(\x0b\x32).cadenza.v1.SamplingParams.LogitBiasEntry\x12\x1d\n\x11\x61llowed_token_ids\x18\x13 \x03(\rB\x02\x10\x01\x12\x11\n\tbad_words\x18\x14 \x03(\t\x12\'\n\x1ainclude_stop_str_in_output\x18\x15 \x01(\x08H\x0f\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x16 \x01(\x08H\x10\x88\x01\x01\x12\x17\n\ndetokenize\x18\x17 \x01(\x08H\x11\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x18 \x01(\x05H\x12\x88\x01\x01\x12\x17\n\nbeam_width\x18\x19 \x01(\rH\x13\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x1a \x01(\x01H\x14\x88\x01\x01\x12\x31\n\x0e\x65\x61rly_stopping\x18\x1b \x01(\x0e\x32\x19.cadenza.v1.EarlyStopping\x12\x15\n\x08priority\x18\x1c \x01(\x05H\x15\x88\x01\x01\x12(\n\x07grammar\x18\x1d \x01(\x0b\x32\x17.cadenza.v1.GrammarSpec\x12\x18\n\x0btop_n_sigma\x18\x1e \x01(\x01H\x16\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x04\n\x02_nB\n\n\x08_best_ofB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x1d\n\x1b_include_stop_str_in_outputB\x16\n\x14_skip_special_tokensB\r\n\x0b_detokenizeB\x19\n\x17_truncate_prompt_tokensB\r\n\x0b_beam_widthB\x11\n\x0f_length_penaltyB\x0b\n\t_priorityB\x0e\n\x0c_top_n_sigma\"\xaf\x04\n\x10SequenceSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x06\x12\x14\n\x0csample_index\x18\t \x01(\r\x12\x1a\n\x0estop_token_ids\x18\n \x03(\rB\x02\x10\x01\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x19\n\x0cnum_logprobs\x18\x0c \x01(\rH\x02\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\r \x01(\rH\x03\x88\x01\x01\x12\x1a\n\x0e\x62ias_token_ids\x18\x0e \x03(\rB\x02\x10\x01\x12\x12\n\x06\x62iases\x18\x0f \x03(\x02\x42\x02\x10\x01\x12\x1d\n\x11\x61llowed_token_ids\x18\x10 \x03(\rB\x02\x10\x01\x12\'\n\tbad_words\x18\x11 \x03(\x0b\x32\x14.cadenza.v1.TokenIds\x12\x16\n\x0enum_candidates\x18\x12 \x01(\r\x12\x13\n\x0btop_n_sigma\x18\x13 \x01(\x02\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\x9c\x01\n\x0bGrammarSpec\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x12\x32\n\x07\x63hoices\x18\x04 \x01(\x0b\x32\x1f.cadenza.v1.GrammarSpec.ChoicesH\x00\x1a\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\tB\x06\n\x04spec\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\x9b\x01\n\nPromptPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.cadenza.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.cadenza.v1.ChatH\x00\x12+\n\x05media\x18\x04 \x01(\x0b\x32\x1a.cadenza.v1.MediaReferenceH\x00\x42\x06\n\x04part\"\xaf\x01\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.cadenza.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"Z\n\x0eMediaReference\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x11\n\tmime_type\x18\x02 \x01(\t\x12\x14\n\x0c\x63ontent_hash\x18\x03 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"\x9b\x01\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.cadenza.v1.FinishReason\x12(\n\x06\x64\x65tail\x18\x02 \x01(\x0e\x32\x18.cadenza.v1.FinishDetail\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x42\r\n\x0bstop_reason\"\xb8\x01\n\x0eLogprobColumns\x12\x1b\n\x0f\x63hosen_logprobs\x18\x01 \x03(\x02\x42\x02\x10\x01\x12\x18\n\x0c\x63hosen_ranks\x18\x02 \x03(\rB\x02\x10\x01\x12\x0f\n\x07num_top\x18\x03 \x01(\r\x12\x19\n\rtop_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x05 \x03(\x02\x42\x02\x10\x01\x12\x15\n\rchosen_tokens\x18\x06 \x03(\t\x12\x12\n\ntop_tokens\x18\x07 \x03(\t\"\xcb\x01\n\x13NumericsFingerprint\x12&\n\x04mode\x18\x01 \x01(\x0e\x32\x18.cadenza.v1.NumericsMode\x12\x16\n\x0eweights_digest\x18\x02 \x01(\x0c\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x10\n\x08kv_dtype\x18\x04 \x01(\t\x12\x0f\n\x07kernels\x18\x05 \x01(\t\x12\x0b\n\x03isa\x18\x06 \x01(\t\x12\x13\n\x0bnum_threads\x18\x07 \x01(\r\x12\x10\n\x08versions\x18\x08 \x03(\t\x12\x0e\n\x06\x64igest\x18\t \x01(\x0c*|\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45\x41RLY_STOPPING_FALSE\x10\x01\x12\x17\n\x13\x45\x41RLY_STOPPING_TRUE\x10\x02\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x03*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04*\x81\x03\n\x0c\x46inishDetail\x12\x1d\n\x19\x46INISH_DETAIL_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_DETAIL_EOS\x10\x01\x12\x1c\n\x18\x46INISH_DETAIL_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_DETAIL_STOP_STRING\x10\x03\x12\x1c\n\x18\x46INISH_DETAIL_MAX_TOKENS\x10\x04\x12\x1f\n\x1b\x46INISH_DETAIL_MAX_MODEL_LEN\x10\x05\x12\x1d\n\x19\x46INISH_DETAIL_KV_CAPACITY\x10\x06\x12\x19\n\x15\x46INISH_DETAIL_ABORTED\x10\x07\x12\x1a\n\x16\x46INISH_DETAIL_DEADLINE\x10\x08\x12#\n\x1f\x46INISH_DETAIL_NON_FINITE_LOGITS\x10\t\x12 \n\x1c\x46INISH_DETAIL_EXECUTOR_ERROR\x10\n\x12\"\n\x1e\x46INISH_DETAIL_NO_ALLOWED_TOKEN\x10\x0b*^\n\x0cNumericsMode\x12\x1d\n\x19NUMERICS_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13NUMERICS_MODE_EXACT\x10\x01\x12\x16\n\x12NUMERICS_MODE_FAST\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,6 +37,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS'].fields_by_name['stop_token_ids']._serialized_options = b'\020\001'
   _globals['_SAMPLINGPARAMS'].fields_by_name['allowed_token_ids']._loaded_options = None
   _globals['_SAMPLINGPARAMS'].fields_by_name['allowed_token_ids']._serialized_options = b'\020\001'
+  _globals['_SEQUENCESAMPLING'].fields_by_name['stop_token_ids']._loaded_options = None
+  _globals['_SEQUENCESAMPLING'].fields_by_name['stop_token_ids']._serialized_options = b'\020\001'
+  _globals['_SEQUENCESAMPLING'].fields_by_name['bias_token_ids']._loaded_options = None
+  _globals['_SEQUENCESAMPLING'].fields_by_name['bias_token_ids']._serialized_options = b'\020\001'
+  _globals['_SEQUENCESAMPLING'].fields_by_name['biases']._loaded_options = None
+  _globals['_SEQUENCESAMPLING'].fields_by_name['biases']._serialized_options = b'\020\001'
+  _globals['_SEQUENCESAMPLING'].fields_by_name['allowed_token_ids']._loaded_options = None
+  _globals['_SEQUENCESAMPLING'].fields_by_name['allowed_token_ids']._serialized_options = b'\020\001'
   _globals['_TOKENIDS'].fields_by_name['ids']._loaded_options = None
   _globals['_TOKENIDS'].fields_by_name['ids']._serialized_options = b'\020\001'
   _globals['_LOGPROBCOLUMNS'].fields_by_name['chosen_logprobs']._loaded_options = None
@@ -47,36 +55,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOGPROBCOLUMNS'].fields_by_name['top_token_ids']._serialized_options = b'\020\001'
   _globals['_LOGPROBCOLUMNS'].fields_by_name['top_logprobs']._loaded_options = None
   _globals['_LOGPROBCOLUMNS'].fields_by_name['top_logprobs']._serialized_options = b'\020\001'
-  _globals['_EARLYSTOPPING']._serialized_start=2510
-  _globals['_EARLYSTOPPING']._serialized_end=2634
-  _globals['_FINISHREASON']._serialized_start=2637
-  _globals['_FINISHREASON']._serialized_end=2782
-  _globals['_FINISHDETAIL']._serialized_start=2785
-  _globals['_FINISHDETAIL']._serialized_end=3170
-  _globals['_NUMERICSMODE']._serialized_start=3172
-  _globals['_NUMERICSMODE']._serialized_end=3266
+  _globals['_EARLYSTOPPING']._serialized_start=3114
+  _globals['_EARLYSTOPPING']._serialized_end=3238
+  _globals['_FINISHREASON']._serialized_start=3241
+  _globals['_FINISHREASON']._serialized_end=3386
+  _globals['_FINISHDETAIL']._serialized_start=3389
+  _globals['_FINISHDETAIL']._serialized_end=3774
+  _globals['_NUMERICSMODE']._serialized_start=3776
+  _globals['_NUMERICSMODE']._serialized_end=3870
   _globals['_SAMPLINGPARAMS']._serialized_start=39
-  _globals['_SAMPLINGPARAMS']._serialized_end=1295
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=886
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=934
-  _globals['_GRAMMARSPEC']._serialized_start=1298
-  _globals['_GRAMMARSPEC']._serialized_end=1454
-  _globals['_GRAMMARSPEC_CHOICES']._serialized_start=1421
-  _globals['_GRAMMARSPEC_CHOICES']._serialized_end=1446
-  _globals['_TOKENIDS']._serialized_start=1456
-  _globals['_TOKENIDS']._serialized_end=1483
-  _globals['_PROMPTPART']._serialized_start=1486
-  _globals['_PROMPTPART']._serialized_end=1641
-  _globals['_CHAT']._serialized_start=1644
-  _globals['_CHAT']._serialized_end=1819
-  _globals['_CHATMESSAGE']._serialized_start=1821
-  _globals['_CHATMESSAGE']._serialized_end=1865
-  _globals['_MEDIAREFERENCE']._serialized_start=1867
-  _globals['_MEDIAREFERENCE']._serialized_end=1957
-  _globals['_FINISH']._serialized_start=1960
-  _globals['_FINISH']._serialized_end=2115
-  _globals['_LOGPROBCOLUMNS']._serialized_start=2118
-  _globals['_LOGPROBCOLUMNS']._serialized_end=2302
-  _globals['_NUMERICSFINGERPRINT']._serialized_start=2305
-  _globals['_NUMERICSFINGERPRINT']._serialized_end=2508
+  _globals['_SAMPLINGPARAMS']._serialized_end=1337
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=912
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=960
+  _globals['_SEQUENCESAMPLING']._serialized_start=1340
+  _globals['_SEQUENCESAMPLING']._serialized_end=1899
+  _globals['_GRAMMARSPEC']._serialized_start=1902
+  _globals['_GRAMMARSPEC']._serialized_end=2058
+  _globals['_GRAMMARSPEC_CHOICES']._serialized_start=2025
+  _globals['_GRAMMARSPEC_CHOICES']._serialized_end=2050
+  _globals['_TOKENIDS']._serialized_start=2060
+  _globals['_TOKENIDS']._serialized_end=2087
+  _globals['_PROMPTPART']._serialized_start=2090
+  _globals['_PROMPTPART']._serialized_end=2245
+  _globals['_CHAT']._serialized_start=2248
+  _globals['_CHAT']._serialized_end=2423
+  _globals['_CHATMESSAGE']._serialized_start=2425
+  _globals['_CHATMESSAGE']._serialized_end=2469
+  _globals['_MEDIAREFERENCE']._serialized_start=2471
+  _globals['_MEDIAREFERENCE']._serialized_end=2561
+  _globals['_FINISH']._serialized_start=2564
+  _globals['_FINISH']._serialized_end=2719
+  _globals['_LOGPROBCOLUMNS']._serialized_start=2722
+  _globals['_LOGPROBCOLUMNS']._serialized_end=2906
+  _globals['_NUMERICSFINGERPRINT']._serialized_start=2909
+  _globals['_NUMERICSFINGERPRINT']._serialized_end=3112
 # @@protoc_insertion_point(module_scope)

@@ -26,23 +26,23 @@ class _EarlyStopping:
 class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
-    """Take the default, EARLY_STOPPING_FALSE."""
+    """The default, EARLY_STOPPING_FALSE."""
     EARLY_STOPPING_FALSE: _EarlyStopping.ValueType  # 1
-    """Stop when it is unlikely, by the best running score, that a better beam appears."""
+    """Stop when, judging by the best running score, a better beam is unlikely."""
     EARLY_STOPPING_TRUE: _EarlyStopping.ValueType  # 2
-    """Stop as soon as beam_width beams have ended."""
+    """Stop as soon as beam_width beams have finished."""
     EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 3
     """Stop only when no running beam can become better."""
 
 class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
-    """EarlyStopping says when a beam search is done, as transformers defines it."""
+    """EarlyStopping defines when a beam search finishes, as in transformers."""
 
 EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
-"""Take the default, EARLY_STOPPING_FALSE."""
+"""The default, EARLY_STOPPING_FALSE."""
 EARLY_STOPPING_FALSE: EarlyStopping.ValueType  # 1
-"""Stop when it is unlikely, by the best running score, that a better beam appears."""
+"""Stop when, judging by the best running score, a better beam is unlikely."""
 EARLY_STOPPING_TRUE: EarlyStopping.ValueType  # 2
-"""Stop as soon as beam_width beams have ended."""
+"""Stop as soon as beam_width beams have finished."""
 EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 3
 """Stop only when no running beam can become better."""
 Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
@@ -62,10 +62,10 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
     """Aborted by the client, its deadline or its disconnect."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
-    """Failed alone: see FinishDetail."""
+    """An error of this sample: see FinishDetail."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """FinishReason is the coarse reason why a sample ended, as vLLM and OpenAI name it."""
+    """FinishReason is the coarse reason why a sample finished, with vLLM's and OpenAI's names."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Not finished."""
@@ -76,7 +76,7 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 """Aborted by the client, its deadline or its disconnect."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
-"""Failed alone: see FinishDetail."""
+"""An error of this sample: see FinishDetail."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _FinishDetail:
@@ -98,20 +98,20 @@ class _FinishDetailEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishDe
     FINISH_DETAIL_MAX_MODEL_LEN: _FinishDetail.ValueType  # 5
     """max_model_len reached."""
     FINISH_DETAIL_KV_CAPACITY: _FinishDetail.ValueType  # 6
-    """The sequence, alone, has filled the KV pool."""
+    """The sequence has filled the KV pool by itself."""
     FINISH_DETAIL_ABORTED: _FinishDetail.ValueType  # 7
     """Aborted by the client."""
     FINISH_DETAIL_DEADLINE: _FinishDetail.ValueType  # 8
-    """Its deadline passed."""
+    """The request's deadline passed."""
     FINISH_DETAIL_NON_FINITE_LOGITS: _FinishDetail.ValueType  # 9
     """Its logits were not finite."""
     FINISH_DETAIL_EXECUTOR_ERROR: _FinishDetail.ValueType  # 10
-    """The executor refused or lost it beyond repair."""
+    """The executor rejected it, or was lost too often while running it."""
     FINISH_DETAIL_NO_ALLOWED_TOKEN: _FinishDetail.ValueType  # 11
     """allowed_token_ids, bad_words and min_tokens together left no token to choose."""
 
 class FinishDetail(_FinishDetail, metaclass=_FinishDetailEnumTypeWrapper):
-    """FinishDetail is the exact reason why a sample ended."""
+    """FinishDetail is the exact reason why a sample finished."""
 
 FINISH_DETAIL_UNSPECIFIED: FinishDetail.ValueType  # 0
 """Not finished."""
@@ -126,15 +126,15 @@ FINISH_DETAIL_MAX_TOKENS: FinishDetail.ValueType  # 4
 FINISH_DETAIL_MAX_MODEL_LEN: FinishDetail.ValueType  # 5
 """max_model_len reached."""
 FINISH_DETAIL_KV_CAPACITY: FinishDetail.ValueType  # 6
-"""The sequence, alone, has filled the KV pool."""
+"""The sequence has filled the KV pool by itself."""
 FINISH_DETAIL_ABORTED: FinishDetail.ValueType  # 7
 """Aborted by the client."""
 FINISH_DETAIL_DEADLINE: FinishDetail.ValueType  # 8
-"""Its deadline passed."""
+"""The request's deadline passed."""
 FINISH_DETAIL_NON_FINITE_LOGITS: FinishDetail.ValueType  # 9
 """Its logits were not finite."""
 FINISH_DETAIL_EXECUTOR_ERROR: FinishDetail.ValueType  # 10
-"""The executor refused or lost it beyond repair."""
+"""The executor rejected it, or was lost too often while running it."""
 FINISH_DETAIL_NO_ALLOWED_TOKEN: FinishDetail.ValueType  # 11
 """allowed_token_ids, bad_words and min_tokens together left no token to choose."""
 Global___FinishDetail: _TypeAlias = FinishDetail  # noqa: Y015
@@ -148,26 +148,26 @@ class _NumericsModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Numerics
     NUMERICS_MODE_UNSPECIFIED: _NumericsMode.ValueType  # 0
     """Not known."""
     NUMERICS_MODE_EXACT: _NumericsMode.ValueType  # 1
-    """A token's logits do not depend on what it was batched with."""
+    """A token's logits do not depend on the rest of its batch."""
     NUMERICS_MODE_FAST: _NumericsMode.ValueType  # 2
-    """No such promise."""
+    """No such guarantee."""
 
 class NumericsMode(_NumericsMode, metaclass=_NumericsModeEnumTypeWrapper):
-    """NumericsMode says what the executor promises about bits."""
+    """NumericsMode defines whether an executor guarantees bitwise reproducibility."""
 
 NUMERICS_MODE_UNSPECIFIED: NumericsMode.ValueType  # 0
 """Not known."""
 NUMERICS_MODE_EXACT: NumericsMode.ValueType  # 1
-"""A token's logits do not depend on what it was batched with."""
+"""A token's logits do not depend on the rest of its batch."""
 NUMERICS_MODE_FAST: NumericsMode.ValueType  # 2
-"""No such promise."""
+"""No such guarantee."""
 Global___NumericsMode: _TypeAlias = NumericsMode  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """SamplingParams says how tokens are chosen and when a request ends. Names, defaults and meanings are vLLM's where vLLM
-    has the field. A field that is absent takes its default; fields marked "later wave" are refused with INVALID_ARGUMENT
-    until they are built, never ignored.
+    """SamplingParams defines how tokens are sampled and when a request finishes. Names, defaults and meanings are vLLM's
+    where vLLM has the field. An absent field has its default; fields marked "later wave" are rejected with
+    INVALID_ARGUMENT until they are implemented, never ignored.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -221,13 +221,14 @@ class SamplingParams(_message.Message):
     EARLY_STOPPING_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    TOP_N_SIGMA_FIELD_NUMBER: _builtins.int
     n: _builtins.int
-    """Number of samples of one prompt that are returned, 1 to 64, and 1 with greedy sampling; with beam_width the number of
-    beams that are, 1 to beam_width, best first; default 1.
+    """Number of samples to return per prompt, 1 to 64, and 1 with greedy sampling; with beam_width the number of beams to
+    return, 1 to beam_width, best first; default 1.
     """
     best_of: _builtins.int
-    """Number of samples drawn, n to 64, and 1 with greedy sampling; default n. With more than n, the n with the highest
-    cumulative logprobs are returned, best first, once all have ended.
+    """Number of samples to draw, n to 64, and 1 with greedy sampling; default n. With more than n, the n with the highest
+    cumulative logprobs are returned, best first, once all have finished.
     """
     temperature: _builtins.float
     """Divides the logits; 0 is greedy; 0 or more, finite as a 32-bit float; default 1."""
@@ -250,7 +251,7 @@ class SamplingParams(_message.Message):
     min_tokens: _builtins.int
     """No EOS or stop token before this many output tokens; 0 to max_tokens; default 0."""
     ignore_eos: _builtins.bool
-    """Go on past EOS; default false."""
+    """Continue after EOS; default false."""
     logprobs: _builtins.int
     """Number of most likely tokens whose logprobs are returned with each output token; 0: the chosen one alone;
     -1: the whole vocabulary; absent: none.
@@ -260,33 +261,39 @@ class SamplingParams(_message.Message):
     include_stop_str_in_output: _builtins.bool
     """Keep the matched stop string in the output text; default false."""
     skip_special_tokens: _builtins.bool
-    """Leave special tokens out of the text; default true."""
+    """Omit special tokens from the text; default true."""
     detokenize: _builtins.bool
-    """Return text beside token ids; default true."""
+    """Return text in addition to token ids; default true."""
     truncate_prompt_tokens: _builtins.int
-    """Keep only the last this many prompt tokens, 1 or more; -1: what max_model_len allows; absent: refuse what is too long."""
+    """Keep only this many prompt tokens at the end, 1 or more; -1: as many as max_model_len allows; absent: reject a
+    prompt that is too long.
+    """
     beam_width: _builtins.int
-    """Number of beams, 2 to 128, and with the number of EOS and stop tokens added at most 256; absent: no beam search. With
-    it nothing is drawn and no output comes before the end: best_of, top_p, top_k, min_p, stop, logprobs and a
-    temperature other than 0 and 1 are refused.
+    """Number of beams, 2 to 128; the sum with the number of EOS and stop tokens is at most 256; absent: no beam search.
+    Beam search draws no samples and streams no output before it finishes: stop, logprobs, all fields that affect how
+    samples are drawn, and a temperature other than 0 and 1 are rejected.
     """
     length_penalty: _builtins.float
-    """Exponent of the output's length, by which a beam's cumulative logprob is divided to make its score; finite;
-    default 1. Other values need beam_width.
+    """A beam's score is its cumulative logprob divided by its output length to the power of this; finite; default 1.
+    Other values need beam_width.
     """
     early_stopping: Global___EarlyStopping.ValueType
     """When beam search ends. Other values than the default need beam_width."""
     priority: _builtins.int
     """Smaller goes first under --order priority; any value; default 0."""
+    top_n_sigma: _builtins.float
+    """Keeps tokens whose logit is within this many standard deviations of the highest one, before temperature; the
+    deviation is that of all tokens not ruled out; finite; 0 or less is off; default 0. Source: arXiv 2411.07641.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end the output where they first appear; matched across token borders. At most 128, each of 1 to 1,024
-        characters.
+        """Strings that end the output where they first appear; matched across token boundaries. At most 128, each of 1 to
+        1,024 characters.
         """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end the output, beside EOS; each below the vocabulary size; at most 1,024."""
+        """Token ids that end the output, in addition to EOS; each below the vocabulary size; at most 1,024."""
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
@@ -336,10 +343,11 @@ class SamplingParams(_message.Message):
         early_stopping: Global___EarlyStopping.ValueType = ...,
         priority: _builtins.int | None = ...,
         grammar: Global___GrammarSpec | None = ...,
+        top_n_sigma: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_beam_width", b"_beam_width", "_best_of", b"_best_of", "_detokenize", b"_detokenize", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "beam_width", b"beam_width", "best_of", b"best_of", "detokenize", b"detokenize", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beam_width", b"_beam_width", "_best_of", b"_best_of", "_detokenize", b"_detokenize", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "beam_width", b"beam_width", "best_of", b"best_of", "detokenize", b"detokenize", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_width", b"_beam_width", "_best_of", b"_best_of", "_detokenize", b"_detokenize", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "beam_width", b"beam_width", "best_of", b"best_of", "detokenize", b"detokenize", "early_stopping", b"early_stopping", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_width", b"_beam_width", "_best_of", b"_best_of", "_detokenize", b"_detokenize", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "beam_width", b"beam_width", "best_of", b"best_of", "detokenize", b"detokenize", "early_stopping", b"early_stopping", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beam_width: _TypeAlias = _typing.Literal["beam_width"]  # noqa: Y015
     _WhichOneofArgType__beam_width: _TypeAlias = _typing.Literal["_beam_width", b"_beam_width"]  # noqa: Y015
@@ -381,6 +389,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
+    _WhichOneofReturnType__top_n_sigma: _TypeAlias = _typing.Literal["top_n_sigma"]  # noqa: Y015
+    _WhichOneofArgType__top_n_sigma: _TypeAlias = _typing.Literal["_top_n_sigma", b"_top_n_sigma"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
@@ -426,6 +436,8 @@ class SamplingParams(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_n_sigma) -> _WhichOneofReturnType__top_n_sigma | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
@@ -433,8 +445,130 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
+class SequenceSampling(_message.Message):
+    """SequenceSampling is the executor's form of SamplingParams: numbers and token ids only. An absent field is off."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    BIAS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BIASES_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    NUM_CANDIDATES_FIELD_NUMBER: _builtins.int
+    TOP_N_SIGMA_FIELD_NUMBER: _builtins.int
+    temperature: _builtins.float
+    """Divides the logits; absent or 0: greedy."""
+    top_p: _builtins.float
+    """Nucleus sampling threshold, over 0, at most 1; absent: 1 (off)."""
+    top_k: _builtins.int
+    """Number of most likely tokens kept; absent or 0: all."""
+    min_p: _builtins.float
+    """Minimum probability relative to the most likely token; absent or 0: off."""
+    repetition_penalty: _builtins.float
+    """Repetition penalty, over 0; absent: 1 (off)."""
+    presence_penalty: _builtins.float
+    """Presence penalty; absent or 0: off."""
+    frequency_penalty: _builtins.float
+    """Frequency penalty; absent or 0: off."""
+    seed: _builtins.int
+    """Seed of the counter-based generator."""
+    sample_index: _builtins.int
+    """Index of the sample in its group; an input of the generator."""
+    min_tokens: _builtins.int
+    """No stop token before this many output tokens."""
+    num_logprobs: _builtins.int
+    """Top logprobs returned with each output token; absent: none at all; 0: the chosen one alone."""
+    num_prompt_logprobs: _builtins.int
+    """The same for prompt tokens."""
+    num_candidates: _builtins.int
+    """Return this many best candidates instead of sampling a token (beams): at most 256 and the vocabulary size; 0:
+    sample. With candidates, all fields that affect how samples are drawn, seed, sample_index and num_logprobs are
+    ignored. Afterwards all tokens of the slot are computed, and it is not ready before a token is given.
+    """
+    top_n_sigma: _builtins.float
+    """Standard deviations below the highest logit that are kept; absent or 0: off."""
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids that end the sequence, EOS included unless ignored; [n]."""
+
+    @_builtins.property
+    def bias_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids with a bias; [n]."""
+
+    @_builtins.property
+    def biases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their biases; [n]."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Only these token ids may be sampled; empty: all; [n]."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """Token sequences that must not appear."""
+
+    def __init__(
+        self,
+        *,
+        temperature: _builtins.float = ...,
+        top_p: _builtins.float | None = ...,
+        top_k: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        seed: _builtins.int = ...,
+        sample_index: _builtins.int = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_tokens: _builtins.int = ...,
+        num_logprobs: _builtins.int | None = ...,
+        num_prompt_logprobs: _builtins.int | None = ...,
+        bias_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        biases: _abc.Iterable[_builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[Global___TokenIds] | None = ...,
+        num_candidates: _builtins.int = ...,
+        top_n_sigma: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_top_p", b"_top_p", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "repetition_penalty", b"repetition_penalty", "top_p", b"top_p"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bias_token_ids", b"bias_token_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_candidates", b"num_candidates", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+
+Global___SequenceSampling: _TypeAlias = SequenceSampling  # noqa: Y015
+
+@_typing.final
 class GrammarSpec(_message.Message):
-    """GrammarSpec constrains the output to a language. Reserved: refused until it is built."""
+    """GrammarSpec constrains the output to a language. Reserved: rejected until it is implemented."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -518,8 +652,8 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class PromptPart(_message.Message):
-    """PromptPart is one piece of a prompt. Parts are joined in order. A prompt has at least one token, and in all at most
-    16,777,216 characters of text and 4,194,304 token ids, before it is truncated.
+    """PromptPart is one part of a prompt. Parts are joined in order. A prompt has at least one token, and in all at most
+    16,777,216 characters of text and 4,194,304 token ids, before truncation.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -532,11 +666,11 @@ class PromptPart(_message.Message):
     """Text, tokenized by the scheduler with the model's special tokens before the first part."""
     @_builtins.property
     def tokens(self) -> Global___TokenIds:
-        """Token ids, taken as they are."""
+        """Token ids, used unchanged."""
 
     @_builtins.property
     def chat(self) -> Global___Chat:
-        """A chat, rendered with the model's chat template; then it is the only part."""
+        """A chat, rendered with the model's chat template; it must be the only part."""
 
     @_builtins.property
     def media(self) -> Global___MediaReference:
@@ -570,9 +704,9 @@ class Chat(_message.Message):
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
-    """Add the header of the assistant's turn; default true."""
+    """Append the header of the assistant's turn; default true."""
     continue_final_message: _builtins.bool
-    """Let the last message be continued rather than answered; default false."""
+    """Continue the last message instead of answering it; default false."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The turns so far; 1 to 4,096."""
@@ -608,9 +742,9 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks: system, user, assistant, tool, or what else the template knows; 1 to 64 characters."""
+    """The role: system, user, assistant, tool, or another one that the template knows; 1 to 64 characters."""
     content: _builtins.str
-    """What is said."""
+    """The text of the message."""
     def __init__(
         self,
         *,
@@ -627,7 +761,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class MediaReference(_message.Message):
-    """MediaReference points to media that a multimodal model reads. Reserved: later wave."""
+    """MediaReference refers to media for a multimodal model. Reserved: later wave."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -636,7 +770,7 @@ class MediaReference(_message.Message):
     CONTENT_HASH_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     uri: _builtins.str
-    """Where the executor finds it."""
+    """URI from which the executor loads it."""
     mime_type: _builtins.str
     """Its MIME type."""
     content_hash: _builtins.bytes
@@ -661,7 +795,7 @@ Global___MediaReference: _TypeAlias = MediaReference  # noqa: Y015
 
 @_typing.final
 class Finish(_message.Message):
-    """Finish says how a sample ended."""
+    """Finish describes how a sample finished."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -757,7 +891,9 @@ Global___LogprobColumns: _TypeAlias = LogprobColumns  # noqa: Y015
 
 @_typing.final
 class NumericsFingerprint(_message.Message):
-    """NumericsFingerprint names all that decides bits. Between equal fingerprints in exact mode, tokens are identical."""
+    """NumericsFingerprint lists everything that affects numerical results. Executors with equal fingerprints in exact mode
+    compute identical tokens.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -785,7 +921,7 @@ class NumericsFingerprint(_message.Message):
     num_threads: _builtins.int
     """Compute threads."""
     digest: _builtins.bytes
-    """SHA-256 over all of the above, 32 bytes: equal digests, equal fingerprints."""
+    """SHA-256 over all fields above, 32 bytes: equal digests mean equal fingerprints."""
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Versions of the libraries that compute, such as "torch 2.13.0"."""

@@ -1,4 +1,4 @@
-"""Gated activations, and what is done to logits. Rounded where transformers rounds."""
+"""Gated activations, and scaling and softcap of logits. Rounded where transformers rounds."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ _I64 = ir.IntType(64)
 
 
 def argmax(code: Code, vocab_size: int) -> str:
-    """Add the kernel ids = the lowest id among the largest logits, -1 where the row can not be sampled.
+    """Add the kernel ids = the lowest id among the largest logits, -1 for a row that cannot be sampled.
 
     Items: one for each row. Arguments: rows, logits [rows, vocab_size] float32, ids [rows] int64. Returns its name.
-    Ids are carried as floats, which hold every whole number up to 2^24.
+    Ids are kept as floats, which represent every integer up to 2^24.
     """
     assert vocab_size < 1 << 24
 
@@ -44,7 +44,7 @@ def _lane_numbers(emit: Emitter) -> Vec:
 
 
 def _better(emit: Emitter, best: list[Vec], value: Vec) -> list[Vec]:
-    """Carried in each lane: the largest so far, the first id that has it, this value's id, and 1 after a NaN."""
+    """Return each lane's state after a value: largest so far, its first id, the next value's id, and 1 after a NaN."""
     largest, at, number, spoilt = best
     larger = emit.builder.fcmp_ordered(">", value.value, largest.value)
     is_nan = emit.builder.fcmp_unordered("uno", value.value, value.value)
@@ -57,7 +57,7 @@ def _better(emit: Emitter, best: list[Vec], value: Vec) -> list[Vec]:
 
 
 def _chosen(emit: Emitter, best: list[Vec]) -> ir.Value:
-    """The id of the row, or -1: found by folding the lanes, in lane 0."""
+    """Return the id of the row, or -1, by a reduction over the lanes."""
     builder = emit.builder
     largest, at, _, spoilt = best
     peak = largest.highest()

@@ -1,8 +1,8 @@
-"""Paged attention on the CPU for prefill chunks and decodes in one batch, straight from the cache's blocks.
+"""Paged attention on the CPU for prefill chunks and decodes in one batch, directly from the cache's blocks.
 
-A row (one token, one head) goes through its keys in three passes: scores, exact maximum and exponentials, weighted
-values. Every number is one chain of operations in the order of absolute positions, so a row's bits depend on its own
-query and on its sequence's cache alone: not on the batch, the chunk, the block size or the thread.
+A row (one token, one head) passes over its keys three times: for scores, for exact maximum and exponentials, for
+weighted values. Every number is one chain of operations in the order of absolute positions, so a row's bits depend only
+on its own query and its sequence's cache, not on batch, chunk, block size or thread.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from executor_svc.device.kernels import AttentionShape
 
 _FLOAT = 4
 _ALIGNED = 64
-"""Scores are kept from a multiple of this position on: of every block size, and of LANES."""
+"""Stored scores begin at a multiple of this position: a multiple of every block size, and of LANES."""
 
 
 def scratch_bytes(shape: AttentionShape, max_model_len: int) -> int:
-    """What one thread needs: the queries of a tile and their scores."""
+    """Return the bytes of scratch memory of one thread: for the queries of a tile and their scores."""
     rows = tile_tokens(shape) * shape.group
     return rows * _FLOAT * (shape.padded_head_size + _score_stride(max_model_len))
 
@@ -35,25 +35,25 @@ def _score_stride(max_model_len: int) -> int:
 def attention(code: Code, dtype: Dtype, shape: AttentionShape, block_size: int, max_model_len: int) -> str:
     """Add the kernel; returns its name.
 
-    Items: for each query tile one for each KV head. Arguments: tiles, q [T, H, DP], bytes from one token's to the
-    next's, kv_layer, out [T, H * DP], and the table of `CpuAttentionPlan`.
+    Items: one per query tile and KV head. Arguments: tiles, q [T, H, DP], the stride of its tokens in bytes, kv_layer,
+    out [T, H * DP], and the table of `CpuAttentionPlan`.
     """
     return _AttentionKernel(code, dtype, shape, block_size, max_model_len).add()
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What an item works on."""
+    """The query tile and KV head of an item."""
 
     row: Int
     tokens: Int
     position: Int
     head: Int
     first_seen: Int
-    """The first position that its first token sees."""
+    """The first position that its first token attends to."""
     low: Int
     high: Int
-    """Its tokens see keys of the sequence's blocks low to high - 1."""
+    """Its tokens attend to keys of the sequence's blocks low to high - 1."""
     blocks: Int
     """Address of the sequence's block table."""
     keys: Int
@@ -63,14 +63,14 @@ class _Tile:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A tile, the one that this thread may be given next, and memory."""
+    """A tile, the tile that this thread will probably process next, and memory."""
 
     tile: _Tile
     coming: _Tile
     queries: Int
     scores: Int
     first: Int
-    """Position of the first score that is kept."""
+    """Position of the first stored score."""
     out: Int
 
 
@@ -141,14 +141,14 @@ class _AttentionKernel:
         )
 
     def _first_seen(self, emit: Emitter, position: Int) -> Int:
-        """The first position that a token at this one sees."""
+        """Return the first position that a token at `position` attends to."""
         window = self._shape.window
         return emit.integer(0) if window is None else (position - (window - 1)).most(0)
 
     def _widen_queries(self, emit: Emitter, work: _Work, q: Int, q_stride: Int) -> None:
-        """Queries times the scale, as floats, row by row: token by token, the heads of a KV head together.
+        """Write queries times the scale as floats, by token, the heads of a KV head together.
 
-        With a softcap they are divided by it too: the scores that they give are those whose tanh is taken.
+        With a softcap, also divide by it: the scores are then the arguments of tanh.
         """
         shape = self._shape
         scale = shape.scale if shape.softcap is None else shape.scale / shape.softcap
@@ -169,7 +169,7 @@ class _AttentionKernel:
     # ------------------------------------------------------------------ scores
 
     def _score(self, emit: Emitter, work: _Work) -> None:
-        """Scores of all the tile's rows with all keys that any of them sees, and perhaps a few more."""
+        """Compute the scores of all rows of the tile with at least all keys that any of them attends to."""
         group, most, tokens = self._shape.group, self._tokens, work.tile.tokens
 
         def whole_tile(_: Int, __: list[Vec]) -> None:
@@ -185,21 +185,24 @@ class _AttentionKernel:
         emit.loop(whole * most, tokens, 1, token)
 
     def _score_rows(self, emit: Emitter, work: _Work, queries: Int, scores: Int, rows: int) -> None:
-        """Rows in parts that fit the registers, each through all blocks, some at once for few rows."""
+        """Compute scores of rows in parts that fit the registers, over all blocks, several at once for few rows."""
         most, low, high = self._registers // 2, work.tile.low, work.tile.high
         for start in range(0, rows, most):
             part = min(most, rows - start)
             at_once = max(1, min(4, most // part)) if self._block <= LANES else 1
             several = low + (high - low) // at_once * at_once
-            asked, into = queries + start * self._width * _FLOAT, scores + start * self._score_bytes
-            self._score_blocks(emit, work, asked, into, (part, at_once), low, several)
+            part_queries, into = queries + start * self._width * _FLOAT, scores + start * self._score_bytes
+            self._score_blocks(emit, work, part_queries, into, (part, at_once), low, several)
             if at_once > 1:
-                self._score_blocks(emit, work, asked, into, (part, 1), several, high)
+                self._score_blocks(emit, work, part_queries, into, (part, 1), several, high)
 
     def _score_blocks(
         self, emit: Emitter, work: _Work, queries: Int, scores: Int, size: tuple[int, int], begin: Int, end: Int
     ) -> None:
-        """Rows and as many blocks at once as `size` says, from begin to end - 1; coming keys are fetched meanwhile."""
+        """Compute scores of size[0] rows with size[1] blocks at once, blocks begin to end - 1.
+
+        Prefetch the next keys.
+        """
         rows, at_once = size
         tile, coming = work.tile, work.coming
         call = self._score_helper(rows, at_once)
@@ -216,7 +219,7 @@ class _AttentionKernel:
         return base + emit.load_int32(blocks + block * 4) * self._block_bytes
 
     def _score_helper(self, rows: int, blocks: int) -> Callable[..., None]:
-        """A helper: scores of `rows` queries with all keys of some blocks that follow each other in the sequence."""
+        """Add a helper: scores of `rows` queries with all keys of some consecutive blocks of the sequence."""
         width, stride = self._width, self._block * self._size
         places = [(which, offset, count) for which in range(blocks) for offset, count in pieces(self._block)]
 
@@ -249,7 +252,7 @@ class _AttentionKernel:
     # ------------------------------------------------------------------ weights and values
 
     def _finish_token(self, emit: Emitter, work: _Work, token: Int) -> None:
-        """Turn a token's scores into weights and add up its values; coming values are fetched meanwhile."""
+        """Turn a token's scores into weights and sum its values; prefetch the next values."""
         shape, group, tile, coming = self._shape, self._shape.group, work.tile, work.coming
         position = tile.position + token
         lowest = self._first_seen(emit, position)
@@ -257,7 +260,7 @@ class _AttentionKernel:
         out = work.out + (tile.row + token) * (shape.num_heads * self._width * self._size)
         heads = max(1, self._registers // (self._width // LANES))
         weigh = self._weigh_helper()
-        inverses = work.queries + token * (group * self._width * _FLOAT)  # the queries are not needed any more
+        inverses = work.queries + token * (group * self._width * _FLOAT)  # the queries are no longer needed
 
         def head(index: Int, _: list[Vec]) -> None:
             row = scores + index * self._score_bytes
@@ -282,7 +285,7 @@ class _AttentionKernel:
             )
 
     def _weigh_helper(self) -> Callable[..., None]:
-        """A helper: a row of scores to exp(score - maximum), 0 where it does not see, and 1 over their sum."""
+        """Add a helper: scores of a row to exp(score - maximum), 0 for masked keys, and 1 over their sum."""
         cap = self._shape.softcap
 
         def body(emit: Emitter, scores: Int, lowest: Int, position: Int, first: Int, inverse: Int) -> None:
@@ -299,7 +302,7 @@ class _AttentionKernel:
                 if cap is not None:
                     score = tanh(score) * cap
                     emit.store(score, place, "float32")
-                # A NaN is passed over here; it makes its weight NaN, and with that the sum of all.
+                # The maximum ignores NaN; its weight, and therefore the sum, is then NaN.
                 return [where(emit, seen(at), score, emit.vec(float("-inf"))).larger(highest[0])]
 
             peak = emit.loop(begin, end, LANES, find_highest, [emit.vec(float("-inf"))])[0].highest()
@@ -316,7 +319,7 @@ class _AttentionKernel:
         return self._code.helper(f"{self._name}_weigh", 5, body)
 
     def _values_helper(self, rows: int) -> Callable[..., None]:
-        """A helper: the weighted sum of values, for `rows` heads of one token."""
+        """Add a helper: the weighted sum of values, for `rows` heads of one token."""
         columns, width, size = self._width // LANES, self._width, self._size
         at_once = min(columns, max(1, self._registers // rows))
 

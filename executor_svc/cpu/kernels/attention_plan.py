@@ -1,4 +1,4 @@
-"""What a step's attention works through on the CPU: made once per step, shared by all layers of one attention shape."""
+"""The CPU's attention plan of a step: computed once per step, shared by all layers of one attention shape."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from executor_svc.device.kernels import AttentionShape
 _Ints = NDArray[np.int64]
 
 TILE_FIELDS = 4
-"""Of a query tile: its first row, its number of tokens, the position of the first, and the sequence."""
+"""Fields of a query tile: first row, number of tokens, position of the first token, sequence."""
 
-_MOST_ROWS = 12
+_MAX_ROWS = 12
 _names = itertools.count()
 
 
 def tile_tokens(shape: AttentionShape) -> int:
-    """Tokens of a query tile: as many as share what is loaded of a key, with all heads of its KV head."""
-    return max(1, _MOST_ROWS // shape.group)
+    """Return the tokens of a query tile: they share each loaded key, with all query heads of its KV head."""
+    return max(1, _MAX_ROWS // shape.group)
 
 
 class CpuAttentionPlan:
-    """Query tiles, block tables and slots of a step, at addresses that launches know; `fill` gives them for a step."""
+    """Query tiles, block tables and slots of a step, at fixed addresses for launches; `fill` sets them for a step."""
 
     def __init__(
-        self, shape: AttentionShape, max_model_len: int, most_tokens: int, num_threads: int, scratch: Tensor
+        self, shape: AttentionShape, max_model_len: int, max_tokens: int, num_threads: int, scratch: Tensor
     ) -> None:
-        """Take scratch memory for every thread, as `attention.scratch_bytes` has it."""
+        """scratch: `attention.scratch_bytes` of memory for every thread."""
         self.name = f"tiles{next(_names)}"
         self.max_model_len = max_model_len
         self.num_tiles = 0
-        self.slots = np.zeros(most_tokens, np.int64)
+        self.slots = np.zeros(max_tokens, np.int64)
         self.table = np.zeros(5, np.int64)
-        """Addresses of tiles and block tables, bytes of a row of those, address of the scratch memory, and how many
-        items on the one lies that a thread may be given next."""
+        """Addresses of tiles and block tables, bytes of a row of the block tables, address of the scratch memory, and
+        the distance in items to the item that a thread will probably process next."""
         self.table[3:] = scratch.data_ptr(), num_threads
         self._shape = shape
-        # Only their addresses are known to launches.
+        # Kept alive: launches hold only addresses.
         self._scratch = scratch
         self._kept: tuple[object, ...] = ()
 
     def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
-        """Take a step: arguments as in `input_batch.ForwardBatch`."""
+        """Set the step; arguments as in `forward_batch.ForwardBatch`."""
         self.slots[: slot_mapping.shape[0]] = slot_mapping.numpy()
         tiles = _tiles(query_start_loc.numpy().astype(np.int64), seq_lens.numpy(), tile_tokens(self._shape))
         tables = block_tables.contiguous()
@@ -55,7 +55,7 @@ class CpuAttentionPlan:
 
 
 def _tiles(starts: _Ints, seq_lens: NDArray[np.int32], size: int) -> _Ints:
-    """Cut the tokens of each sequence into tiles [tiles, TILE_FIELDS] of up to `size`, those with most work first."""
+    """Cut the tokens of each sequence into tiles [tiles, TILE_FIELDS] of up to `size` tokens, largest work first."""
     lens = np.diff(starts)
     positions = seq_lens - lens
     if (lens == 1).all():
@@ -70,6 +70,6 @@ def _tiles(starts: _Ints, seq_lens: NDArray[np.int32], size: int) -> _Ints:
 
 
 def _by_work(tiles: _Ints) -> _Ints:
-    """Those with most work first, so that the last ones to be taken are short."""
+    """Sort tiles by their work, largest first, so that the last ones are short."""
     tokens, position = tiles[:, 1], tiles[:, 2]
     return np.ascontiguousarray(tiles[np.argsort(-(position + tokens) * tokens, kind="stable")], np.int64)

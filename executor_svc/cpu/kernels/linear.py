@@ -1,11 +1,11 @@
-"""A linear layer on the CPU: its weight in panels, and what it takes to launch it."""
+"""A linear layer on the CPU, with its weight in panels."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels.kernels import CpuKernels
+from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.matmul import pack
 
 
@@ -13,7 +13,7 @@ class CpuLinear:
     """x @ weight.T + bias, rounded to the dtype of the weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: CpuKernels) -> None:
-        """Take weight [out_features, in_features] and bias [out_features] or None, both in the model's dtype."""
+        """weight: [out_features, in_features]; bias: [out_features] or None; both in the model's dtype."""
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.contiguous()
         self.panels = pack(weight)

@@ -1,8 +1,8 @@
-"""Matrix products whose every element is one chain of fused operations over the inner dimension, in ascending order.
+"""Matrix products in which every element is one chain of fused operations over the inner dimension, ascending.
 
-So an element's bits follow from its row of x and its row of the weight alone: not from how many rows there are, how
-they are cut into tiles, or which thread computes them. bfloat16 multiplies pairs with the processor's dot product where
-it has one (AVX512-BF16), else with two fused operations on floats.
+An element's bits therefore depend only on its row of x and its row of the weight, not on the number of rows, the tiles
+or the thread. bfloat16 uses the processor's dot product of pairs if it has one (AVX512-BF16), else two fused operations
+on floats.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from executor_svc.cpu.kernels.codegen.compiled import Code, has_feature
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, BfloatType, Dtype, Emitter, Int, Vec
 
 PANEL = 2 * LANES
-"""Columns of the result that are computed together; a weight is kept in panels of as many rows."""
+"""Columns of the result that are computed together; rows of a panel of the weight."""
 
 ROWS_AT_ONCE = 96
-"""Rows of an item: what x holds of them stays in the L2 cache while panels go by."""
+"""Rows of an item: their part of x stays in the L2 cache while panels are read."""
 
 _UNROLL = 2
 CHAINS = 1
-"""Sums of each element. Exactness needs no more than that they be the same for all numbers of rows, but one is as fast:
-`benchmarks exactness_cost` compares it with two where there are few rows."""
+"""Partial sums of each element. Exactness only needs the same number for all numbers of rows; one is as fast as two
+(`benchmarks exactness_cost` compares them for few rows)."""
 _FEW_ROWS = 4
 _I32, _I16 = ir.IntType(32), ir.IntType(16)
 _VI32, _VF32 = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
@@ -43,21 +43,21 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def inner_step(dtype: Dtype) -> int:
-    """How many numbers of a row of x are multiplied at once."""
+    """Return the numbers of a row of x that one operation multiplies."""
     return 2 if dtype == "bfloat16" else 1
 
 
 def tile_sizes() -> tuple[int, ...]:
-    """Rows of x that one pass over a panel may take, most first: their sums fill the registers."""
+    """Return the possible numbers of rows of x per pass over a panel, descending: their sums fill the registers."""
     return (12, 8, 4, 2, 1) if has_feature("avx512f") else (3, 2, 1)
 
 
 def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
     """Add the kernel y = x @ weight.T (+ bias), rounded to dtype and written as `out`; returns its name.
 
-    Items: for each ROWS_AT_ONCE rows of x one for each panel. Arguments: rows, x [rows, K], weight as `pack` makes it,
-    y [rows, N], K, N, bias [N] or 0, and how many panels on the one lies that this thread may be given next: while it
-    multiplies with one panel, that one comes from memory. x, weight and bias are of dtype.
+    Items: one per ROWS_AT_ONCE rows of x and panel. Arguments: rows, x [rows, K], weight as `pack` returns it, y [rows,
+    N], K, N, bias [N] or 0, and the distance in panels to the panel that this thread will probably need next, which it
+    prefetches while it multiplies. x, weight and bias are of dtype.
     """
     size, out_size, step = ITEM_BYTES[dtype], ITEM_BYTES[out], inner_step(dtype)
 
@@ -113,7 +113,10 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
 
 
 def _tile(code: Code, dtype: Dtype, out: Dtype, with_bias: bool, rows: int, whole: bool = True) -> Any:
-    """A helper that computes `rows` rows of one panel, of which not whole panels write the first `left` columns."""
+    """Add a helper that computes `rows` rows of one panel.
+
+    Panels that are not whole write only the first `left` columns.
+    """
     size, step = ITEM_BYTES[dtype], inner_step(dtype)
 
     def body(
@@ -155,7 +158,7 @@ def _tile(code: Code, dtype: Dtype, out: Dtype, with_bias: bool, rows: int, whol
             sums[: 2 * rows] = [first + other for first, other in zip(sums, sums[start:], strict=False)]
         sums = sums[: 2 * rows]
         sums = emit.loop(even, steps, 1, advance, sums)
-        if step == 2:  # an odd K: the last number has no partner
+        if step == 2:  # odd K: the last number has no partner
             sums = emit.loop(steps, (inner + 1) // 2, 1, lambda index, each: advance(index, each, last=True), sums)
         for row in range(rows):
             for half in range(2):
@@ -178,7 +181,7 @@ def _tile(code: Code, dtype: Dtype, out: Dtype, with_bias: bool, rows: int, whol
 
 
 def _load_weights(emit: Emitter, address: Int, dtype: Dtype) -> Any:
-    """16 columns' weights, one step of K: floats, or pairs of bfloat16."""
+    """Load the weights of 16 columns for one step of K: floats, or pairs of bfloat16."""
     kind = _VF32 if dtype == "float32" else _VI32
     loaded = emit.builder.load(emit.pointer(address, kind))
     loaded.align = 4
@@ -186,7 +189,7 @@ def _load_weights(emit: Emitter, address: Int, dtype: Dtype) -> Any:
 
 
 def _load_factor(emit: Emitter, address: Int, dtype: Dtype, last: bool) -> Any:
-    """One step of a row of x in every lane; last: half a pair, the other half is 0."""
+    """Load one step of a row of x into every lane; last: half a pair, the other half is 0."""
     builder = emit.builder
     if dtype == "float32":
         return emit.load_all(address, "float32").value

@@ -1,4 +1,4 @@
-"""RMS norms of rows, with the sum before them, and of heads. Rounded where transformers rounds."""
+"""RMS norms of rows, optionally after a residual sum, and of heads. Rounded where transformers rounds."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def norm_heads(
 def normalize(
     emit: Emitter, x: Int, y: Int, weight: Int, dtype: Dtype, weight_dtype: Dtype, hidden: int, eps: float
 ) -> None:
-    """Write x [hidden] over its root mean square, times weight, to y, which may be x; the sums are of squares in fp32.
+    """Write x [hidden] / its root mean square * weight to y, which may be x; squares are summed in fp32.
 
-    A weight of dtype multiplies what is rounded to it (Llama), one in fp32 while dtype is narrower multiplies before
+    A weight of dtype multiplies after the rounding (Llama); a weight in fp32, with a narrower dtype, multiplies before
     the rounding (Gemma).
     """
     size = ITEM_BYTES[dtype]
@@ -113,7 +113,7 @@ def normalize(
 
 
 def sum_of_squares(emit: Emitter, x: Int, dtype: Dtype, length: int) -> Vec:
-    """In every lane: four interleaved sums, whose order depends on the length alone."""
+    """Return the sum of squares in every lane, of four interleaved sums; the order depends on the length only."""
     size = ITEM_BYTES[dtype]
     step = _SUMS * LANES
     even = length // step * step
@@ -130,7 +130,10 @@ def sum_of_squares(emit: Emitter, x: Int, dtype: Dtype, length: int) -> Vec:
 
 
 def each_piece(emit: Emitter, length: int, body: Callable[[Int, int], None]) -> None:
-    """body(offset, count) for the vectors that cover `length` numbers; count is LANES but perhaps for the last."""
+    """Call body(offset, count) for the vectors that cover `length` numbers.
+
+    count is LANES, perhaps less for the last vector.
+    """
     whole = length // LANES * LANES
     emit.loop(0, whole, LANES, lambda offset, _: body(offset, LANES))
     if length % LANES:

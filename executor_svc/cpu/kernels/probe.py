@@ -1,6 +1,6 @@
-"""A check, on this very machine, of what same-row-same-bits rests on: it returns what went wrong, or None.
+"""Checks on this machine that a row's bits do not depend on its batch.
 
-The kernels keep a row's bits by the way that they are written; this looks whether their machine code does.
+The kernels' sources guarantee this; the probe tests their machine code.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import torch
 from executor_svc.cpu.kernels.linear import CpuLinear
 
 _ROW_COUNTS = (1, 2, 3, 7, 12, 16, 25)
-_MOST_ROWS = 97
+_MAX_ROWS = 97
 
 
 def probe_linear(linear: CpuLinear, dtype: torch.dtype, max_rows: int) -> str | None:
-    """Compare rows computed among few others, at other places, with the same rows among many."""
+    """Compare rows in small batches, at different places, with the same rows in a large batch.
+
+    Returns an error message, or None if all rows are equal.
+    """
     generator = torch.Generator().manual_seed(0)
-    most = min(max_rows, _MOST_ROWS)
+    most = min(max_rows, _MAX_ROWS)
     x = torch.randn(most, linear.in_features, generator=generator).to(dtype)
     expected = linear(x)
     for count in (count for count in _ROW_COUNTS if count < most):

@@ -1,7 +1,7 @@
 """Rotary position embedding, and the write of keys and values to the cache.
 
 A block of the cache holds, for each KV head, keys as [DP, B] and values as [B, DP]: attention multiplies a query by 16
-keys at once, and adds up values 16 columns at once.
+keys at once, and sums 16 columns of values at once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotated: int,
 
 
 def _rotate(emit: Emitter, head: Int, cos: Int, sin: Int, rotated: int, dtype: Dtype) -> None:
-    """x * cos + (halves of x swapped) * sin, for the first `rotated` columns of a head."""
+    """Emit x * cos + (halves of x swapped) * sin for the first `rotated` columns of a head."""
     size, half = ITEM_BYTES[dtype], rotated // 2
     for place, count in pieces(half):
         low, high = place * size, (half + place) * size

@@ -1,4 +1,4 @@
-"""Rows picked by number: token embeddings, and the hidden states whose logits are wanted."""
+"""Gathers rows by index: token embeddings, and the hidden states of logits rows."""
 
 from __future__ import annotations
 

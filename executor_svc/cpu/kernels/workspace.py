@@ -1,4 +1,4 @@
-"""Scratch memory of recorded launches: it stays where it is, since they know its addresses."""
+"""Scratch memory of recorded launches, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Workspace:
-    """Named buffers, one for each name, shape and dtype; what one holds is lost at the next use of the same."""
+    """Named buffers, one for each name, shape and dtype; the next use of a buffer overwrites it."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}

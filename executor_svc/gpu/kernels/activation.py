@@ -1,4 +1,4 @@
-"""Gated activations, and what is done to logits. Rounded where transformers rounds."""
+"""Gated activations, and scaling and softcap of logits. Rounded where transformers rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from executor_svc.gpu.kernels.variant import Variant
 
 INTERMEDIATE_SIZES = (1536, 3072, 4864, 8192, 14336)
 VOCAB_SIZES = (49155, 256000)
-"""Widths of the variants that are compiled ahead of time; the launchers take any."""
+"""Widths of the variants compiled ahead of time; the launchers accept any width."""
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _GELU_SCALE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
@@ -24,7 +24,7 @@ _TANH_SERIES_BELOW = tl.constexpr(0.625)
 
 @triton.jit
 def _exp(x):
-    """e to the x, infinity above 88."""
+    """e^x, infinity above 88."""
     return tl.where(x > 88.0, float("inf"), tl.exp(tl.minimum(x, 88.0)))
 
 
@@ -122,7 +122,7 @@ def _launch_gated(gate_up: Tensor, out: Tensor, gelu: bool) -> None:
 def finish_logits(logits: Tensor, dtype: torch.dtype, divisor: float, cap: float | None) -> None:
     """Update logits [R, vocabulary] float32 to cap * tanh(logits / divisor / cap), rounded to dtype after each step.
 
-    Divisor 1 and cap None: these steps are not there. Rows may lie apart.
+    Divisor 1 and cap None leave out these steps. Rows may have any stride.
     """
     check_rows("logits", logits, torch.float32)
     if dtype not in _TYPES:
@@ -137,12 +137,12 @@ def finish_logits(logits: Tensor, dtype: torch.dtype, divisor: float, cap: float
 
 
 def gated_constants(width: int, gelu: bool) -> dict[str, Any]:
-    """Return what the gated activations are compiled with for so many columns of output."""
+    """Return the constants of the gated activations for `width` columns of output."""
     return {"WIDTH": width, "GELU": gelu, "CHUNK": chunk_size(width)}
 
 
 def logits_constants(vocab: int, stride: int, dtype: torch.dtype, divided: bool, capped: bool) -> dict[str, Any]:
-    """Return what `finish_logits` is compiled with for rows of vocab logits, `stride` apart."""
+    """Return the constants of `finish_logits` for rows of vocab logits, `stride` apart."""
     flags = {"DIVIDED": divided, "CAPPED": capped, "DTYPE": _TYPES[dtype]}
     return {"WIDTH": vocab, "STRIDE": stride, **flags, "CHUNK": chunk_size(vocab)}
 

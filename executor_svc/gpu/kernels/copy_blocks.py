@@ -10,7 +10,7 @@ from torch import Tensor
 from executor_svc.gpu.kernels.variant import Variant
 
 _WORDS = 4096
-"""Words of 4 bytes that a program moves: 16 KiB, four independent 16-byte accesses per thread."""
+"""Words of 4 bytes that a program copies: 16 KiB, four independent 16-byte accesses per thread."""
 _WARPS, _STAGES = 8, 2
 
 
@@ -33,13 +33,13 @@ def _copy_blocks(
     HAS_TARGET_IDS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """One program moves up to WORDS words of one block's piece in one layer; strides are in words."""
+    """Copy up to WORDS words of one block's piece in one layer; strides are in words."""
     num_pieces = tl.cdiv(num_words, WORDS)
     program = tl.program_id(0)
     piece = program % num_pieces
     layer = (program // num_pieces % num_layers).to(tl.int64)
     pair = program // num_pieces // num_layers
-    # Without ids a side is counted: pair i is its block i.
+    # Without ids, pair i is block i of that side.
     read = pair.to(tl.int64)
     written = read
     if HAS_SOURCE_IDS:
@@ -60,13 +60,13 @@ def copy_blocks(
 ) -> None:
     """Copy block source_ids[i] of source to block target_ids[i] of target in all layers, for i below num_pairs.
 
-    All pairs are moved at once: no block of target may be named twice, nor be a source of this call.
+    All pairs are copied concurrently: no block of target may occur twice, or be a source of this call.
 
     Args:
         source: [layers, blocks, ...] of any dtype; a block of a layer is contiguous, layers and blocks may be strided.
-        target: the same, with blocks of the same size; may be the source's memory.
+        target: as source, with blocks of the same size; may share the source's memory.
         source_ids: [num_pairs or more] int64 on the device; None: 0, 1, 2 ...
-        target_ids: the same of target.
+        target_ids: as source_ids, of target.
         num_pairs: 0 or more.
 
     Raises ValueError naming the argument.
@@ -123,7 +123,7 @@ def _check_ids(ids: Tensor | None, num_pairs: int, num_blocks: int, name: str) -
 
 
 def variants() -> list[Variant]:
-    """Return what `copy_blocks` launches: within the pool, into a staging buffer, out of it."""
+    """Return the variants of `copy_blocks`: within the pool, into a staging buffer, out of it."""
     return [_variant("pool", True, True), _variant("gather", True, False), _variant("scatter", False, True)]
 
 

@@ -1,11 +1,11 @@
 """Weight-only linear layers: 8-bit weights with a scale per output channel, multiplied with 16-bit rows (W8A16).
 
-Both int8 and fp8 e4m3 fit into bfloat16 and float16 exactly, so tiles of the weight are widened as they are and the
-scale is applied to the fp32 sum. With few rows the time is that of reading the weight once: tiles are narrow, and where
-they are too few to occupy the GPU the inner dimension is split, with the parts summed in order by a second launch.
+bfloat16 and float16 represent int8 and fp8 e4m3 exactly, so tiles of the weight are converted unscaled, and the scale
+is applied to the fp32 sum. With few rows the time is that of reading the weight once: tiles are narrow, and if they are
+too few to occupy the GPU, the inner dimension is split, and a second launch sums the parts in order.
 
-Tiles and splits follow the number of rows, hence so does the order of a sum: a row's bits depend on its batch, and this
-is for `--numerics fast` only.
+Tiles and splits depend on the number of rows, and with them the order of a sum: a row's bits depend on its batch, so
+this is for `--numerics fast` only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How rows of x and of the weight are cut, by the number of rows."""
+    """Tiles of rows of x and of the weight, by the number of rows."""
 
     rows: int
     features: int
@@ -32,7 +32,7 @@ class Tile:
     may_split: bool
 
 
-# At most 82 KiB of shared memory, so that two blocks or more share a multiprocessor: one converts while another waits.
+# At most 82 KiB of shared memory, so that a multiprocessor has two blocks or more: one converts while another waits.
 _TILES = (
     Tile(rows=16, features=64, inner=128, num_warps=4, num_stages=5, may_split=True),
     Tile(rows=32, features=64, inner=128, num_warps=4, num_stages=4, may_split=True),
@@ -40,32 +40,32 @@ _TILES = (
     Tile(rows=128, features=128, inner=64, num_warps=8, num_stages=3, may_split=False),
 )
 TILE_ROWS = tuple(tile.rows for tile in _TILES)
-"""Numbers of rows up to which each kernel is taken, ascending; the last for more too."""
+"""Maximum rows of each kernel, ascending; the last kernel also serves more rows."""
 
 _GROUP = 8
-"""Tiles of rows that run beside each other, for a tile of the weight to be read from memory once for them."""
+"""Tiles of rows that run concurrently, so that they read a tile of the weight from memory only once."""
 
 _SUM_COLUMNS = 512
-"""Columns that a program of the second launch sums."""
+"""Columns of a program of the second launch."""
 _SUM_WARPS, _SUM_STAGES = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """How a product is launched."""
+    """The launch of a product."""
 
     tile: Tile
     splits: int
     split_size: int
-    """Of the inner dimension, for each split; a multiple of the tile's."""
+    """Inner dimension of each split; a multiple of the tile's."""
 
 
 def configuration(rows: int, out_features: int, in_features: int, num_sms: int) -> Configuration:
-    """Return how a product of `rows` rows is launched on a GPU of num_sms multiprocessors."""
+    """Return the launch of a product of `rows` rows on a GPU with num_sms multiprocessors."""
     tile = next((tile for tile in _TILES if rows <= tile.rows), _TILES[-1])
     splits = 1
     if tile.may_split:
-        # Parts are worth their traffic (8 bytes for each sum) while that is at most a quarter of the weight's bytes.
+        # Splits pay while their traffic (8 bytes per sum) is at most a quarter of the weight's bytes.
         most = min(in_features // (32 * tile.rows), in_features // (4 * tile.inner))
         num_tiles = -(-out_features // tile.features)
         while num_tiles * splits * 4 < num_sms * 5 and splits * 2 <= most:
@@ -76,7 +76,7 @@ def configuration(rows: int, out_features: int, in_features: int, num_sms: int) 
 
 
 def workspace_size(out_features: int, in_features: int, num_sms: int) -> int:
-    """Return the float32 numbers that the workspace of `linear_w8` needs for any number of rows."""
+    """Return the float32 numbers that `linear_w8` needs as workspace for any number of rows."""
     sizes = [
         found.splits * found.tile.rows * out_features
         for found in (configuration(tile.rows, out_features, in_features, num_sms) for tile in _TILES)
@@ -116,10 +116,10 @@ def _linear_w8(
     INNER: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One program makes a tile of the product; with PARTIAL one split's unscaled part, out is [splits, M, N]."""
+    """Compute a tile of the product; with PARTIAL, one split's unscaled part, and out is [splits, M, N]."""
     row_tiles = tl.cdiv(rows, ROWS)
     feature_tiles = tl.cdiv(out_features, FEATURES)
-    # A group of row tiles goes over all feature tiles before the next group.
+    # A group of row tiles covers all feature tiles before the next group.
     program = tl.program_id(0)
     in_group = GROUP * feature_tiles
     first_row_tile = program // in_group * GROUP
@@ -158,7 +158,7 @@ def _linear_w8(
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _sum_splits(parts, scale, bias, out, rows, out_features, splits, COLUMNS: tl.constexpr):
-    """One program sums some columns of a row of parts [splits, rows, out_features], from the first split on."""
+    """Sum some columns of a row of parts [splits, rows, out_features], beginning with the first split."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < out_features
@@ -180,10 +180,10 @@ def linear_w8(
         x: [M, in_features] bfloat16 or float16; in_features a multiple of 16, to be read 16 bytes at a time.
         weight: [out_features, in_features] int8 or float8_e4m3fn.
         scale: [out_features] float32.
-        bias: [out_features] float32; zeros where there is none.
+        bias: [out_features] float32; zeros without a bias.
         out: [M, out_features] in the dtype of x or float32.
-        workspace: float32, `workspace_size` or more numbers, with any content; None if that is 0. Whatever runs on the
-            same stream may share it.
+        workspace: float32, `workspace_size` or more numbers, with any content; None if that is 0. Other work on the
+        same stream may share it.
         num_sms: multiprocessors of the GPU.
 
     All are contiguous. Raises ValueError naming the argument.
@@ -252,7 +252,7 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, out: Tensor) 
 
 
 def variants() -> list[Variant]:
-    """Return every tile for each dtype of rows, weight and result, whole and in parts, and the sums of parts."""
+    """Return every tile for each dtype of rows, weight and result, whole and split, and the sums of splits."""
     found = []
     for rows in ("bf16", "fp16"):
         for weight in ("i8", "fp8e4nv"):

@@ -1,4 +1,4 @@
-"""RMS norms of rows, with the sum before them. Rounded where transformers rounds."""
+"""RMS norms of rows, optionally after a residual sum. Rounded where transformers rounds."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from executor_svc.gpu.kernels.rows import DTYPES, HIDDEN_SIZES, check, options, 
 from executor_svc.gpu.kernels.variant import Variant
 
 LARGEST_HIDDEN = 16384
-"""A program holds a whole row in its registers."""
+"""Largest hidden size: a program keeps a whole row in its registers."""
 
 _LEAST_ELEMENTS = 512
-_MOST_WARPS = 8
-_MOST_WIDE_WARPS = 16
+_MAX_WARPS = 8
+_MAX_WIDE_WARPS = 16
 _WIDE = 8192
 
 
 @triton.jit
 def root_mean_square(x, eps, WIDTH: tl.constexpr):
-    """sqrt(mean(x^2) + eps) [rows] of x [rows, columns] fp32, whose columns from WIDTH on are zeros."""
+    """Return sqrt(mean(x^2) + eps) [rows] of x [rows, columns] fp32, whose columns from WIDTH on are zeros."""
     return tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), WIDTH * 1.0) + eps)
 
 
 @triton.jit
 def weighted(x, root, weight, DTYPE: tl.constexpr):
-    """x [rows, columns] fp32 over root [rows], times weight [columns], in DTYPE.
+    """Return x [rows, columns] fp32 / root [rows] * weight [columns], in DTYPE.
 
-    A weight of DTYPE multiplies what is rounded to it (Llama), one in fp32 while DTYPE is narrower multiplies before
+    A weight of DTYPE multiplies after the rounding (Llama); a weight in fp32, with a narrower DTYPE, multiplies before
     the rounding (Gemma).
     """
     normed = x * tl.div_rn(1.0, root)[:, None]
@@ -42,7 +42,7 @@ def weighted(x, root, weight, DTYPE: tl.constexpr):
 
 @triton.jit
 def _tile(rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Offsets and mask of this program's rows, and its columns."""
+    """Return offsets and mask of this program's rows, and its columns."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (columns < WIDTH)[None, :]
@@ -51,7 +51,7 @@ def _tile(rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sum(x, residual, scale, SCALED: tl.constexpr):
-    """x * scale + residual in the dtype of residual, rounded after the product and after the sum."""
+    """Return x * scale + residual in the dtype of residual, rounded after the product and after the sum."""
     x = x.to(tl.float32)
     if SCALED:
         x = (x * scale).to(residual.dtype).to(tl.float32)
@@ -100,10 +100,10 @@ def _add(x, residual, rows, scale, SCALED: tl.constexpr, WIDTH: tl.constexpr, RO
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """Write x [T, hidden] over its root mean square, times weight [hidden], to out, which may be x.
+    """Write x [T, hidden] / its root mean square * weight [hidden] to out, which may be x.
 
-    A weight in the dtype of x multiplies rows that are rounded to it, one in fp32 while x is narrower multiplies before
-    the rounding. Raises ValueError for a hidden size above LARGEST_HIDDEN.
+    A weight in the dtype of x multiplies after the rounding; a weight in fp32, with a narrower x, multiplies before the
+    rounding. Raises ValueError for a hidden size above LARGEST_HIDDEN.
     """
     rows, hidden = _checked(x)
     check("out", out, (rows, hidden), x.dtype)
@@ -138,14 +138,14 @@ def add(x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
 
 
 def tile_constants(hidden: int) -> dict[str, int]:
-    """Return what the kernels are compiled with for rows of this width: a row a program, or several short ones."""
+    """Return the constants of the kernels for rows of this width: a program has one row, or several short ones."""
     block = triton.next_power_of_2(hidden)
     return {"WIDTH": hidden, "ROWS": max(1, _LEAST_ELEMENTS // block), "BLOCK": block}
 
 
 def tile_options(constants: dict[str, int]) -> dict[str, Any]:
-    """Return how the kernels are launched; the widest rows get the most warps."""
-    most = _MOST_WIDE_WARPS if constants["BLOCK"] >= _WIDE else _MOST_WARPS
+    """Return the launch options of the kernels; wider rows have more warps."""
+    most = _MAX_WIDE_WARPS if constants["BLOCK"] >= _WIDE else _MAX_WARPS
     return options(constants["ROWS"] * constants["BLOCK"], most)
 
 

@@ -1,4 +1,4 @@
-"""8-bit numbers with a scale for each row: of weights when they are loaded, of activations in every product.
+"""Quantizes to 8-bit numbers with a scale for each row: weights when they are loaded, activations in every product.
 
 A row's scale maps its largest magnitude to the largest number of the format, so nothing is clipped (absmax scaling;
 LLM.int8(), Dettmers et al., 2022). Weights are quantized by PyTorch, activations by a kernel.
@@ -22,9 +22,9 @@ _WARPS = 8
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weight [out, in] as (int8, scale [out] float32), symmetric: int8 * scale[:, None] stands for it.
+    """Return weight [out, in] as (int8, scale [out] float32), symmetric: weight = int8 * scale[:, None].
 
-    Each weight is off by at most half a scale (the largest magnitude of its row / 254) and float32 rounding. Raises
+    The error of a weight is at most half a scale (the largest magnitude of its row / 254) and float32 rounding. Raises
     ValueError if a weight is not finite.
     """
     wide, scale = _scaled(weight, INT8_MAX)
@@ -32,10 +32,10 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weight [out, in] as (float8_e4m3fn, scale [out] float32): fp8 * scale[:, None] stands for it.
+    """Return weight [out, in] as (float8_e4m3fn, scale [out] float32): weight = fp8 * scale[:, None].
 
-    Each weight is off by at most the larger of 2^-4 of its magnitude (three bits of mantissa) and 2^-10 scales (below
-    the smallest normal number), and float32 rounding. Raises ValueError if a weight is not finite.
+    The error of a weight is at most the larger of 2^-4 of its magnitude (three bits of mantissa) and 2^-10 scales
+    (below the smallest normal number), and float32 rounding. Raises ValueError if a weight is not finite.
     """
     wide, scale = _scaled(weight, FP8_MAX)
     return wide.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
@@ -46,7 +46,7 @@ def _scaled(weight: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     magnitudes = weight.float().abs().amax(1)
     if not bool(magnitudes.isfinite().all()):
         raise ValueError("weight: not all numbers are finite")
-    # The smallest normal number, below which a quotient by the scale would not be exact enough.
+    # The smallest normal number: the quotient by a smaller scale would not be accurate enough.
     scale = (magnitudes / largest).clamp_(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(magnitudes == 0, torch.ones_like(scale), scale)
     return weight.float() / scale[:, None], scale
@@ -54,7 +54,7 @@ def _scaled(weight: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _quantize_rows(x, narrow, scales, columns, CHUNK: tl.constexpr):
-    """One program takes a row: once for its largest magnitude, once more, from cache, to quantize it."""
+    """Quantize a row: read it for its largest magnitude, then again, from cache, for the quotients."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, CHUNK)
     greatest = tl.zeros((CHUNK,), tl.float32)
@@ -65,12 +65,12 @@ def _quantize_rows(x, narrow, scales, columns, CHUNK: tl.constexpr):
         greatest = tl.maximum(greatest, tl.abs(some))
         unsound += some * 0.0
     magnitude = tl.max(greatest, 0)
-    # A number that is not finite must make the row's results NaN: neither maximum nor fp8 would keep it.
+    # A number that is not finite must turn the row's results into NaN, which neither maximum nor fp8 would preserve.
     scale = tl.where(magnitude > 0, magnitude / 448.0, 1.0) + tl.sum(unsound, 0)
     for start in tl.range(0, columns, CHUNK):
         inside = start + offsets < columns
         some = tl.load(x + row * columns + start + offsets, mask=inside, other=0.0).to(tl.float32)
-        # Division may round up over the format's largest number.
+        # The division may round up above the format's largest number.
         scaled = tl.minimum(tl.maximum(some / scale, -448.0), 448.0)
         tl.store(narrow + row * columns + start + offsets, scaled.to(narrow.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)

@@ -24,21 +24,21 @@ FP8 = torch.float8_e4m3fn
 FP8_LARGEST = tl.constexpr(448.0)
 
 _HEAD_MULTIPLE = 8
-_MOST_ELEMENTS = 2048
-_MOST_WARPS = 4
+_MAX_ELEMENTS = 2048
+_MAX_WARPS = 4
 _FP8_ARCHS = (90,)
 
 
 @triton.jit
 def _load(source, heads, rows, columns, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns [columns] of heads [rows], SIZE apart; zeros where there are none."""
+    """Load columns [columns] of heads [rows], SIZE apart; masked ones are zeros."""
     mask = (rows < heads)[:, None] & (columns < WIDTH)[None, :]
     return tl.load(source + rows[:, None] * SIZE + columns[None, :], mask, other=0.0)
 
 
 @triton.jit
 def _store(value, scale, heads, rows, columns, into, STRIDE: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr):
-    """Write value [rows, columns] to heads STRIDE apart, over the scale of each where they are fp8."""
+    """Write value [rows, columns] to heads STRIDE apart, divided by each head's scale if they are fp8."""
     mask = (rows < heads)[:, None] & (columns < WIDTH)[None, :]
     if SCALED:
         inverse = tl.div_rn(1.0, tl.load(scale + rows, rows < heads, other=1.0))[:, None]
@@ -67,11 +67,11 @@ def _rotate_heads(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Normalize and rotate heads [rows] of source, and write those below `written` to `into`, STRIDE apart.
+    """Normalize and rotate heads [rows] of source, and write the heads below `written` to `into`, STRIDE apart.
 
-    A head's columns are two halves that are rotated against each other, R / 2 wide, and a rest that stays: written only
-    if COPIED or NORMED. That many columns are normalized, the others are zeros then. What hangs on the token's position
-    is loaded last: its address comes late.
+    A head's columns are two halves of R / 2 columns, which are rotated against each other, and an unrotated rest, which
+    is written only if COPIED or NORMED. NORMED: number of normalized columns; the others are then zeros. Data that
+    depends on the token's position is loaded last, as its address is known last.
     """
     half = tl.arange(0, HALF)
     width: tl.constexpr = R // 2
@@ -176,20 +176,20 @@ def rope_write_kv(
     scales: KVScales | None = None,
     q_out: Tensor | None = None,
 ) -> None:
-    """Normalize and rotate q and k, write q to q_out, or in place, and k and v to the cache.
+    """Normalize and rotate q and k; write q to q_out or in place, k and v to the cache.
 
-    Raises ValueError for shapes that do not fit each other. Keys and values in qkv stay as they are.
+    Raises ValueError for shapes that do not match. Keys and values in qkv do not change.
 
     Args:
         qkv: [T, (H + 2 KVH) * D]; D is a multiple of 8.
         cos: [positions, R] cosines of the angles of each position, in the dtype of qkv; R is even and at most D. Only
             the first R columns of a head are rotated.
         sin: [positions, R] sines, the first half negated.
-        positions: [T] int64 rows of cos and sin, a negative one taken for 0; None: those of token t are in row t.
-        kv_layer: [N, 2, KVH, B, D] in the dtype of qkv, or in fp8 e4m3; blocks may lie apart.
-        norms: [N] each: of heads that are filled up with zeros, the first N columns are normalized.
-        slot_mapping: [T] int64, block * B + offset where a token's key and value go; -1: nowhere.
-        scales: given exactly if the cache is fp8. What is above 448 after the division is stored as 448.
+        positions: [T] int64 rows of cos and sin, a negative one counts as 0; None: row t for token t.
+        kv_layer: [N, 2, KVH, B, D] in the dtype of qkv, or in fp8 e4m3; blocks may have any stride.
+        norms: [N] each: the first N columns of heads padded with zeros are normalized.
+        slot_mapping: [T] int64, block * B + offset, the place of a token's key and value; -1: not written.
+        scales: required for a cache in fp8, None otherwise. Values above 448 after the division are stored as 448.
         q_out: [T, H, D]; None: queries in qkv are overwritten.
     """
     tokens = _check_shapes(qkv, cos, sin, positions, kv_layer, slot_mapping, num_heads, q_out)
@@ -238,11 +238,11 @@ def rope_constants(
     normed: int,
     scaled: bool,
 ) -> dict[str, Any]:
-    """Return what the kernel is compiled with; heads: of queries, of keys; normed: columns of a head, or 0."""
+    """Return the constants of the kernel; heads: (of queries, of keys); normed: normalized columns of a head, or 0."""
     num_heads, kv_heads = heads
     half = max(1, triton.next_power_of_2(rotated // 2))
     rest = triton.next_power_of_2(head_size - rotated) if rotated < head_size else 0
-    most = _MOST_ELEMENTS // triton.next_power_of_2(2 * half + rest)
+    most = _MAX_ELEMENTS // triton.next_power_of_2(2 * half + rest)
     return {
         "H": num_heads,
         "KVH": kv_heads,
@@ -263,13 +263,13 @@ def rope_constants(
 
 
 def programs_per_token(constants: Mapping[str, Any]) -> int:
-    """Return how many programs share a token: first those of its queries, then those of its keys and values."""
+    """Return the number of programs per token: first those of its queries, then those of its keys and values."""
     return sum(-(-constants[heads] // constants[tile]) for heads, tile in (("H", "Q_HEADS"), ("KVH", "KV_HEADS")))
 
 
 def _launch_options(constants: Mapping[str, Any]) -> dict[str, Any]:
     columns = triton.next_power_of_2(2 * constants["HALF"] + constants["REST"])
-    return options(constants["Q_HEADS"] * columns // 2, _MOST_WARPS)
+    return options(constants["Q_HEADS"] * columns // 2, _MAX_WARPS)
 
 
 def _check_shapes(
@@ -282,7 +282,7 @@ def _check_shapes(
     num_heads: int,
     q_out: Tensor | None,
 ) -> int:
-    """Raise ValueError where shapes or types do not fit each other; returns the number of tokens."""
+    """Raise ValueError for shapes or types that do not match; return the number of tokens."""
     if kv_layer.dim() != 5 or kv_layer.shape[1] != 2 or kv_layer.shape[3] not in BLOCK_SIZES:
         raise ValueError(f"kv_layer must be [blocks, 2, KV heads, 8 to 64, head size], is {list(kv_layer.shape)}")
     tokens, (_, _, kv_heads, block_size, head_size) = qkv.shape[0], kv_layer.shape
@@ -326,7 +326,7 @@ def _check_options(
 
 
 _SHAPES = (
-    # heads, KV heads, head size, columns that are rotated
+    # heads, KV heads, head size, rotated columns
     (16, 8, 128, 128),
     (9, 3, 64, 64),
     (14, 2, 64, 64),
@@ -342,7 +342,7 @@ _BLOCK_SIZE = 16
 
 
 def variants() -> list[Variant]:
-    """Return the configurations compiled ahead of time: all options for the first shapes, usual ones for the others.
+    """Return the variants compiled ahead of time: all options for the first shapes, usual ones for the others.
 
     Steps write queries in place.
     """

@@ -1,4 +1,4 @@
-"""Rows picked by number: token embeddings, and the hidden states whose logits are wanted."""
+"""Gathers rows by index: token embeddings, and the hidden states of logits rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-"""Types of activations, as Triton spells them."""
+"""Triton's names of the activations' types."""
 HIDDEN_SIZES = (576, 896, 1024, 2048, 4096, 8192)
-"""Widths of the variants that are compiled ahead of time; the launchers take any."""
+"""Widths of the variants compiled ahead of time; the launchers accept any width."""
 
 _CHUNK = 1024
 _LANE_ELEMENTS = 8
@@ -39,7 +39,7 @@ def _take_rows(
 def embed(table: Tensor, token_ids: Tensor, scale: float, out: Tensor) -> None:
     """Write table[token_ids] * scale to out [T, hidden], for table [vocabulary, hidden] and token_ids [T] int64.
 
-    Rows of the table may lie apart. An id of -1 gives a row of zeros; others are not checked.
+    Rows of the table may have any stride. The row of id -1 is zeros; other ids are not checked.
     """
     check("out", out, (token_ids.shape[0], table.shape[1]), table.dtype)
     check("token_ids", token_ids, (token_ids.shape[0],), torch.int64)
@@ -51,28 +51,28 @@ def embed(table: Tensor, token_ids: Tensor, scale: float, out: Tensor) -> None:
 
 
 def take_rows(table: Tensor, ids: Tensor, out: Tensor) -> None:
-    """Write table[ids] to out [R, columns], for ids [R] int64; an id of -1 gives a row of zeros."""
+    """Write table[ids] to out [R, columns], for ids [R] int64; the row of id -1 is zeros."""
     embed(table, ids, 1.0, out)
 
 
 def picking_constants(width: int, stride: int, scaled: bool) -> dict[str, Any]:
-    """Return what the kernel is compiled with for rows of this width, `stride` numbers apart."""
+    """Return the constants of the kernel for rows of this width, `stride` numbers apart."""
     return {"WIDTH": width, "STRIDE": stride, "SCALED": scaled, "CHUNK": chunk_size(width)}
 
 
 def chunk_size(width: int) -> int:
-    """Return how many columns of rows of this width a program takes: two 16-byte loads of fp32 a thread at most."""
+    """Return the columns per program for rows of this width: at most two 16-byte loads of fp32 per thread."""
     return min(_CHUNK, int(triton.next_power_of_2(width)))
 
 
 def chunks(width: int, chunk: int) -> int:
-    """Return how many programs share a row."""
+    """Return the number of programs per row."""
     return -(-width // chunk)
 
 
-def options(elements: int, most_warps: int = 32) -> dict[str, Any]:
-    """Return how a kernel is launched whose programs take so many elements each, a power of two, at eight a lane."""
-    num_warps = max(1, min(most_warps, elements // (32 * _LANE_ELEMENTS)))
+def options(elements: int, max_warps: int = 32) -> dict[str, Any]:
+    """Return the launch options of a kernel with `elements` elements per program, a power of two, at eight per lane."""
+    num_warps = max(1, min(max_warps, elements // (32 * _LANE_ELEMENTS)))
     return {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False}
 
 
@@ -87,7 +87,7 @@ def check(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: torch.dtyp
 
 
 def check_rows(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
-    """Raise ValueError unless the tensor is a matrix of these dtypes, or any of activations, with adjacent columns."""
+    """Raise ValueError unless the tensor is a matrix with adjacent columns, of these dtypes or any of activations."""
     allowed = dtypes or tuple(DTYPES)
     if tensor.dim() != 2 or tensor.dtype not in allowed or (tensor.stride(1) != 1 and tensor.shape[1] > 1):
         wanted = " or ".join(str(dtype) for dtype in allowed)
@@ -106,7 +106,7 @@ def variant(
     quick: bool = False,
     archs: tuple[int, ...] = ALL_ARCHS,
 ) -> Variant:
-    """Return the variant of a kernel with these types of arguments, constexprs and options of its launch."""
+    """Return the variant of a kernel with these argument types, constexprs and launch options."""
     return Variant(
         name=name,
         kernel=kernel,

@@ -1,4 +1,4 @@
-"""What a Triton kernel is launched with: told by each kernel's file, compiled ahead of time by `compile`."""
+"""A configuration of a Triton kernel: listed by the kernel's module, compiled ahead of time by `compile`."""
 
 from __future__ import annotations
 
@@ -7,33 +7,32 @@ from dataclasses import dataclass
 from typing import Any
 
 ALL_ARCHS = (80, 90)
-"""Compute capabilities that kernels are compiled for: Ampere's A100 and Hopper's H100 and H200."""
+"""Compute capabilities that kernels are compiled for: Ampere's A100, and Hopper's H100 and H200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One configuration of a kernel that its launcher can launch."""
+    """One configuration in which a kernel's launcher can launch it."""
 
     name: str
-    """Unique among all kernels: operation, then what sets it apart, as in `attention head128 bf16 prefill`."""
+    """Unique among all kernels: the operation, then its distinguishing options: `attention head128 bf16 prefill`."""
     kernel: Any
     """The function under @triton.jit."""
     signature: Mapping[str, str]
-    """Type of every argument by name, as Triton spells it: '*bf16', 'i32', 'constexpr'."""
+    """Type of every argument by name, in Triton's notation: '*bf16', 'i32', 'constexpr'."""
     constants: Mapping[str, Any]
     """Value of every constexpr argument by name."""
     divisible: tuple[str, ...] = ()
-    """Arguments that are always multiples of 16, as addresses and most strides are: what the launcher's arguments
-    have at run time, since Triton specializes on it."""
+    """Arguments that are multiples of 16 in every launch, as addresses and most strides: Triton specializes on it."""
     num_warps: int = 4
     num_stages: int = 2
     fp_fusion: bool = True
     archs: tuple[int, ...] = ALL_ARCHS
     no_spills: bool = False
-    """Must it compile without spilling registers, on every arch."""
+    """Whether it must compile without register spills, on every arch."""
     wgmma: bool = False
-    """Must its sm_90 PTX multiply with wgmma."""
+    """Whether its sm_90 PTX must multiply with wgmma."""
     copies: bool = False
-    """Must its sm_90 PTX fetch with the copy engine."""
+    """Whether its sm_90 PTX must load with the copy engine."""
     quick: bool = False
-    """Is it among the few that every `make test` compiles."""
+    """Whether every `make test` compiles it."""

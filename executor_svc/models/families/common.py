@@ -1,4 +1,4 @@
-"""What the config.json of all families have in common."""
+"""The fields of config.json that all families share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from executor_svc.models.spec import DecoderSpec, LayerSpec
 RopeReader = Callable[[Fields, int, int], RopeConfig]
 
 _SILU: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok")
 
 
@@ -30,12 +30,12 @@ def read_common(
     read_rotary: RopeReader | None = None,
     activation: tuple[str, str, dict[str, Activation]] = ("hidden_act", "silu", _SILU),
 ) -> DecoderSpec:
-    """Return the parts that all families read alike, with full attention in all layers; `dataclasses.replace` the rest.
+    """Return the parts that all families share, with full attention in all layers; families replace the rest.
 
     Args:
         config: all of config.json.
-        max_positions, head_size, eps, tied: what transformers takes where the fields are absent; the head size
-            defaults to hidden_size / num_attention_heads.
+        max_positions, head_size, eps, tied: transformers' defaults of absent fields; the default head size is
+        hidden_size / num_attention_heads.
         read_rotary: reads the rotary embedding from (all fields, head size, max_position_embeddings).
         activation: its field, its default, and the names that are supported.
     """
@@ -55,7 +55,7 @@ def read_common(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        layers=(LayerSpec(rope),) * fields.integer("num_hidden_layers", at_most=_MOST_LAYERS),
+        layers=(LayerSpec(rope),) * fields.integer("num_hidden_layers", at_most=_MAX_LAYERS),
         context_limit=context_limit(positions, rope),
         rms_norm_eps=fields.number("rms_norm_eps", eps),
         attention_scale=head_size**-0.5,
@@ -65,7 +65,7 @@ def read_common(
 
 
 def _uniform_rope(fields: Fields, head_size: int, max_positions: int) -> RopeConfig:
-    """Return the rotary embedding of a family whose layers all have the same, over whole heads."""
+    """Return the rotary embedding of a family with the same one in all layers, over whole heads."""
     partial = fields.number("partial_rotary_factor", 1.0)
     if partial != 1.0:
         raise fields.error("partial_rotary_factor", f"{partial:g} is not supported here; supported: 1")
@@ -104,7 +104,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def with_windows(spec: DecoderSpec, windows: Iterable[int | None]) -> DecoderSpec:
-    """Return the spec with these windows of its layers."""
+    """Return the spec with a window for each layer."""
     layers = zip(spec.layers, windows, strict=True)
     return replace(spec, layers=tuple(replace(layer, window=window) for layer, window in layers))
 
@@ -112,7 +112,7 @@ def with_windows(spec: DecoderSpec, windows: Iterable[int | None]) -> DecoderSpe
 def layer_windows(
     fields: Fields, num_layers: int, window: int | None, default: Callable[[int], bool]
 ) -> list[int | None]:
-    """Return the window of each layer by `layer_types`; where it is absent, `default` says whether layer i has one."""
+    """Return the window of each layer by `layer_types`; if absent, `default(i)`: whether layer i has a window."""
     types = fields.get("layer_types")
     if types is None:
         types = ["sliding_attention" if default(i) else "full_attention" for i in range(num_layers)]
@@ -130,7 +130,7 @@ def layer_windows(
 
 
 def optional_window(fields: Fields, default: int | None) -> int | None:
-    """Return `sliding_window`: null means none, absent means the family's default."""
+    """Return `sliding_window`; null: no window; absent: the family's default."""
     if fields.has("sliding_window") and fields.get("sliding_window") is None:
         return None
     if not fields.has("sliding_window") and default is None:

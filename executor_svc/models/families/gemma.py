@@ -1,8 +1,8 @@
 """Gemma 2 (Gemma Team, 2024): Gemma2ForCausalLM; Gemma 3 (2025), text only: Gemma3ForCausalLM.
 
-Norms before and after attention and feed-forward, a scaled embedding, and layers with a window between full ones.
-Gemma 2 caps attention scores and logits. Gemma 3 normalizes heads, and its layers with a window have a rotary
-embedding of their own.
+Both have norms before and after attention and feed-forward, a scaled embedding, and layers with a window between layers
+with full attention. Gemma 2 caps attention scores and logits. Gemma 3 normalizes heads, and its layers with a window
+have a separate rotary embedding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_gemma3(config: dict[str, Any]) -> DecoderSpec:
     return replace(
         spec,
         layers=tuple(layer if layer.window is None else replace(layer, rope=local) for layer in spec.layers),
-        context_limit=positions,  # the stretched length already
+        context_limit=positions,  # already the extended length
         head_norms=True,
         logits_softcap=_softcap(fields, "final_logit_softcapping", None),
     )
@@ -75,13 +75,13 @@ def _read_gemma(config: dict[str, Any], max_positions: int, read_rotary: RopeRea
 
 
 def _windowed(fields: Fields, spec: DecoderSpec, every: int) -> DecoderSpec:
-    """Give a window to the layers that layer_types names, or to all but each `every`-th."""
+    """Return the spec with a window in the layers of layer_types, or in all layers except every `every`-th."""
     windows = layer_windows(fields, spec.num_layers, optional_window(fields, _WINDOW), lambda i: (i + 1) % every != 0)
     return with_windows(spec, windows)
 
 
 def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
-    """Return a cap: null means none, absent means the family's default."""
+    """Return a cap; null: no cap; absent: the family's default."""
     return fields.optional_number(name) if fields.has(name) else default
 
 
@@ -92,10 +92,10 @@ def _full_rope(fields: Fields, head_size: int, max_positions: int) -> RopeConfig
 def _rope_of(
     fields: Fields, layer_type: str, head_size: int, max_positions: int, theta: str, default: float
 ) -> RopeConfig:
-    """Return the embedding of a type of layer.
+    """Return the rotary embedding of a layer type.
 
-    transformers 5 has an object for each in `rope_parameters`; before, `rope_scaling` was for full attention, and each
-    type had its own field for theta.
+    transformers 5 has an object for each type in `rope_parameters`. Older checkpoints have `rope_scaling` for full
+    attention and a field for theta per type.
     """
     by_type = fields.section("rope_parameters")
     if by_type.get("rope_type") or by_type.get("rope_theta"):

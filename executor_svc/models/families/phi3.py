@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4 mini (Abdin et al., 2024): Phi3ForCausalLM.
 
-Llama with fused tensors, a window if asked for, rotary embedding of a part of each head, and longrope.
+Llama with fused tensors, an optional window, rotary embedding of a part of each head, and longrope.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from executor_svc.models.spec import DecoderSpec
 
 _MAX_POSITIONS = 4096
 _ROPE_KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
-"""Older checkpoints call longrope su or yarn."""
+"""Rope types by name in config.json; older checkpoints call longrope su or yarn."""
 
 
 def read_phi3(config: dict[str, Any]) -> DecoderSpec:

@@ -1,7 +1,7 @@
 """Qwen2 and 2.5 (Yang et al., 2024): Qwen2ForCausalLM; Qwen3 (Yang et al., 2025): Qwen3ForCausalLM.
 
-Llama with biases on q, k and v in Qwen2, norms of query and key heads in Qwen3, and a window in the last layers if
-asked for.
+Llama with biases on q, k and v in Qwen2, norms of query and key heads in Qwen3, and an optional window in the last
+layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def read_qwen3(config: dict[str, Any]) -> DecoderSpec:
 
 
 def _windowed(config: dict[str, Any], spec: DecoderSpec) -> DecoderSpec:
-    """Give the layers from max_window_layers on, or those that layer_types names, the window if it is used."""
+    """Return the spec with the window, if used, in the layers from max_window_layers on or in those of layer_types."""
     fields = Fields(config)
     window = optional_window(fields, _WINDOW) if fields.flag("use_sliding_window", False) else None
     full_layers = fields.number("max_window_layers", _FULL_LAYERS, at_least=0)

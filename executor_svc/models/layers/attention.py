@@ -19,7 +19,7 @@ def pad_heads(weight: Tensor, head_size: int, padded_head_size: int) -> Tensor:
 
 
 class Attention:
-    """qkv linear, norms of heads where the model has them, rotary embedding, cache write, attention, output linear."""
+    """qkv linear, norms of heads if the model has them, rotary embedding, cache write, attention, output linear."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Attention:
         self._kernels = kernels
 
     def __call__(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-        """Return [T, hidden] for x [T, hidden]; writes this step's keys and values to kv_layer."""
+        """Return [T, hidden] for x [T, hidden]; write this step's keys and values to kv_layer."""
         qkv = self._qkv(x)
         q = self._kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan, self._norms, self._scales)
         return self._output(self._kernels.attention(q, kv_layer, self._shape, plan, self._scales))

@@ -1,4 +1,4 @@
-"""Rotary position embedding: cos and sin of each token's angles, from a table or from the length of its sequence."""
+"""Rotary position embedding: cos and sin of each token's angles, from tables or computed from the sequence length."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from executor_svc.device.kernels import Rope
 from executor_svc.models.layers.rope_scaling import DynamicScaling, NoScaling, Scaling
 
 _TILE_ROWS = 64
-"""cos, sin and pow are taken on tiles of this many rows, always full: vector code may differ in bits from the scalar
-code that finishes a tensor, so a row's bits would depend on how many rows there are."""
+"""Rows of the tiles that cos, sin and pow run on. Tiles are always full: vector code may differ in bits from the
+scalar code for the end of a tensor, and a row's bits would then depend on the number of rows."""
 
 _NO_SCALING = NoScaling()
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How positions become angles."""
+    """The mapping from positions to angles."""
 
     theta: float
     size: int
-    """The leading dimensions of each head that are rotated, an even number: all of them, or a part."""
+    """Number of leading dimensions of each head that are rotated: even, all or a part of them."""
     scaling: Scaling = _NO_SCALING
 
 
 class Rotary(Protocol):
-    """cos and sin by position: a pure function of position and length, whatever batch or chunk a token is in."""
+    """cos and sin by position: a pure function of position and length, independent of batch and chunk."""
 
     def new(self, positions: Tensor) -> Rope:
-        """Return what kernels read, for steps whose tokens stand at `positions` [most tokens] int64, filled by others.
+        """Return the tensors that kernels read, for tokens at `positions` [max_tokens] int64, which the caller fills.
 
-        Rotating x is then x * cos + swap_halves(x) * sin.
+        The rotation of x is x * cos + swap_halves(x) * sin.
         """
         ...
 
     def fill(self, positions: Tensor, rope_lens: Tensor, rope: Rope) -> None:
-        """Make what `new` returned ready for a step of T tokens.
+        """Set a rope of `new` for a step of T tokens.
 
         Args:
             positions: [T] int64, absolute.
-            rope_lens: [T] int64, the length of each token's sequence as `input_batch.ForwardBatch` defines it.
+            rope_lens: [T] int64, as `forward_batch.ForwardBatch` defines them.
         """
         ...
 
@@ -57,26 +57,26 @@ def make_rotary(config: RopeConfig, max_model_len: int, dtype: torch.dtype, devi
 
 
 def inverse_frequencies(config: RopeConfig, max_model_len: int) -> Tensor:
-    """Return [size / 2] fp32 radians per position of an embedding whose angles do not depend on lengths."""
+    """Return [size / 2] fp32 radians per position, for an embedding that does not depend on lengths."""
     assert not isinstance(config.scaling, DynamicScaling)
     return config.scaling.frequencies(config.theta, config.size, max_model_len)
 
 
 def _halves(angles: Tensor, attention_factor: float, dtype: torch.dtype) -> Tensor:
-    """Return cos beside sin, [rows, size], of angles [rows, size / 2] fp32: taken in float64, rounded to fp32."""
+    """Return cos and sin in one tensor [rows, size] of angles [rows, size / 2] fp32: in float64, rounded to fp32."""
     wide = angles.double()
     both = torch.cat([wide.cos(), wide.sin()], -1).float()
     return (both if attention_factor == 1.0 else both * attention_factor).to(dtype)
 
 
 def _spread(halves: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [T, size] of [T, size] with cos in the first half and sin in the second."""
+    """Return cos and sin, [T, size] each, from [T, size] with cos in the first half and sin in the second."""
     cos, sin = halves.chunk(2, -1)
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 class RotaryTables:
-    """A table each of max_model_len rows: together 2 * max_model_len * size numbers in the model's dtype."""
+    """Tables of max_model_len rows for cos and sin: 2 * max_model_len * size numbers in the model's dtype."""
 
     def __init__(self, config: RopeConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         """Angles are rounded to fp32, as in transformers."""
@@ -93,14 +93,14 @@ class RotaryTables:
         return Rope(self._cos, self._sin, positions)
 
     def fill(self, positions: Tensor, rope_lens: Tensor, rope: Rope) -> None:
-        """The tables hold all positions already."""
+        """Nothing to do: the tables hold all positions."""
 
 
 class DynamicRotary:
     """Computes each token's angles from its position and the length of its sequence, as transformers' generate does.
 
-    transformers makes the frequencies anew for every forward pass: for a prompt those of its length, for each token
-    after it those of the length with it. Keys in the cache keep the angles that they were given.
+    transformers computes the frequencies for every forward pass: of a prompt from its length, of each later token from
+    the length that includes it. Keys in the cache keep their angles.
     """
 
     def __init__(self, config: RopeConfig, scaling: DynamicScaling, dtype: torch.dtype) -> None:
@@ -115,7 +115,7 @@ class DynamicRotary:
 
     def fill(self, positions: Tensor, rope_lens: Tensor, rope: Rope) -> None:
         rows = positions.shape[0]
-        # Elsewhere every row is computed alike: one tile, and few launches.
+        # Other devices compute every row alike: one tile, and few launches.
         height = _TILE_ROWS if positions.device.type == "cpu" else max(rows, 1)
         padding = (0, -rows % height)
         tiles = zip(

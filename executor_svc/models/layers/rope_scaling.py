@@ -1,6 +1,6 @@
-"""Frequencies of rotary position embedding, and the ways in which checkpoints stretch them to longer contexts.
+"""Frequencies of rotary position embedding, and their scalings to longer contexts.
 
-Every type gives the values of transformers' `modeling_rope_utils`, in the same fp32 operations.
+Every type computes the values of transformers' `modeling_rope_utils`, with the same fp32 operations.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def _exponents(size: int) -> Tensor:
 
 @cache
 def _exponents_on(size: int, device: torch.device) -> Tensor:
-    """The same in float64, sent to the device once: no CUDA graph can hold a copy from the host."""
+    """Return the exponents in float64, copied to the device once: no CUDA graph can hold a copy from the host."""
     return _exponents(size).to(device).double()
 
 
 @dataclass(frozen=True, slots=True)
 class NoScaling:
-    """Positions as they are."""
+    """Unscaled positions."""
 
     attention_factor: float = 1.0
-    """cos and sin are multiplied by this, here and in the other types."""
+    """Factor of cos and sin, here and in the other types."""
 
     def frequencies(self, theta: float, size: int, max_model_len: int) -> Tensor:
         """Return [size / 2] fp32 radians per position, here and in the other types, for a context of max_model_len."""
@@ -53,7 +53,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Long wavelengths divided by a factor, short ones kept, a blend between (Llama 3.1)."""
+    """Frequencies of long wavelengths divided by a factor, of short ones kept, blended between (Llama 3.1)."""
 
     factor: float
     low_freq_factor: float
@@ -83,9 +83,9 @@ class YarnScaling:
     original_max_position: int
     attention_factor: float
     beta_fast: float
-    """Dimensions that turn more often than this within the original length are kept."""
+    """Dimensions with more turns than this within the original length are kept."""
     beta_slow: float
-    """Dimensions that turn less often than this are divided."""
+    """Dimensions with fewer turns than this are divided."""
     truncate: bool
     """Whether the ramp begins and ends at whole dimensions."""
 
@@ -96,13 +96,13 @@ class YarnScaling:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, size - 1)
         if low == high:
-            high += 0.001  # as transformers keeps the ramp from dividing by zero
+            high += 0.001  # as in transformers, against a division by zero
         divided = torch.clamp((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
         kept = 1 - divided
         return 1.0 / (self.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
     def _dimension(self, turns: float, theta: float, size: int) -> float:
-        """Return the dimension whose angle makes so many turns within the original length."""
+        """Return the dimension whose angle makes `turns` turns within the original length."""
         return size * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
@@ -110,8 +110,8 @@ class YarnScaling:
 class LongScaling:
     """A factor for each frequency, from one of two lists (LongRoPE: Ding et al., 2024).
 
-    transformers takes the long list once a sequence exceeds the original length, and computes all of its keys again.
-    Here the list is chosen once, by max_model_len, as vLLM does: keys in the cache must stay valid.
+    transformers uses the long list once a sequence exceeds the original length, and computes all of its keys again.
+    Here max_model_len decides the list once, as in vLLM: keys in the cache must stay valid.
     """
 
     short_factor: tuple[float, ...]
@@ -120,7 +120,7 @@ class LongScaling:
     attention_factor: float
 
     def is_long(self, max_model_len: int) -> bool:
-        """Return whether the long list is the one to take."""
+        """Return whether the long list applies."""
         return max_model_len > self.original_max_position
 
     def frequencies(self, theta: float, size: int, max_model_len: int) -> Tensor:
@@ -130,9 +130,9 @@ class LongScaling:
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
-    """A theta that grows with the length of the sequence once it exceeds the original one (dynamic NTK).
+    """A theta that grows with the length of a sequence beyond the original length (dynamic NTK).
 
-    Its frequencies belong to a length, not to the model: see `layers.rope.DynamicRotary`.
+    Its frequencies depend on the length, not only on the model: see `layers.rope.DynamicRotary`.
     """
 
     factor: float
@@ -144,7 +144,7 @@ class DynamicScaling:
         share = lengths.float().mul(self.factor).div(self.original_max_position).sub(self.factor - 1)
         stretched = share.pow(size / (size - 2)).mul(theta)
         bases = torch.where(lengths > self.original_max_position, stretched, theta)
-        # In float64, so that rounding to fp32 hides how pow was computed.
+        # In float64, so that the rounding to fp32 hides differences between implementations of pow.
         powers = bases.double()[:, None] ** _exponents_on(size, lengths.device)
         return powers.float().reciprocal()
 

@@ -1,7 +1,7 @@
-"""What stands in for attention inside transformers' models: keys and values go to the paged cache, by our kernels.
+"""Replaces attention inside transformers' models: Cadenza's kernels write keys and values to the paged cache.
 
-A model calls it as transformers' `AttentionInterface` says, once for each layer and always in the same order: the n-th
-call of a forward pass has the n-th layer of the cache.
+A model calls it through transformers' `AttentionInterface`, once for each layer and always in the same order: the n-th
+call of a forward pass uses the n-th layer of the cache.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
 
 NAME = "cadenza_paged"
-"""Of the attention as transformers knows it; no mask is made for it."""
+"""Name of the attention in transformers, which makes no mask for it."""
 
 PROBE_NAME = "cadenza_probe"
-"""The same while a model is looked at: masks are described instead of made, see `probe.describe_mask`."""
+"""Name of the attention during a probe: masks are described instead of made, see `probe.describe_mask`."""
 
 
 class Attend(Protocol):
-    """Attention as transformers' models call it."""
+    """The signature of attention in transformers' models."""
 
     def __call__(
         self,
@@ -44,7 +44,7 @@ _current: ContextVar[Attend] = ContextVar("attend")
 
 @contextmanager
 def attending(attend: Attend) -> Iterator[None]:
-    """Let models in this context have this attention."""
+    """Make models in this context use this attention."""
     token = _current.set(attend)
     try:
         yield
@@ -55,12 +55,12 @@ def attending(attend: Attend) -> Iterator[None]:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Call the attention of this context: what transformers finds under `NAME` and `PROBE_NAME`."""
+    """Call the attention of this context; registered in transformers as `NAME` and `PROBE_NAME`."""
     return _current.get()(module, query, key, value, attention_mask, **options)
 
 
 class PagedAttention:
-    """Attention of one forward pass over the cache."""
+    """The attention of one forward pass, over the cache."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class PagedAttention:
         rope: Rope,
         scales: Sequence[KVScales | None],
     ) -> None:
-        """Take the cache of each layer, the plan of each shape, and for each layer which of them it has.
+        """kv_layers and scales: of each layer; plans: of each shape; plan_of: the index of each layer's shape.
 
-        The rope rotates nothing: the model has done so itself, if it does. scales: of each layer, for a cache in fp8.
+        The rope rotates nothing: a model with rotary embedding rotates by itself. scales: for a cache in fp8.
         """
         self._kernels = kernels
         self._shapes = shapes
@@ -94,7 +94,7 @@ class PagedAttention:
         attention_mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """As in `Attend`. Scale, window and softcap are the layer's own, as `probe` has found them."""
+        """As in `Attend`. Scale, window and softcap are those that the probe has found for the layer."""
         index, self._layer = self._layer, self._layer + 1
         shape, plan = self._shapes[self._plan_of[index]], self._plans[self._plan_of[index]]
         kv_layer, scales = self._kv_layers[index], self._scales[index]
@@ -106,7 +106,7 @@ class PagedAttention:
 
 
 def _joined(query: Tensor, key: Tensor, value: Tensor, shape: AttentionShape, dtype: torch.dtype) -> Tensor:
-    """Return q, k and v as [T, (H + 2 KVH) * DP], each head filled up with zeros."""
+    """Return q, k and v as [T, (H + 2 KVH) * DP], each head padded with zeros."""
     width, (q_end, k_end) = shape.padded_head_size, (shape.num_heads, shape.num_heads + shape.num_kv_heads)
     qkv = query.new_empty(query.shape[2], k_end + shape.num_kv_heads, width, dtype=dtype)
     for start, end, part in ((0, q_end, query), (q_end, k_end, key), (k_end, qkv.shape[1], value)):

@@ -1,4 +1,4 @@
-"""Loads a causal LM of transformers and puts the paged attention and the device's linears into it."""
+"""Loads a causal LM of transformers, and replaces its attention and its linears with those of the device."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.kv_scales import SCALES
 from executor_svc.models.through_transformers import attention, probe, self_check
+from executor_svc.models.through_transformers.attention_patches import ATTENTION_PATCHES, AttentionPatch
 from executor_svc.models.through_transformers.choice import Choice
 from executor_svc.models.through_transformers.hosted import HostedModel
 from executor_svc.models.through_transformers.linears import prepare_linears
-from executor_svc.models.through_transformers.own_attention import OWN_ATTENTION, OwnAttention
 
 _log = logging.getLogger(__name__)
 
-_NO_PART_OF_THE_COMPUTATION = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+_FIELDS_WITHOUT_EFFECT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model ready to run, and what is known of it."""
+    """A model ready to run, and its properties."""
 
     model: HostedModel
     attention_names: tuple[str, ...]
-    """Of each layer's attention, as the checkpoint's tensors have it before theirs."""
+    """Name of each layer's attention: the prefix of its tensors' names in the checkpoint."""
     hidden_size: int
     num_parameters: int
     weights_digest: bytes
-    """sha256 over names, shapes, dtypes and bytes of all tensors as loaded."""
+    """sha256 over names, shapes, dtypes and bytes of all loaded tensors."""
     spec_digest: bytes
     """sha256 over config.json and the version of transformers."""
 
 
-def count_numbers(choice: Choice, folder: Path) -> int:
-    """Return how many numbers the weights of a model hold, without making them; raises LoaderError if none is made."""
-    with _refusing(choice, folder), torch.device("meta"), _quiet():
+def count_parameters(choice: Choice, folder: Path) -> int:
+    """Return the number of elements of a model's weights, without allocating them; raises LoaderError if that fails."""
+    with _as_loader_errors(choice, folder), torch.device("meta"), _quiet():
         model = _from_config(choice, "eager", torch.float32)
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -54,52 +54,52 @@ def count_numbers(choice: Choice, folder: Path) -> int:
 def build(
     choice: Choice, folder: Path, max_model_len: int, block_size: int, builder: Builder, dummy_seed: int | None
 ) -> Built:
-    """Load a model, from the safetensors files of a folder or with random weights of a seed, and check that it runs.
+    """Load a model, from the safetensors files of a folder or with random weights of a seed, and check its logits.
 
-    Raises LoaderError for a checkpoint that is not whole, or a model that does not compute the same with our attention.
+    Raises LoaderError for an incomplete checkpoint, or a model whose logits differ with Cadenza's attention.
     """
-    implementation, own_attention = OWN_ATTENTION.get(choice.architecture, ("eager", None))
-    with _refusing(choice, folder), _quiet():
+    implementation, patch = ATTENTION_PATCHES.get(choice.architecture, ("eager", None))
+    with _as_loader_errors(choice, folder), _quiet():
         model = _load(choice, folder, implementation, builder, dummy_seed)
         num_parameters, digest = sum(parameter.numel() for parameter in model.parameters()), _digest(model)
-        hosted, found = _host(model, own_attention, max_model_len, block_size, builder)
+        hosted, found = _host(model, patch, max_model_len, block_size, builder)
     return Built(hosted, found.names, found.hidden_size, num_parameters, digest, _spec_digest(choice))
 
 
 @contextmanager
-def _refusing(choice: Choice, folder: Path) -> Iterator[None]:
-    """Turn what a model's code raises into a LoaderError."""
-    refused = f"model folder {folder}: {choice.architecture} can not run through transformers here"
+def _as_loader_errors(choice: Choice, folder: Path) -> Iterator[None]:
+    """Turn errors of a model's code into LoaderError."""
+    prefix = f"model folder {folder}: {choice.architecture} cannot run through transformers here"
     try:
         yield
     except LoaderError:
         raise
     except ModelConfigError as error:
-        raise LoaderError(f"{refused}: {error}") from error
+        raise LoaderError(f"{prefix}: {error}") from error
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError) as error:
-        # Foreign code that is run in a way it may not be made for can fail in any way.
-        raise LoaderError(f"{refused}: its code says: {str(error).strip().partition(chr(10))[0]}") from error
+        # Third-party code in an unusual environment can raise any error.
+        raise LoaderError(f"{prefix}: its code fails: {str(error).strip().partition(chr(10))[0]}") from error
 
 
 def _host(
-    model: Any, own_attention: OwnAttention | None, max_model_len: int, block_size: int, builder: Builder
-) -> tuple[HostedModel, probe.Found]:
+    model: Any, patch: AttentionPatch | None, max_model_len: int, block_size: int, builder: Builder
+) -> tuple[HostedModel, probe.ProbeResult]:
     model.eval().requires_grad_(requires_grad=False)
     vocab_size = model.get_input_embeddings().weight.shape[0]
     texts = self_check.sample_texts(vocab_size, max_model_len)
-    # With one, models look for it in every step, to warn.
+    # With a pad token, models search every step's tokens for it, for a warning.
     model.config.pad_token_id = None
     _register()
     prepare_linears(model, builder)
-    # Not before: linears may be quantized, which is no fault of our attention.
+    # After the linears: they may be quantized, which changes logits without any fault of the attention.
     wanted = self_check.own_logits(model, texts)
-    if own_attention is not None:
+    if patch is not None:
         for part in model.modules():
-            own_attention(part)
-    found = probe.probe_model(model, own_attention)
-    if own_attention is None:
+            patch(part)
+    found = probe.probe_model(model, patch)
+    if patch is None:
         model.set_attn_implementation(attention.NAME)
-    mask = None if own_attention is None else probe.no_mask(model)
+    mask = None if patch is None else probe.empty_mask(model)
     hosted = HostedModel(model, found, mask, builder.kernels)
     paged = self_check.paged_logits(hosted, texts, builder, max_model_len, block_size)
     self_check.check_logits(wanted, paged, builder.dtype)
@@ -107,7 +107,7 @@ def _host(
 
 
 def _register() -> None:
-    """Make our attention known to transformers; again does nothing new."""
+    """Register Cadenza's attention in transformers; repeated calls have no further effect."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -125,7 +125,7 @@ def _load(choice: Choice, folder: Path, implementation: str, builder: Builder, d
             is_norm = parameter.dim() == 1 and name.endswith("weight")
             parameter.data = torch.ones_like(parameter) if is_norm else weights.get(name, tuple(parameter.shape))
         return model
-    # Only for what it says of files that are missing.
+    # Only for its errors about missing files.
     SafetensorsWeights(folder, builder.dtype, builder.torch_device)
     try:
         model, report = choice.model_class.from_pretrained(
@@ -139,7 +139,7 @@ def _load(choice: Choice, folder: Path, implementation: str, builder: Builder, d
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise LoaderError(f"model folder {folder}: transformers can not load it: {error}") from error
+        raise LoaderError(f"model folder {folder}: transformers cannot load it: {error}") from error
     _check_report(folder, report)
     return model.to(builder.torch_device)
 
@@ -177,22 +177,22 @@ def _digest(model: Any) -> bytes:
 def _spec_digest(choice: Choice) -> bytes:
     import transformers
 
-    fields = {k: v for k, v in choice.config.to_dict().items() if k not in _NO_PART_OF_THE_COMPUTATION}
+    fields = {k: v for k, v in choice.config.to_dict().items() if k not in _FIELDS_WITHOUT_EFFECT}
     text = json.dumps(fields, sort_keys=True, default=str)
     return hashlib.sha256(f"transformers {transformers.__version__} {choice.architecture} {text}".encode()).digest()
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let transformers show no progress and no advice: what matters is checked here."""
-    from transformers.utils import logging as their_logging
+    """Silence progress bars and warnings of transformers: this module checks the results."""
+    from transformers.utils import logging as transformers_logging
 
-    level, bars = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
-    their_logging.set_verbosity_error()
-    their_logging.disable_progress_bar()
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        their_logging.set_verbosity(level)
+        transformers_logging.set_verbosity(level)
         if bars:
-            their_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""Which causal LMs of transformers can run here, as far as their class and config.json tell."""
+"""Checks whether a causal LM of transformers can run here, by its class and its config.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An architecture of transformers, and the config of a checkpoint of it."""
+    """An architecture of transformers, and the config of a checkpoint."""
 
     architecture: str
     model_class: Any
@@ -26,13 +26,13 @@ class Choice:
 
     @property
     def context_limit(self) -> int | None:
-        """Most positions that the checkpoint was made for; None where it does not say."""
+        """Maximum number of positions of the checkpoint; None if its config has no such field."""
         limit = getattr(self.config, "max_position_embeddings", None)
         return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def find_architecture(names: Sequence[str], model_type: object) -> str | None:
-    """Return the first of these names that is a causal LM of transformers, of this model_type in config.json."""
+    """Return the first of these names that is a causal LM of transformers with this model_type; None if none is."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
     known = KNOWN.get(str(model_type), ())
@@ -40,7 +40,7 @@ def find_architecture(names: Sequence[str], model_type: object) -> str | None:
 
 
 def choose(folder: Path, architecture: str) -> Choice:
-    """Return the class and the config of a checkpoint; raises LoaderError for what can not run, and says why."""
+    """Return the class and the config of a checkpoint; raises LoaderError, with the reason, if it cannot run."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
@@ -48,20 +48,20 @@ def choose(folder: Path, architecture: str) -> Choice:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model_class = getattr(transformers, architecture)
     except (ValueError, TypeError, KeyError, AttributeError, OSError, ImportError, StrictDataclassError) as error:
-        told = " ".join(str(error).split())
-        raise LoaderError(f"model folder {folder}: transformers can not read config.json: {told}") from error
+        message = " ".join(str(error).split())
+        raise LoaderError(f"model folder {folder}: transformers cannot read config.json: {message}") from error
     try:
-        _forget_kv_quantization(config)
+        _drop_kv_quantization(config)
     except ModelConfigError as error:
         raise LoaderError(f"model folder {folder}: {error}") from error
     reason = _config_reason(config) or _class_reason(model_class, config)
     if reason is not None:
-        raise LoaderError(f"model folder {folder}: {architecture} can not run through transformers here: {reason}")
+        raise LoaderError(f"model folder {folder}: {architecture} cannot run through transformers here: {reason}")
     return Choice(architecture, model_class, config)
 
 
-def _forget_kv_quantization(config: Any) -> None:
-    """Let transformers see a plain checkpoint where keys and values alone are quantized: the cache is none of its."""
+def _drop_kv_quantization(config: Any) -> None:
+    """Remove the quantization of keys and values from the config: transformers has no part in the cache."""
     section = getattr(config, "quantization_config", None)
     if isinstance(section, dict) and quantizes_kv_alone(Fields(section, "quantization_config.")):
         del config.quantization_config
@@ -93,7 +93,7 @@ def _class_reason(model_class: Any, config: Any) -> str | None:
 
 
 def check_length(choice: Choice, max_model_len: int) -> None:
-    """Refuse sequences that are long enough to change rotary frequencies, which here are the same for a whole batch."""
+    """Raise LoaderError for lengths that would change rotary frequencies, which are the same for a whole batch here."""
     named = getattr(choice.config, "rope_parameters", None) or {}
     for rope in [named, *(entry for entry in named.values() if isinstance(entry, dict))]:
         kind = rope.get("rope_type")

@@ -1,4 +1,4 @@
-"""A causal LM of transformers behind the interface that the executor knows its own models by."""
+"""Adapts a causal LM of transformers to the interface of the executor's own models."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
 from executor_svc.models.through_transformers.attention import PagedAttention, attending
-from executor_svc.models.through_transformers.probe import Found, LayerAttention
+from executor_svc.models.through_transformers.probe import LayerAttention, ProbeResult
 
 
 class HostedModel:
-    """Implements `models.base.CausalLM`, except that its operations can not be recorded: `eager_runner` runs it.
+    """Implements `models.base.CausalLM`, but its operations cannot be recorded: `worker.eager_runner` runs it.
 
-    The model rotates by itself, or has learned positions. Of a rope it takes the positions.
+    The model rotates by itself, or has learned positions. It uses only the positions of a rope.
     """
 
-    def __init__(self, model: Any, found: Found, mask: Tensor | None, kernels: Kernels) -> None:
-        """Take a model with our attention, what is known of it, and the mask that it is to be called with."""
+    def __init__(self, model: Any, found: ProbeResult, mask: Tensor | None, kernels: Kernels) -> None:
+        """model: with Cadenza's attention; found: its probe; mask: an argument of all its calls."""
         self._model = model
         self._base: Any = found.base
         self._mask = mask
@@ -31,19 +31,19 @@ class HostedModel:
         self.attention_shapes: tuple[AttentionShape, ...] = tuple(dict.fromkeys(shapes))
         self._plan_of = [self.attention_shapes.index(shape) for shape in shapes]
         self.kv_scales: Sequence[KVScales | None] = [None] * self.num_layers
-        """Of each layer, for a cache in fp8; to be set before the model runs over one."""
+        """Scales of each layer, for a cache in fp8; must be set before the model runs over such a cache."""
         self._output: Any = None
         self._given: Tensor | None = None
         self._run_base = self._base.forward
         self._base.forward = self._base_forward
 
     def new_ropes(self, positions: Tensor) -> list[Rope]:
-        """Return one that rotates nothing, for tokens at `positions` [most tokens] int64, which is filled later."""
+        """Return one rope that rotates nothing, for tokens at `positions` [max_tokens] int64; steps fill positions."""
         none = torch.empty(0, 0, dtype=self._model.dtype, device=self._model.device)
         return [Rope(none, none, positions)]
 
     def fill_ropes(self, positions: Tensor, rope_lens: Tensor, ropes: Sequence[Rope]) -> None:
-        """The positions are all that there is."""
+        """Nothing to do: the rope holds only positions."""
 
     def forward(
         self,
@@ -52,7 +52,7 @@ class HostedModel:
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
-        """Return hidden states [T, hidden], as the head takes them; arguments as in `models.base.CausalLM`."""
+        """Return hidden states [T, hidden], the input of the head; arguments as in `models.base.CausalLM`."""
         attend = PagedAttention(
             self._kernels, self.attention_shapes, self._plan_of, kv_layers, plans, ropes[0], self.kv_scales
         )
@@ -69,7 +69,7 @@ class HostedModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, vocab_size] float32 for hidden [R, hidden].
 
-        All that the model does behind its base is done: head, scaling, softcap.
+        Runs everything of the model after its base: head, scaling, softcap.
         """
         self._given = hidden[None]
         try:
@@ -80,7 +80,7 @@ class HostedModel:
         return logits[0].float()
 
     def _base_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the base, or return what it would have given if these hidden states were its own."""
+        """Run the base; during `logits`, return its last output with the given hidden states instead."""
         if self._given is None:
             return self._run_base(*args, **kwargs)
         return type(self._output)(**{**self._output, "last_hidden_state": self._given})

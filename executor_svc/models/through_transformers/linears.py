@@ -1,4 +1,4 @@
-"""The linears of a transformers model, replaced by the device's own."""
+"""Replaces the linears of a transformers model with those of the device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _KNOWN = ("torch.nn.modules.linear.Linear", _CONV1D, "transformers.models.falcon
 
 
 class PreparedLinear(nn.Module):
-    """Stands where a linear was; maps [..., in_features] to [..., out_features]."""
+    """Takes the place of a linear; maps [..., in_features] to [..., out_features]."""
 
     def __init__(self, linear: Linear, dtype: torch.dtype, device: torch.device, has_bias: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._linear = linear
-        # For code that asks for the dtype or the device. Code that computes with it gets NaN, which loading finds.
+        # For code that reads dtype or device. Code that computes with it gets NaN, which loading detects.
         nan = torch.full((), float("nan"), dtype=dtype, device=device)
         self.weight = nan.expand(linear.out_features, linear.in_features)
         self.bias = nan.expand(linear.out_features) if has_bias else None
@@ -34,9 +34,9 @@ class PreparedLinear(nn.Module):
 
 
 def prepare_linears(model: Any, builder: Builder) -> None:
-    """Replace every linear of a model, in place; the one that makes logits is called lm_head, whatever its name.
+    """Replace every linear of a model, in place; the linear of the logits gets the name lm_head on the device.
 
-    Only the very classes that are known: what else derives from them may compute something else.
+    Only exactly the known classes: a derived class may compute something else.
     """
     head = model.get_output_embeddings()
     found = [(name, part) for name, part in model.named_modules() if _class_of(part) in _KNOWN]
@@ -44,7 +44,7 @@ def prepare_linears(model: Any, builder: Builder) -> None:
         if part.weight.dtype != builder.dtype:
             continue
         weight = part.weight.detach()
-        # GPT-2's have [in_features, out_features].
+        # Weights of GPT-2 are [in_features, out_features].
         weight = weight.t().contiguous() if _class_of(part) == _CONV1D else weight
         bias = None if part.bias is None else part.bias.detach()
         linear = builder.prepare_linear("lm_head" if part is head else name, weight, bias)

@@ -1,6 +1,6 @@
-"""The last word on whether a model runs through our attention: its logits are those of transformers' own attention.
+"""Checks that a model's logits with Cadenza's attention equal those with transformers' own attention.
 
-Two texts, in chunks, beside each other: what mixes sequences, or keeps a state of its own, gives other logits.
+Two texts run in chunks in the same steps: a model that mixes sequences, or keeps state, has other logits.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from executor_svc.models.base import Builder, CausalLM, ModelConfigError
 
 _TEXTS = (37, 21)
 _STEPS = ((0, 20), (1, 9)), ((0, 14), (1, 12)), ((0, 1),), ((0, 1),), ((0, 1),)
-"""Which text goes on by how many tokens, step by step."""
+"""Step by step: (index of a text, number of its next tokens)."""
 
 _PARTS = (20, 14, 3), (9, 12)
-"""Tokens of each text that are compared as one: of its chunks, and of the steps of one token."""
+"""Numbers of tokens of each text that are compared together: its chunks, and its steps of one token."""
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-"""Of a row's error, relative to its spread; a wrong window, scale or position gives far more."""
+"""Maximum error of a row, relative to its spread; a wrong window, scale or position causes far larger errors."""
 
 
 def sample_texts(vocab_size: int, max_model_len: int) -> list[Tensor]:
-    """Return token ids [T] int64 of the texts that are compared."""
+    """Return the token ids [T] int64 of the texts."""
     lengths = [min(length, max_model_len) for length in _TEXTS]
     return [(torch.arange(n) * 7919 + 13 + 101 * i) % vocab_size for i, n in enumerate(lengths)]
 
 
 @torch.inference_mode()
 def own_logits(model: Any, texts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the logits [T, vocabulary] float32 of texts by a model of transformers, as it is."""
+    """Return the logits [T, vocabulary] float32 of texts from an unchanged model of transformers."""
     return [model(input_ids=text[None].to(model.device), use_cache=False).logits[0].float() for text in texts]
 
 
@@ -40,9 +40,9 @@ def own_logits(model: Any, texts: Sequence[Tensor]) -> list[Tensor]:
 def paged_logits(
     model: CausalLM, texts: Sequence[Tensor], builder: Builder, max_model_len: int, block_size: int
 ) -> list[Tensor]:
-    """Return the same by our attention, over a cache of its own.
+    """Return the same logits with Cadenza's attention, over a temporary cache.
 
-    With the sizes that the model will be served with, so that its kernels are made before the first step.
+    max_model_len and block_size: as in service, so that the kernels are compiled before the first step.
     """
     shape, device = model.attention_shapes[0], builder.torch_device
     blocks_each = -(-max(len(text) for text in texts) // block_size)
@@ -77,13 +77,13 @@ def paged_logits(
 
 
 def check_logits(wanted: Sequence[Tensor], found: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Raise ModelConfigError unless the logits are as good as equal.
+    """Raise ModelConfigError unless the logits are equal within the tolerance.
 
-    Of each part the median row counts: in mixtures of experts a rounding may send a token to another expert.
+    The median row of each part counts: in mixtures of experts, rounding may send a token to another expert.
     """
     worst = 0.0
-    for theirs, ours, parts in zip(wanted, found, _PARTS, strict=True):
-        errors = (ours - theirs).square().mean(1).sqrt() / theirs.std(1).clamp_min(1e-30)
+    for expected, paged, parts in zip(wanted, found, _PARTS, strict=True):
+        errors = (paged - expected).square().mean(1).sqrt() / expected.std(1).clamp_min(1e-30)
         for rows in errors.nan_to_num(float("inf")).split(_cut(parts, len(errors))):
             worst = max(worst, float(rows.median()))
     if worst > _TOLERANCE[dtype]:
@@ -93,6 +93,6 @@ def check_logits(wanted: Sequence[Tensor], found: Sequence[Tensor], dtype: torch
 
 
 def _cut(parts: Sequence[int], total: int) -> list[int]:
-    """Return the parts of a text that may be shorter than they are together."""
+    """Return the sizes of parts, cut to a text of `total` tokens."""
     ends = [min(total, sum(parts[: i + 1])) for i in range(len(parts))]
     return [end - start for start, end in zip([0, *ends], ends, strict=False) if end > start]

@@ -1,4 +1,4 @@
-"""What the core keeps for one executor: memory, slots, who runs there, and the plans in flight."""
+"""The core's state of one executor: KV blocks, batch slots, running sequences, and plans in flight."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from scheduler_svc.core.sequences.decode_batch import DecodeBatch
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, SequenceState, StepResult
 
-_drop: Callable[[int], None] = deque[int](maxlen=0).append
-"""Takes a token and forgets it."""
+_discard: Callable[[int], None] = deque[int](maxlen=0).append
+"""Discards a token."""
 
 
 class Lane:
@@ -31,7 +31,7 @@ class Lane:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew with an executor that knows nothing: no blocks, no slots, no plans."""
+        """Start over with an empty executor: no blocks, no slots, no plans."""
         spec = self.spec
         self.blocks = BlockManager(
             spec.num_blocks,
@@ -43,38 +43,42 @@ class Lane:
         )
         self.slots = SlotPool(spec.num_slots)
         self.running = RunningQueue(self._policy)
-        """All that hold a slot and blocks."""
+        """Running sequences: each holds a slot and blocks."""
         self.prefilling = RunningQueue(self._policy)
-        """Of these, the ones that have more to compute than a token a step, or have just come in."""
+        """Running sequences with more to compute than one token per step, or newly admitted."""
         self.decode_batch = DecodeBatch(spec.block_size)
-        """Of these, the ones that decode. The others are beams, or wait for their group's prompt."""
-        self.searches: dict[SequenceGroup, None] = {}
-        """Groups whose beams have tokens to compute."""
-        self.unwritten: dict[Sequence, bool] = {}
-        """Those whose next token goes to a block that they share since they forked; does the executor lack it."""
+        """Running sequences that decode; without beams and sequences that wait for their group's prompt."""
+        self.due_beam_groups: dict[SequenceGroup, None] = {}
+        """Groups whose beams have a token to compute."""
+        self.pending_copy_on_write: dict[Sequence, bool] = {}
+        """Forked sequences whose next token goes to a block that they still share. The value: the executor's block
+        table of the sequence lacks that block."""
         self.resuming: dict[Sequence, None] = {}
-        """Those that have forked, and decode from the next step on."""
+        """Sequences held until their fork: they decode from the next step on."""
         self.stale_slots: list[int] = []
-        """Slots that keep their sequence, which the executor is to forget."""
+        """Slots that the next plan releases on the executor although a sequence keeps them here."""
         self.swapped: dict[Sequence, None] = {}
         """Sequences whose KV is in the host pool."""
         self.finishing: dict[Sequence, None] = {}
-        """Sequences all of whose tokens are planned: they hold nothing, and wait for results alone."""
+        """Sequences whose tokens are all planned: they hold no slot and no blocks, and only await results."""
         self.retired: list[Sequence] = []
-        """Those that came there since the last plan."""
+        """Sequences added to `finishing` since the last plan."""
         self.inflight: deque[PlannedStep] = deque()
         self.sequence_at: list[Sequence | None] = [None] * spec.num_slots
-        """Who holds a slot, or held it last: what its results belong to until all plans before its release are in."""
-        self.append_at: list[Callable[[int], None]] = [_drop] * spec.num_slots
-        """Where a slot's token goes."""
-        self.dropping: set[int] = set()
-        """Slots of sequences that have ended, whose tokens may still come."""
+        """By slot: its holder, or its last holder, to which the results of plans before the slot's release belong."""
+        self.append_at: list[Callable[[int], None]] = [_discard] * spec.num_slots
+        """By slot: the function that takes a sampled token."""
+        self.discarding_slots: set[int] = set()
+        """Slots of finished sequences, for which tokens may still arrive."""
         self._known: set[Sequence] = set()
         self._num_with_stop_id: Counter[int] = Counter()
 
-    def too_long(self, sequence: Sequence) -> FinishDetail | None:
-        """Why a waiting sequence has to end here, if it has to: it may have begun when the executor held more."""
-        sequence.limit_to_model(self.spec.max_model_len)
+    def length_finish_detail(self, sequence: Sequence) -> FinishDetail | None:
+        """The reason to finish a waiting sequence that this executor cannot hold; None if it can.
+
+        The sequence may have started on an executor with larger limits.
+        """
+        sequence.apply_max_model_len(self.spec.max_model_len)
         if sequence.fully_planned:
             return sequence.length_detail
         if self.blocks.num_blocks_for(len(sequence.token_ids)) > self.spec.num_blocks:
@@ -83,100 +87,101 @@ class Lane:
 
     @property
     def stop_ids(self) -> KeysView[int]:
-        """Token ids that end one sequence or another of those that have run here and not ended."""
+        """The union of the stop ids of all unfinished sequences that have run here."""
         return self._num_with_stop_id.keys()
 
-    def enter(self, sequence: Sequence) -> None:
-        """Give a waiting sequence a slot; its blocks are given by whoever lets it in."""
-        sequence.move(SequenceState.RUNNING)
+    def start_running(self, sequence: Sequence) -> None:
+        """Give a waiting sequence a slot; the caller allocates its blocks."""
+        sequence.change_state(SequenceState.RUNNING)
         slot = self.slots.take()
         sequence.slot = sequence.last_slot = slot
         self.sequence_at[slot] = sequence
         self.append_at[slot] = sequence.token_ids.append
-        self.dropping.discard(slot)
+        self.discarding_slots.discard(slot)
         self.swapped.pop(sequence, None)
         if sequence not in self._known and not sequence.is_beam:
             self._known.add(sequence)
             self._num_with_stop_id.update(sequence.group.stop_ids)
         self.running.add(sequence)
-        if not (sequence.is_attached or sequence.is_parked):
+        if not (sequence.awaits_fork or sequence.is_spare_beam):
             self.prefilling.add(sequence)
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """From the next step on it decodes with the others."""
+        """Add a sequence to the decode batch, from the next step on."""
         self.prefilling.discard(sequence)
         self.decode_batch.join(sequence)
 
-    def leave(self, sequence: Sequence, *, keeps_blocks: bool = False, spoiled: bool = False) -> None:
-        """Take the slot of a running sequence back, and its memory, unless it keeps its blocks to be swapped out.
+    def stop_running(self, sequence: Sequence, *, keeps_blocks: bool = False, invalid_kv: bool = False) -> None:
+        """Release the slot of a running sequence, and its blocks unless `keeps_blocks` (for a swap-out).
 
-        Spoiled KV leaves the prefix cache.
+        With `invalid_kv` its blocks leave the prefix cache.
         """
-        if sequence.decodes:
+        if sequence.is_decoding:
             self.decode_batch.leave(sequence)
         else:
             self.prefilling.discard(sequence)
         self.running.remove(sequence)
-        self.unwritten.pop(sequence, None)
+        self.pending_copy_on_write.pop(sequence, None)
         self.resuming.pop(sequence, None)
         if len(sequence.group.sequences) > 1:
-            self._leave_group(sequence)
+            self._release_shared(sequence)
         slot = held_slot(sequence)
         if sequence.described:
             self.slots.release(slot)
         else:
-            self.slots.give_back(slot)
+            self.slots.free(slot)
         sequence.slot, sequence.described = None, False
         if not keeps_blocks:
-            self.blocks.free(sequence, spoiled=spoiled)
+            self.blocks.free(sequence, invalid_kv=invalid_kv)
 
     def swap_out(self, sequences: list[Sequence]) -> None:
-        """Move the KV of running sequences to the host pool, which must have room; they leave."""
+        """Stop running sequences and move their KV to the host pool; InvariantError if it has too few free blocks."""
         for sequence in sequences:
-            self.leave(sequence, keeps_blocks=True)
+            self.stop_running(sequence, keeps_blocks=True)
             self.swapped[sequence] = None
         if not self.blocks.swap_out(sequences):
-            raise InvariantError("the host pool has no room for a group that is swapped out")
+            raise InvariantError("the host pool has too few free blocks for a swap-out")
 
-    def forget_swapped(self, sequence: Sequence) -> None:
-        """Drop the KV of a sequence that is swapped out."""
+    def drop_swapped(self, sequence: Sequence) -> None:
+        """Free the host blocks of a swapped-out sequence."""
         del self.swapped[sequence]
         self.blocks.free(sequence)
 
-    def _leave_group(self, leaver: Sequence) -> None:
-        """What others share with one that leaves, and that is not there yet, they compute themselves.
+    def _release_shared(self, leaver: Sequence) -> None:
+        """Release what ties a sequence that stops running to its group.
 
-        Beams leave all together: their turn is over, and what was reserved for them is free.
+        Sequences that await KV from it compute that KV themselves. Beams stop all together: the group has no due beams
+        any more, and its reserved blocks are freed.
         """
-        leaver.own_up()
+        leaver.stop_awaiting_kv()
         for sequence in self.prefilling:
-            if sequence.awaits is leaver:
-                sequence.own_up()
-        self.searches.pop(leaver.group, None)
-        self.blocks.give_back(leaver.group.reserve)
-        leaver.group.reserve = []
+            if sequence.kv_source is leaver:
+                sequence.stop_awaiting_kv()
+        self.due_beam_groups.pop(leaver.group, None)
+        self.blocks.free_taken(leaver.group.reserved_blocks)
+        leaver.group.reserved_blocks = []
 
     def retire(self, sequence: Sequence) -> None:
-        """All of its tokens are planned: it leaves its slot and blocks to others; its results are awaited."""
-        self.leave(sequence)
+        """Free the slot and blocks of a sequence whose tokens are all planned; only its results are awaited."""
+        self.stop_running(sequence)
         self.finishing[sequence] = None
         self.retired.append(sequence)
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop a sequence that has ended, wherever it is, and what still comes from its slot."""
+    def drop(self, sequence: Sequence) -> None:
+        """Remove a finished sequence in any state; tokens that still arrive from its slot are discarded."""
         if sequence.slot is not None:
-            self.leave(sequence)
+            self.stop_running(sequence)
         elif sequence in self.swapped:
-            self.forget_swapped(sequence)
+            self.drop_swapped(sequence)
         self.finishing.pop(sequence, None)
         if sequence in self._known:
             self._known.discard(sequence)
-            self._forget_stop_ids(sequence.group.stop_ids)
+            self._drop_stop_ids(sequence.group.stop_ids)
         slot = sequence.last_slot
-        # It may have had its slot on an executor that held more.
+        # The slot may date from an executor with more slots.
         if slot is not None and slot < self.spec.num_slots and self.sequence_at[slot] is sequence:
-            self.append_at[slot] = _drop
-            self.dropping.add(slot)
+            self.append_at[slot] = _discard
+            self.discarding_slots.add(slot)
 
     @property
     def _groups(self) -> set[SequenceGroup]:
@@ -184,12 +189,13 @@ class Lane:
 
     @property
     def num_reserved_tokens(self) -> int:
-        """Token slots that those that run hold beyond those of their tokens."""
-        blocks = sum(map(self.blocks.num_reserved, self.running)) + sum(len(group.reserve) for group in self._groups)
-        return blocks * self.spec.block_size
+        """Token slots that running sequences hold in blocks beyond those of their tokens."""
+        num_blocks = sum(map(self.blocks.num_reserved, self.running))
+        num_blocks += sum(len(group.reserved_blocks) for group in self._groups)
+        return num_blocks * self.spec.block_size
 
     def num_distinct_tokens(self, sequences: Collection[Sequence]) -> int:
-        """Tokens whose KV the blocks of running sequences store; what several share counts once."""
+        """Number of tokens whose KV the blocks of these running sequences store; shared blocks count once."""
         fill: dict[int, int] = {}
         size = self.spec.block_size
         for sequence in sequences:
@@ -201,18 +207,18 @@ class Lane:
 
     @property
     def num_stored_tokens(self) -> int:
-        """Tokens whose KV the pool stores for those that run."""
+        """Number of tokens whose KV the pool stores for running sequences."""
         if self.blocks.num_shared_refs:
             return self.num_distinct_tokens(self.running.sequences)
         return sum(sequence.num_computed_tokens for sequence in self.running)
 
-    def observe(self, step: PlannedStep, result: StepResult) -> None:
-        """Learn from a result what computing and moving cost."""
+    def update_rates(self, step: PlannedStep, result: StepResult) -> None:
+        """Update the measured rates with a result's timings."""
         plan = step.plan
         num_swapped = 0 if plan.copied else len(plan.swapped_out) + len(plan.swapped_in)
         self.rates.observe(step.total_tokens, num_swapped, result.device_ns, result.moves_ns)
 
-    def _forget_stop_ids(self, stop_ids: Collection[int]) -> None:
+    def _drop_stop_ids(self, stop_ids: Collection[int]) -> None:
         counts = self._num_with_stop_id
         for stop_id in stop_ids:
             if counts[stop_id] == 1:
@@ -221,23 +227,23 @@ class Lane:
                 counts[stop_id] -= 1
 
     def check_integrity(self) -> None:
-        """Prove that blocks, slots and states of this lane add up; raises InvariantError."""
+        """Check that blocks, slots and states of this lane are consistent; raises InvariantError."""
         for sequence in self.running:
             if sequence.state is not SequenceState.RUNNING:
                 raise InvariantError(f"sequence {sequence.sequence_id} runs in state {sequence.state.name}")
             if self.sequence_at[held_slot(sequence)] is not sequence:
-                raise InvariantError(f"slot {sequence.slot} does not know sequence {sequence.sequence_id}")
-        reserved = [block_id for group in self._groups for block_id in group.reserve]
+                raise InvariantError(f"slot {sequence.slot} does not hold sequence {sequence.sequence_id}")
+        reserved = [block_id for group in self._groups for block_id in group.reserved_blocks]
         self.blocks.check_integrity([*self.running, *self.swapped], reserved)
         self.slots.check_integrity([held_slot(sequence) for sequence in self.running])
-        decoding = [sequence for sequence in self.running if sequence.decodes]
+        decoding = [sequence for sequence in self.running if sequence.is_decoding]
         self.decode_batch.check_integrity(decoding)
         prefilling = set(self.prefilling)
         for sequence in self.running:
-            if sequence.decodes and sequence in prefilling:
+            if sequence.is_decoding and sequence in prefilling:
                 raise InvariantError(f"sequence {sequence.sequence_id} prefills and decodes")
-            busy = sequence.decodes or sequence in prefilling
-            if not (busy or sequence.is_attached or sequence.is_beam):
-                raise InvariantError(f"sequence {sequence.sequence_id} runs and does nothing")
+            busy = sequence.is_decoding or sequence in prefilling
+            if not (busy or sequence.awaits_fork or sequence.is_beam):
+                raise InvariantError(f"sequence {sequence.sequence_id} runs without anything to compute")
         if not prefilling.issubset(self.running):
-            raise InvariantError("a sequence prefills that does not run")
+            raise InvariantError("a sequence prefills that is not running")

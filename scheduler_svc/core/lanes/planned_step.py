@@ -1,4 +1,4 @@
-"""A plan in flight, and what it meant when it was made."""
+"""A plan in flight, with the sequences that it refers to."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from scheduler_svc.core.types import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens of a sequence that does not decode with the cohort: of its prompt, a beam's, or what is computed again.
+    """Tokens of a sequence outside the decode batch: of a prompt, of a beam, or recomputed ones.
 
-    A fork has none, and samples.
+    A fork has 0 tokens and samples.
     """
 
     sequence: Sequence
@@ -24,23 +24,23 @@ class Chunk:
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A plan and what it meant when it was made: its result is read against this, never against the present.
+    """A plan and the sequences behind its slots: its result is applied to these, never to the slots' current holders.
 
-    `preempted` and `retired` gave their blocks up before this step, `swapped_out` among the former kept them in the
-    host pool, `swapped_in` have come back from there, `appended` got a block more.
+    `preempted` and `retired` freed their blocks before this step; `swapped_out`, a part of `preempted`, moved them to
+    the host pool; `swapped_in` moved them back; `appended` got one more block each.
     """
 
     plan: StepPlan
     planned_at: float
     decode_slots: list[int] = field(default_factory=list)
-    """Slots of those that decode: one token each, and each samples."""
+    """Slots of the decode batch: each computes one token and samples."""
     chunks: list[Chunk] = field(default_factory=list)
     prompt_logprobs: dict[int, tuple[Sequence, range]] = field(default_factory=dict)
-    """By slot: who asked for prompt logprobs, and of which prompt tokens this step gives them."""
+    """By slot: the sequence with requested prompt logprobs, and the prompt tokens that this step gives them for."""
     joined: list[Sequence] = field(default_factory=list)
     joined_slots: list[int] = field(default_factory=list)
     described: list[Sequence] = field(default_factory=list)
-    """One for each admission of the plan: a sequence may join earlier, and a beam may be described again."""
+    """One for each entry of plan.admitted: a sequence may join earlier, and a beam may be described again."""
     preempted: list[Sequence] = field(default_factory=list)
     swapped_out: list[Sequence] = field(default_factory=list)
     swapped_in: list[Sequence] = field(default_factory=list)
@@ -60,7 +60,7 @@ class PlannedStep:
 
     @property
     def candidate_slots(self) -> list[int]:
-        """The slots of beams whose candidates this step tells: they sample no token."""
+        """The slots of beams for which this step returns candidates; they sample no token."""
         return [chunk.slot for chunk in self.chunks if chunk.samples and chunk.sequence.is_beam]
 
     @property

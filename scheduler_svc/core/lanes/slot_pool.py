@@ -8,7 +8,7 @@ from scheduler_svc.core.errors import InvariantError
 
 
 class SlotPool:
-    """Hands out slot ids; one that was released comes back only after the results of all plans before its release."""
+    """A pool of slot ids. A released slot is free again only after the results of all plans before its release."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -23,7 +23,7 @@ class SlotPool:
 
     @property
     def num_used(self) -> int:
-        """Slots that are not free: held, or on their way back."""
+        """Slots that are not free: held, or released and still quarantined."""
         return self.num_slots - len(self._free)
 
     def take(self) -> int:
@@ -33,26 +33,26 @@ class SlotPool:
         return self._free.pop()
 
     def release(self, slot: int) -> None:
-        """Give a slot up: the next plan tells the executor."""
+        """Release a slot: the next plan releases it on the executor."""
         self._to_release.append(slot)
 
-    def give_back(self, slot: int) -> None:
-        """Give up a slot that the executor was never told of, or that nothing is under way for: it is free at once."""
+    def free(self, slot: int) -> None:
+        """Free a slot at once: the executor does not know it, and no result for it is pending."""
         self._free.append(slot)
 
-    def releases_for(self, step_id: int) -> list[int]:
-        """The slots that the plan of this step has to release."""
+    def take_released(self, step_id: int) -> list[int]:
+        """The slots that the plan of this step must release."""
         released, self._to_release = self._to_release, []
         self._quarantine.extend((step_id, slot) for slot in released)
         return released
 
-    def result_seen(self, step_id: int) -> None:
-        """The result of this step is in: slots released by plans up to the next one are free."""
+    def on_result(self, step_id: int) -> None:
+        """Record a step's result: slots released by plans up to the next one are free."""
         while self._quarantine and self._quarantine[0][0] <= step_id + 1:
             self._free.append(self._quarantine.popleft()[1])
 
     def check_integrity(self, held: list[int]) -> None:
-        """Prove that every slot is held, free or on its way back, and only one of these."""
+        """Check that every slot is exactly one of held, free, to be released or quarantined."""
         everywhere = held + self._free + self._to_release + [slot for _, slot in self._quarantine]
         if sorted(everywhere) != list(range(self.num_slots)):
             raise InvariantError(f"slots do not add up: {sorted(everywhere)}")

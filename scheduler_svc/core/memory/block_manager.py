@@ -1,8 +1,8 @@
 """Block tables of sequences over a device pool and a host pool, with copy-on-write, swapping and a prefix cache.
 
-Within a plan the executor moves blocks before it computes. So what the plan in the making computes must not be moved,
-cached or freed before `take_moves` has closed that plan: preempt, allocate, compute, take the moves, and only then let
-sequences go that end.
+Within a plan the executor moves blocks before it computes. So blocks that the plan being made writes to must not be
+moved, cached or freed before `take_moves` closes that plan: preempt, allocate, schedule, take the moves, and only then
+free the blocks of sequences that finish.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Sequence as Ids
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.memory.block_moves import Moves
 from scheduler_svc.core.memory.block_tiers import BlockTiers
-from scheduler_svc.core.memory.prefix_cache import NOTHING, Found, Parent, on_host
+from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix, Parent, host_place
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.sequences.sequence import Sequence
 
 _NO_ADAPTER = 0
 _MAX_CHAINS = 64
-"""Prefixes remembered of sequences that wait: only those that are next are looked up."""
+"""Maximum number of remembered lookups of waiting sequences: only the next ones in order are looked up."""
 
 
 class BlockManager:
-    """Gives blocks to sequences and takes them back. Sizes are in tokens unless they say blocks.
+    """Allocates blocks to sequences and frees them. Sizes are in tokens unless stated in blocks.
 
     Without `caching` there is no prefix cache; without `rates` every move counts as cheaper than computing.
     """
@@ -42,14 +42,14 @@ class BlockManager:
     ) -> None:
         self.block_size = block_size
         self.num_prefix_queries = 0
-        """Tokens of sequences that looked for a cached prefix when they were admitted, since start."""
+        """Number of tokens of admitted sequences that looked up the prefix cache, since start."""
         self.num_prefix_hits = 0
-        """Of these, tokens that were found."""
+        """Number of these tokens that were found."""
         self.num_prefix_host_hits = 0
-        """Of these, tokens found in the host pool."""
+        """Number of these tokens found in the host pool."""
         self._num_watermark_blocks = int(watermark * num_blocks)
         self._chains: dict[int, list[int]] = {}
-        """By sequence id: the nodes that were found when it last looked."""
+        """By sequence id: the nodes found by its last lookup."""
         self.caching = caching
         self._tiers = BlockTiers(num_blocks, num_host_blocks, block_size, rates)
         self.pool = self._tiers.device
@@ -57,66 +57,67 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Device blocks that may be taken: unused, or cached and held by nobody."""
+        """Number of device blocks that can be taken: unused, or cached without holders."""
         return self.pool.num_free
 
     @property
     def num_cached(self) -> int:
-        """Of the free device blocks, those that are cached."""
+        """Number of free device blocks that are cached."""
         return self.pool.num_idle
 
     @property
     def num_used_host(self) -> int:
-        """Host blocks held by sequences that are swapped out."""
+        """Number of host blocks held by swapped-out sequences."""
         return self._tiers.num_used_host
 
     @property
     def num_shared_refs(self) -> int:
-        """Device blocks saved by sharing: holders beyond the first of each block."""
+        """Number of device blocks saved by sharing: holders beyond the first of each block."""
         return self.pool.num_shared_refs
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
+        """Number of blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def can_take(self, num_blocks: int, *, alone: bool, num_more: int = 0) -> bool:
-        """Would so many blocks, taken now, leave the watermark free? Alone one may go below.
+        """Whether `num_blocks` can be taken with the watermark left free; `alone` ignores the watermark.
 
-        With `num_more`: would they, with so many more blocks free.
+        `num_more`: additional free blocks to assume.
         """
         reserve = 0 if alone else self._num_watermark_blocks
         return num_blocks + reserve <= self.pool.num_free + num_more
 
     def take(self, count: int) -> list[int]:
-        """Free blocks, to be appended to block tables; raises InvariantError if there are not as many.
+        """Take free blocks, to be appended to block tables; raises InvariantError if there are too few.
 
-        Cached ones are evicted for it, the least recently used first.
+        Evicts cached blocks if needed, the least recently used first.
         """
         return self._tiers.take(count)
 
-    def give_back(self, block_ids: Ids[int]) -> None:
-        """Free blocks that were taken and are in no table."""
+    def free_taken(self, block_ids: Ids[int]) -> None:
+        """Free blocks that were taken and are in no block table."""
         self._tiers.drop(block_ids)
 
-    def find(self, sequence: Sequence) -> Found:
-        """The longest cached prefix that it may use; changes nothing. Use it before blocks are taken or swapped.
+    def find_cached_prefix(self, sequence: Sequence) -> CachedPrefix:
+        """Look up the longest cached prefix that a sequence may use; changes nothing.
 
-        Never the last token, which is computed in any case. Nothing for requests that opted out, or that still want
-        logprobs of their prompt. Blocks in the host pool are used as far as moving them in costs less than computing.
+        The last token is never included: it is computed in any case. Empty for requests that opted out or still need
+        prompt logprobs. Host blocks are included as far as swapping them in costs less than computing. Use the result
+        before other blocks are taken or swapped.
         """
         if not self.caching or not _may_hit(sequence):
-            return NOTHING
+            return NO_PREFIX
         size, cache, counts = self.block_size, self._tiers.cache, self.pool.ref_counts
         nodes = self._chain(sequence)
         places = list(map(cache.place, nodes))
-        out_to = self._tiers.moves.out_to
-        if out_to:
-            # What this plan moves out cannot come in by it too.
-            moving = (index for index, place in enumerate(places) if on_host(place) in out_to)
+        swap_outs = self._tiers.moves.swap_outs
+        if swap_outs:
+            # Blocks that this plan swaps out cannot be swapped in by it too.
+            moving = (index for index, place in enumerate(places) if host_place(place) in swap_outs)
             del places[next(moving, len(places)) :]
         num_used = self._tiers.num_worth_using(places)
         used = places[:num_used]
-        return Found(
+        return CachedPrefix(
             nodes=tuple(nodes[:num_used]),
             num_tokens=num_used * size,
             num_queried=len(sequence.token_ids),
@@ -124,20 +125,20 @@ class BlockManager:
             num_host=sum(place < 0 for place in used),
         )
 
-    def blocks_of(self, found: Found) -> list[int]:
-        """The device blocks of what was found."""
+    def device_blocks_of(self, found: CachedPrefix) -> list[int]:
+        """The device blocks of a found prefix."""
         return [place for place in map(self._tiers.cache.place, found.nodes) if place >= 0]
 
-    def spoil(self, sequence: Sequence) -> None:
-        """Its KV is not what its tokens should have: none of its prefix is cached any more, whoever put it there."""
+    def invalidate(self, sequence: Sequence) -> None:
+        """Remove the whole prefix of a sequence with invalid KV from the cache, including blocks that others cached."""
         for node in self._chain(sequence) if self.caching else ():
-            self._tiers.forget(node)
+            self._tiers.remove_node(node)
         self._chains.pop(sequence.sequence_id, None)
 
     def _chain(self, sequence: Sequence) -> list[int]:
-        """The nodes of its longest cached prefix, without the last token; from those known of old, if they are there.
+        """The nodes of its longest cached prefix, without the last token.
 
-        One that waits for room asks in every step.
+        Starts from the nodes of its last lookup, since a waiting sequence looks up in every step.
         """
         size, token_ids, cache = self.block_size, sequence.token_ids, self._tiers.cache
         nodes = list(itertools.takewhile(cache.__contains__, self._chains.pop(sequence.sequence_id, ())))
@@ -153,30 +154,30 @@ class BlockManager:
         self._chains[sequence.sequence_id] = nodes
         return nodes
 
-    def register(self, sequence: Sequence) -> None:
-        """Put its full blocks into the cache, as far as they are computed for sure; no-op if it may not be cached.
+    def cache_full_blocks(self, sequence: Sequence) -> None:
+        """Add its full and computed blocks to the cache; no-op if its request opted out.
 
-        Between plans, or before the plan in the making computes. A content that is cached already keeps its first
-        block; the sequence's own stays out of the cache.
+        Call it between plans, or before the plan being made schedules tokens. Content that is cached already keeps its
+        first block; the sequence's own block is not cached.
         """
         if not self.caching or not sequence.block_ids or not sequence.group.spec.uses_prefix_cache:
             return
         size, token_ids, block_ids = self.block_size, sequence.token_ids, sequence.block_ids
-        # A token is computed for sure once another came after it: an executor lets the KV of a stop token be.
+        # A token's KV is certain once another token follows: an executor does not compute the KV of a stop token.
         num_full = min(sequence.num_computed_tokens, len(token_ids) - 1) // size
         first, node = sequence.num_cached_blocks, sequence.cache_node
         if num_full <= first:
             return
         cache = self._tiers.cache
         if node is not None and node not in cache:
-            # Its chain was another's blocks, and evicted: what would hang from it could not be found.
+            # Its chain consisted of another sequence's blocks and was evicted: children of it would be unreachable.
             first, node = 0, None
         parent: Parent = _root(sequence) if node is None else node
         for index in range(first, num_full):
             content = tuple(token_ids[index * size : (index + 1) * size])
             node = cache.find(parent, content)
             if node is None:
-                # Cached all the same, it is the place of a node out of reach: this content would have led to any other.
+                # If the block is cached under another node, that node is unreachable: a lookup would have found it.
                 self._tiers.uncache(block_ids[index])
                 node = cache.add(parent, content, block_ids[index])
                 self.pool.cache(block_ids[index], node)
@@ -184,11 +185,13 @@ class BlockManager:
         sequence.num_cached_blocks, sequence.cache_node = num_full, node
 
     def allocate(
-        self, sequence: Sequence, num_tokens: int, *, found: Found | None = None, shared: Ids[int] = ()
+        self, sequence: Sequence, num_tokens: int, *, found: CachedPrefix | None = None, shared: Ids[int] = ()
     ) -> None:
-        """Give a sequence without blocks those of its first `num_tokens` tokens; InvariantError if too few are free.
+        """Allocate the blocks of the first `num_tokens` tokens to a sequence without blocks.
 
-        The first ones are what `find` found for it, or `shared`: device blocks that others of its group hold.
+        The first blocks come from `found`, the result of `find_cached_prefix`, or from `shared`: device blocks that
+        other sequences of its group hold. Raises InvariantError if too few are free, or if the sequence has blocks
+        already.
         """
         if sequence.block_ids or sequence.host_block_ids:
             raise InvariantError(f"sequence {sequence.sequence_id} has blocks already")
@@ -196,11 +199,13 @@ class BlockManager:
         num_found = found.num_blocks if found else 0
         num_new = num_blocks - num_found - len(shared)
         if num_new < 0 or (shared and num_found):
-            raise InvariantError(f"sequence {sequence.sequence_id} needs {num_blocks} other blocks than it is given")
+            raise InvariantError(
+                f"sequence {sequence.sequence_id} needs {num_blocks} blocks, not those that it is given"
+            )
         _clear(sequence)
         self._chains.pop(sequence.sequence_id, None)
         if found and num_found:
-            sequence.block_ids = self._tiers.use(found.nodes, num_new)
+            sequence.block_ids = self._tiers.take_cached(found.nodes, num_new)
             sequence.num_cached_blocks, sequence.cache_node = num_found, found.nodes[-1]
         else:
             taken = self._tiers.take(num_new)
@@ -212,8 +217,8 @@ class BlockManager:
             self.num_prefix_hits += found.num_tokens
             self.num_prefix_host_hits += found.num_host * self.block_size
 
-    def share_table(self, source: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Fork: give a child without blocks all blocks of its source that hold the first `num_tokens` tokens."""
+    def share_blocks(self, source: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Fork: share all blocks of `source` that hold the first `num_tokens` tokens with a child without blocks."""
         num_blocks = self.num_blocks_for(num_tokens)
         if child.block_ids or child.host_block_ids or num_blocks > len(source.block_ids):
             raise InvariantError(f"sequence {child.sequence_id} cannot share {num_blocks} blocks")
@@ -227,7 +232,7 @@ class BlockManager:
         child.cache_node, child.num_cached_blocks = node, num_cached if node is not None else 0
 
     def writes_shared(self, sequence: Sequence) -> bool:
-        """Is the block that the KV of its next token goes to held by others too, or cached?"""
+        """Whether the block for the KV of its next token is shared with other holders or cached."""
         index = sequence.num_computed_tokens // self.block_size
         if index >= len(sequence.block_ids):
             return False
@@ -235,10 +240,10 @@ class BlockManager:
         return self.pool.ref_counts[block_id] > 1 or block_id in self.pool.cached
 
     def make_writable(self, sequence: Sequence) -> int:
-        """Copy-on-write of the block that its next token goes to; returns the block that is there now.
+        """Copy-on-write of the block for its next token; returns the block that it has there now.
 
-        The only holder keeps its block, which leaves the cache. Raises InvariantError if it has none there, or if it is
-        shared and no block is free.
+        A sole holder keeps its block, which leaves the cache. Raises InvariantError if it has no block there, or if
+        the block is shared and no block is free.
         """
         index = sequence.num_computed_tokens // self.block_size
         if index >= len(sequence.block_ids):
@@ -253,38 +258,38 @@ class BlockManager:
         self._tiers.drop((block_id,))
         return own
 
-    def free(self, sequence: Sequence, *, spoiled: bool = False) -> None:
-        """Take all blocks of a sequence back, and cache what can be; safe to call twice.
+    def free(self, sequence: Sequence, *, invalid_kv: bool = False) -> None:
+        """Free all blocks of a sequence, and cache its full ones; safe to call twice.
 
-        If its KV is `spoiled`, no block of it is cached, nor stays so.
+        With `invalid_kv` none of its blocks is cached or stays cached.
         """
-        if spoiled:
+        if invalid_kv:
             for block_id in sequence.block_ids:
                 self._tiers.uncache(block_id)
         else:
-            self.register(sequence)
-        # Last first: tails are evicted before the heads that they hang from.
+            self.cache_full_blocks(sequence)
+        # Last first, so that a block is evicted before its parent.
         self._tiers.drop(sequence.block_ids[::-1])
         self._tiers.drop_host(sequence.host_block_ids)
         _clear(sequence)
 
     def num_reserved(self, sequence: Sequence) -> int:
-        """Blocks that it holds beyond those of its tokens, those that are computed and those that are known."""
+        """Number of blocks that it holds beyond those of its computed and known tokens."""
         present = max(sequence.num_computed_tokens, len(sequence.token_ids))
         return max(0, len(sequence.block_ids) - self.num_blocks_for(present))
 
     def num_to_swap(self, sequences: Iterable[Sequence]) -> int:
-        """Distinct device blocks that they hold."""
+        """Number of distinct device blocks of these sequences."""
         return len({block_id for sequence in sequences for block_id in sequence.block_ids})
 
     def swap_out(self, sequences: Collection[Sequence]) -> bool:
-        """Move all their blocks to the host pool, shared ones once; False, and nothing done, if it cannot hold them.
+        """Move all their blocks to the host pool, shared ones once; False without any change if they do not fit.
 
-        False as well if one of the blocks is only just being swapped in.
+        Also False if the plan being made swaps one of the blocks in.
         """
         tiers = self._tiers
         block_ids = dict.fromkeys(block_id for sequence in sequences for block_id in sequence.block_ids)
-        if len(block_ids) > tiers.host.num_free or not tiers.moves.in_to.keys().isdisjoint(block_ids):
+        if len(block_ids) > tiers.host.num_free or not tiers.moves.swap_ins.keys().isdisjoint(block_ids):
             return False
         host_of = {block_id: tiers.take_host() for block_id in block_ids}
         for block_id, host_block_id in host_of.items():
@@ -300,14 +305,14 @@ class BlockManager:
         return True
 
     def num_to_swap_in(self, sequences: Iterable[Sequence]) -> int:
-        """Distinct host blocks that they hold."""
+        """Number of distinct host blocks of these sequences."""
         return len({block_id for sequence in sequences for block_id in sequence.host_block_ids})
 
     def swap_in(self, sequences: Collection[Sequence]) -> None:
         """Move all their blocks back; raises InvariantError if too few are free, or if this plan swaps them out."""
         tiers = self._tiers
         host_ids = dict.fromkeys(block_id for sequence in sequences for block_id in sequence.host_block_ids)
-        if not tiers.moves.out_to.keys().isdisjoint(host_ids):
+        if not tiers.moves.swap_outs.keys().isdisjoint(host_ids):
             raise InvariantError("blocks would be swapped out and in by one plan")
         device_of = dict(zip(host_ids, tiers.take(len(host_ids)), strict=True))
         for host_block_id, block_id in device_of.items():
@@ -323,11 +328,11 @@ class BlockManager:
         tiers.device.drop(device_of.values())
 
     def take_moves(self) -> Moves:
-        """The moves recorded since the last call, for the plan that is now complete; its blocks are let go."""
+        """Close the plan: return the moves since the last call, and release the blocks that were kept for it."""
         return self._tiers.take_moves()
 
     def check_integrity(self, holders: Iterable[Sequence], reserved: Iterable[int] = ()) -> None:
-        """Prove that the tables of `holders`, all that hold blocks, and those reserved account for every block."""
+        """Check that the tables of `holders`, all sequences with blocks, and `reserved` account for every block."""
         moves = self._tiers.moves
         on_device, on_hosts = Counter([*moves.kept_sources, *reserved]), Counter(moves.quarantined.keys())
         for sequence in holders:
@@ -351,11 +356,11 @@ def _root(sequence: Sequence) -> tuple[str, bytes, int]:
 
 
 def _may_hit(sequence: Sequence) -> bool:
-    return sequence.group.spec.uses_prefix_cache and not sequence.lacks_prompt_logprobs
+    return sequence.group.spec.uses_prefix_cache and not sequence.needs_prompt_logprobs
 
 
 def _clear(sequence: Sequence) -> None:
-    """It holds no blocks."""
+    """Empty its block tables."""
     sequence.block_ids = []
     sequence.host_block_ids = []
     sequence.num_cached_blocks, sequence.cache_node = 0, None

@@ -1,7 +1,7 @@
-"""The block moves of the plan that is being made.
+"""The block moves of the plan being made.
 
-An executor moves blocks out to the host, then copies, then moves blocks in, then computes. All moves of a plan are
-therefore recorded by destination, with the source that has the content at that stage, whatever order they are asked in.
+An executor swaps blocks out, then copies, then swaps in, then computes. Each move is therefore recorded under its
+destination, with the source that has the content at that stage, whatever the order of the calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scheduler_svc.core.types import BlockPairs
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Block moves of one plan, as StepPlan has them."""
+    """Block moves of one plan, as in StepPlan."""
 
     swapped_out: BlockPairs
     """(device block, host block)."""
@@ -29,84 +29,84 @@ NO_MOVES = Moves([], [], [])
 
 
 class PendingMoves:
-    """Moves by destination, and the blocks that must stay as they are until the plan has been made."""
+    """Moves by destination, and the blocks that must not change until the plan is complete."""
 
     def __init__(self) -> None:
-        self.out_to: dict[int, int] = {}
-        """Device block by the host block that it goes to."""
-        self.copied_to: dict[int, int] = {}
-        """Device block by the device block that it is copied to."""
-        self.in_to: dict[int, int] = {}
-        """Host block by the device block that it goes to."""
+        self.swap_outs: dict[int, int] = {}
+        """Swap-outs: host block -> device block."""
+        self.copies: dict[int, int] = {}
+        """Copies: destination device block -> source device block."""
+        self.swap_ins: dict[int, int] = {}
+        """Swap-ins: device block -> host block."""
         self.copy_sources: Counter[int] = Counter()
-        """Device blocks that are copied, and to how many others."""
+        """Source device blocks, each with its number of copies."""
         self.kept_sources: dict[int, None] = {}
-        """Copy sources that their last holder has left: nobody may write to them in this plan."""
+        """Copy sources without other holders: kept so that this plan does not write to them."""
         self.quarantined: dict[int, None] = {}
-        """Host blocks that are swapped in: nothing may be swapped out to them in this plan."""
+        """Sources of swap-ins: this plan must not swap out to them."""
 
     @property
     def is_empty(self) -> bool:
-        """Has nothing been recorded."""
-        return not (self.out_to or self.copied_to or self.in_to or self.kept_sources or self.quarantined)
+        """Whether nothing is recorded."""
+        return not (self.swap_outs or self.copies or self.swap_ins or self.kept_sources or self.quarantined)
 
     @property
-    def fill_blocks(self) -> bool:
-        """Does a device block get its content by a move of this plan."""
-        return bool(self.copied_to or self.in_to)
+    def writes_device_blocks(self) -> bool:
+        """Whether a move of this plan writes to a device block."""
+        return bool(self.copies or self.swap_ins)
 
     def copy(self, source: int, destination: int) -> None:
-        """Give a device block the content that another has when the plan computes."""
-        host_block_id = self.in_to.get(source)
+        """Copy the content that `source` has when the plan computes."""
+        host_block_id = self.swap_ins.get(source)
         if host_block_id is not None:
-            self.in_to[destination] = host_block_id
+            self.swap_ins[destination] = host_block_id
             return
-        source = self.copied_to.get(source, source)
-        self.copied_to[destination] = source
+        source = self.copies.get(source, source)
+        self.copies[destination] = source
         self.copy_sources[source] += 1
 
     def swap_out(self, block_id: int, host_block_id: int) -> None:
-        """Move a device block's content out; raises InvariantError if it comes in by this plan only."""
-        if block_id in self.in_to:
+        """Swap a device block out; raises InvariantError if this plan swaps it in."""
+        if block_id in self.swap_ins:
             raise InvariantError(f"block {block_id} would be swapped in and out by one plan")
-        self.out_to[host_block_id] = self.copied_to.get(block_id, block_id)
+        self.swap_outs[host_block_id] = self.copies.get(block_id, block_id)
 
     def swap_in(self, host_block_id: int, block_id: int) -> None:
-        """Move a host block's content in; raises InvariantError if it goes out by this plan only."""
-        if host_block_id in self.out_to:
+        """Swap a host block in; raises InvariantError if this plan swaps it out."""
+        if host_block_id in self.swap_outs:
             raise InvariantError(f"host block {host_block_id} would be swapped out and in by one plan")
-        self.in_to[block_id] = host_block_id
+        self.swap_ins[block_id] = host_block_id
 
     def cancel(self, block_id: int) -> bool:
-        """Nobody holds this device block any more: nothing is moved to it. Returns whether something was to be."""
-        source = self.copied_to.pop(block_id, None)
+        """Cancel the move to a device block that lost its last holder; returns whether there was one."""
+        source = self.copies.pop(block_id, None)
         if source is None:
-            return self.in_to.pop(block_id, None) is not None
+            return self.swap_ins.pop(block_id, None) is not None
         self.copy_sources[source] -= 1
         if not self.copy_sources[source]:
             del self.copy_sources[source]
         return True
 
     def to_moves(self) -> Moves:
-        """What the plan is told."""
+        """The moves as lists, for the plan."""
         return Moves(
-            swapped_out=[(source, destination) for destination, source in self.out_to.items()],
-            copied=[(source, destination) for destination, source in self.copied_to.items()],
-            swapped_in=[(source, destination) for destination, source in self.in_to.items()],
+            swapped_out=[(source, destination) for destination, source in self.swap_outs.items()],
+            copied=[(source, destination) for destination, source in self.copies.items()],
+            swapped_in=[(source, destination) for destination, source in self.swap_ins.items()],
         )
 
     def check_integrity(self, device_ref_counts: list[int]) -> None:
-        """Prove that no two moves depend on their order, and that blocks which get content are held."""
-        if self.copy_sources != Counter(self.copied_to.values()):
-            raise InvariantError("copy sources are not counted right")
-        if self.copy_sources.keys() & (self.copied_to.keys() | self.in_to.keys()):
+        """Check that no two moves depend on their order, and that all moved device blocks have holders."""
+        if self.copy_sources != Counter(self.copies.values()):
+            raise InvariantError("copy sources are miscounted")
+        if self.copy_sources.keys() & (self.copies.keys() | self.swap_ins.keys()):
             raise InvariantError("a block is both source of a copy and destination of a move")
-        if not self.copied_to.keys().isdisjoint(self.in_to):
+        if not self.copies.keys().isdisjoint(self.swap_ins):
             raise InvariantError("a block is copied to and swapped in to")
-        if not self.out_to.keys().isdisjoint(self.quarantined):
+        if not self.swap_outs.keys().isdisjoint(self.quarantined):
             raise InvariantError("a host block is swapped out to and in from")
-        if not self.quarantined.keys() >= set(self.in_to.values()):
+        if not self.quarantined.keys() >= set(self.swap_ins.values()):
             raise InvariantError("a host block is swapped in and free")
-        for block_id in (*self.copied_to, *self.in_to, *self.copied_to.values()):
+        for block_id in (*self.copies, *self.swap_ins, *self.copies.values()):
             if device_ref_counts[block_id] == 0:
-                raise InvariantError(f"block {block_id} is moved, and nobody holds it")
+                raise InvariantError(f"block {block_id} is moved without a holder")

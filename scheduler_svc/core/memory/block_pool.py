@@ -1,4 +1,4 @@
-"""A pool of KV blocks with reference counts, in device or in host memory."""
+"""A pool of KV blocks with reference counts, in device or host memory."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from scheduler_svc.core.errors import InvariantError
 class BlockPool:
     """Block ids 0 to num_blocks - 1.
 
-    Each has one or more holders, or is *idle* (cached, held by nobody), or unused.
+    Each block has one or more holders, or is *idle* (cached without holders), or is unused.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.cached: dict[int, int] = {}
-        """Cached blocks, with the node of the prefix cache that each is the place of."""
+        """Cached blocks, each with the prefix cache node whose KV it stores."""
         self.num_shared_refs = 0
         """Blocks saved by sharing: holders beyond the first of each block."""
         # Popped from the end: the block freed last is used first, while it is warm in the cache.
         self._unused = list(range(num_blocks - 1, -1, -1))
-        # The least recently used comes first. A plain dict would scan the places of those taken from its front.
+        # The least recently used comes first. A plain dict would scan over the entries removed from its front.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, unused and idle ones."""
+        """Number of blocks without holders, unused and idle."""
         return len(self._unused) + len(self._idle)
 
     @property
     def num_unused(self) -> int:
-        """Blocks that nobody holds and that are not cached."""
+        """Number of blocks without holders that are not cached."""
         return len(self._unused)
 
     @property
     def num_idle(self) -> int:
-        """Cached blocks that nobody holds."""
+        """Number of cached blocks without holders."""
         return len(self._idle)
 
     def take(self, count: int) -> list[int]:
-        """Take `count` unused blocks, each with one holder; raises InvariantError if there are not as many."""
+        """Take `count` unused blocks, each with one holder; raises InvariantError if there are too few."""
         if count > len(self._unused):
-            raise InvariantError(f"{count} blocks wanted, {len(self._unused)} unused")
+            raise InvariantError(f"{count} blocks needed, {len(self._unused)} unused")
         split = len(self._unused) - count
         taken = self._unused[split:][::-1]
         del self._unused[split:]
@@ -64,7 +64,7 @@ class BlockPool:
         self.ref_counts[block_id] = count + 1
 
     def drop(self, block_ids: Iterable[int]) -> None:
-        """Take a holder of each away; without holders a block is idle if it is cached, else unused."""
+        """Remove one holder from each block; a block without holders is idle if it is cached, else unused."""
         counts, unused, cached = self.ref_counts, self._unused, self.cached
         for block_id in block_ids:
             count = counts[block_id] - 1
@@ -79,13 +79,13 @@ class BlockPool:
                 unused.append(block_id)
 
     def cache(self, block_id: int, node: int) -> None:
-        """Mark a held block as the place of a node."""
+        """Mark a held block as cached under a node."""
         if block_id in self.cached or self.ref_counts[block_id] == 0:
-            raise InvariantError(f"block {block_id} is cached already, or nobody holds it")
+            raise InvariantError(f"block {block_id} is cached already, or has no holder")
         self.cached[block_id] = node
 
     def uncache(self, block_id: int) -> int:
-        """Mark a cached block as the place of no node; returns the one that it was."""
+        """Mark a cached block as not cached; returns its node."""
         node = self.cached.pop(block_id)
         if self.ref_counts[block_id] == 0:
             del self._idle[block_id]
@@ -93,16 +93,16 @@ class BlockPool:
         return node
 
     def evict(self) -> tuple[int, int]:
-        """Make the least recently used idle block an unused one; returns it, and the node that it was the place of."""
+        """Make the least recently used idle block unused; returns the block and its node."""
         block_id, _ = self._idle.popitem(last=False)
         self._unused.append(block_id)
         return block_id, self.cached.pop(block_id)
 
     def check_integrity(self, holders: dict[int, int]) -> None:
-        """Prove that `holders` (block id to number of holders), the idle and the unused account for every block."""
+        """Check that `holders` (block id to number of holders), idle and unused blocks account for every block."""
         unused = set(self._unused)
         if len(unused) != len(self._unused):
-            raise InvariantError("a block is unused twice")
+            raise InvariantError("a block is in the unused list twice")
         for block_id, count in enumerate(self.ref_counts):
             if holders.get(block_id, 0) != count:
                 raise InvariantError(f"block {block_id}: {holders.get(block_id, 0)} holders, ref count {count}")
@@ -111,4 +111,4 @@ class BlockPool:
             if (block_id in unused) != (count == 0 and block_id not in self.cached):
                 raise InvariantError(f"block {block_id}: ref count {count}, unused: {block_id in unused}")
         if self.num_shared_refs != sum(count - 1 for count in self.ref_counts if count):
-            raise InvariantError(f"{self.num_shared_refs} shared references are not what the ref counts add up to")
+            raise InvariantError(f"{self.num_shared_refs} shared references do not match the ref counts")

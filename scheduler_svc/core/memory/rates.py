@@ -1,13 +1,13 @@
-"""What computing tokens and moving blocks cost on one executor, as its results tell."""
+"""Measured cost of computing tokens and of moving blocks on one executor."""
 
 from __future__ import annotations
 
 _DECAY = 0.9
-"""How much of the past counts after each observation."""
+"""Weight of earlier observations after each new one."""
 
 
 class _Mean:
-    """A mean in which each observation counts for a tenth less than the next."""
+    """An exponentially weighted mean: each observation weighs a tenth less than the next."""
 
     __slots__ = ("_ns", "_size", "_weight")
 
@@ -26,15 +26,15 @@ class _Mean:
 
 
 class MeasuredRates:
-    """Nanoseconds that a token more adds to a step, and nanoseconds per block moved.
+    """Nanoseconds that one more token adds to a step, and nanoseconds per block moved.
 
-    A step of one token may take as long as one of a hundred: weights are read once for all of them. So a token costs
-    what a step grows by with it: the slope of a line (ordinary least squares) through the mean steps of each size, one
-    for each power of two, in which newer steps count for more. Sizes that have not been seen for long keep theirs: a
-    stretch of decodes does not forget what prompts took. A slope below 0 counts as 0. While all steps were of one
-    size, a token costs its share of a step, which is the most that it can cost.
+    A step of one token may take as long as one of a hundred, because weights are read once for all of them. So the
+    cost of a token is its marginal cost: the slope of a line (ordinary least squares) through the mean steps of each
+    size class, one class per power of two, in which newer steps weigh more. Classes keep their means while other
+    sizes run, so many decodes do not erase the cost of prompts. A slope below 0 counts as 0. While all steps have one
+    size, a token costs its share of a step, which is an upper bound.
 
-    Before both are measured blocks are moved: that throws nothing away, and tells what a move costs.
+    Until both are measured, moving blocks counts as cheaper: it discards nothing, and measures the cost of a move.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class MeasuredRates:
         """By the number of bits of a step's tokens."""
         self._moves: _Mean | None = None
         self._ns_per_token: float | None = None
-        """Of the newest steps; None: make it anew."""
+        """Cached slope; None: to be recomputed."""
 
     def observe(self, num_tokens: int, num_moved_blocks: int, device_ns: int, moves_ns: int) -> None:
-        """Take in what a result says: tokens computed in `device_ns`, blocks swapped in `moves_ns`.
+        """Add a result: `num_tokens` computed in `device_ns`, `num_moved_blocks` swapped in `moves_ns`.
 
-        Leave the moves of a step out (0 blocks) if it copied blocks within the device pool too: those cost next to
-        nothing, and their time is not told apart.
+        Pass 0 blocks for a step that also copied blocks within the device pool: copies cost next to nothing, and
+        `moves_ns` does not separate them.
         """
         if num_tokens > 0 and device_ns > 0:
             size = num_tokens.bit_length()
@@ -63,25 +63,25 @@ class MeasuredRates:
 
     @property
     def ns_per_token(self) -> float | None:
-        """That a token more adds to a step; None before anything was measured."""
+        """Marginal cost of one token in a step; None before the first measurement."""
         if self._ns_per_token is None and self._steps:
             self._ns_per_token = _slope([mean.point for mean in self._steps.values()])
         return self._ns_per_token
 
     @property
     def ns_per_block(self) -> float | None:
-        """Of moving between device and host, one way; None before it was measured."""
+        """Cost of moving a block between device and host, one way; None before the first measurement."""
         if self._moves is None:
             return None
         num_blocks, ns = self._moves.point
         return ns / num_blocks
 
     def swap_is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
-        """Do so many blocks move out and back in less time than so many tokens are computed again?"""
+        """Whether moving blocks out and back takes less time than recomputing the tokens."""
         return self._cheaper(num_tokens, 2 * num_blocks)
 
     def swap_in_is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
-        """Do so many blocks move in, in less time than so many tokens are computed?"""
+        """Whether moving blocks in takes less time than computing the tokens."""
         return self._cheaper(num_tokens, num_blocks)
 
     def _cheaper(self, num_tokens: int, num_moves: int) -> bool:
@@ -92,7 +92,7 @@ class MeasuredRates:
 
 
 def _slope(points: list[tuple[float, float]]) -> float:
-    """Of the line nearest to all of these sizes and times, or from 0 through the only one."""
+    """Slope of the least-squares line through (size, ns) points; a single point is joined to the origin."""
     if len(points) == 1:
         ((size, ns),) = points
         return ns / size

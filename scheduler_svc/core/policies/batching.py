@@ -1,4 +1,4 @@
-"""Batching policies: when may a waiting group join, and how much memory is it given."""
+"""Batching policies: when a waiting group may join the batch, and how much memory it reserves."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from scheduler_svc.core.sequences.sequence import Sequence
 
 
 class BatchingPolicy(Protocol):
-    """Decides once per step how many groups may join, and once per group what it reserves."""
+    """Decides per step how many groups may join, and per sequence how many tokens it reserves blocks for."""
 
     def num_admissible(self, lane: Lane, waiting: WaitingQueue, now: float, *, draining: bool) -> int:
-        """Groups that may join in this step, memory and slots allowing."""
+        """Maximum number of groups to admit in this step, if memory and slots allow."""
 
-    def joined(self, count: int, *, memory_is_full: bool) -> None:
-        """So many have joined in this step; was memory what kept the next one out."""
+    def record_admissions(self, count: int, *, memory_is_full: bool) -> None:
+        """Record that `count` groups joined in this step; `memory_is_full`: the next one did not fit in memory."""
 
     def num_reserved_tokens(self, sequence: Sequence) -> int:
-        """Tokens that a newcomer gets KV blocks for."""
+        """Number of tokens that a newly admitted sequence gets KV blocks for."""
 
     def wakes_at(self, lane: Lane, waiting: WaitingQueue, now: float) -> float | None:
-        """When the answer changes by itself; None: only by events."""
+        """When `num_admissible` changes by the passing of time; None: only by events."""
 
 
 @dataclass(slots=True)
 class ContinuousBatching:
-    """Iteration-level batching (Orca, OSDI 2022): whoever waits may join any step.
+    """Iteration-level batching (Orca, OSDI 2022): waiting groups may join at every step.
 
-    With a `waiting_served_ratio` prefills are held back until enough wait, as in TGI: until those that wait are that
-    share of those that run, or `max_waiting_steps` steps have passed in which nobody could join.
+    With a `waiting_served_ratio`, as in TGI, prefills are held back until the ratio of waiting to running groups
+    reaches it, or until `max_waiting_steps` steps have passed without an admission.
     """
 
     waiting_served_ratio: float = 0.0
@@ -39,7 +39,7 @@ class ContinuousBatching:
     _num_held_back: int = 0
 
     def num_admissible(self, lane: Lane, waiting: WaitingQueue, now: float, *, draining: bool) -> int:
-        """All or none."""
+        """All waiting groups or none."""
         oldest = waiting.oldest
         if oldest is None or not self.waiting_served_ratio:
             return len(waiting)
@@ -51,15 +51,15 @@ class ContinuousBatching:
         self._num_held_back += 1
         return 0
 
-    def joined(self, count: int, *, memory_is_full: bool) -> None:
-        """Nothing to note."""
+    def record_admissions(self, count: int, *, memory_is_full: bool) -> None:
+        """Not recorded."""
 
     def num_reserved_tokens(self, sequence: Sequence) -> int:
-        """Those that it has: more come as it grows."""
+        """The tokens that it has; blocks are appended as it grows."""
         return len(sequence.token_ids)
 
     def wakes_at(self, lane: Lane, waiting: WaitingQueue, now: float) -> float | None:
-        """Those that run make steps."""
+        """None: steps of running sequences trigger planning."""
         return None
 
 
@@ -67,44 +67,44 @@ class ContinuousBatching:
 class StaticBatching:
     """A batch of `batch_size` requests runs until its longest sequence ends; memory is reserved to the full length.
 
-    It starts when it is full, when the service drains, when a request is overdue, or, with a `window_s`, that long
-    after its first request came (then it is called dynamic). Those that were part of a batch before, and lost their
-    memory or found none, need not wait for company again.
+    It starts when it is full, when the service drains, when a request is overdue, or, with a `window_s` (dynamic
+    batching), that long after its first request arrived. Groups that were part of an earlier batch and were
+    preempted, or did not fit in memory, start without waiting for a full batch.
     """
 
     batch_size: int
     window_s: float | None = None
-    _num_left: int = 0
-    """Places of the running batch that are not taken yet: its prompts may need several steps."""
-    _leaves_some: bool = False
-    """Memory has kept requests out of the batch that ran last."""
+    _num_unfilled: int = 0
+    """Groups of the running batch not admitted yet: its prompts may need several steps."""
+    _closed_by_memory: bool = False
+    """The last batch was closed because memory was full."""
 
     def num_admissible(self, lane: Lane, waiting: WaitingQueue, now: float, *, draining: bool) -> int:
-        """What is left of the batch; a whole one when none runs and it may start."""
+        """The rest of the running batch; a whole batch when none runs and one may start."""
         if not self._is_busy(lane):
             due = self.wakes_at(lane, waiting, now)
-            left = bool(self._leaves_some or self._num_left)
-            was_in_one = len(waiting) > 0 and (left or any(group.was_admitted for group in waiting))
-            starts = len(waiting) >= self.batch_size or draining or was_in_one or (due is not None and now >= due)
-            self._num_left = min(self.batch_size, len(waiting)) if starts else 0
-            self._leaves_some = False
-        return self._num_left
+            left = bool(self._closed_by_memory or self._num_unfilled)
+            was_in_batch = len(waiting) > 0 and (left or any(group.was_admitted for group in waiting))
+            starts = len(waiting) >= self.batch_size or draining or was_in_batch or (due is not None and now >= due)
+            self._num_unfilled = min(self.batch_size, len(waiting)) if starts else 0
+            self._closed_by_memory = False
+        return self._num_unfilled
 
-    def joined(self, count: int, *, memory_is_full: bool) -> None:
-        """Count them; with memory full the batch is closed."""
-        self._num_left -= count
-        if memory_is_full and self._num_left:
-            self._num_left, self._leaves_some = 0, True
+    def record_admissions(self, count: int, *, memory_is_full: bool) -> None:
+        """Count the joined groups; full memory closes the batch."""
+        self._num_unfilled -= count
+        if memory_is_full and self._num_unfilled:
+            self._num_unfilled, self._closed_by_memory = 0, True
 
     def num_reserved_tokens(self, sequence: Sequence) -> int:
-        """As many as it may ever have, without the last: its KV is never needed."""
+        """Its maximum length without the last token, whose KV is never needed."""
         return sequence.max_len - 1
 
     def _is_busy(self, lane: Lane) -> bool:
         return bool(len(lane.running) or lane.finishing)
 
     def wakes_at(self, lane: Lane, waiting: WaitingQueue, now: float) -> float | None:
-        """The end of the window, or when a request is overdue, while no batch runs."""
+        """While no batch runs: the end of the window, or when a request becomes overdue."""
         if waiting.oldest is None or self._is_busy(lane):
             return None
         window_end = None if self.window_s is None else waiting.oldest.arrival + self.window_s

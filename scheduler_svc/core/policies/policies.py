@@ -1,4 +1,4 @@
-"""The rules that a scheduler goes by."""
+"""The scheduler's policies."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Preemption = Literal["recompute", "swap", "auto"]
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """Who goes first, who may join when, and in what portions prompts are computed."""
+    """Order, batching, chunking of prompts, prefix caching and preemption."""
 
     order: OrderPolicy = field(default_factory=FcfsOrder)
     batching: BatchingPolicy = field(default_factory=ContinuousBatching)
     max_wait_s: float | None = None
     """A group that arrived longer ago goes first in every order; None: no such limit."""
     long_prefill_token_threshold: int = 0
-    """Most tokens of one prompt in a step, so that a long one leaves room for others; 0: the whole budget."""
+    """Maximum tokens of one prompt per step, so that a long prompt leaves budget for others; 0: the whole budget."""
     prefix_caching: bool = False
-    """Keep KV blocks for requests that begin like those that computed them."""
+    """Whether to keep KV blocks for later requests with the same prefix."""
     preemption: Preemption = "recompute"
-    """What becomes of the KV of a group that has to give way; auto: whichever costs less."""
+    """What happens to the KV of a preempted group; auto: the cheaper of swap and recompute."""

@@ -1,4 +1,4 @@
-"""Orders of service: who goes first, and who is the first victim."""
+"""Scheduling orders: which group is admitted first, and which sequence is preempted first."""
 
 from __future__ import annotations
 
@@ -13,45 +13,47 @@ OrderKey = tuple[float, ...]
 
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
-"""What a token of prompt and of output counts in the fair order, as in its paper."""
+"""Cost of a prompt token and of an output token in the fair order, as in its paper."""
 _MEAN_SHARE = 0.05
-"""Weight of the newest output in the mean that lengths are predicted by."""
+"""Weight of the newest output in the running mean that predicts output lengths."""
 _FIRST_GUESS = 128.0
-"""Output tokens that are expected before any request has ended."""
-_BY_ITSELF = frozenset({FinishDetail.EOS, FinishDetail.STOP_TOKEN, FinishDetail.STOP_STRING, FinishDetail.MAX_TOKENS})
+"""Predicted output tokens before any request has finished."""
+_NATURAL_FINISHES = frozenset(
+    {FinishDetail.EOS, FinishDetail.STOP_TOKEN, FinishDetail.STOP_STRING, FinishDetail.MAX_TOKENS}
+)
 _MAX_TENANTS = 10_000
-"""Counters kept; beyond that those are dropped that say nothing."""
+"""Maximum number of counters kept; beyond it, counters without effect are dropped."""
 
 
 class OrderPolicy(Protocol):
-    """An order of service. Groups stand in lines; a line's order never changes, that of the lines may."""
+    """A scheduling order. The order within a subqueue is fixed; that of the subqueues may change."""
 
     preemptive: bool
-    """May a group that waits push out running ones of a higher level."""
+    """Whether a waiting group may preempt running groups of a higher level."""
 
-    def line(self, group: SequenceGroup) -> str:
-        """The line that a group stands in."""
+    def subqueue(self, group: SequenceGroup) -> str:
+        """The name of a group's subqueue."""
 
-    def rank(self, line: str) -> float:
-        """The place of a line among the others now: smaller goes first."""
+    def rank(self, subqueue: str) -> float:
+        """The current rank of a subqueue: the smallest goes first."""
 
     def key(self, group: SequenceGroup) -> OrderKey:
-        """A group's place in its line: smaller goes first. No two groups have the same."""
+        """A group's sort key in its subqueue: the smallest goes first. Keys are unique."""
 
     def level(self, group: SequenceGroup) -> int:
-        """Groups of one level never push each other out; a smaller one may push out a larger one."""
+        """A group's preemption level: a group may preempt groups of a larger level, never of its own."""
 
-    def arrived(self, group: SequenceGroup, waiting_lines: Iterable[str]) -> None:
-        """A group is about to join the lines that are there."""
+    def on_arrival(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
+        """A group is about to be queued; `waiting_subqueues` are the current ones."""
 
-    def admitted(self, group: SequenceGroup) -> None:
-        """A group begins to run, for the first time."""
+    def on_admission(self, group: SequenceGroup) -> None:
+        """A group was admitted for the first time."""
 
-    def computed(self, sequences: Iterable[Sequence]) -> None:
-        """These sequences have got a token each."""
+    def on_tokens(self, sequences: Iterable[Sequence]) -> None:
+        """Each of these sequences got a token."""
 
-    def ended(self, sequence: Sequence) -> None:
-        """A sequence has ended, for the reason that it names."""
+    def on_finish(self, sequence: Sequence) -> None:
+        """A sequence finished; `sequence.finish` has the reason."""
 
 
 class FcfsOrder:
@@ -59,111 +61,112 @@ class FcfsOrder:
 
     preemptive = False
 
-    def line(self, group: SequenceGroup) -> str:
-        """One for all."""
+    def subqueue(self, group: SequenceGroup) -> str:
+        """One subqueue for all groups."""
         return ""
 
-    def rank(self, line: str) -> float:
-        """There is only one."""
+    def rank(self, subqueue: str) -> float:
+        """All the same: there is one subqueue."""
         return 0.0
 
     def key(self, group: SequenceGroup) -> OrderKey:
-        """The number of its arrival."""
+        """The arrival number."""
         return (group.arrival_number,)
 
     def level(self, group: SequenceGroup) -> int:
-        """All are alike."""
+        """One level: no group preempts another."""
         return 0
 
-    def arrived(self, group: SequenceGroup, waiting_lines: Iterable[str]) -> None:
-        """Nothing to note."""
+    def on_arrival(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
+        """Not used."""
 
-    def admitted(self, group: SequenceGroup) -> None:
-        """Nothing to note."""
+    def on_admission(self, group: SequenceGroup) -> None:
+        """Not used."""
 
-    def computed(self, sequences: Iterable[Sequence]) -> None:
-        """Nothing to note."""
+    def on_tokens(self, sequences: Iterable[Sequence]) -> None:
+        """Not used."""
 
-    def ended(self, sequence: Sequence) -> None:
-        """Nothing to note."""
+    def on_finish(self, sequence: Sequence) -> None:
+        """Not used."""
 
 
 class PriorityOrder(FcfsOrder):
-    """Smaller priorities first, in each first come, first served; a smaller one pushes out larger ones that run."""
+    """Smaller priorities first, then by arrival; a group may preempt running groups of larger priority."""
 
     preemptive = True
 
     def key(self, group: SequenceGroup) -> OrderKey:
-        """Its priority, then the number of its arrival."""
+        """The priority, then the arrival number."""
         return (group.spec.priority, group.arrival_number)
 
     def level(self, group: SequenceGroup) -> int:
-        """Its priority."""
+        """The priority."""
         return group.spec.priority
 
 
 class ShortestFirstOrder(FcfsOrder):
-    """Short outputs first: the length that the client expects, or else the mean of the past, at most max_tokens."""
+    """Shortest predicted output first: the client's estimate, else the mean of finished outputs, at most max_tokens."""
 
     def __init__(self) -> None:
         self._mean = _FIRST_GUESS
         self._expected: dict[SequenceGroup, float] = {}
 
     def key(self, group: SequenceGroup) -> OrderKey:
-        """Output tokens expected when it arrived, then the number of its arrival."""
+        """The output length predicted at arrival, then the arrival number."""
         return (self._expected[group], group.arrival_number)
 
-    def arrived(self, group: SequenceGroup, waiting_lines: Iterable[str]) -> None:
-        """Predict its length, once, so that its place stays."""
+    def on_arrival(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
+        """Predict the output length, once, so that the key never changes."""
         if group in self._expected:
             return
         spec = group.spec
         guess = self._mean if spec.expected_output_tokens is None else float(spec.expected_output_tokens)
         self._expected[group] = guess if spec.max_tokens is None else min(guess, spec.max_tokens)
 
-    def ended(self, sequence: Sequence) -> None:
-        """Learn from its length, if it came to its own end."""
-        if sequence.finish is not None and sequence.finish.detail in _BY_ITSELF:
+    def on_finish(self, sequence: Sequence) -> None:
+        """Update the mean with the output length, unless the sequence was ended early."""
+        if sequence.finish is not None and sequence.finish.detail in _NATURAL_FINISHES:
             self._mean += _MEAN_SHARE * (sequence.num_output_tokens - self._mean)
         if sequence.group.finished:
             self._expected.pop(sequence.group, None)
 
 
 class FairOrder(FcfsOrder):
-    """The tenant that has been served least goes first: virtual token counters (Sheng et al., OSDI 2024), weighted.
+    """The least-served tenant goes first: weighted virtual token counters (Sheng et al., OSDI 2024).
 
-    A tenant that comes back is lifted to the least counter of those that wait, so that it cannot save up its absence.
+    The counter of a returning tenant is lifted to the least counter of the waiting tenants, so that idle time earns no
+    credit.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self._served: dict[str, float] = {}
-        self._last_line = ""
+        self._last_subqueue = ""
 
-    def line(self, group: SequenceGroup) -> str:
-        """Its tenant's."""
+    def subqueue(self, group: SequenceGroup) -> str:
+        """One subqueue per tenant."""
         return group.spec.tenant
 
-    def rank(self, line: str) -> float:
-        """What the tenant has been served, over its weight."""
-        return self._served.get(line, 0.0)
+    def rank(self, subqueue: str) -> float:
+        """The tenant's served cost divided by its weight."""
+        return self._served.get(subqueue, 0.0)
 
-    def arrived(self, group: SequenceGroup, waiting_lines: Iterable[str]) -> None:
-        """Lift the counter of a tenant of whom nobody waits."""
-        tenant, others = group.spec.tenant, list(waiting_lines)
+    def on_arrival(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
+        """Lift the counter of a tenant without waiting groups."""
+        tenant, others = group.spec.tenant, list(waiting_subqueues)
         if tenant not in others:
-            least = min(map(self.rank, others), default=self.rank(self._last_line))
-            if len(self._served) > _MAX_TENANTS:  # who is below will be lifted anyway
+            least = min(map(self.rank, others), default=self.rank(self._last_subqueue))
+            if len(self._served) > _MAX_TENANTS:  # a lower counter is lifted on return anyway
                 self._served = {name: cost for name, cost in self._served.items() if cost > least or name in others}
             self._served[tenant] = max(self.rank(tenant), least)
 
-    def admitted(self, group: SequenceGroup) -> None:
-        """Count its prompt."""
-        self._last_line = group.spec.tenant
+    def on_admission(self, group: SequenceGroup) -> None:
+        """Charge the prompt's tokens."""
+        self._last_subqueue = group.spec.tenant
         self._charge(group.spec.tenant, PROMPT_TOKEN_COST * len(group.spec.prompt_token_ids))
 
-    def computed(self, sequences: Iterable[Sequence]) -> None:
-        """Count the tokens of each tenant."""
+    def on_tokens(self, sequences: Iterable[Sequence]) -> None:
+        """Charge each tenant's output tokens."""
         for tenant, count in Counter(sequence.group.spec.tenant for sequence in sequences).items():
             self._charge(tenant, OUTPUT_TOKEN_COST * count)
 

@@ -1,13 +1,13 @@
-"""Beam search over the candidates that an executor tells: which beams run on, which have ended, and the best of them.
+"""Beam search over candidates from an executor: which beams continue, which have finished, and the best of them.
 
-The algorithm is that of transformers 5 (generation/utils.py, `_beam_search` and its helpers) for one prompt. Beams go
-on with the `width` best continuations that do not stop; of the `width` best of all, those that stop become hypotheses,
-and the `width` best hypotheses are kept. Sums and scores are rounded to float32, as there, so that near ties fall the
-same way. Every stop id counts as transformers' eos_token_id does.
+The algorithm is that of transformers 5 (generation/utils.py, `_beam_search` and its helpers) for one prompt. The
+`width` best continuations that do not stop become the next beams; those of the `width` best overall that stop become
+hypotheses, of which the `width` best are kept. Sums and scores are rounded to float32, as there, so that near ties are
+resolved alike. Every stop id counts as eos_token_id does in transformers.
 
 Three things differ, all where transformers has no meaningful answer:
 - Which of two equal sums goes first is left open by torch; here the beam that was better before, then the candidate
-  told first.
+  listed first.
 - Where fewer than `width` beams can run, because few tokens are allowed, transformers fills up with copies of beams
   scored -1e9, which may come out as hypotheses and end a search early; here fewer run, and fewer come out.
 - transformers drops hypotheses scored under -1e9, which needs a very negative length penalty; here they are kept.
@@ -25,15 +25,15 @@ from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.types import BeamSpec, Candidates, Finish, FinishDetail
 
 MAX_CANDIDATES = 256
-"""Most candidates that an executor tells of one beam: see execution.proto."""
+"""Maximum number of candidates per beam that an executor returns: see execution.proto."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """An output that has ended, or was cut short."""
+    """A finished output, or one that was ended early."""
 
     token_ids: tuple[int, ...]
-    """The output, the token that ended it included."""
+    """The output, including the token that ended it."""
     score: float
     """cumulative_logprob / len(token_ids) ** length_penalty; 0 for an empty output."""
     cumulative_logprob: float
@@ -41,9 +41,9 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """The beams of one request: their sums of logprobs and the hypotheses so far; their tokens are the caller's.
+    """The beam search of one request: sums of logprobs and the hypotheses so far. The caller keeps the beams' tokens.
 
-    Beams that run are known by their index, best first; at first there is one, the prompt.
+    Running beams are identified by index, best first; initially there is one, the prompt.
     """
 
     __slots__ = (
@@ -90,22 +90,22 @@ class BeamSearch:
         self._sums = [0.0]
         self._hypotheses: list[Hypothesis] = []
         self.num_candidates = min(spec.width + len(stop_ids), MAX_CANDIDATES)
-        """Candidates needed of each beam: the `width` best that do not stop are among these, as are the `width` best.
+        """Candidates needed per beam: they include the `width` best that do not stop, and the `width` best overall.
 
-        transformers looks at more over all beams together, but at no others. Over the limit, where a beam's
-        candidates are cut off, its continuations past them are as if ruled out.
+        transformers considers more over all beams together, but none beyond these. At MAX_CANDIDATES a beam's
+        candidates are truncated, and continuations past them are ignored.
         """
         self.done = False
-        """Is the search over, with no beam running?"""
+        """Whether the search is finished, with no beam running."""
 
     def advance(self, outputs: Sequence[Sequence[int]], candidates: Sequence[Candidates]) -> list[tuple[int, int]]:
-        """Go on by one token; returns the beams that run on, best first, each as its parent's index and its new token.
+        """Advance by one token; returns the continuing beams, best first, each as (parent's index, new token).
 
         Args:
             outputs: the output of each running beam so far.
-            candidates: the best next tokens of each: `num_candidates`, or as many as there are; with none it is out.
+            candidates: the best next tokens of each: `num_candidates`, or as many as there are; a beam with none ends.
 
-        At most `width` run on, fewer where there are too few candidates; none when the search is over.
+        At most `width` beams continue, fewer where there are too few candidates; none when the search is finished.
         """
         self._check(outputs, candidates)
         self._num_output_tokens += 1
@@ -120,18 +120,18 @@ class BeamSearch:
                 running.append((beam, token_id))
                 sums.append(total)
             elif rank < width:
-                ended.append(self._hypothesis((*outputs[beam], token_id), total, self._finish_by(token_id)))
+                ended.append(self._hypothesis((*outputs[beam], token_id), total, self._finish_for(token_id)))
         self._hypotheses = self._best_of(ended)
         self._sums = sums
-        if not sums or not self._goes_on():
+        if not sums or not self._may_continue():
             self._end()
             return []
         return running
 
-    def limit(self, max_len: int, detail: FinishDetail) -> None:
-        """Let beams end with this many tokens, prompt included, for this reason, if they may have more.
+    def apply_max_len(self, max_len: int, detail: FinishDetail) -> None:
+        """Lower the maximum length to `max_len` tokens, prompt included; beams of that length finish with `detail`.
 
-        The search then is as if it had been started so, where those that run are shorter.
+        If the running beams are shorter, the search continues as if it had started with this limit.
         """
         max_output = max_len - self._num_prompt_tokens
         if max_output < self._max_output:
@@ -143,9 +143,9 @@ class BeamSearch:
         """Return the best hypotheses, best first: at most `num_returned` and `width`.
 
         Args:
-            num_returned: how many are wanted.
-            outputs: the output of each running beam, if they count.
-            detail: why the search is cut short: running beams count as hypotheses that end so. None: they do not count.
+            num_returned: how many to return.
+            outputs: the output of each running beam, if running beams count.
+            detail: why the search ends early: running beams are hypotheses with this finish. None: they do not count.
         """
         if detail is None:
             return self._hypotheses[:num_returned]
@@ -163,27 +163,27 @@ class BeamSearch:
             raise InvariantError(f"beams of {[*map(len, outputs)]} output tokens, not {self._num_output_tokens}")
 
     def _continuations(self, candidates: Sequence[Candidates]) -> Iterator[tuple[float, int, int]]:
-        """Yield sums, beams and tokens, best first, equal ones in the order of beams and candidates.
+        """Yield (sum, beam, token), best first, equal sums in the order of beams and candidates.
 
-        Each beam's candidates are in order, and stay so when they are rounded: the next best is some beam's next.
+        Each beam's candidates are sorted, also after rounding, so the next best is some beam's next candidate.
         """
         heads = [
-            (-_float32(total + told.logprobs[0]), beam, 0)
-            for beam, (total, told) in enumerate(zip(self._sums, candidates, strict=True))
-            if told.token_ids
+            (-_float32(total + top.logprobs[0]), beam, 0)
+            for beam, (total, top) in enumerate(zip(self._sums, candidates, strict=True))
+            if top.token_ids
         ]
         heapify(heads)
         while heads:
             negated, beam, index = heads[0]
-            told = candidates[beam]
-            yield -negated, beam, told.token_ids[index]
+            top = candidates[beam]
+            yield -negated, beam, top.token_ids[index]
             index += 1
-            if index < len(told.token_ids):
-                heapreplace(heads, (-_float32(self._sums[beam] + told.logprobs[index]), beam, index))
+            if index < len(top.token_ids):
+                heapreplace(heads, (-_float32(self._sums[beam] + top.logprobs[index]), beam, index))
             else:
                 heappop(heads)
 
-    def _finish_by(self, token_id: int) -> Finish:
+    def _finish_for(self, token_id: int) -> Finish:
         if token_id in self._eos_token_ids and token_id in self._stop_ids:
             return Finish(FinishDetail.EOS)
         if token_id in self._stop_ids:
@@ -194,17 +194,17 @@ class BeamSearch:
         return Hypothesis(token_ids, self._score(total, len(token_ids)), total, finish)
 
     def _best_of(self, more: list[Hypothesis]) -> list[Hypothesis]:
-        """The hypotheses so far and some more, best first; the sort is stable: of equals the first."""
+        """The best of the hypotheses so far and `more`, best first. The sort is stable: the first of equals wins."""
         return sorted(self._hypotheses + more, key=lambda found: -found.score)[: self._spec.width]
 
-    def _goes_on(self) -> bool:
-        """May a running beam still come out? Decided as transformers does, by a guess unless the spec says "never"."""
+    def _may_continue(self) -> bool:
+        """Whether a running beam may still win. As in transformers, a heuristic unless the spec says "never"."""
         width, early_stopping = self._spec.width, self._spec.early_stopping
         if len(self._hypotheses) < width:
             return True
         if early_stopping is True:
             return False
-        # A sum of logprobs only falls: divided by the longest output that there can be, it is a bound.
+        # A sum of logprobs only falls: divided by the longest possible output it is a bound.
         bounded = early_stopping is None and self._spec.length_penalty > 0
         length = self._max_output if bounded else self._num_output_tokens
         return self._score(self._sums[0], length) > self._hypotheses[-1].score

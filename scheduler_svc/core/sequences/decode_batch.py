@@ -1,8 +1,8 @@
-"""The sequences of a lane that decode: each computes one token in every step, so what they share is counted once.
+"""The decode batch of a lane: sequences that each compute one token in every step.
 
-A steady step moves one clock. What a member has computed follows from the clock and from when it joined, and what will
-happen to it is known ahead: the step in which it outgrows its blocks, and the step that plans its last token. So the
-cost of planning follows change, not the number of members.
+A step without changes increments one counter. A member's number of computed tokens follows from that counter and from
+its value when the member joined. The steps in which it needs a new block and in which its last token is planned are
+known in advance and kept in calendars. So planning costs time per change, not per member.
 """
 
 from __future__ import annotations
@@ -17,78 +17,78 @@ _Calendar = defaultdict[int, dict[Sequence, None]]
 
 
 class DecodeBatch:
-    """Members, by slot, and a calendar of what happens to them. A day of it is a step of the cohort."""
+    """The members' slots, and calendars of their next events by step number."""
 
     def __init__(self, block_size: int) -> None:
-        self.clock = 0
-        """Steps planned so far."""
+        self.num_steps = 0
+        """Number of steps planned so far."""
         self.slots: list[int] = []
-        """Of the members, ascending."""
+        """Slots of the members, ascending."""
         self._block_size = block_size
-        self._outgrow: _Calendar = defaultdict(dict)
-        self._last: _Calendar = defaultdict(dict)
+        self._block_calendar: _Calendar = defaultdict(dict)
+        self._last_token_calendar: _Calendar = defaultdict(dict)
 
     def __len__(self) -> int:
         return len(self.slots)
 
     def join(self, sequence: Sequence) -> None:
-        """Take in a running sequence that lacks the KV of exactly one token, not its last: from the next step on."""
+        """Add a running sequence with exactly one token without KV, not its last; it decodes from the next step."""
         if sequence.num_uncomputed_tokens != 1 or sequence.fully_planned:
             raise InvariantError(f"sequence {sequence.sequence_id} is not ready to decode")
         insort(self.slots, held_slot(sequence))
-        sequence.follow(self)
-        self._outgrow[self._outgrows_at(sequence)][sequence] = None
-        self._last[self._last_at(sequence)][sequence] = None
+        sequence.attach_step_counter(self)
+        self._block_calendar[self._needs_block_at(sequence)][sequence] = None
+        self._last_token_calendar[self._last_token_at(sequence)][sequence] = None
 
     def leave(self, sequence: Sequence) -> None:
-        """Let a member go; it keeps its counts."""
-        _unschedule(self._outgrow, self._outgrows_at(sequence), sequence)
-        _unschedule(self._last, self._last_at(sequence), sequence)
+        """Remove a member; it keeps its counts."""
+        _unschedule(self._block_calendar, self._needs_block_at(sequence), sequence)
+        _unschedule(self._last_token_calendar, self._last_token_at(sequence), sequence)
         del self.slots[bisect_left(self.slots, held_slot(sequence))]
-        sequence.unfollow()
+        sequence.detach_step_counter()
 
     @property
-    def outgrowing(self) -> list[Sequence]:
+    def needing_blocks(self) -> list[Sequence]:
         """The members that need one more block for the next step."""
-        return list(self._outgrow.get(self.clock, ()))
+        return list(self._block_calendar.get(self.num_steps, ()))
 
-    def give_blocks(self, sequences: list[Sequence], block_ids: list[int]) -> None:
-        """One more block for each of those that outgrow theirs."""
-        later = self._outgrow[self.clock + self._block_size]
-        del self._outgrow[self.clock]
+    def append_blocks(self, sequences: list[Sequence], block_ids: list[int]) -> None:
+        """Append one block to each of the `needing_blocks` members."""
+        later = self._block_calendar[self.num_steps + self._block_size]
+        del self._block_calendar[self.num_steps]
         for sequence, block_id in zip(sequences, block_ids, strict=True):
             sequence.block_ids.append(block_id)
             later[sequence] = None
 
     def advance(self) -> list[Sequence]:
-        """Every member computes one token; returns those for which the step plans the last one."""
-        self.clock += 1
-        return list(self._last.get(self.clock, ()))
+        """Plan one token for every member; returns the members whose last token this is."""
+        self.num_steps += 1
+        return list(self._last_token_calendar.get(self.num_steps, ()))
 
     def check_integrity(self, sequences: list[Sequence]) -> None:
-        """Prove that the calendar holds these members, each on its days; raises InvariantError."""
+        """Check that the calendars hold exactly these members at the right steps; raises InvariantError."""
         if self.slots != sorted(held_slot(sequence) for sequence in sequences):
-            raise InvariantError(f"the cohort holds the slots {self.slots}")
+            raise InvariantError(f"the decode batch holds the slots {self.slots}")
         for sequence in sequences:
-            if sequence not in self._outgrow.get(self._outgrows_at(sequence), ()):
+            if sequence not in self._block_calendar.get(self._needs_block_at(sequence), ()):
                 raise InvariantError(f"sequence {sequence.sequence_id} is not in the calendar of blocks")
-            if sequence not in self._last.get(self._last_at(sequence), ()):
+            if sequence not in self._last_token_calendar.get(self._last_token_at(sequence), ()):
                 raise InvariantError(f"sequence {sequence.sequence_id} is not in the calendar of last tokens")
-        for calendar in (self._outgrow, self._last):
+        for calendar in (self._block_calendar, self._last_token_calendar):
             if sum(map(len, calendar.values())) != len(sequences):
-                raise InvariantError("a calendar holds a sequence that has left")
+                raise InvariantError("a calendar holds a sequence that is not a member")
 
-    def _outgrows_at(self, sequence: Sequence) -> int:
-        """The clock at which its blocks are full."""
-        return self.clock + len(sequence.block_ids) * self._block_size - sequence.num_computed_tokens
+    def _needs_block_at(self, sequence: Sequence) -> int:
+        """The value of num_steps at which its blocks are full."""
+        return self.num_steps + len(sequence.block_ids) * self._block_size - sequence.num_computed_tokens
 
-    def _last_at(self, sequence: Sequence) -> int:
-        """The clock after the step that plans its last token."""
-        return self.clock + sequence.max_len - sequence.num_planned_tokens
+    def _last_token_at(self, sequence: Sequence) -> int:
+        """The value of num_steps after the step that plans its last token."""
+        return self.num_steps + sequence.max_len - sequence.num_planned_tokens
 
 
-def _unschedule(calendar: _Calendar, day: int, sequence: Sequence) -> None:
-    entries = calendar[day]
+def _unschedule(calendar: _Calendar, step_number: int, sequence: Sequence) -> None:
+    entries = calendar[step_number]
     del entries[sequence]
     if not entries:
-        del calendar[day]
+        del calendar[step_number]

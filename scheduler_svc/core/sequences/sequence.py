@@ -1,8 +1,8 @@
-"""Sequences and sequence groups: who they are, what they have, where they are.
+"""Sequences and sequence groups: identity, tokens, state.
 
-A sequence has *confirmed* tokens, seen in a result, and *pending* ones, promised by plans in flight. It is computed
-step by step until its KV covers all of its tokens but the newest; prefill, decode and recompute are that one rule.
-While it decodes with others, its counts follow from their common clock.
+A sequence has *confirmed* tokens, seen in a result, and *pending* ones, to be sampled by plans in flight. Steps
+compute its KV until all of its tokens but the newest are covered; prefill, decode and recompute all follow this rule.
+While it is in the decode batch, its counts follow from the batch's step counter.
 """
 
 from __future__ import annotations
@@ -28,31 +28,30 @@ _TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.SWAPPED: frozenset({SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.FINISHED: frozenset(),
 }
-_ENTERING = (SequenceState.WAITING, SequenceState.SWAPPED)
+_ADMISSIBLE = (SequenceState.WAITING, SequenceState.SWAPPED)
 
 
-class Clock(Protocol):
-    """Counts steps in which a sequence computes one token each."""
+class StepCounter(Protocol):
+    """Counts steps; a sequence that follows it computes one token per step."""
 
-    clock: int
+    num_steps: int
 
 
 class Sequence:
     """One sample or beam of a request. Counts are in tokens."""
 
     __slots__ = (
-        "_clock",
-        "_clock_offset",
         "_num_computed",
         "_num_planned",
-        "asks_prompt_logprobs",
-        "awaits",
+        "_step_counter",
+        "_step_offset",
         "block_ids",
         "cache_node",
         "described",
         "finish",
         "group",
         "host_block_ids",
+        "kv_source",
         "last_slot",
         "length_detail",
         "max_len",
@@ -61,6 +60,7 @@ class Sequence:
         "num_prompt_tokens",
         "order_key",
         "prompt_logprobs_end",
+        "requested_prompt_logprobs",
         "sample_index",
         "sequence_id",
         "slot",
@@ -74,35 +74,35 @@ class Sequence:
         self.group = group
         self.sample_index = sample_index
         self.order_key: tuple[float, ...] = ()
-        """Its place among those that run."""
+        """Sort key in the running queue."""
         self.state = SequenceState.WAITING
         self.finish: Finish | None = None
         self.token_ids: list[int] = list(spec.prompt_token_ids)
         self.num_prompt_tokens = len(spec.prompt_token_ids)
         self._num_computed = 0
         self._num_planned = len(spec.prompt_token_ids)
-        self._clock: Clock | None = None
-        self._clock_offset = 0
+        self._step_counter: StepCounter | None = None
+        self._step_offset = 0
         self.slot: int | None = None
         self.last_slot: int | None = None
-        """The slot that it has or had last: late tokens of a preempted sequence come from there."""
+        """The slot that it has or had last: late tokens of a preempted sequence arrive for this slot."""
         self.described = False
-        """Does the executor know it under its slot."""
-        self.awaits: Sequence | None = None
-        """Who computes the KV that it shares and that is not there yet."""
+        """Whether the executor has its description under its slot."""
+        self.kv_source: Sequence | None = None
+        """The sequence that is still computing KV in blocks shared with this one; None if all shared KV is there."""
         self.block_ids: list[int] = []
         self.host_block_ids: list[int] = []
-        """Where its KV is while it is swapped out."""
+        """Blocks of its KV while it is swapped out."""
         self.num_cached_blocks = 0
-        """Leading blocks that are in the prefix cache, or came from there."""
+        """Number of leading blocks that are in the prefix cache, or were hits."""
         self.cache_node: int | None = None
-        """The prefix cache's name for the last of them."""
+        """The prefix cache node of the last of these blocks."""
         self.num_hit_tokens = 0
-        """Tokens whose KV came from the prefix cache when it was last admitted."""
+        """Number of tokens found in the prefix cache at the last admission."""
         self.prompt_logprobs_end = 1
-        """Prompt tokens before this index have known logprobs, or none: the first one."""
-        self.asks_prompt_logprobs = False
-        """Was the executor asked for them when the sequence was last admitted."""
+        """Prompt tokens before this index have known logprobs, except the first, which has none."""
+        self.requested_prompt_logprobs = False
+        """Whether prompt logprobs were requested from the executor at the last admission."""
         self.max_len, self.length_detail = _length_limit(spec, max_model_len)
 
     @property
@@ -112,170 +112,170 @@ class Sequence:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is computed, or will be by plans in flight."""
-        return self._num_computed if self._clock is None else self._clock.clock - self._clock_offset
+        """Number of tokens whose KV is computed, or will be by plans in flight."""
+        return self._num_computed if self._step_counter is None else self._step_counter.num_steps - self._step_offset
 
     @property
     def num_planned_tokens(self) -> int:
-        """Tokens confirmed and pending."""
-        return self._num_planned if self._clock is None else self._clock.clock - self._clock_offset + 1
+        """Number of confirmed and pending tokens."""
+        return self._num_planned if self._step_counter is None else self._step_counter.num_steps - self._step_offset + 1
 
     @property
     def num_pending(self) -> int:
-        """Tokens that plans in flight will sample."""
+        """Number of tokens that plans in flight will sample."""
         return self.num_planned_tokens - len(self.token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens whose KV no plan has computed yet; 1 while it decodes."""
+        """Number of tokens whose KV no plan computes yet; 1 while it decodes."""
         return self.num_planned_tokens - self.num_computed_tokens
 
     @property
     def fully_planned(self) -> bool:
-        """Are all tokens that it may have planned: nothing is left to compute for it."""
+        """Whether its maximum number of tokens is planned, so that nothing is left to compute."""
         return self.num_planned_tokens >= self.max_len
 
     @property
-    def decodes(self) -> bool:
-        """Does it follow a clock."""
-        return self._clock is not None
+    def is_decoding(self) -> bool:
+        """Whether it is in the decode batch and follows its step counter."""
+        return self._step_counter is not None
 
     @property
     def is_beam(self) -> bool:
-        """Is it one of the beams of a search: it gets its tokens from there."""
-        return self.group.search is not None
+        """Whether it belongs to a beam search, which chooses its tokens."""
+        return self.group.beam_search is not None
 
     @property
-    def is_attached(self) -> bool:
-        """Does it wait for its group's first sequence to compute the prompt for both."""
+    def awaits_fork(self) -> bool:
+        """Whether it waits for its group's first sequence to compute the shared prompt."""
         return self.sample_index > 0 and not self.group.forked
 
     @property
-    def is_parked(self) -> bool:
-        """Is it a beam that runs no more, or not yet: a slot for a later one."""
+    def is_spare_beam(self) -> bool:
+        """Whether it is a beam sequence without a current beam: it keeps a slot for a later one."""
         return self.is_beam and self.group.forked and self not in self.group.beams
 
     @property
     def may_compute(self) -> bool:
-        """Has it tokens to compute, and all that goes before them."""
-        return self.awaits is None and not (self.is_attached or self.is_parked)
+        """Whether it may compute tokens: the KV of all tokens before them is there."""
+        return self.kv_source is None and not (self.awaits_fork or self.is_spare_beam)
 
-    def compute(self, num_tokens: int) -> bool:
-        """Plan the KV of the next tokens; True when all are computed then: it samples one more, a beam candidates."""
+    def schedule(self, num_tokens: int) -> bool:
+        """Plan the KV of the next tokens; True if all are computed then, so that it samples (a beam: candidates)."""
         self._num_computed += num_tokens
         samples = self._num_computed == self._num_planned
         self._num_planned += samples and not self.is_beam
         return samples
 
-    def share_computed(self, num_tokens: int) -> None:
-        """So many of its first tokens have their KV in blocks that it shares, or will have."""
+    def mark_computed(self, num_tokens: int) -> None:
+        """Count the KV of its first `num_tokens` tokens as computed: shared blocks have it, or will have it."""
         self._num_computed = num_tokens
 
     @property
     def num_present_tokens(self) -> int:
-        """Of its computed tokens those whose KV is there, and not still to come from a sequence that it awaits."""
-        if self.awaits is None:
+        """Number of computed tokens whose KV is there, without KV that its kv_source has yet to compute."""
+        if self.kv_source is None:
             return self.num_computed_tokens
-        return min(self.num_computed_tokens, self.awaits.num_present_tokens)
+        return min(self.num_computed_tokens, self.kv_source.num_present_tokens)
 
-    def own_up(self) -> None:
-        """Wait for nobody: of the KV that it shares only what is there counts."""
-        if self.awaits is not None:
+    def stop_awaiting_kv(self) -> None:
+        """Drop kv_source: only shared KV that is there counts as computed."""
+        if self.kv_source is not None:
             self._num_computed = self.num_present_tokens
-            self.awaits = None
+            self.kv_source = None
 
     def fork(self, source: Sequence) -> None:
-        """Sample from the row that `source` samples from in this step: all that it has computed counts here too."""
+        """Take over the counts of `source`: both sample from the same logits row in this step."""
         self._num_computed = source._num_computed
         self._num_planned = source._num_planned
 
-    def become(self, output: list[int]) -> None:
-        """Be the beam of this output, of which the last token is still to be computed."""
+    def set_output(self, output: list[int]) -> None:
+        """Replace the output tokens, for a new beam; the KV of the last one is not computed yet."""
         self.token_ids[self.num_prompt_tokens :] = output
         self._num_planned = len(self.token_ids)
         self._num_computed = self._num_planned - 1
 
-    def follow(self, clock: Clock) -> None:
-        """From now on compute one token with every tick."""
-        self._clock_offset = clock.clock - self._num_computed
-        self._clock = clock
+    def attach_step_counter(self, counter: StepCounter) -> None:
+        """Follow the decode batch's counter: one computed token per step."""
+        self._step_offset = counter.num_steps - self._num_computed
+        self._step_counter = counter
 
-    def unfollow(self) -> None:
-        """Leave the clock and keep the counts."""
+    def detach_step_counter(self) -> None:
+        """Stop following the counter and keep the counts."""
         self._num_computed, self._num_planned = self.num_computed_tokens, self.num_planned_tokens
-        self._clock = None
+        self._step_counter = None
 
-    def lose_memory(self) -> None:
-        """The executor that it ran on is lost, with all that it held there."""
-        if self._clock is not None:
-            self.unfollow()
-        self.forget_pending()
+    def forget_executor_state(self) -> None:
+        """Reset after the loss of the executor: slot, blocks and pending tokens are gone."""
+        if self._step_counter is not None:
+            self.detach_step_counter()
+        self.drop_pending_tokens()
         self.slot, self.described = None, False
-        self.group.reserve = []
+        self.group.reserved_blocks = []
         self.block_ids, self.host_block_ids = [], []
         self.num_cached_blocks, self.cache_node = 0, None
 
-    def recompute_newest(self) -> None:
-        """A beam whose tokens are all computed computes the last again, as what its candidates are is not known."""
+    def recompute_last_token(self) -> None:
+        """Let a beam compute its last token again after a preemption, because its candidates are unknown."""
         if self.is_beam:
             self._num_computed = min(self._num_computed, len(self.token_ids) - 1)
 
-    def forget_pending(self) -> None:
-        """What plans in flight were to sample will not come."""
+    def drop_pending_tokens(self) -> None:
+        """Drop pending tokens: plans in flight will not sample them."""
         self._num_planned = len(self.token_ids)
 
-    def limit_to_planned(self, detail: FinishDetail) -> None:
-        """Let it end with the tokens that are planned already, for this reason."""
+    def finish_after_planned(self, detail: FinishDetail) -> None:
+        """Lower the maximum length to the tokens planned so far; the sequence finishes with `detail`."""
         self.max_len = self.num_planned_tokens
         self.length_detail = detail
 
-    def limit_to_model(self, max_model_len: int) -> None:
-        """Let it end with this many tokens, if it may have more."""
+    def apply_max_model_len(self, max_model_len: int) -> None:
+        """Lower the maximum length to `max_model_len`."""
         if self.max_len > max_model_len:
             self.max_len, self.length_detail = max_model_len, FinishDetail.MAX_MODEL_LEN
 
-    def move(self, state: SequenceState) -> None:
-        """The one place where a state changes; raises InvariantError for a step the table does not have."""
+    def change_state(self, state: SequenceState) -> None:
+        """Change the state, here only; raises InvariantError for a transition that the table does not have."""
         if state not in _TRANSITIONS[self.state]:
             raise InvariantError(f"sequence {self.sequence_id}: {self.state.name} cannot become {state.name}")
         self.state = state
 
     @property
-    def lacks_prompt_logprobs(self) -> bool:
-        """Are logprobs of the prompt wanted of it, its group's first sequence, that are not known yet."""
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether it is its group's first sequence and some requested prompt logprobs are still unknown."""
         wanted = self.sample_index == 0 and self.group.spec.sampling.num_prompt_logprobs is not None
         return wanted and self.prompt_logprobs_end < self.num_prompt_tokens
 
     def admitted_sampling(self) -> Sampling:
-        """What an executor is told at admission: prompt logprobs that are all known are not asked for again."""
+        """The sampling parameters for the executor at admission; known prompt logprobs are not requested again."""
         sampling = self.group.spec.sampling
-        self.asks_prompt_logprobs = self.lacks_prompt_logprobs
-        if sampling.num_prompt_logprobs is not None and not self.asks_prompt_logprobs:
+        self.requested_prompt_logprobs = self.needs_prompt_logprobs
+        if sampling.num_prompt_logprobs is not None and not self.requested_prompt_logprobs:
             sampling = replace(sampling, num_prompt_logprobs=None)
-        if self.group.search is not None and not sampling.num_candidates:
-            sampling = replace(sampling, num_candidates=self.group.search.num_candidates)
+        if self.group.beam_search is not None and not sampling.num_candidates:
+            sampling = replace(sampling, num_candidates=self.group.beam_search.num_candidates)
         return sampling
 
     def predicted_prompt_tokens(self, num_tokens: int) -> range:
-        """The prompt tokens whose logprobs the next `num_tokens` tokens to be computed give."""
+        """The prompt tokens whose logprobs result from computing the next `num_tokens` tokens."""
         start = self.num_computed_tokens + 1
         return range(start, min(start + num_tokens, self.num_prompt_tokens))
 
     def take_prompt_logprobs(self, logprobs: PromptLogprobs) -> PromptLogprobs | None:
-        """What is new of a result's prompt logprobs: after a preemption they are computed again from the beginning."""
+        """The rows of a result's prompt logprobs that are new: after a preemption all are computed again."""
         start, end = self.prompt_logprobs_end, logprobs.end
         if end <= start:
             return None
         self.prompt_logprobs_end = end
         return logprobs.rows(start, end)
 
-    def forget_computed(self) -> None:
-        """Start over: its KV is gone. Tokens stay."""
+    def reset_computed_tokens(self) -> None:
+        """Reset the computed count: its KV is freed. Tokens stay."""
         self._num_computed = 0
-        self.awaits = None
+        self.kv_source = None
 
-    def stops_with(self, token_id: int) -> Finish | None:
-        """How the sequence ends with this token, its newest, if that is one of its stop ids and may stop it."""
+    def check_stop(self, token_id: int) -> Finish | None:
+        """The finish if this token, its newest, is a stop id and min_tokens is reached; else None."""
         spec = self.group.spec
         if token_id not in self.group.stop_ids or self.num_output_tokens < spec.sampling.min_tokens:
             return None
@@ -292,22 +292,22 @@ def held_slot(sequence: Sequence) -> int:
 
 
 class SequenceGroup:
-    """One request with its sequences, and its place in the order of arrival."""
+    """A sequence group: one request with its sequences and its arrival number."""
 
     __slots__ = (
         "arrival",
         "arrival_number",
+        "beam_search",
         "beams",
         "candidates",
         "forked",
-        "furthest",
         "key",
-        "num_awaited",
+        "max_failed_context_len",
         "num_failed_steps",
+        "num_pending_candidates",
         "num_preemptions",
         "queued",
-        "reserve",
-        "search",
+        "reserved_blocks",
         "sequences",
         "spec",
         "stop_ids",
@@ -324,62 +324,62 @@ class SequenceGroup:
         self.num_preemptions = 0
         self.was_admitted = False
         self.queued = False
-        """Is it in the waiting queue."""
+        """Whether it is in the waiting queue."""
         self.forked = spec.num_sequences == 1
-        """Have its sequences gone their own ways; before, the first computes the prompt for all."""
-        self.search: BeamSearch | None = None
+        """Whether its sequences run separately; before the fork, the first one computes the prompt for all."""
+        self.beam_search: BeamSearch | None = None
         self.beams: list[Sequence] = []
-        """Of a search that has forked: the beams that run, best first."""
+        """After the fork of a beam search: the running beams, best first."""
         self.candidates: dict[Sequence, Candidates] = {}
-        """What its beams have been told in this round."""
-        self.num_awaited = 0
-        """Candidates of its beams that plans in flight will tell."""
-        self.reserve: list[int] = []
-        """Device blocks that are held for its beams to grow into."""
+        """Candidates received for its beams at the current length."""
+        self.num_pending_candidates = 0
+        """Number of candidate lists for its beams that plans in flight will return."""
+        self.reserved_blocks: list[int] = []
+        """Device blocks reserved for the growth of its beams."""
         self.num_failed_steps = 0
-        """Failed steps that it was part of since it last got any further."""
-        self.furthest = 0
-        """Most tokens with KV that one of its sequences had when a step failed."""
+        """Number of failed steps that it was part of since its last progress."""
+        self.max_failed_context_len = 0
+        """Maximum number of tokens with KV that one of its sequences had at a failed step."""
 
     @property
     def finished(self) -> bool:
-        """Have all of its sequences ended?"""
+        """Whether all of its sequences have finished."""
         return all(sequence.state is SequenceState.FINISHED for sequence in self.sequences)
 
-    def forget_candidates(self) -> None:
-        """What plans in flight were to tell of its beams will not come."""
+    def drop_candidates(self) -> None:
+        """Drop candidates: plans in flight will not return them."""
         self.candidates.clear()
-        self.num_awaited = 0
+        self.num_pending_candidates = 0
 
     @property
     def running(self) -> list[Sequence]:
-        """Those that hold a slot."""
+        """Its sequences that hold a slot."""
         return [sequence for sequence in self.sequences if sequence.slot is not None]
 
     @property
-    def entrants(self) -> list[Sequence]:
-        """Those that wait for room of their own: before the fork the first one, then all that were put out."""
+    def waiting_sequences(self) -> list[Sequence]:
+        """Sequences waiting for admission: before the fork at most the first one, later all preempted ones."""
         first = self.sequences if self.forked else self.sequences[:1]
-        return [sequence for sequence in first if sequence.state in _ENTERING]
+        return [sequence for sequence in first if sequence.state in _ADMISSIBLE]
 
     @property
-    def is_settled(self) -> bool:
-        """Nothing that plans in flight will tell of those that wait is missing."""
-        return not self.num_awaited and not any(sequence.num_pending for sequence in self.entrants)
+    def has_all_results(self) -> bool:
+        """Whether no plan in flight still returns tokens or candidates for its waiting sequences."""
+        return not self.num_pending_candidates and not any(sequence.num_pending for sequence in self.waiting_sequences)
 
     @property
-    def may_split(self) -> bool:
-        """Can a part of it run: samples that have forked, whose KV must be computed again."""
-        return self.forked and self.search is None and not self.swapped
+    def can_admit_partially(self) -> bool:
+        """Whether a part of it can be admitted: only samples after the fork whose KV is recomputed."""
+        return self.forked and self.beam_search is None and not self.swapped
 
     @property
     def due_beams(self) -> list[Sequence]:
-        """Beams that have a token to compute."""
+        """Its beams that have a token to compute."""
         return [beam for beam in self.beams if beam.num_uncomputed_tokens == 1]
 
     @property
     def swapped(self) -> bool:
-        """Was it swapped out."""
+        """Whether one of its sequences is swapped out."""
         return any(sequence.state is SequenceState.SWAPPED for sequence in self.sequences)
 
 

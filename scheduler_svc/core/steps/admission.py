@@ -1,8 +1,8 @@
-"""Groups that wait come in: who of them, with which blocks, and what they share.
+"""Admission of waiting groups.
 
-A group comes in as a whole where it can. Before its fork the first sequence computes the prompt and the others hold a
-slot and a share of its blocks. Afterwards those that were put out come back, each with its own tokens: what they have
-in common with each other, in full blocks, one computes for all.
+A group is admitted as a whole where possible. Before its fork the first sequence computes the prompt, and the others
+hold a slot and share its blocks. After the fork, preempted sequences are admitted again, each with its own tokens: one
+of them computes the full blocks that they have in common.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
-from scheduler_svc.core.steps.beam_scheduling import cut_short
+from scheduler_svc.core.steps.beam_scheduling import finish_early
 from scheduler_svc.core.steps.budget import StepBudget
 from scheduler_svc.core.steps.chunks import plan_chunk
 from scheduler_svc.core.steps.placement import Placement, have_blocks, placements_of
@@ -21,79 +21,85 @@ from scheduler_svc.core.types import Finish, FinishDetail, SequenceState
 def admit(
     requests: RequestTable, lane: Lane, step: PlannedStep, budget: StepBudget, num_admissible: int
 ) -> list[Sequence]:
-    """Let waiting groups in while there is room. Returns those whose only token this step plans."""
-    ending: list[Sequence] = []
+    """Admit waiting groups while slots, blocks and budget last; returns sequences whose last token is planned now."""
+    fully_planned: list[Sequence] = []
     memory_is_full, num_joined = False, 0
     while num_joined < num_admissible and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:
         alone = not len(lane.running)
         memory_is_full = not lane.blocks.can_take(1, alone=alone)
         if memory_is_full or (group := requests.waiting.head(step.planned_at)) is None:
             break
-        if any(sequence.group is group for sequence in step.swapped_out) or not group.is_settled:
+        if any(sequence.group is group for sequence in step.swapped_out) or not group.has_all_results:
             break
-        if _end_unfit(requests, lane, group):
+        if _finish_oversized(requests, lane, group):
             continue
         placements = placements_of(requests, lane, group)
         if num_free_slots < len(placements):
-            placements = placements[:num_free_slots] if group.may_split else []
+            placements = placements[:num_free_slots] if group.can_admit_partially else []
         memory_is_full = not have_blocks(lane, group, placements, alone=alone)
-        while memory_is_full and len(placements) > 1 and group.may_split:
+        while memory_is_full and len(placements) > 1 and group.can_admit_partially:
             placements.pop()
             memory_is_full = not have_blocks(lane, group, placements, alone=alone)
         if memory_is_full and alone:
-            _make_smaller(requests, lane, group)
+            _shrink_or_finish(requests, lane, group)
             continue
         if memory_is_full or not placements:
             break
-        _enter(lane, step, placements)
-        requests.admitted(group)
+        _place(lane, step, placements)
+        requests.record_admission(group)
         num_joined += 1
         for sequence in [placement.sequence for placement in placements if placement.sequence.may_compute]:
             if not budget.exhausted:
-                ending += plan_chunk(lane, step, budget, sequence)
-    requests.policies.batching.joined(num_joined, memory_is_full=memory_is_full)
-    return ending
+                fully_planned += plan_chunk(lane, step, budget, sequence)
+    requests.policies.batching.record_admissions(num_joined, memory_is_full=memory_is_full)
+    return fully_planned
 
 
 def _num_free_slots(lane: Lane) -> int:
     return min(lane.spec.max_num_seqs - len(lane.running), lane.slots.num_free)
 
 
-def _end_unfit(requests: RequestTable, lane: Lane, group: SequenceGroup) -> bool:
-    """End what can never come in, as it may have begun when the executor held more; did anything."""
+def _finish_oversized(requests: RequestTable, lane: Lane, group: SequenceGroup) -> bool:
+    """Finish sequences that this executor can never hold; returns whether there were any.
+
+    They may have started on an executor with larger limits.
+    """
     unfinished = [sequence for sequence in group.sequences if sequence.state is not SequenceState.FINISHED]
-    if len(unfinished) > lane.spec.max_num_seqs and not (group.may_split or group.swapped):
-        cut_short(requests, group, FinishDetail.EXECUTOR_ERROR)
+    if len(unfinished) > lane.spec.max_num_seqs and not (group.can_admit_partially or group.swapped):
+        finish_early(requests, group, FinishDetail.EXECUTOR_ERROR)
         return True
     ended = False
-    if group.search is not None:
-        group.search.limit(lane.spec.max_model_len, FinishDetail.MAX_MODEL_LEN)
-    for sequence in group.entrants if group.forked else unfinished:
-        if (detail := lane.too_long(sequence)) is None:
+    if group.beam_search is not None:
+        group.beam_search.apply_max_len(lane.spec.max_model_len, FinishDetail.MAX_MODEL_LEN)
+    for sequence in group.waiting_sequences if group.forked else unfinished:
+        if (detail := lane.length_finish_detail(sequence)) is None:
             continue
         ended = True
-        if group.search is not None:
-            cut_short(requests, group, detail)
+        if group.beam_search is not None:
+            finish_early(requests, group, detail)
             break
-        requests.end(sequence, Finish(detail))
+        requests.finish(sequence, Finish(detail))
     return ended
 
 
-def _make_smaller(requests: RequestTable, lane: Lane, group: SequenceGroup) -> None:
-    """With nobody else there it does not fit: samples come back from the host one by one, what else is there ends."""
-    if group.search is not None:
-        cut_short(requests, group, FinishDetail.KV_CAPACITY)
+def _shrink_or_finish(requests: RequestTable, lane: Lane, group: SequenceGroup) -> None:
+    """Handle a group that does not fit into an empty pool.
+
+    Swapped samples lose their KV and are admitted one by one; anything else finishes with KV_CAPACITY.
+    """
+    if group.beam_search is not None:
+        finish_early(requests, group, FinishDetail.KV_CAPACITY)
     elif group.swapped:
         for sequence in group.sequences:
             if sequence.state is SequenceState.SWAPPED:
-                lane.forget_swapped(sequence)
-                requests.wait_again(sequence)
+                lane.drop_swapped(sequence)
+                requests.requeue(sequence)
     else:
-        requests.end_group(group, Finish(FinishDetail.KV_CAPACITY))
+        requests.finish_group(group, Finish(FinishDetail.KV_CAPACITY))
 
 
-def _enter(lane: Lane, step: PlannedStep, placements: list[Placement]) -> None:
-    """Give them slots and blocks."""
+def _place(lane: Lane, step: PlannedStep, placements: list[Placement]) -> None:
+    """Give the placed sequences their slots and blocks."""
     swapped = [placement.sequence for placement in placements if placement.sequence.state is SequenceState.SWAPPED]
     if swapped:
         lane.blocks.swap_in(swapped)
@@ -101,7 +107,7 @@ def _enter(lane: Lane, step: PlannedStep, placements: list[Placement]) -> None:
     for placement in placements:
         sequence, source = placement.sequence, placement.source
         came_back = sequence.state is SequenceState.SWAPPED
-        lane.enter(sequence)
+        lane.start_running(sequence)
         step.joined.append(sequence)
         step.joined_slots.append(held_slot(sequence))
         if not placement.num_tokens:
@@ -113,13 +119,13 @@ def _enter(lane: Lane, step: PlannedStep, placements: list[Placement]) -> None:
                 lane.blocks.make_writable(sequence)
         elif source is None:
             lane.blocks.allocate(sequence, placement.num_tokens, found=placement.found)
-            sequence.share_computed(placement.found.num_tokens)
+            sequence.mark_computed(placement.found.num_tokens)
             sequence.num_hit_tokens = placement.found.num_tokens
-            sequence.group.reserve += lane.blocks.take(placement.num_reserve)
-        elif sequence.is_attached:
-            lane.blocks.share_table(source, sequence, sequence.num_prompt_tokens)
+            sequence.group.reserved_blocks += lane.blocks.take(placement.num_reserved_blocks)
+        elif sequence.awaits_fork:
+            lane.blocks.share_blocks(source, sequence, sequence.num_prompt_tokens)
             sequence.block_ids += lane.blocks.take(placement.num_to_take)
         else:
             lane.blocks.allocate(sequence, placement.num_tokens, shared=source.block_ids[: placement.num_shared])
-            sequence.share_computed(placement.num_shared * lane.spec.block_size)
-            sequence.awaits = source
+            sequence.mark_computed(placement.num_shared * lane.spec.block_size)
+            sequence.kv_source = source

@@ -1,9 +1,9 @@
-"""Beam searches: what results tell them, who goes on in whose place, and how they end.
+"""Beam scheduling: candidates from results, reordering of beams, and the end of a search.
 
-A search waits for the candidates of all its beams, and nobody waits for it. Then each beam that runs on is a parent's
-tokens and one more: the first child of a parent stays in its slot, the others take the slots of beams without children
-and share their parent's blocks. What those held is free at once; copy-on-write sets the children apart when the next
-step is planned.
+A search waits for the candidates of all its beams; other sequences do not wait for it. Each beam that continues is a
+parent's tokens and one more. The first child of a parent keeps the parent's slot; further children take the slots of
+beams without children and share their parent's blocks. The blocks of beams without children are freed at once; the
+next step copies shared blocks before children write to them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_
 from scheduler_svc.core.types import Candidates, Finish, FinishDetail, SequenceState, SlotError, StepResult
 
 
-def start_search(group: SequenceGroup) -> None:
-    """Let a new group with sequences be a beam search, if its request asks for one."""
+def start_beam_search(group: SequenceGroup) -> None:
+    """Start the beam search of a new group if its request is one."""
     spec, first = group.spec, group.sequences[0]
     if spec.beams is not None:
-        group.search = BeamSearch(
+        group.beam_search = BeamSearch(
             spec.beams,
             stop_ids=group.stop_ids,
             eos_token_ids=spec.eos_token_ids,
@@ -35,14 +35,14 @@ def start_search(group: SequenceGroup) -> None:
 
 
 def take_candidates(requests: RequestTable, lane: Lane, step: PlannedStep, result: StepResult) -> None:
-    """Give searches what their beams have been told; a beam that was preempted since will ask again."""
-    told = [chunk.sequence for chunk in step.chunks if chunk.samples and chunk.sequence.is_beam]
-    if not told:
+    """Pass candidates to their searches; a beam preempted since then computes its candidates again."""
+    beams = [chunk.sequence for chunk in step.chunks if chunk.samples and chunk.sequence.is_beam]
+    if not beams:
         return
-    requests.policies.order.computed(told)
+    requests.policies.order.on_tokens(beams)
     errors = dict(zip(result.error_slots, result.errors, strict=True))
-    for beam in told:
-        beam.group.num_awaited -= 1
+    for beam in beams:
+        beam.group.num_pending_candidates -= 1
         slot = beam.last_slot
         if beam.state is not SequenceState.RUNNING or slot is None:
             continue
@@ -50,23 +50,23 @@ def take_candidates(requests: RequestTable, lane: Lane, step: PlannedStep, resul
             beam.group.candidates[beam] = result.candidates[slot]
         elif errors.get(slot) is SlotError.NO_ALLOWED_TOKEN:
             beam.group.candidates[beam] = Candidates((), ())
-    for group in dict.fromkeys(beam.group for beam in told):
+    for group in dict.fromkeys(beam.group for beam in beams):
         if not group.finished:
-            _go_on(requests, lane, group)
+            _advance_search(requests, lane, group)
 
 
-def cut_short(requests: RequestTable, group: SequenceGroup, detail: FinishDetail) -> None:
-    """End a group before its time: beams that run count as they are."""
-    if group.search is None or not group.forked:
-        requests.end_group(group, Finish(detail))
+def finish_early(requests: RequestTable, group: SequenceGroup, detail: FinishDetail) -> None:
+    """Finish a group early: running beams count as hypotheses as they are."""
+    if group.beam_search is None or not group.forked:
+        requests.finish_group(group, Finish(detail))
         return
-    found = group.search.best(group.spec.num_samples, _outputs(group.beams), detail)
+    found = group.beam_search.best(group.spec.num_samples, _outputs(group.beams), detail)
     _finish(requests, group, found, Finish(detail))
 
 
-def _go_on(requests: RequestTable, lane: Lane, group: SequenceGroup) -> None:
-    """One token further, if all beams have been told their candidates."""
-    search, beams = group.search, group.beams if group.forked else group.sequences[:1]
+def _advance_search(requests: RequestTable, lane: Lane, group: SequenceGroup) -> None:
+    """Advance the search by one token if the candidates of all its beams are there."""
+    search, beams = group.beam_search, group.beams if group.forked else group.sequences[:1]
     if search is None or group.candidates.keys() != set(beams):
         return
     pairs = search.advance(_outputs(beams), [group.candidates[beam] for beam in beams])
@@ -79,7 +79,7 @@ def _go_on(requests: RequestTable, lane: Lane, group: SequenceGroup) -> None:
 
 
 def _reorder(lane: Lane, group: SequenceGroup, beams: list[Sequence], pairs: list[tuple[int, int]]) -> None:
-    """Make the beams that run on of those that ran: (index of the parent, new token) each, best first."""
+    """Replace the running beams by their continuations, given as (index of the parent, new token), best first."""
     parents = [beams[index] for index, _ in pairs]
     outputs = [
         [*parent.token_ids[parent.num_prompt_tokens :], pair[1]] for parent, pair in zip(parents, pairs, strict=True)
@@ -88,23 +88,23 @@ def _reorder(lane: Lane, group: SequenceGroup, beams: list[Sequence], pairs: lis
     children: list[Sequence] = []
     for sequence in others:
         lane.blocks.free(sequence)
-        _forget_slot(lane, sequence)
+        _end_description(lane, sequence)
     for parent in parents:
         child = parent
         if parent in children:
             child = others.pop()
-            lane.blocks.share_table(parent, child, parent.num_computed_tokens)
+            lane.blocks.share_blocks(parent, child, parent.num_computed_tokens)
         children.append(child)
     for child, output in zip(children, outputs, strict=True):
-        child.become(output)
+        child.set_output(output)
     for sequence in others:
-        sequence.forget_computed()
+        sequence.reset_computed_tokens()
     group.beams, group.forked = children, True
-    lane.searches[group] = None
+    lane.due_beam_groups[group] = None
 
 
-def _forget_slot(lane: Lane, sequence: Sequence) -> None:
-    """The executor is to forget a sequence that keeps its slot: it will be told of another."""
+def _end_description(lane: Lane, sequence: Sequence) -> None:
+    """Let the next plan release the slot on the executor although the sequence keeps it: it will be described anew."""
     if sequence.described:
         lane.stale_slots.append(held_slot(sequence))
         sequence.described = False
@@ -115,7 +115,7 @@ def _outputs(beams: Iterable[Sequence]) -> list[list[int]]:
 
 
 def _finish(requests: RequestTable, group: SequenceGroup, found: list[Hypothesis], otherwise: Finish) -> None:
-    """Tell the best, and end the group; samples for which there is nothing end for another reason."""
+    """Output the best hypotheses and finish the group; samples without a hypothesis finish with `otherwise`."""
     for index in range(group.spec.num_samples):
         if index < len(found):
             best = found[index]
@@ -125,4 +125,4 @@ def _finish(requests: RequestTable, group: SequenceGroup, found: list[Hypothesis
         requests.outputs.hypotheses.append(output)
     for sequence in group.sequences:
         if sequence.state is not SequenceState.FINISHED:
-            requests.end(sequence, found[0].finish if found else otherwise, tell=False)
+            requests.finish(sequence, found[0].finish if found else otherwise, report=False)

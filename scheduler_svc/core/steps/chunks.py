@@ -1,4 +1,4 @@
-"""Tokens of sequences that do not decode yet: chunks of prompts, what is computed again, forks, beams."""
+"""Schedules tokens of sequences outside the decode batch: prompt chunks, recomputation, forks, beams."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from scheduler_svc.core.types import AdmittedSequence
 
 
 def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequence) -> list[Sequence]:
-    """Compute as many of a sequence's tokens as the budget allows. Returns those whose last token that plans."""
+    """Schedule as many of a sequence's tokens as the budget allows; returns sequences now fully planned."""
     group = sequence.group
-    siblings = group.running[1:] if not group.forked and group.search is None else []
+    siblings = group.running[1:] if not group.forked and group.beam_search is None else []
     num_tokens = min(sequence.num_uncomputed_tokens, budget.chunk)
     if siblings and num_tokens == sequence.num_uncomputed_tokens:
         values = (len(sequence.token_ids) + group.spec.sampling.num_values) * len(siblings)
         if budget.num_sequences <= len(siblings) or not budget.take_values(values):
-            num_tokens -= 1  # The fork has no room in this step.
+            num_tokens -= 1  # The fork does not fit the budget of this step.
     if num_tokens == 0 or not _describe_once(lane, step, budget, sequence):
         return []
     budget.spend(num_tokens)
-    samples = _compute(lane, step, sequence, num_tokens)
+    samples = _schedule(lane, step, sequence, num_tokens)
     if samples and siblings:
         budget.spend(0, num_sequences=len(siblings))
         return _fork(lane, step, sequence, siblings)
-    return _settle(lane, sequence)
+    return _file_after_chunk(lane, sequence)
 
 
 def plan_beams(lane: Lane, step: PlannedStep, budget: StepBudget) -> None:
-    """Each beam that has been given a token computes it, and has candidates told."""
-    for group in list(lane.searches):
+    """Schedule the new token of each due beam, and its next candidates."""
+    for group in list(lane.due_beam_groups):
         for beam in group.due_beams:
             if beam.described:
                 step.plan.given_slots.append(held_slot(beam))
@@ -38,20 +38,20 @@ def plan_beams(lane: Lane, step: PlannedStep, budget: StepBudget) -> None:
             elif not _describe_once(lane, step, budget, beam):
                 break
             budget.spend(1)
-            _compute(lane, step, beam, 1)
+            _schedule(lane, step, beam, 1)
         if not group.due_beams:
-            del lane.searches[group]
+            del lane.due_beam_groups[group]
 
 
-def _compute(lane: Lane, step: PlannedStep, sequence: Sequence, num_tokens: int) -> bool:
-    """Enter a chunk into the plan; does the sequence sample, or have candidates told."""
+def _schedule(lane: Lane, step: PlannedStep, sequence: Sequence, num_tokens: int) -> bool:
+    """Add a chunk to the plan; returns whether the sequence samples (a beam: returns candidates)."""
     slot, context_len = held_slot(sequence), sequence.num_computed_tokens
     is_ready = sequence.num_uncomputed_tokens == 1 and not _is_held(sequence)
-    if sequence.asks_prompt_logprobs and (predicted := sequence.predicted_prompt_tokens(num_tokens)):
+    if sequence.requested_prompt_logprobs and (predicted := sequence.predicted_prompt_tokens(num_tokens)):
         step.prompt_logprobs[slot] = sequence, predicted
-    samples = sequence.compute(num_tokens)
+    samples = sequence.schedule(num_tokens)
     step.chunks.append(Chunk(sequence, slot, num_tokens, context_len, samples))
-    sequence.group.num_awaited += samples and sequence.is_beam
+    sequence.group.num_pending_candidates += samples and sequence.is_beam
     if is_ready:
         step.plan.decode_ready = True
     else:
@@ -61,53 +61,54 @@ def _compute(lane: Lane, step: PlannedStep, sequence: Sequence, num_tokens: int)
     return samples
 
 
-def _settle(lane: Lane, sequence: Sequence) -> list[Sequence]:
-    """Where a sequence goes that has computed a chunk; returned if no token is left to compute for it."""
+def _file_after_chunk(lane: Lane, sequence: Sequence) -> list[Sequence]:
+    """Move a sequence to the decode batch if its chunk was the last; returned if all of its tokens are planned."""
     if sequence.is_beam:
         if sequence.num_uncomputed_tokens == 0:
             lane.prefilling.discard(sequence)
         return []
     if sequence.fully_planned:
         return [sequence]
-    # With one token left it is ready, and will decode in every step that lets those that are ready do so.
+    # With one token left it is ready: it decodes in every step with decode_ready.
     if sequence.num_uncomputed_tokens == 1 and not _is_held(sequence):
         lane.start_decoding(sequence)
     return []
 
 
 def _is_held(sequence: Sequence) -> bool:
-    """Must the executor wait to be told what it computes: of a beam, or before a fork."""
+    """Whether the executor holds it until a plan schedules it by name: beams, and sequences before their fork."""
     return sequence.is_beam or not sequence.group.forked
 
 
 def _fork(lane: Lane, step: PlannedStep, source: Sequence, siblings: list[Sequence]) -> list[Sequence]:
-    """The siblings sample from the row of the first sequence, which has just been computed, and go on by themselves.
+    """Fork: the siblings sample from the logits row that `source` computes in this step.
 
-    Their last block is still shared if it is not full: the next plan sets them apart, and tells the executor of it.
+    A last block that is not full stays shared for now: the next plan copies it, and appends it to the siblings' tables
+    on the executor.
     """
     size, num_computed = lane.spec.block_size, source.num_computed_tokens
     num_full = num_computed // size
     group: SequenceGroup = source.group
-    ending: list[Sequence] = []
+    fully_planned: list[Sequence] = []
     group.forked = True
     for sibling in siblings:
         sibling.fork(source)
-        told = sibling.block_ids[:num_full] if num_computed % size else sibling.block_ids
-        _describe(step, sibling, told, min(num_full * size, num_computed - 1))
+        known = sibling.block_ids[:num_full] if num_computed % size else sibling.block_ids
+        _describe(step, sibling, known, min(num_full * size, num_computed - 1))
         slot = held_slot(sibling)
         step.plan.fork_source_slots.append(held_slot(source))
         step.plan.fork_slots.append(slot)
         step.chunks.append(Chunk(sibling, slot, 0, num_computed, samples=True))
     lane.resuming[source] = None
     for sequence in (*siblings, source):
-        ending += _settle(lane, sequence)
+        fully_planned += _file_after_chunk(lane, sequence)
         if not sequence.fully_planned and num_computed % size:
-            lane.unwritten[sequence] = sequence is not source
-    return ending
+            lane.pending_copy_on_write[sequence] = sequence is not source
+    return fully_planned
 
 
 def _describe_once(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequence) -> bool:
-    """Tell the executor of a sequence that it does not know, if the plan has room for it."""
+    """Add a sequence's description to the plan unless the executor has it; False if the plan has no budget for it."""
     if sequence.described:
         return True
     if not budget.take_values(len(sequence.token_ids) + sequence.group.spec.sampling.num_values):

@@ -1,4 +1,4 @@
-"""Who of a group that waits would come in, with which blocks, and what that takes."""
+"""Placements: the sequences of a waiting group that this step can admit, with the blocks that each one needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.memory.prefix_cache import NOTHING, Found
+from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import SequenceState
@@ -14,35 +14,37 @@ from scheduler_svc.core.types import SequenceState
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A sequence that is to come in, and where its blocks come from."""
+    """A sequence to admit, and the origin of its blocks."""
 
     sequence: Sequence
     num_to_take: int
-    """Free device blocks that it takes."""
+    """Number of free device blocks that it takes."""
     num_tokens: int = 0
-    """Tokens that it has blocks for."""
-    found: Found = NOTHING
+    """Number of tokens that its blocks hold."""
+    found: CachedPrefix = NO_PREFIX
     source: Sequence | None = None
-    """Another one of its group with which it shares its first blocks."""
+    """Another sequence of its group, whose first blocks it shares."""
     num_shared: int = 0
-    """Blocks that it shares with it."""
-    num_reserve: int = 0
-    """Of num_to_take, blocks that are held for its group's beams to grow into."""
+    """Number of blocks shared with `source`."""
+    num_reserved_blocks: int = 0
+    """Number of blocks, included in num_to_take, reserved for the growth of its group's beams."""
 
 
 def placements_of(requests: RequestTable, lane: Lane, group: SequenceGroup) -> list[Placement]:
-    """Who would come in, and what that takes."""
+    """The sequences of a waiting group that can be admitted, each with its placement."""
     if group.swapped:
-        return _returns(lane, [sequence for sequence in group.sequences if sequence.state is SequenceState.SWAPPED])
+        return _swap_in_placements(
+            lane, [sequence for sequence in group.sequences if sequence.state is SequenceState.SWAPPED]
+        )
     if not group.forked:
-        return _first_arrivals(requests, lane, group)
+        return _prompt_placements(requests, lane, group)
     placements: list[Placement] = []
     sources = [sequence for sequence in group.running if sequence.block_ids]
-    for sequence in group.entrants:
-        if sequence.is_parked:
+    for sequence in group.waiting_sequences:
+        if sequence.is_spare_beam:
             placements.append(Placement(sequence, 0))
         else:
-            placements.append(_arrival(requests, lane, sequence, sources))
+            placements.append(_placement(requests, lane, sequence, sources))
             sources.append(sequence)
     return placements
 
@@ -50,19 +52,22 @@ def placements_of(requests: RequestTable, lane: Lane, group: SequenceGroup) -> l
 def have_blocks(
     lane: Lane, group: SequenceGroup, placements: list[Placement], *, alone: bool, num_more: int = 0
 ) -> bool:
-    """Would there be blocks for them: with nobody else there all are theirs; with so many more free than there are."""
+    """Whether there are blocks for these placements.
+
+    `alone`: nothing else runs, so the watermark does not count. `num_more`: additional free blocks to assume.
+    """
     count = sum(placement.num_to_take for placement in placements)
     if not alone and not group.forked and group.sequences[0].num_prompt_tokens % lane.spec.block_size:
-        count += len(placements) - 1  # Their fork will copy the last block.
+        count += len(placements) - 1  # The fork will copy the last block.
     return lane.blocks.can_take(count, alone=alone, num_more=num_more)
 
 
-def _returns(lane: Lane, swapped: list[Sequence]) -> list[Placement]:
-    """They come back with all their blocks, and with one for their next token where they had none of their own."""
+def _swap_in_placements(lane: Lane, swapped: list[Sequence]) -> list[Placement]:
+    """Swapped sequences return with all their blocks, and one more each for a next token without a block of its own."""
     placements: list[Placement] = []
     writers: Counter[int] = Counter()
     for sequence in swapped:
-        num_tokens = 0 if sequence.is_parked else len(sequence.token_ids)
+        num_tokens = 0 if sequence.is_spare_beam else len(sequence.token_ids)
         host_block_ids = sequence.host_block_ids
         num_more = max(0, lane.blocks.num_blocks_for(num_tokens) - len(host_block_ids))
         index = sequence.num_computed_tokens // lane.spec.block_size
@@ -74,25 +79,25 @@ def _returns(lane: Lane, swapped: list[Sequence]) -> list[Placement]:
     return placements
 
 
-def _first_arrivals(requests: RequestTable, lane: Lane, group: SequenceGroup) -> list[Placement]:
-    """The first computes the prompt; the others share its blocks, and get what is reserved for them beyond."""
+def _prompt_placements(requests: RequestTable, lane: Lane, group: SequenceGroup) -> list[Placement]:
+    """The first sequence computes the prompt; the others share its blocks and get those reserved beyond it."""
     first, *others = group.sequences
-    placements = [_arrival(requests, lane, first, [])]
+    placements = [_placement(requests, lane, first, [])]
     num_shared = lane.blocks.num_blocks_for(first.num_prompt_tokens)
     for other in others:
-        num_tokens = first.num_prompt_tokens if other.is_beam else _num_reserved(requests, lane, other)
+        num_tokens = first.num_prompt_tokens if other.is_beam else _num_reserved_tokens(requests, lane, other)
         num_new = lane.blocks.num_blocks_for(num_tokens) - num_shared
         placements.append(Placement(other, num_new, num_tokens, source=first, num_shared=num_shared))
-    if first.is_beam and (num_reserve := _num_reserve(requests, lane, first)):
-        num_to_take = placements[0].num_to_take + num_reserve
-        placements[0] = replace(placements[0], num_to_take=num_to_take, num_reserve=num_reserve)
+    if first.is_beam and (num_reserved_blocks := _num_reserved_blocks(requests, lane, first)):
+        num_to_take = placements[0].num_to_take + num_reserved_blocks
+        placements[0] = replace(placements[0], num_to_take=num_to_take, num_reserved_blocks=num_reserved_blocks)
     return placements
 
 
-def _num_reserve(requests: RequestTable, lane: Lane, first: Sequence) -> int:
-    """Blocks that a search may need beyond its prompt's, if the policy reserves and the pool could hold them all.
+def _num_reserved_blocks(requests: RequestTable, lane: Lane, first: Sequence) -> int:
+    """Blocks to reserve for a beam search beyond its prompt; 0 if the policy reserves none or the pool is too small.
 
-    Beams share the full blocks of the prompt, and at worst nothing else.
+    In the worst case, beams share only the full blocks of the prompt.
     """
     wanted, num_prompt = requests.policies.batching.num_reserved_tokens(first), first.num_prompt_tokens
     num_full = num_prompt // lane.spec.block_size
@@ -102,21 +107,21 @@ def _num_reserve(requests: RequestTable, lane: Lane, first: Sequence) -> int:
     return most - lane.blocks.num_blocks_for(num_prompt) if reserves else 0
 
 
-def _arrival(requests: RequestTable, lane: Lane, sequence: Sequence, sources: list[Sequence]) -> Placement:
-    num_tokens = _num_reserved(requests, lane, sequence)
+def _placement(requests: RequestTable, lane: Lane, sequence: Sequence, sources: list[Sequence]) -> Placement:
+    num_tokens = _num_reserved_tokens(requests, lane, sequence)
     num_blocks = lane.blocks.num_blocks_for(num_tokens)
-    # Only the first of a group asks the cache: what it takes out changes what others would find.
-    found = NOTHING if sources else lane.blocks.find(sequence)
-    source, num_shared = _closest(sequence, sources, lane.spec.block_size)
+    # Only the first of a group looks up the cache: taking its blocks changes what the others would find.
+    found = NO_PREFIX if sources else lane.blocks.find_cached_prefix(sequence)
+    source, num_shared = _best_source(sequence, sources, lane.spec.block_size)
     if num_shared:
         return Placement(sequence, num_blocks - num_shared, num_tokens, source=source, num_shared=num_shared)
     return Placement(sequence, found.num_to_take(num_blocks), num_tokens, found)
 
 
-def _closest(sequence: Sequence, sources: list[Sequence], size: int) -> tuple[Sequence | None, int]:
-    """Of the others the one with which it has the most full blocks in common, and how many these are.
+def _best_source(sequence: Sequence, sources: list[Sequence], size: int) -> tuple[Sequence | None, int]:
+    """The source with the most full blocks in common, and their number.
 
-    Samples are taken to differ from their first token on, so that one of them is as good as another.
+    Samples are assumed to differ from their first token on, so any source is as good as another.
     """
     best, most = None, 0
     for source in sources if sequence.is_beam else sources[:1]:
@@ -129,21 +134,21 @@ def _closest(sequence: Sequence, sources: list[Sequence], size: int) -> tuple[Se
     return best, most
 
 
-def _num_common_blocks(ours: list[int], theirs: list[int], least: int, most: int, size: int) -> int:
-    """Full blocks with the same tokens, `least` to `most` of them: by bisection, as slices compare quickly."""
+def _num_common_blocks(left: list[int], right: list[int], least: int, most: int, size: int) -> int:
+    """Number of leading full blocks with equal tokens, from `least` to `most`: bisection over slice comparisons."""
     while least < most:
         middle = (least + most + 1) // 2
-        if ours[least * size : middle * size] == theirs[least * size : middle * size]:
+        if left[least * size : middle * size] == right[least * size : middle * size]:
             least = middle
         else:
             most = middle - 1
     return least
 
 
-def _num_reserved(requests: RequestTable, lane: Lane, sequence: Sequence) -> int:
-    """Tokens that a newcomer gets blocks for: its own, and what is reserved, as far as the pool could hold that.
+def _num_reserved_tokens(requests: RequestTable, lane: Lane, sequence: Sequence) -> int:
+    """Number of tokens to allocate blocks for: its own, and those reserved, as far as the pool can hold them.
 
-    A group gets no more than its own if it could not have all that is reserved for it. For beams see `_num_reserve`.
+    Nothing is reserved for a group whose whole reservation exceeds the pool. For beams see `_num_reserved_blocks`.
     """
     wanted = requests.policies.batching.num_reserved_tokens(sequence)
     others = len(sequence.group.sequences) - 1

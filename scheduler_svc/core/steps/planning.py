@@ -1,4 +1,4 @@
-"""A step is planned: room for those that decode, their tokens, beams, chunks of the others, admissions, releases."""
+"""Plans a step: preemption, decodes, beams, chunks, admissions, releases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scheduler_svc.core.types import StepPlan
 
 
 def plan_step(requests: RequestTable, lane: Lane, plan: StepPlan, now: float) -> PlannedStep | None:
-    """Fill in an empty plan; None if there is nothing to do or to tell."""
+    """Fill an empty plan; None if it stays empty."""
     step = PlannedStep(plan, now)
     spec = lane.spec
     budget = StepBudget(spec.max_num_batched_tokens, spec.max_num_seqs, requests.policies.long_prefill_token_threshold)
@@ -23,46 +23,46 @@ def plan_step(requests: RequestTable, lane: Lane, plan: StepPlan, now: float) ->
         preempt_for_admission(requests, lane, step)
     memory_is_short = preempt_for_decodes(requests, lane, step)
     _resume(lane, step)
-    # Those who share KV wait until a plan before this one has computed it.
-    prefilling = [sequence for sequence in lane.prefilling if _has_its_context(sequence)]
-    ending = _plan_decodes(lane, step, budget)
+    # Sequences with shared KV wait until an earlier plan has computed it.
+    prefilling = [sequence for sequence in lane.prefilling if _shared_kv_is_computed(sequence)]
+    fully_planned = _plan_decodes(lane, step, budget)
     plan_beams(lane, step, budget)
     for sequence in prefilling:
         if budget.exhausted:
             break
-        ending += plan_chunk(lane, step, budget, sequence)
-    # Who was pushed out for want of memory would be let in again at once.
+        fully_planned += plan_chunk(lane, step, budget, sequence)
+    # A sequence preempted for lack of memory would be admitted again at once.
     if not memory_is_short:
-        ending += admit(requests, lane, step, budget, num_admissible)
-    plan.released_slots = lane.stale_slots + lane.slots.releases_for(plan.step_id)
+        fully_planned += admit(requests, lane, step, budget, num_admissible)
+    plan.released_slots = lane.stale_slots + lane.slots.take_released(plan.step_id)
     lane.stale_slots = []
     step.retired, lane.retired = lane.retired, []
     _take_moves(lane, step)
-    # Only now: what they hold belongs to this step, and is free, or may be shared, for the next one.
+    # Only now: their blocks belong to this step, and are free, or can be shared, from the next one on.
     if lane.blocks.caching:
         for chunk in step.chunks:
-            lane.blocks.register(chunk.sequence)
-    for sequence in ending:
+            lane.blocks.cache_full_blocks(chunk.sequence)
+    for sequence in fully_planned:
         lane.retire(sequence)
     moves = plan.swapped_out or plan.copied or plan.swapped_in
     return step if step.total_tokens or plan.released_slots or moves else None
 
 
 def _resume(lane: Lane, step: PlannedStep) -> None:
-    """Those that were held for their fork decode with the others."""
+    """Resume sequences that were held for their fork."""
     step.plan.resumed_slots = [held_slot(sequence) for sequence in lane.resuming]
     lane.resuming.clear()
 
 
-def _has_its_context(sequence: Sequence) -> bool:
-    """Is what it shares computed, so that it may go on from there."""
+def _shared_kv_is_computed(sequence: Sequence) -> bool:
+    """Whether the KV that it shares is computed, so that it can continue from there."""
     if sequence.num_present_tokens == sequence.num_computed_tokens:
-        sequence.awaits = None
-    return sequence.awaits is None
+        sequence.kv_source = None
+    return sequence.kv_source is None
 
 
 def _plan_decodes(lane: Lane, step: PlannedStep, budget: StepBudget) -> list[Sequence]:
-    """Every member of the cohort computes a token: the plan's short form says so. Returns those it is the last of."""
+    """Schedule one token for the whole decode batch, by decode_ready; returns members whose last token this is."""
     if not len(lane.decode_batch):
         return []
     step.plan.decode_ready = True

@@ -1,4 +1,4 @@
-"""Results held against the plans that they belong to, then taken in."""
+"""Checks results against their plans, and applies them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DETAILS = {
 
 
 def check_result(lane: Lane, step: PlannedStep, result: StepResult) -> None:
-    """Raise InvariantError if a result does not fit its own plan; nothing is changed."""
+    """Raise InvariantError if a result does not match its plan; changes nothing."""
     if result.status is not StepStatus.OK:
         raise InvariantError(f"step {result.step_id} ended {result.status.name}: {result.error_message}")
     _check_errors(step, result)
@@ -38,7 +38,7 @@ def check_result(lane: Lane, step: PlannedStep, result: StepResult) -> None:
 
 
 def _check_errors(step: PlannedStep, result: StepResult) -> None:
-    """Only slots that computed something can have failed."""
+    """Errors are allowed only for slots that computed something."""
     if not (result.error_slots or result.errors):
         return
     computed = set(step.slots)
@@ -50,21 +50,21 @@ def _check_errors(step: PlannedStep, result: StepResult) -> None:
 
 
 def _check_samples(lane: Lane, expected: list[int], slots: list[int], result: StepResult) -> None:
-    """Not every slot that was to sample has: only one that had stopped by itself may have nothing to say."""
+    """Check a result in which some scheduled slots sampled no token: only finished sequences may lack one."""
     counts = result.num_tokens or [1] * len(slots)
-    answered, sampling = set(slots), set(expected)
-    if len(answered) != len(slots) or not answered <= sampling:
+    reported, sampling = set(slots), set(expected)
+    if len(reported) != len(slots) or not reported <= sampling:
         raise InvariantError(f"step {result.step_id}: tokens of slots {slots}, not of {expected}")
     if len(counts) != len(slots) or sum(counts) != len(result.token_ids) or any(n > 1 for n in counts):
         raise InvariantError(f"step {result.step_id}: token counts do not add up")
-    spoke = {slot for slot, count in zip(slots, counts, strict=True) if count}
-    for slot in sampling - spoke - set(result.error_slots) - result.candidates.keys():
-        if _held_by(lane, slot).state is not SequenceState.FINISHED:
-            raise InvariantError(f"step {result.step_id}: slot {slot} sampled nothing although it has not ended")
+    with_token = {slot for slot, count in zip(slots, counts, strict=True) if count}
+    for slot in sampling - with_token - set(result.error_slots) - result.candidates.keys():
+        if _sequence_at(lane, slot).state is not SequenceState.FINISHED:
+            raise InvariantError(f"step {result.step_id}: slot {slot} sampled nothing although it has not finished")
 
 
 def _check_prompt_logprobs(step: PlannedStep, result: StepResult) -> None:
-    """Exactly those that the step was to give; a slot that has failed, now or before, need not."""
+    """Check that all planned prompt logprobs are there; a slot that failed or finished may lack them."""
     if not result.prompt_logprobs.keys() <= step.prompt_logprobs.keys():
         raise InvariantError(
             f"step {result.step_id}: prompt logprobs of slots {list(result.prompt_logprobs)}, "
@@ -85,9 +85,9 @@ def _check_prompt_logprobs(step: PlannedStep, result: StepResult) -> None:
 
 
 def take_result(requests: RequestTable, lane: Lane, step: PlannedStep, result: StepResult) -> int:
-    """Bring a checked result to its sequences and note the news; returns the number of new tokens.
+    """Apply a checked result to its sequences and collect outputs; returns the number of new tokens.
 
-    Everything that is done for all sequences of a step runs in loops of the interpreter's own, over columns.
+    Work on all sequences of a step runs over columns in C-level loops (map, deque).
     """
     _take_prompt_logprobs(requests, step, result)
     slots, token_ids = _sampled(lane, result)
@@ -97,106 +97,106 @@ def take_result(requests: RequestTable, lane: Lane, step: PlannedStep, result: S
     outputs.sequences += sequences
     outputs.token_ids += token_ids
     for slot, logprobs in result.logprobs.items():
-        outputs.logprobs[_held_by(lane, slot)] = logprobs
-    requests.policies.order.computed(sequences)
-    if requests.suspects:
-        _clear_suspects(requests, step, set(sequences))
-    _end_stopped(requests, lane, sequences, token_ids)
+        outputs.logprobs[_sequence_at(lane, slot)] = logprobs
+    requests.policies.order.on_tokens(sequences)
+    if requests.groups_with_failed_steps:
+        _reset_failed_steps(requests, step, set(sequences))
+    _finish_stopped(requests, lane, sequences, token_ids)
     for sequence in [sequence for sequence in lane.finishing if len(sequence.token_ids) >= sequence.max_len]:
-        requests.end(sequence, Finish(sequence.length_detail))
+        requests.finish(sequence, Finish(sequence.length_detail))
     for slot, error in zip(result.error_slots, result.errors, strict=True):
-        _end_failed(requests, lane, _held_by(lane, slot), error)
+        _finish_failed(requests, lane, _sequence_at(lane, slot), error)
     take_candidates(requests, lane, step, result)
     return len(sequences)
 
 
-def _end_failed(requests: RequestTable, lane: Lane, sequence: Sequence, error: SlotError) -> None:
-    """End a sequence that has failed alone. A beam's search goes on without a beam that has no candidates."""
+def _finish_failed(requests: RequestTable, lane: Lane, sequence: Sequence, error: SlotError) -> None:
+    """Finish a sequence whose slot failed. A beam search continues without a beam that has no candidates."""
     finish = Finish(_DETAILS.get(error, FinishDetail.EXECUTOR_ERROR))
     if error is SlotError.NON_FINITE_LOGITS:
         if sequence.slot is not None:
-            lane.leave(sequence, spoiled=True)
-        lane.blocks.spoil(sequence)
+            lane.stop_running(sequence, invalid_kv=True)
+        lane.blocks.invalidate(sequence)
     if sequence.is_beam and error is SlotError.NO_ALLOWED_TOKEN:
         return
     if sequence.is_beam or not sequence.group.forked:
-        requests.end_group(sequence.group, finish)
+        requests.finish_group(sequence.group, finish)
     elif sequence.state is not SequenceState.FINISHED:
-        requests.end(sequence, finish)
+        requests.finish(sequence, finish)
 
 
 def _sampled(lane: Lane, result: StepResult) -> tuple[list[int], list[int]]:
-    """Slots with a token, and the tokens. What comes from a sequence that has ended is dropped, and never seen."""
+    """Slots with a token, and the tokens. Tokens of finished sequences are dropped."""
     slots, token_ids = list(result.slots), list(result.token_ids)
     if result.num_tokens:
         slots = [slot for slot, count in zip(slots, result.num_tokens, strict=True) if count]
-    if lane.dropping and not lane.dropping.isdisjoint(slots):
-        pairs = [pair for pair in zip(slots, token_ids, strict=True) if pair[0] not in lane.dropping]
+    if lane.discarding_slots and not lane.discarding_slots.isdisjoint(slots):
+        pairs = [pair for pair in zip(slots, token_ids, strict=True) if pair[0] not in lane.discarding_slots]
         slots, token_ids = [slot for slot, _ in pairs], [token_id for _, token_id in pairs]
     return slots, token_ids
 
 
 def _take_prompt_logprobs(requests: RequestTable, step: PlannedStep, result: StepResult) -> None:
-    """Pass on what is new, before the step's tokens: a request that ends with this step has all of them."""
+    """Collect new prompt logprobs before the step's tokens, so that a request that finishes now has all of them."""
     for slot, logprobs in result.prompt_logprobs.items():
         sequence, _ = step.prompt_logprobs[slot]
         if sequence.state is not SequenceState.FINISHED and (fresh := sequence.take_prompt_logprobs(logprobs)):
             requests.outputs.prompt_logprobs.append((sequence, fresh))
 
 
-def _end_stopped(requests: RequestTable, lane: Lane, sequences: list[Sequence], token_ids: list[int]) -> None:
-    """End the sequences whose new token is one of their stop ids."""
+def _finish_stopped(requests: RequestTable, lane: Lane, sequences: list[Sequence], token_ids: list[int]) -> None:
+    """Finish the sequences whose new token is one of their stop ids."""
     stop_ids = lane.stop_ids
     if stop_ids.isdisjoint(token_ids):
         return
     for sequence, token_id in zip(sequences, token_ids, strict=True):
-        if token_id in stop_ids and (finish := sequence.stops_with(token_id)) is not None:
-            requests.end(sequence, finish)
+        if token_id in stop_ids and (finish := sequence.check_stop(token_id)) is not None:
+            requests.finish(sequence, finish)
 
 
-def _clear_suspects(requests: RequestTable, step: PlannedStep, sampled: Collection[Sequence]) -> None:
-    """A group that got further than when its steps failed has no strikes any more."""
+def _reset_failed_steps(requests: RequestTable, step: PlannedStep, sampled: Collection[Sequence]) -> None:
+    """Reset the failed steps of groups that got further than at their last failed step."""
     ends = {chunk.sequence: chunk.context_len + chunk.num_tokens for chunk in step.chunks}
-    for group in list(requests.suspects):
+    for group in list(requests.groups_with_failed_steps):
         for sequence in group.sequences:
             done = ends.get(sequence, len(sequence.token_ids) - 1 if sequence in sampled else 0)
-            if done > group.furthest:
+            if done > group.max_failed_context_len:
                 group.num_failed_steps = 0
         if not group.num_failed_steps:
-            requests.suspects.discard(group)
+            requests.groups_with_failed_steps.discard(group)
 
 
 def context_lens(lane: Lane, step: PlannedStep, *, applied: Collection[Sequence] = ()) -> dict[Sequence, int]:
-    """Tokens with KV that each sequence had before the oldest step in flight, or before one just applied.
+    """The context length of each sequence before the oldest step in flight, or before one just applied.
 
-    A sequence that decodes lacked the KV of its newest token then. `applied`: those that have got a token since.
+    A decoding sequence lacked the KV of its newest token then. `applied`: sequences that got a token since.
     """
     found = {chunk.sequence: chunk.context_len for chunk in step.chunks}
     for slot in step.decode_slots:
-        sequence = _held_by(lane, slot)
+        sequence = _sequence_at(lane, slot)
         found[sequence] = len(sequence.token_ids) - 1 - (sequence in applied)
     return found
 
 
-def _held_by(lane: Lane, slot: int) -> Sequence:
+def _sequence_at(lane: Lane, slot: int) -> Sequence:
     sequence = lane.sequence_at[slot]
     if sequence is None:
-        raise InvariantError(f"slot {slot} was never given to a sequence")
+        raise InvariantError(f"slot {slot} was never held by a sequence")
     return sequence
 
 
 def record_failed_step(
     requests: RequestTable, contexts: dict[Sequence, int], max_failed_steps: int
 ) -> list[SequenceGroup]:
-    """This step was running when its executor was lost: any of its groups may have been the cause.
+    """Count a failed step for its groups: it was running when its executor was lost, and any of them may be the cause.
 
-    Returns the groups that have been part of too many such steps.
+    Returns the groups with `max_failed_steps` or more.
     """
     for sequence, context_len in contexts.items():
         group = sequence.group
         if not group.finished:
-            group.furthest = max(group.furthest, context_len)
+            group.max_failed_context_len = max(group.max_failed_context_len, context_len)
     for group in {sequence.group for sequence in contexts if not sequence.group.finished}:
         group.num_failed_steps += 1
-        requests.suspects.add(group)
-    return [group for group in requests.suspects if group.num_failed_steps >= max_failed_steps]
+        requests.groups_with_failed_steps.add(group)
+    return [group for group in requests.groups_with_failed_steps if group.num_failed_steps >= max_failed_steps]

@@ -245,7 +245,7 @@ def test_a_pipe_is_not_read_on_when_the_server_is_gone(target, script, capsys, m
     assert len(script.params) == 1
 
 
-def test_interrupts_are_heard_once_and_only_where_they_may_be():
+def test_interrupts_are_raised_once_and_only_where_they_may_be():
     before = signal.getsignal(signal.SIGINT)
     with Interrupts() as interrupts:
         signal.raise_signal(signal.SIGINT)

@@ -16,12 +16,12 @@ from cadenza.loadtest.spec import KINDS
 
 SMALL = "--num-requests 5 --input-len uniform:4:40 --output-len uniform:2:10"
 NOBODY = "--target 127.0.0.1:1"
-"""Nothing listens there: who looks there first says so."""
+"""Nothing listens there: a command that connects too early fails with another message."""
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small simulation, files made from it, and others that are no good."""
+    """A folder with a small simulation, files made from it, and invalid files."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "costs.json").write_text('{"step_us": 5000, "token_us": 50}')
     assert run(f"simulate --executor {folder / 'costs.json'} {SMALL} --output {folder / 'made.json'}".split()) == 0
@@ -48,7 +48,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 REFUSED = [
-    # What cannot be is found before anybody is asked for anything.
+    # Invalid settings are refused before any request is sent.
     (f"loadtest {NOBODY} --workload none.jsonl", "--workload none.jsonl: must be one of random, "),
     (f"loadtest {NOBODY} --workload folder", "or the path of a file; it is a folder"),
     (f"loadtest {NOBODY} --workload nothing.jsonl", "workload nothing.jsonl: the file is empty"),
@@ -58,29 +58,32 @@ REFUSED = [
     ),
     (f"loadtest {NOBODY} --workload requests.jsonl --arrivals trace", "--arrivals trace: request 0"),
     (f"loadtest {NOBODY} --burstiness 2", "--burstiness 2.0: goes with --arrivals gamma only"),
-    (f"loadtest {NOBODY} --warm-up-s 50 --request-rate 5 --num-requests 4", "--warm-up-s 50 leaves nothing: the last"),
+    (
+        f"loadtest {NOBODY} --warm-up-s 50 --request-rate 5 --num-requests 4",
+        "--warm-up-s 50 leaves no request: the last",
+    ),
     (f"loadtest {NOBODY} --slo ttft=abc", "--slo: ttft must be a number of seconds over 0, not 'abc'"),
     (f"loadtest {NOBODY} --endpoint chat", "--endpoint is for --api openai, not session"),
-    (f"loadtest {NOBODY} --workload header.csv", "workload header.csv: there is no request in it"),
+    (f"loadtest {NOBODY} --workload header.csv", "workload header.csv: has no request"),
     (
         f"loadtest {NOBODY} --sweep request-rate=1,2 --request-rate 3",
-        "--request-rate: --sweep request-rate=1,2 sets it, too; leave one of them out",
+        "--request-rate: --sweep request-rate=1,2 sets it, too; omit one of them",
     ),
-    (f"loadtest {NOBODY} --sweep request-rate=1 --sweep request-rate=2", "--sweep request-rate: it is there twice"),
+    (f"loadtest {NOBODY} --sweep request-rate=1 --sweep request-rate=2", "--sweep request-rate: given twice"),
     ("loadtest --url http://127.0.0.1:1/v1 --config none.toml", "option config is for a server started here"),
     ("simulate --sweep burstiness=1,2", "--burstiness 2.0: goes with"),
     ("simulate --request-rate 5 --window 100:200", "--window 100:200: no request is due within it; the last one is"),
     ("simulate --request-rate 1 --duration-s 0.0001", "there is nothing to send"),
-    ("simulate --concurrency 4 --arrivals constant", "--arrivals and --burstiness are of an open loop"),
+    ("simulate --concurrency 4 --arrivals constant", "--arrivals and --burstiness are for an open loop"),
     # Results that cannot be run again.
     ("loadtest --rerun none.json", "--rerun none.json: cannot be read: No such file"),
     ("loadtest --rerun newer.json", "--rerun newer.json: has schema version 2, this Cadenza"),
-    ("loadtest --rerun made.json", "it was simulated: run it again with `cadenza simulate --rerun made.json`"),
+    ("loadtest --rerun made.json", "it was simulated: rerun it with `cadenza simulate --rerun made.json`"),
     ("loadtest --rerun strange.json", "--rerun strange.json: settings: --request-rate: input should be greater"),
     ("simulate --rerun folder", "--rerun folder: cannot be read: Is a directory"),
     (
         "simulate --rerun measured.json",
-        "measured on a server: run it again with `cadenza loadtest --rerun measured.json`",
+        "measured on a server: rerun it with `cadenza loadtest --rerun measured.json`",
     ),
     ("simulate --rerun unknown.json", "--rerun unknown.json: settings: --surprise: extra inputs"),
     ("simulate --rerun nobody.json", "--rerun nobody.json: server.executors: Field required"),
@@ -135,7 +138,7 @@ def test_a_window_in_which_nothing_was_due_is_no_failure_of_requests(
     assert run(f"simulate {load}".split()) == 1
     told = capsys.readouterr()
     assert "No request was due within the window, 100 to 200 s of the run" in " ".join(told.out.split())
-    assert "cadenza: no request was due within what counts" in told.err
+    assert "cadenza: no request was due within the window that counts" in told.err
     assert "ended well" not in told.out + told.err
 
 
@@ -155,7 +158,7 @@ def test_tables_show_what_was_swept_as_it_was_written(
 
 @pytest.mark.slow
 def test_a_simulation_is_run_again(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that it needs is in the file: executors, options and sweeps, whatever the environment says by then."""
+    """The file has everything that is needed: executors, options and sweeps; a changed environment has no effect."""
     first, again, other = (str(tmp_path / name) for name in ("first.json", "again.json", "other.json"))
     options = "--batching dynamic --block-size 32 --max-num-seqs 4 --no-enable-prefix-caching --executors 1,2 --seed 3"
     asked = f"simulate --executor {files / 'costs.json'} {SMALL} --sweep request-rate=20 {options} --output {first}"

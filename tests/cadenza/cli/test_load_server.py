@@ -1,4 +1,4 @@
-"""Where a load test goes: as the command line says, or to the server of the result that is measured again."""
+"""The server of a load test: from the command line, or from the result that is rerun."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cadenza.cli.app import run
-from cadenza.cli.load_server import Place, again, reached_at
+from cadenza.cli.load_server import Place, reached_at, rerun_place
 from cadenza.errors import OptionError
 from cadenza.loadtest.results import Reached, read, write
 from cadenza.loadtest.settings import settings_of
@@ -24,25 +24,25 @@ def place(target: str | None = None, model: str | None = None, config: str | Non
 
 
 def test_what_was_reached_is_reached_again() -> None:
-    assert again(place(), RAN) == place(target="127.0.0.1:51151")
-    assert again(place(), STARTED) == place(model="an/id", max_num_seqs="16", simulate="costs.json")
-    assert again(place(), None) == place(), "as of a file of before this was kept"
+    assert rerun_place(place(), RAN) == place(target="127.0.0.1:51151")
+    assert rerun_place(place(), STARTED) == place(model="an/id", max_num_seqs="16", simulate="costs.json")
+    assert rerun_place(place(), None) == place(), "as of a file of before this was kept"
 
 
 def test_the_command_line_goes_before_what_was(tmp_path: Path) -> None:
-    assert again(place(target="other:1"), STARTED) == place(target="other:1")
-    assert again(place(model="other/id"), RAN) == place(model="other/id")
-    changed = again(place(max_num_seqs="8", block_size="32"), STARTED)
+    assert rerun_place(place(target="other:1"), STARTED) == place(target="other:1")
+    assert rerun_place(place(model="other/id"), RAN) == place(model="other/id")
+    changed = rerun_place(place(max_num_seqs="8", block_size="32"), STARTED)
     assert changed == place(model="an/id", max_num_seqs="8", simulate="costs.json", block_size="32")
     config = tmp_path / "some.toml"
     config.write_text('model = "third/id"\nmax_num_seqs = 4\nblock_size = 8\n')
-    changed = again(place(config=str(config), block_size="32"), STARTED)
+    changed = rerun_place(place(config=str(config), block_size="32"), STARTED)
     assert changed == place(model="third/id", max_num_seqs="4", simulate="costs.json", block_size="32")
     with pytest.raises(OptionError, match="max_num_seqs"):
-        again(place(max_num_seqs="none"), STARTED)
+        rerun_place(place(max_num_seqs="none"), STARTED)
 
 
-def test_all_that_was_said_of_the_services_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_of_the_services_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "some.toml"
     config.write_text("max_num_seqs = 4\nblock_size = 8\n")
     monkeypatch.setenv("CADENZA_BLOCK_SIZE", "32")
@@ -51,7 +51,7 @@ def test_all_that_was_said_of_the_services_is_kept(tmp_path: Path, monkeypatch: 
     assert told == Reached(model="an/id", options={"simulate": "instant", "max_num_seqs": "4", "block_size": "32"})
     monkeypatch.setenv("CADENZA_BLOCK_SIZE", "64")
     monkeypatch.setenv("CADENZA_SEED", "3")
-    back = again(place(), Reached.model_validate_json(told.model_dump_json()))
+    back = rerun_place(place(), Reached.model_validate_json(told.model_dump_json()))
     assert back == place(model="an/id", simulate="instant", max_num_seqs="4", block_size="32")
     assert reached_at(back, "127.0.0.1:2").options == {**told.options, "seed": "3"}, "the environment fills the rest"
     assert reached_at(place(), "127.0.0.1:50051") == Reached(target="127.0.0.1:50051")
@@ -73,8 +73,8 @@ def test_a_result_of_another_api_is_measured_on_cadenza_too() -> None:
     assert settings_of(file, "a.json", elsewhere=True) == {"num_requests": 5}
 
 
-def test_the_server_of_a_result_is_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing listens at either address; who is looked for is told."""
+def test_the_server_of_a_result_is_used_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing listens at either address; the error names the address that was tried."""
     path = str(
         write(tmp_path / "a.json", made_up_file("a", [1], num_requests=5, reached=Reached(target="127.0.0.1:1")))
     )

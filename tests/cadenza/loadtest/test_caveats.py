@@ -1,4 +1,4 @@
-"""Before a load test: what it warns of, as timestamps without effect; and the warm-up."""
+"""Before a load test: its warnings, such as timestamps without effect; and the warm-up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cadenza.loadtest import campaign
-from cadenza.loadtest.caveats import full_batch, of_load, of_server
+from cadenza.loadtest.caveats import full_batch, load_caveats, server_caveats
 from cadenza.loadtest.settings import make_settings
 from cadenza.loadtest.target import ServerFacts
 from cadenza.simulate.campaign import run_simulation
@@ -29,11 +29,11 @@ def trace(folder: Path, stamp: str = '"timestamp": 1,') -> str:
 
 def test_timestamps_without_effect(tmp_path: Path) -> None:
     path = trace(tmp_path)
-    (sentence,) = of_load(make_settings({"workload": path}))
+    (sentence,) = load_caveats(make_settings({"workload": path}))
     assert "--arrivals trace" in sentence
-    assert not list(of_load(make_settings({"workload": path, "arrivals": "trace"})))
-    assert not list(of_load(make_settings({"workload": trace(tmp_path, stamp="")})))
-    assert not list(of_load(make_settings({})))
+    assert not list(load_caveats(make_settings({"workload": path, "arrivals": "trace"})))
+    assert not list(load_caveats(make_settings({"workload": trace(tmp_path, stamp="")})))
+    assert not list(load_caveats(make_settings({})))
 
 
 def test_a_simulation_says_it_too(tmp_path: Path) -> None:
@@ -43,12 +43,12 @@ def test_a_simulation_says_it_too(tmp_path: Path) -> None:
 
 
 def test_static_batches_wait_for_more() -> None:
-    (sentence,) = of_server(make_settings({}), STATIC)
+    (sentence,) = server_caveats(make_settings({}), STATIC)
     assert "do not fill one of 8" in sentence
-    assert not list(of_server(make_settings({"timeout_s": 5}), STATIC))
+    assert not list(server_caveats(make_settings({"timeout_s": 5}), STATIC))
     for server in (PLAIN, PATIENT, replace(PLAIN, options={})):
         assert full_batch(server) == 1
-        assert not list(of_server(make_settings({}), server))
+        assert not list(server_caveats(make_settings({}), server))
 
 
 async def test_a_file_of_fewer_requests_than_a_warm_up_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

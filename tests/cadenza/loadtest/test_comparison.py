@@ -1,4 +1,4 @@
-"""Comparisons: matched points, differences with their uncertainty, verdicts; and what the terminal shows of it."""
+"""Comparisons: matched points, differences with their uncertainty, verdicts; and their terminal output."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def of_one_distribution(seed: int) -> LoadTestFile:
 
 
 @pytest.mark.slow
-def test_equals_are_called_different_about_as_often_as_is_said() -> None:
+def test_equals_are_called_different_about_as_often_as_stated() -> None:
     """60 comparisons of independent metrics: 3 false differences are expected at 95%, of a bootstrap's 93% 4; more
     than 9 have a chance of 1%."""
     mistakes = 0
@@ -230,7 +230,7 @@ def test_a_comparison_is_shown_in_100_columns() -> None:
     other = swept_file("with a long label", [1.0, 3.0], output_len=6)
     other = other.model_copy(update={"max_rate": MaxRate(held=None, failed=1, **rate)})
     text = text_of(comparison_view(compare([base, other])))
-    assert "What was not the same" in text
+    assert "Differing settings" in text
     assert "settings: output_len" in text
     assert "with a long label against a at request-rate 1" in text
     assert "TTFT p99, ms" in text
@@ -258,7 +258,7 @@ def test_numbers_of_a_sweep_are_whole_in_every_width(width: int) -> None:
 
 def test_a_table_is_split_and_its_words_stand_to_the_left() -> None:
     rows = [["first, with a long name", "1,234,567", "lower"], ["[red]second[/red]", "2", "no"]]
-    table = NumberTable(["", "number", "verdict"], rows, title="A [title]", caption="the end", words=[2])
+    table = NumberTable(["", "number", "verdict"], rows, title="A [title]", caption="the end", text_columns=[2])
     assert [line for line in text_of(table, 60).splitlines() if line.strip(" ─")] == [
         "A [title]",
         "                              number  verdict",
@@ -288,7 +288,7 @@ def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text
 
 
-def test_a_saturated_client_is_told() -> None:
+def test_a_saturated_client_is_reported() -> None:
     due_s = np.arange(10.0)
     quick = measure(columns(due_s=due_s, sent_s=due_s, first_s=due_s + 1, last_s=due_s + 1), window=None, slo=None)
     assert notices(quick) == []
@@ -304,7 +304,7 @@ def test_a_saturated_client_is_told() -> None:
     assert "2.00 ms after they were due at p99, 20% of the median TTFT" in notice
 
 
-def test_a_server_that_falls_behind_is_told() -> None:
+def test_a_server_that_falls_behind_is_reported() -> None:
     """Ten requests a second are due, and eight end."""
     due_s = np.arange(1000) / 10
     done = np.arange(1000) / 8 + 0.1
@@ -316,15 +316,15 @@ def test_a_server_that_falls_behind_is_told() -> None:
     assert notices(measure(few, window=(0.5, 1.9), slo=None)) == [], "a few may be chance"
 
 
-def test_errors_lost_steps_and_limits_that_cannot_be_judged_are_told() -> None:
+def test_errors_lost_steps_and_limits_that_cannot_be_judged_are_reported() -> None:
     run = columns(
         due_s=[0.0] * 3, first_s=[1.0] * 3, last_s=[2.0] * 3, num_output_tokens=[3] * 3, error=["A", "B", "B"]
     )
     found = notices(measure(run, window=None, slo=parse_slo("itl=0.1"), steps=made_up_steps(5, 1)))
     assert found == [
         "3 of 3 requests failed: B 2, A 1.",
-        "No request ended well: there are no latencies.",
-        "3 step records were lost: occupancy and KV use are of the others.",
+        "No request completed: there are no latencies.",
+        "3 step records were lost: occupancy and KV use are computed from the others.",
     ]
     assert notices(measure(run, window=(100.0, 200.0), slo=None)) == [
         "No request was due within the window, 100 to 200 s of the run: there are no latencies."
@@ -333,17 +333,17 @@ def test_errors_lost_steps_and_limits_that_cannot_be_judged_are_told() -> None:
     assert notices(measure(run, window=None, slo=None), {"A": "of another run", "B": "no such model"}) == [
         "2 of 3 requests failed: B 2.",
         "B: no such model",
-        "Latencies are of the requests that ended well.",
+        "Latencies are those of completed requests.",
     ]
     run.error[:] = ""
     (notice,) = notices(measure(run, window=None, slo=parse_slo("itl=0.1")))
-    assert "cannot be judged" in notice
+    assert "cannot be checked" in notice
 
 
-def test_requests_that_failed_are_not_told_again_as_a_server_that_fell_behind() -> None:
+def test_requests_that_failed_are_not_reported_again_as_a_server_that_fell_behind() -> None:
     due_s = np.arange(100) / 10
     refused = columns(due_s=due_s, sent_s=due_s, error=["HTTP_404"] * 100)
     assert notices(measure(refused, window=(0.0, 9.9), slo=None)) == [
         "100 of 100 requests failed: HTTP_404 100.",
-        "No request ended well: there are no latencies.",
+        "No request completed: there are no latencies.",
     ]

@@ -1,4 +1,4 @@
-"""Load tests and simulations that end early: what was measured until then is kept, and it is said."""
+"""Load tests and simulations that end early: measurements until then are kept, and the early end is stated."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ async def test_a_search_that_is_cut_short_says_what_it_has_found(target) -> None
 
 
 async def test_a_search_among_failures_alone_ends(target) -> None:
-    """Ever lower rates would take ever longer."""
+    """Decreasing rates would take more and more time."""
     target.errors = dict.fromkeys(range(3), "HTTP_500")
     file = await measured(find_max_rate=True, slo="ttft=9", request_rate=200)
     assert target.num_runs == 1
     assert file.max_rate is not None
     assert (file.max_rate.held, file.max_rate.failed) == (None, 200)
-    assert file.cut_short == "no request ended well at 200 requests/s, so no other rate is tried"
+    assert file.cut_short == "no request completed at 200 requests/s, so no other rate is tried"
 
 
 async def test_with_nothing_measured_the_error_is_raised(target) -> None:
@@ -103,7 +103,7 @@ async def test_what_is_whole_is_not_cut_short(target) -> None:
 
 
 @pytest.mark.parametrize(("why", "error"), [(CTRL_C, KeyboardInterrupt), ("the server has gone", CadenzaError)])
-def test_it_is_said_in_the_terminal(why: str, error: type, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_stated_in_the_terminal(why: str, error: type, capsys: pytest.CaptureFixture[str]) -> None:
     file = made_up_file("a", [1], num_requests=20).model_copy(update={"cut_short": why})
     with pytest.raises(error):
         check_whole(file)
@@ -114,7 +114,7 @@ def test_it_is_said_in_the_terminal(why: str, error: type, capsys: pytest.Captur
     assert (difference.name, difference.values) == ("cut_short", ("(none)", why))
 
 
-def test_it_is_said_in_the_report(tmp_path: Path) -> None:
+def test_it_is_stated_in_the_report(tmp_path: Path) -> None:
     file = made_up_file("a", [1], num_requests=5).model_copy(update={"cut_short": CTRL_C})
     assert "Cut short (Ctrl-C)" in write_report([file], tmp_path / "a.html").read_text(encoding="utf-8")
 

@@ -1,4 +1,5 @@
-"""The driver against a target in this process: who is sent when, what becomes of it, and that nothing moves a clock."""
+"""The driver against a target in this process: when requests are sent, their outcomes, and that nothing shifts the
+clock."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from array import array
 import numpy as np
 import pytest
 
-from cadenza.loadtest import timer as alarm
+from cadenza.loadtest import timer
 from cadenza.loadtest.driver import drive
 from cadenza.loadtest.live import LiveRequest, collect
-from cadenza.loadtest.timer import Alarm
+from cadenza.loadtest.timer import Timer
 from tests.helpers.driver_target import FakePrompts, FakeTarget, at, shape
 
 pytestmark = pytest.mark.slow
@@ -45,13 +46,13 @@ async def test_a_slow_server_does_not_slow_its_load() -> None:
     columns = await running
     assert target.most_running == 40
     assert (columns.sent_s < columns.first_s.min()).all()
-    # All were let go at one moment, so TTFT falls by what one request is due after the other.
+    # All were released at one time, so TTFT falls by the gaps between their due times.
     ttft_s = columns.first_s - columns.due_s
     assert ttft_s[0] - ttft_s[-1] == pytest.approx(39 * 0.005, abs=0.05)
 
 
 async def test_requests_that_are_not_due_need_no_task() -> None:
-    """The schedule is read as it is needed, so that there may be a million of them."""
+    """The schedule is read lazily, so that it may have a million requests."""
     read = itertools.count()
     schedule = ((0.0 if index < 10 else 3600.0, shape(index)) for index in read)
     target = FakeTarget()
@@ -100,7 +101,7 @@ async def test_prompts_that_are_ready_have_a_limit_of_tokens() -> None:
     assert target.started == list(range(6))
 
 
-async def test_the_start_is_told_on_the_runs_clock() -> None:
+async def test_the_start_is_reported_on_the_runs_clock() -> None:
     started: list[float] = []
     before = time.perf_counter()
     columns = await drive(at(0.01), FakeTarget(), FakePrompts(), on_start=started.append)
@@ -115,11 +116,11 @@ async def test_what_is_due_after_the_duration_is_left_out() -> None:
     assert len(columns) in (10, 11)
 
 
-@pytest.mark.parametrize("timer", [True, False])
-async def test_the_wait_for_a_moment_never_ends_early(timer, monkeypatch) -> None:
-    if not timer:  # as elsewhere than on Linux
-        monkeypatch.setattr(alarm, "_LIBC", None)
-    with Alarm(time.perf_counter).set() as it:
+@pytest.mark.parametrize("has_timerfd", [True, False])
+async def test_the_wait_for_a_moment_never_ends_early(has_timerfd, monkeypatch) -> None:
+    if not has_timerfd:  # as elsewhere than on Linux
+        monkeypatch.setattr(timer, "_LIBC", None)
+    with Timer(time.perf_counter).set() as it:
 
         async def wait(wait_s: float) -> float:
             moment_s = time.perf_counter() + wait_s
@@ -145,7 +146,7 @@ async def test_moments_that_are_far_away_cost_nothing() -> None:
         next(readings)
         return time.perf_counter()
 
-    with Alarm(clock).set() as it:
+    with Timer(clock).set() as it:
         for _ in range(5):
             await it.wait_until(time.perf_counter() + 0.02)
     assert next(readings) < 40

@@ -1,4 +1,5 @@
-"""How requests and runs of the driver end: timeouts, Ctrl-C, bad prompts, bugs; and what is told meanwhile."""
+"""How requests and runs of the driver end: timeouts, Ctrl-C, bad prompts, bugs; and what the driver reports
+meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 async def test_a_request_that_takes_too_long_is_aborted() -> None:
-    """Its time runs from when it was due, and the rest goes on."""
+    """The timeout counts from the due time, and the other requests continue."""
     target = FakeTarget()
     target.going.clear()
     columns = await drive(at(0.0, 0.05), target, FakePrompts(), timeout_s=0.1)
@@ -48,7 +49,7 @@ async def test_ctrl_c_aborts_what_runs_and_keeps_what_was_measured() -> None:
     assert sorted(target.aborted) == [2, 3]
 
 
-async def test_a_cancelled_run_is_cancelled_unless_told_otherwise() -> None:
+async def test_a_cancelled_run_is_cancelled_unless_requested_otherwise() -> None:
     target = FakeTarget()
     running = await cancelled(target)
     with pytest.raises(asyncio.CancelledError):

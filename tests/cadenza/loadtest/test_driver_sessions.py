@@ -1,4 +1,4 @@
-"""The driver's sessions: turns that follow answers, and what ends them."""
+"""The driver's sessions: turns that follow answers, and how sessions end."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ async def test_texts_begin_with_all_before_too() -> None:
     assert told.prompts == {0: "[hello]"}, "a text from a file is sent as a text"
 
 
-async def test_an_answer_that_is_not_told_still_counts_in_the_history() -> None:
-    target = FakeTarget(tells_output=False)
+async def test_an_answer_that_is_not_reported_still_counts_in_the_history() -> None:
+    target = FakeTarget(reports_output=False)
     talk = [shape(0, session=0, n=2, num_output_tokens=5), shape(1, session=0, turn=1)]
     await drive([(0.0, each) for each in talk], target, FakePrompts())
     assert len(target.prompts[1]) == 2 + 5 + 2

@@ -1,8 +1,8 @@
-"""What is said of failed requests: the first message of each code, on one line that a terminal can be given."""
+"""Reports of failed requests: the first message of each code, on one line that is safe for a terminal."""
 
 from __future__ import annotations
 
-from cadenza.loadtest.failures import Failures, told
+from cadenza.loadtest.failures import Failures, failure_sentences
 
 
 def test_the_first_message_of_each_code_stays() -> None:
@@ -11,12 +11,12 @@ def test_the_first_message_of_each_code_stays() -> None:
         failures.add(code, message)
     assert failures.errors == {"A": 3, "B": 1, "C": 1}
     assert failures.messages == {"A": "first", "B": "b"}
-    assert told(failures.errors, failures.messages, 7) == [
+    assert failure_sentences(failures.errors, failures.messages, 7) == [
         "5 of 7 requests failed: A 3, B 1, C 1.",
         "A: first",
         "B: b",
     ]
-    assert told({}, {"A": "of another window"}, 7) == []
+    assert failure_sentences({}, {"A": "of another window"}, 7) == []
 
 
 def test_a_message_is_one_short_line_without_orders_to_a_terminal() -> None:

@@ -1,4 +1,4 @@
-"""Single figures: what one sees is what was measured, whatever its shape."""
+"""Single figures: they show the measurements, of any shape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cadenza.loadtest.figures.latency import latency_cdfs, latency_over_time
 from cadenza.loadtest.figures.occupancy import occupancy
 from cadenza.loadtest.figures.sample import Sample
 from cadenza.loadtest.figures.saving import inline_svg
-from cadenza.loadtest.figures.style import look, look_within, new_figure, styled, words
+from cadenza.loadtest.figures.style import drawable, look, look_within, new_figure, styled
 from cadenza.loadtest.figures.sweeps import Curve, over_swept, throughput_and_latency
 from cadenza.loadtest.figures.thinning import binned, cdf_points, running
 from cadenza.loadtest.uncertainty import Estimate
@@ -122,7 +122,7 @@ def test_what_holds_tokens_is_a_share_of_the_pool() -> None:
     assert stored == pytest.approx([100 * 400 / 1600] * 5)
 
 
-def test_a_pool_of_unknown_size_is_said_to_be_so() -> None:
+def test_a_pool_of_unknown_size_is_reported_so() -> None:
     figure = occupancy(steps(5, num_blocks=np.zeros(5, np.int64)))
     assert not figure.axes[2].axison
     assert "not known" in figure.axes[2].texts[0].get_text()
@@ -216,8 +216,8 @@ def test_a_series_keeps_its_colour_and_its_parts_differ() -> None:
 
 
 def test_what_the_font_lacks_is_a_box() -> None:
-    assert words("漢 a\n b") == "□ a b"
-    assert len(words("x" * 99)) == 44
+    assert drawable("漢 a\n b") == "□ a b"
+    assert len(drawable("x" * 99)) == 44
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Distributions of lengths: what is drawn has the mean that is told, keeps its limits, and the form that was asked."""
+"""Distributions of lengths: draws have the stated mean, the limits and the requested form."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_draws_have_the_mean_and_keep_the_limits(text: str, low: int, high: int 
     assert lengths.max == high
     assert found.min() >= low
     assert high is None or found.max() <= high
-    # Four standard errors, and what rounding to whole tokens may shift.
+    # Four standard errors, and the possible shift by rounding to whole tokens.
     assert lengths.mean == pytest.approx(found.mean(), abs=4 * found.std() / math.sqrt(COUNT) + 0.01)
 
 

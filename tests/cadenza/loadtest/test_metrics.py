@@ -332,10 +332,10 @@ def test_limits_are_read() -> None:
         ("ttft=0", "over 0"),
         ("ttft=nan", "over 0"),
         ("e2e=inf", "over 0"),
-        ("ttft=1,ttft=2", "ttft is there twice"),
+        ("ttft=1,ttft=2", "ttft is given twice"),
     ],
 )
-def test_wrong_limits_are_told(text: str, message: str) -> None:
+def test_wrong_limits_are_reported(text: str, message: str) -> None:
     with pytest.raises(LoadTestError, match=message):
         parse_slo(text)
 
@@ -352,7 +352,7 @@ def test_the_limit_on_itl_is_on_the_longest_pause() -> None:
 # ---------------------------------------------------------------- names
 
 
-def test_every_number_has_a_flat_name_that_can_be_told() -> None:
+def test_every_number_has_a_flat_name_and_a_label() -> None:
     metrics = measure(made_up(100, 1), window=None, slo=Slo(ttft_s=0.3), steps=made_up_steps(10, 1))
     values = values_of(metrics)
     assert metrics.ttft_s is not None
@@ -367,5 +367,5 @@ def test_every_number_has_a_flat_name_that_can_be_told() -> None:
         assert is_latency(name) == name.startswith(("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s", "lag_s"))
     assert (describe("ttft_s.p99_9").label, describe("ttft_s.p99_9").unit) == ("TTFT p99.9", "ms")
     assert describe("by_tenant.a.b.tpot_s.mean").label == "TPOT mean of a.b"
-    assert describe("by_tenant..num_ok").label == "requests that ended well of the rest"
+    assert describe("by_tenant..num_ok").label == "completed requests of the rest"
     assert describe("another").label == "another"

@@ -10,7 +10,7 @@ from scipy import stats
 
 from cadenza.loadtest.prompts import Prompts, id_range
 from cadenza.loadtest.requests import LoadTestError, RequestShape
-from cadenza.loadtest.vocabulary import WORDS
+from cadenza.loadtest.vocabulary import VOCABULARY
 
 
 def shape(index: int, length: int, **fields: object) -> RequestShape:
@@ -52,7 +52,7 @@ def test_ids_may_be_given() -> None:
     assert set(Prompts(0, 100, first_id=5, end_id=8).token_ids(shape(0, 200))) == {5, 6, 7}
 
 
-def test_a_shared_prefix_is_the_same_for_all_who_have_it() -> None:
+def test_a_shared_prefix_is_the_same_for_all_requests_that_have_it() -> None:
     prompts = Prompts(9, 32000)
     first, second, other, none = (
         prompts.token_ids(shape(index, 40, prefix=prefix, num_prefix_tokens=32 if prefix >= 0 else 0))
@@ -63,7 +63,7 @@ def test_a_shared_prefix_is_the_same_for_all_who_have_it() -> None:
     assert first[32:] != second[32:]
     assert other[:32] != first[:32]
     assert none[:32] not in (first[:32], other[:32])
-    # Whatever was asked for before, and also where a prompt has been cut within its prefix.
+    # Independently of earlier calls, and also if a prompt was truncated within its prefix.
     again = Prompts(9, 32000)
     assert again.token_ids(shape(7, 20, prefix=4, num_prefix_tokens=20)) == first[:20]
     assert again.token_ids(shape(1, 40, prefix=4, num_prefix_tokens=32)) == second
@@ -90,9 +90,9 @@ def test_a_files_own_prompts_are_kept() -> None:
     given_text = shape(2, 3, prompt_text="Once upon")
     assert prompts.text(given_text) == "Once upon"
     assert prompts.text(given_text, "Well,") == "Well, Once upon"
-    with pytest.raises(LoadTestError, match="request 2: its prompt is a text, and token ids are asked for"):
+    with pytest.raises(LoadTestError, match="request 2: its prompt is a text, but token ids are needed"):
         prompts.token_ids(given_text)
-    with pytest.raises(LoadTestError, match="request 2: its prompt is token ids, and a text is asked for"):
+    with pytest.raises(LoadTestError, match="request 2: its prompt is token ids, but a text is needed"):
         prompts.text(given_ids)
     with pytest.raises(LoadTestError, match=r"request 5: prompt: token id 100 is not in the vocabulary.*last is 99"):
         prompts.token_ids(shape(5, 2, prompt_token_ids=(1, 100)))
@@ -103,7 +103,7 @@ def test_texts_have_a_word_for_each_token() -> None:
     prompts = Prompts(4)
     text = prompts.text(shape(0, 300))
     assert len(text.split(" ")) == 300
-    assert set(text.split(" ")) <= set(WORDS)
+    assert set(text.split(" ")) <= set(VOCABULARY)
     assert prompts.text(shape(1, 300)) != text
     assert Prompts(4).text(shape(0, 300)) == text
     assert Prompts(5).text(shape(0, 300)) != text
@@ -118,8 +118,8 @@ def test_texts_share_prefixes() -> None:
 
 
 def test_words_are_common_and_not_there_twice() -> None:
-    assert len(set(WORDS)) == len(WORDS) > 500
-    assert all(word.isascii() and word.islower() and word.isalpha() and len(word) <= 8 for word in WORDS)
+    assert len(set(VOCABULARY)) == len(VOCABULARY) > 500
+    assert all(word.isascii() and word.islower() and word.isalpha() and len(word) <= 8 for word in VOCABULARY)
 
 
 @pytest.mark.parametrize(

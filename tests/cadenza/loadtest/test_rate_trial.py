@@ -37,7 +37,7 @@ def wanted(**given: object) -> LoadSettings:
     ],
     ids=str,
 )
-def test_a_trial_is_as_long_as_was_said(
+def test_a_trial_is_as_long_as_requested(
     given: dict[str, object], rate: float, num_requests: int, duration_s: float | None
 ) -> None:
     trial = at_rate(wanted(**given), rate, seconds=60, num_requests=100)

@@ -1,4 +1,4 @@
-"""Intervals of a single run's rates: whether they hold the truth as often as they say, and where there are none."""
+"""Intervals of a single run's rates: whether their coverage is as stated, and when there are none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WINDOW = (2.0, 62.0)
 
 
 def served(seed: int, rate: float = 5.0, takes_s: float = 1.0) -> RequestColumns:
-    """Requests that come by chance at a rate and take so long each, of ten tokens."""
+    """Requests of ten tokens with Poisson arrivals at a rate, each of the same duration."""
     rng = np.random.default_rng(seed)
     due_s = np.sort(rng.uniform(0, 62, rng.poisson(62 * rate)))
     gaps = [[takes_s / 10] * 9 for _ in due_s]
@@ -93,13 +93,13 @@ def test_a_run_too_short_for_its_requests_says_so() -> None:
     assert FEWEST_BLOCKS == 10
     assert summarise([measure(short, window=None, slo=None)], short)["requests_per_s"].how == "single"
     (changes,) = compare([file_of("a", short), file_of("b", short)]).points[0].changes
-    assert changes["requests_per_s"].why_unknown.startswith("the run is not 10 times as long as a request takes")
+    assert changes["requests_per_s"].why_unknown.startswith("the run is shorter than 10 requests")
     assert changes["ttft_s.p99"].why_unknown == "needs 368 values"
     assert changes["ttft_s.p50"].why_unknown == ""
     chosen = [changes[name] for name in ("requests_per_s", "goodput_per_s", "ttft_s.p50", "ttft_s.p99", "e2e_s.p99")]
     rates, percentiles = unknown_sentences(chosen)
-    assert rates.startswith("Uncertainty not known of request throughput, goodput: the run is not 10 times")
-    assert percentiles == "Uncertainty not known of TTFT p99, E2E p99: needs 368 values."
+    assert rates.startswith("Uncertainty not known for request throughput, goodput: the run is shorter than 10")
+    assert percentiles == "Uncertainty not known for TTFT p99, E2E p99: needs 368 values."
 
 
 def test_two_runs_differ_by_their_throughput() -> None:

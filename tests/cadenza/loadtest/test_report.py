@@ -1,4 +1,4 @@
-"""Figures and the page: whatever was measured, or was not, they are made, labelled, and fetch nothing."""
+"""Figures and the page: with any measurements, or without, they are made, labelled, and self-contained."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_what_holds_tokens_is_shown_if_the_block_size_is_known() -> None:
     assert shown == [True, True, False, False]
 
 
-def test_of_several_runs_it_is_said_which_one_is_seen_over_time() -> None:
+def test_of_several_runs_it_is_stated_which_one_is_seen_over_time() -> None:
     usual = CASES["usual"][0]
     (one,) = usual.points
     several = usual.model_copy(update={"points": [point_of(one.runs * 3)]})
@@ -277,7 +277,7 @@ def test_what_a_line_runs_along() -> None:
 
 
 @pytest.mark.slow
-def test_files_with_one_name_are_told_apart_in_every_figure(tmp_path: Path) -> None:
+def test_files_with_one_name_are_distinguished_in_every_figure(tmp_path: Path) -> None:
     long = "a name that is far too long for a legend, of the {} one, and ends alike for all of them"
     labels = ["same", "same", long.format("first"), long.format("second")]
     files = [file(label, (1.0, 2.0), count=5, seed=place) for place, label in enumerate(labels)]

@@ -1,4 +1,4 @@
-"""The result file: what is written is read back, what is wrong is named, and the tables hold the same numbers."""
+"""The result file: it is read back as written, errors are named, and the tables hold the same numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from pydantic_core import PydanticSerializationError
 
-from cadenza.cli.load_results import Outputs, give_out
+from cadenza.cli.load_results import Outputs, write_outputs
 from cadenza.loadtest.columns import RequestColumns
 from cadenza.loadtest.csv_files import write_csv
 from cadenza.loadtest.metrics import Slo
@@ -134,7 +134,7 @@ def test_what_cannot_be_written_takes_nothing_else_with_it(tmp_path: Path, capsy
     (tmp_path / "taken").mkdir()
     outputs = Outputs(output=tmp_path / "taken", csv=tmp_path / "csv")
     with pytest.raises(LoadTestError, match="taken: cannot be written"):
-        give_out(made_up_file("a", [1], num_requests=5), outputs)
+        write_outputs(made_up_file("a", [1], num_requests=5), outputs)
     assert "TTFT" in capsys.readouterr().out
     assert (tmp_path / "csv" / "requests.csv").exists()
 
@@ -150,7 +150,7 @@ def test_what_cannot_be_written_or_read_is_named(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "plain"]
 
 
-def test_a_wrong_file_is_told_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_a_wrong_file_is_refused_with_the_problem(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", made_up_file("a", [1], num_requests=5))
     good = json.loads(path.read_text())
 
@@ -181,11 +181,11 @@ def test_a_wrong_file_is_told_what_is_wrong_with_it(tmp_path: Path) -> None:
     due = "points.0.runs.0.requests.due_s"
     assert changed(f"{due}.3", "soon").startswith(f"{due}.3: Input should be a valid number")
     assert "due_s has 4 values, index has 5" in changed(due, [0, 1, 2, 3])
-    assert "num_gaps say" in changed("points.0.runs.0.requests.gap_s", [0.5])
+    assert "num_gaps sums" in changed("points.0.runs.0.requests.gap_s", [0.5])
     assert "num_sequences has 1 values, planned_s has 40" in changed("points.0.runs.0.steps.num_sequences", [1])
     assert changed("points.0.runs.0.metrics.ttft_s.p99", None).startswith("points.0.runs.0.metrics.ttft_s.p99: ")
     assert changed("points.0.runs.0.requests.surprise", []).startswith("points.0.runs.0.requests.surprise: ")
-    assert changed("points.0.summary", {}).startswith("points.0: summary: num_failed is missing, which a run has")
+    assert changed("points.0.summary", {}).startswith("points.0: summary: num_failed is missing, but a run has it")
     two = json.loads(json.dumps(good))
     two["label"] = two["command"] = 5
     assert message_for(json.dumps(two)).endswith("(and 1 more)")

@@ -1,4 +1,4 @@
-"""The settings of a load test: what they refuse, what a sweep changes, when requests are due."""
+"""The settings of a load test: invalid settings, sweeps, and due times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cadenza.loadtest.rate_search import MAX_FACTOR, RateSearch
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.schedule import DEFAULT_REQUESTS, make_schedule, planned_points
-from cadenza.loadtest.settings import changed, make_settings, overlaid
+from cadenza.loadtest.settings import changed, make_settings, merged_values
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from cadenza.loadtest.settings import changed, make_settings, overlaid
         ({"request_rate": "fast"}, "--request-rate: input should be a valid number"),
         ({"request_rate": "3", "concurrency": "3"}, "--request-rate .* or --concurrency"),
         ({"input_len": "uniform:5:2"}, "--input-len: "),
-        ({"workload": "random", "num_turns": "3"}, "--num-turns goes with --workload multi-turn"),
+        ({"workload": "random", "num_turns": "3"}, "--num-turns is for --workload multi-turn"),
         ({"slo": "ttft"}, "^--slo: 'ttft' must be NAME=SECONDS"),
         ({"slo": "TTFT=0.5"}, "^--slo: 'TTFT=0.5' must be NAME=SECONDS, NAME one of ttft, tpot, itl, e2e$"),
         ({"slo": "ttft=500ms"}, "^--slo: ttft must be a number of seconds over 0, not '500ms'$"),
@@ -36,8 +36,8 @@ from cadenza.loadtest.settings import changed, make_settings, overlaid
         ({"api": "openai"}, "--api openai needs --url"),
         ({"api": "session", "url": "http://x"}, "--url is for --api openai"),
         ({"nothing": "1"}, "--nothing: extra inputs"),
-        ({"concurrency": "3", "arrivals": "gamma"}, "do not go with --concurrency"),
-        ({"concurrency": "3", "arrivals": "trace"}, "do not go with --concurrency"),
+        ({"concurrency": "3", "arrivals": "gamma"}, "cannot be used with --concurrency"),
+        ({"concurrency": "3", "arrivals": "trace"}, "cannot be used with --concurrency"),
         ({"endpoint": "chat"}, "--endpoint is for --api openai, not session"),
         ({"served_model_name": "m", "api": "generate"}, "--served-model-name is for --api openai, not generate"),
         ({"plain_fields": True}, "--plain-fields is for --api openai"),
@@ -76,7 +76,7 @@ def test_a_url_implies_the_api() -> None:
     [
         ("request-rate", "must be NAME=VALUE"),
         ("request-rate=", "must be NAME=VALUE"),
-        ("request-rate=1,1", "there twice"),
+        ("request-rate=1,1", "given twice"),
         ("request-rat=1", "did you mean request-rate"),
         ("api=session", "cannot be swept"),
         ("sweep=1", "cannot be swept"),
@@ -97,24 +97,24 @@ def test_several_sweeps_make_every_combination() -> None:
 
 
 def test_one_name_in_two_sweeps_is_refused() -> None:
-    with pytest.raises(LoadTestError, match="there twice"):
+    with pytest.raises(LoadTestError, match="given twice"):
         _ = make_settings({"sweep": ["request-rate=1", "request-rate=2"]}).points
 
 
 def test_what_is_given_again_is_swept_no_more() -> None:
     before = {"sweep": ("request-rate=1,2", "output-len=8,16"), "seed": 3}
-    assert overlaid(before, {"request_rate": 5.0, "seed": None}) == {
+    assert merged_values(before, {"request_rate": 5.0, "seed": None}) == {
         "sweep": ["output-len=8,16"],
         "seed": 3,
         "request_rate": 5.0,
     }
-    assert overlaid(before, {"sweep": ["seed=1,2"]})["sweep"] == ["seed=1,2"]
-    assert overlaid({"request_rate": 3.0}, {"sweep": ["request-rate=1,2"]})["sweep"] == ["request-rate=1,2"]
+    assert merged_values(before, {"sweep": ["seed=1,2"]})["sweep"] == ["seed=1,2"]
+    assert merged_values({"request_rate": 3.0}, {"sweep": ["request-rate=1,2"]})["sweep"] == ["request-rate=1,2"]
 
 
 def test_what_is_given_and_swept_is_refused() -> None:
     with pytest.raises(LoadTestError, match="--request-rate: --sweep request-rate=1,2 sets it, too"):
-        overlaid({}, {"sweep": ["request-rate=1,2"], "request_rate": 3.0})
+        merged_values({}, {"sweep": ["request-rate=1,2"], "request_rate": 3.0})
 
 
 def test_settings_survive_json() -> None:
@@ -176,7 +176,7 @@ def test_the_search_finds_the_limit(limit: float, start: float, tolerance: float
     tried = []
     while (rate := search.next_rate()) is not None:
         tried.append(rate)
-        search.tell(rate, rate <= limit)
+        search.record(rate, rate <= limit)
     assert len(tried) < 40
     assert all(start / MAX_FACTOR / 2 <= rate <= 2 * start * MAX_FACTOR for rate in tried)
     if search.held is not None:

@@ -1,4 +1,4 @@
-"""Intervals: by hand, against slow resampling, and whether they hold what they should as often as they say."""
+"""Intervals: computed by hand, against slow resampling, and whether their coverage is as stated."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_intervals_of_independent_values_hold_the_truth(statistic: str, truth: f
 
 @pytest.mark.slow
 def test_blocks_hold_the_truth_where_neighbours_are_alike() -> None:
-    """An autoregressive series with a correlation of 0.7: the interval that takes its values for independent is about
-    0.42 times as wide as it must be, and holds the mean 59% of the time; with blocks most of that is regained."""
+    """An autoregressive series with a correlation of 0.7: an interval that assumes independent values is about 0.42
+    times as wide as it must be, and holds the mean 59% of the time; with blocks most of that is regained."""
     rng = np.random.default_rng(4)
     held = {"blocks": 0, "independent": 0}
     for seed in range(100):
@@ -153,7 +153,7 @@ def test_one_run_is_summed_up_by_a_bootstrap_over_its_requests() -> None:
 
 
 def test_gaps_of_one_request_are_drawn_together() -> None:
-    """Two kinds of requests, all of whose gaps are alike: the spread is that of so many requests, not gaps."""
+    """Two kinds of requests with equal gaps each: the spread is that of the number of requests, not of gaps."""
     rng = np.random.default_rng(8)
     sizes = np.where(rng.random(200) < 0.5, 0.01, 0.03)
     gaps = [[float(size)] * 50 for size in sizes]

@@ -26,7 +26,7 @@ def test_a_server_keeps_up_if_as_many_end_as_come(each_s: float, kept: bool) -> 
 
 
 def test_long_answers_are_no_sign_of_a_server_that_falls_behind() -> None:
-    """A fifth of the run passes before the first of them ends; then as many end as come."""
+    """A fifth of the run passes before the first request ends; then as many end as arrive."""
     due_s = np.arange(1000) / 10
     run = columns(due_s=due_s, first_s=due_s + 1, last_s=due_s + 20)
     assert measure(run, window=(0.0, 99.9), slo=None).kept_up is True
@@ -42,7 +42,7 @@ def test_the_steady_window_ends_with_the_last_arrival() -> None:
     run = columns(due_s=[0.0, 4.0, 9.0], first_s=[50.0] * 3, last_s=[60.0] * 3)
     assert steady_window(run) == (0.0, 9.0)
     assert steady_window(run, 2.0, 1.5) == (2.0, 7.5)
-    with pytest.raises(LoadTestError, match=r"--warm-up-s: a warm-up of 9 s leave nothing .* due at 9 s"):
+    with pytest.raises(LoadTestError, match=r"--warm-up-s: a warm-up of 9 s leaves nothing .* due at 9 s"):
         steady_window(run, 9.0)
     with pytest.raises(LoadTestError, match="cool-down of 5 s"):
         steady_window(run, 4.0, 5.0)

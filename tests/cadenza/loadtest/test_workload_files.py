@@ -1,4 +1,4 @@
-"""Workloads from files: every form, what it means, lazily; and errors that name file, line and field."""
+"""Workloads from files: every format, read lazily; and errors that name file, line and field."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_lengths_are_cut_to_the_total_and_given_prompts_are_not(tmp_path: Path) 
     assert "line 2: 14 tokens and an output are over" in refuse(path, max_total_len=10)
 
 
-def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
+def test_only_what_is_requested_is_read(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt_tokens": 1, "output_len": 1}\n{"prompt_tokens": 2, "output_len": 1}\nnot JSON\n')
     assert [s.num_prompt_tokens for s in read(path, 2)] == [1, 2]
     assert "line 3: this is not JSON" in refuse(path, 3)
@@ -220,7 +220,7 @@ def test_a_long_file_is_not_held_in_memory(tmp_path: Path) -> None:
         ('{"prompt_tokens": 1}', "output_len is missing; give it or --output-len"),
         ('{"prompt_tokens": 1, "output_len": 1, "widht": 2}', "widht: there is no such field; there are id, prompt, "),
         ('{"prompt_tokens": 1, "output_len": 1, "beam_width": 1}', "beam_width must be 2 or more, or 0 for none"),
-        ('{"prompt_tokens": 1, "output_len": 1, "n": 2, "beam_width": 2}', "n and beam_width do not go together"),
+        ('{"prompt_tokens": 1, "output_len": 1, "n": 2, "beam_width": 2}', "n and beam_width cannot be combined"),
         ('{"prompt_tokens": 1, "output_len": 1, "turn": 0}', "turn needs session"),
         ('{"prompt_tokens": 1, "output_len": 1, "timestamp": "now"}', "timestamp: input should be a valid number"),
         ('{"prompt_tokens": 1, "output_len": 1, "timestamp": NaN}', "timestamp: input should be a finite number"),
@@ -229,7 +229,7 @@ def test_a_long_file_is_not_held_in_memory(tmp_path: Path) -> None:
         ("[1]", "input should be an object"),
         (
             '{"prompt_tokens": 1, "output_len": 1, "timestamp": 1}',
-            "timestamp: all requests of a file have one, or none",
+            "timestamp: either all requests of a file have one, or none",
         ),
     ],
 )
@@ -243,15 +243,18 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [
-        ([{"timestamp": 2}, {"timestamp": 1}], "line 2: timestamp: is before that of the request above"),
+        ([{"timestamp": 2}, {"timestamp": 1}], "line 2: timestamp: is earlier than that of the previous request"),
         ([{"session": 1, "turn": 1}], "line 1: turn: 0 comes next in session 1, not 1"),
         ([{"session": 1}, {"session": 1, "turn": 2}], "line 2: turn: 1 comes next in session 1, not 2"),
         ([{"session": 1}, {"session": 2}, {"session": 1}], "line 3: session: the turns of session 1 must follow"),
         ([{"session": 1}, {}, {"session": 1}], "line 3: session: the turns of session 1 must follow each other"),
-        ([{"session": 1, "timestamp": 1}, {"session": 1, "timestamp": 2}], "line 2: timestamp: of a session only the"),
+        (
+            [{"session": 1, "timestamp": 1}, {"session": 1, "timestamp": 2}],
+            "line 2: timestamp: only the first turn of a",
+        ),
         (
             [{"session": 1}, {"session": 1, "prompt": "and?"}],
-            "line 2: prompt: in session 1 all prompts are texts, or none",
+            "line 2: prompt: in session 1 either all prompts are texts, or none",
         ),
     ],
 )
@@ -265,14 +268,14 @@ def test_records_that_do_not_fit_together(tmp_path: Path, lines: list[dict[str, 
     [
         ("", "the file is empty"),
         (" \n\n", "the file is empty"),
-        ("[]", "a list with at least one request is needed"),
+        ("[]", "the list must have at least one request"),
         ("[1, 2", "this is not JSON: "),
         ("[3]", "entry 1: must be an object, not int"),
         (
             '[{"prompt_tokens": 1, "output_len": 1}, {"prompt_tokens": "1", "output_len": 1}]',
             "entry 2: prompt_tokens: ",
         ),
-        ("a,b\n1,2\n", "line 1: 'a' is no column of a workload; a trace's header has TIMESTAMP, ContextTokens, "),
+        ("a,b\n1,2\n", "line 1: 'a' is not a column of a workload; a trace's header has TIMESTAMP, ContextTokens, "),
         ("prompt_tokens,output_len\n1,2,3\n", "line 2: has 3 columns, the header 2"),
         ("prompt_tokens,output_len\n1,2\n1,x\n", "line 3: output_len: input should be a valid integer"),
         ("prompt_tokens,output_len\n1,0\n", "line 2: output_len: input should be greater than or equal to 1"),
@@ -281,7 +284,7 @@ def test_records_that_do_not_fit_together(tmp_path: Path, lines: list[dict[str, 
             AZURE.replace("2023-11-16 18:16", "2023-99-16 18:16"),
             "line 5: timestamp: must be seconds, or a date and time",
         ),
-        (BURST.replace("118", "3"), "line 4: timestamp: is before that of the request above"),
+        (BURST.replace("118", "3"), "line 4: timestamp: is earlier than that of the previous request"),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path: Path, text: str, problem: str) -> None:
@@ -300,5 +303,5 @@ def test_more_requests_than_the_file_has(tmp_path: Path) -> None:
 def test_no_text(tmp_path: Path) -> None:
     path = tmp_path / "requests"
     path.write_bytes(b"{\xff\xfe}")
-    assert "this is no text in UTF-8" in refuse(path)
+    assert "this is not UTF-8 text" in refuse(path)
     assert "--workload" in refuse(tmp_path)

@@ -1,4 +1,4 @@
-"""Made workloads: lazy, the same for the same seed however many are asked for, and of the mixture that was asked."""
+"""Synthetic workloads: lazy, dependent on the seed alone, and with the requested mixture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def within(share: float, count: int) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**64), few=st.integers(1, 40))
-def test_the_seed_decides_however_many_are_asked_for(kind: str, seed: int, few: int) -> None:
+def test_the_seed_decides_however_many_are_requested(kind: str, seed: int, few: int) -> None:
     options = {"workload": kind, "mix": "n=2:0.3", "tenants": "a,b"}
     many = shapes(600, seed, **options)
     short = shapes(few, seed, **options)
@@ -45,7 +45,7 @@ def test_the_seed_decides_however_many_are_asked_for(kind: str, seed: int, few: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_are_made_as_they_are_asked_for(kind: str) -> None:
+def test_requests_are_made_as_they_are_requested(kind: str) -> None:
     requests = make_workload(make_spec(workload=kind)).shapes(10**12, 0)
     assert iter(requests) is requests
     assert len(list(itertools.islice(requests, 5000))) == 5000
@@ -191,7 +191,7 @@ def test_parse_mix_and_tenants() -> None:
         ("n=4:0", "must be over 0"),
         ("n=4:nan", "must be over 0"),
         ("n=4:0.8,n=2:0.4", "the shares sum to 1.2, over 1"),
-        ("n=4:0.2,n=4:0.1", "n=4 is there twice"),
+        ("n=4:0.2,n=4:0.1", "n=4 is given twice"),
         ("n=1:0.2,n=4:0.1", "with n=1 among them they must sum to 1"),
         ("n=4:0.2,", "'' has no share"),
     ],
@@ -205,7 +205,7 @@ def test_bad_mixes(text: str, problem: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [(":3", "has no name"), ("a,,b", "has no name"), ("a:1,a:2", "a is there twice"), ("a:0", "over 0"),
+    [(":3", "has no name"), ("a,,b", "has no name"), ("a:1,a:2", "a is given twice"), ("a:0", "over 0"),
      ("a:x", "must be a number, not 'x'")],
 )  # fmt: skip
 def test_bad_tenants(text: str, problem: str) -> None:
@@ -248,12 +248,12 @@ def test_a_resolved_spec_says_all_and_makes_the_same(kind: str) -> None:
         ({"workload": "multi-turn", "think_s": -1}, "--think-s: "),
         ({"workload": "multi-turn", "num_turns": "0"}, "--num-turns: 0: "),
         ({"max_total_len": 1}, "--max-total-len: "),
-        ({"num_turns": "3"}, "--num-turns goes with --workload multi-turn, not with random"),
+        ({"num_turns": "3"}, "--num-turns is for --workload multi-turn, not for random"),
         (
             {"workload": "sharegpt", "long_share": 0.5},
-            "--long-share goes with --workload long-short, not with sharegpt",
+            "--long-share is for --workload long-short, not for sharegpt",
         ),
-        ({"workload": "a.jsonl", "input_len": "5"}, "--input-len goes with --workload random or sharegpt or"),
+        ({"workload": "a.jsonl", "input_len": "5"}, "--input-len is for --workload random or sharegpt or"),
         ({"wrkload": "random"}, "--wrkload: Extra inputs are not permitted"),
     ],
 )

@@ -12,7 +12,7 @@ from cadenza.local_options import config_classes
 from cadenza.settings.file import OptionsFileError, read_file
 from cadenza.settings.help import GROUPS, group_of
 from cadenza.settings.names import misspelling_of, suggestion
-from cadenza.settings.service import unheard
+from cadenza.settings.service import ignored_settings
 from tests.helpers.paths import ROOT
 
 SHARED = """
@@ -76,11 +76,8 @@ def test_one_file_for_both_services(file):
     assert (one.model, one.block_size, one.max_num_seqs, one.listen) == ("m", 32, 5, "127.0.0.1:7001")
     other = scheduler.read_config([f"--config={path}"])
     assert (other.max_num_seqs, other.executor, other.listen) == (4, ["127.0.0.1:7001"], "127.0.0.1:7002")
-    (sentence,) = unheard(other, {})
-    assert (
-        sentence
-        == f"not options of the scheduler, left to others: model in {path}, port in {path}, block_size in {path}"
-    )
+    (sentence,) = ignored_settings(other, {})
+    assert sentence == f"ignored, not options of the scheduler: model in {path}, port in {path}, block_size in {path}"
 
 
 def test_arguments_before_environment_before_file_before_defaults(file, monkeypatch):
@@ -124,17 +121,17 @@ def test_services_name_the_variable(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: /no/such.toml: no such file or directory\n"
 
 
-def test_misspelled_variables_are_told():
+def test_misspelled_variables_are_reported():
     config = scheduler.read_config([])
     environment = {"CADENZA_MAX_NUM_SEQ": "1", "CADENZA_BLOCK_SIZE": "8", "CADENZA_LISTEN": "x", "PATH": "/"}
-    assert list(unheard(config, environment)) == [
-        "CADENZA_MAX_NUM_SEQ in the environment is no option; did you mean CADENZA_MAX_NUM_SEQS?",
-        "not options of the scheduler, left to others: CADENZA_BLOCK_SIZE",
+    assert list(ignored_settings(config, environment)) == [
+        "CADENZA_MAX_NUM_SEQ in the environment is not an option; did you mean CADENZA_MAX_NUM_SEQS?",
+        "ignored, not options of the scheduler: CADENZA_BLOCK_SIZE",
     ]
 
 
 def test_no_option_looks_like_a_misspelling_of_another_services():
-    """Or a file that both services read would be refused by one of them."""
+    """Otherwise one service would refuse a file that both services read."""
     fields = {service: set(config.model_fields) for service, config in config_classes().items()}
     for service, other in (("executor", "scheduler"), ("scheduler", "executor")):
         for name in fields[other] - fields[service]:

@@ -11,9 +11,9 @@ from cadenza.loadtest.settings import LoadSettings, make_settings
 from cadenza.loadtest.slo import parse_slo
 from cadenza.simulate.campaign import Simulated, run_simulation, simulate
 from cadenza.simulate.capacity import Misses, as_plot, find_capacity, summary_of
-from cadenza.simulate.executor_profiles import ExecutorKind
+from cadenza.simulate.executor_profiles import ExecutorProfile
 from tests.helpers.load_views import SilentView
-from tests.helpers.simulations import kind, options, shape
+from tests.helpers.simulations import options, profile, shape
 
 SHORT = {"input_len": "uniform:8:32", "output_len": "uniform:8:24"}
 BUSY = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
@@ -25,7 +25,7 @@ def even(**given: object) -> LoadSettings:
     return make_settings({**values, **given})
 
 
-def held_by(fleet: list[ExecutorKind], settings: LoadSettings) -> float:
+def held_by(fleet: list[ExecutorProfile], settings: LoadSettings) -> float:
     config = options()
     found = find_capacity(
         settings,
@@ -46,21 +46,21 @@ def test_the_capacity_of_a_plain_case() -> None:
     At the very edge a run of 400 requests ends before its queue is long: 10% over capacity leaves 40 requests, half a
     second's work, at the end.
     """
-    rate = held_by([kind({"step_us": 10_000.0}, **BUSY)], even())
+    rate = held_by([profile({"step_us": 10_000.0}, **BUSY)], even())
     assert 72 <= rate <= 90
 
 
 @pytest.mark.slow
 def test_twice_the_executors_hold_twice_the_rate() -> None:
     settings = make_settings({**SHORT, "slo": "ttft=0.2,tpot=0.03", "num_requests": 300})
-    busy = kind({"step_us": 10_000.0}, **BUSY)
+    busy = profile({"step_us": 10_000.0}, **BUSY)
     one, two = (held_by([busy] * count, settings) for count in (1, 2))
     assert two / one == pytest.approx(2.0, rel=0.15)
 
 
 @pytest.mark.slow
 def test_a_stricter_slo_holds_no_more() -> None:
-    busy = kind({"step_us": 10_000.0, "token_us": 50.0}, **BUSY)
+    busy = profile({"step_us": 10_000.0, "token_us": 50.0}, **BUSY)
     loose, strict = (
         held_by([busy], make_settings({**SHORT, "slo": f"ttft={limit},tpot=0.05", "num_requests": 150}))
         for limit in (1.0, 0.1)
@@ -70,7 +70,7 @@ def test_a_stricter_slo_holds_no_more() -> None:
 
 @pytest.mark.slow
 def test_a_trial_that_fails_ends_early() -> None:
-    config, fleet = options(), [kind({"step_us": 10_000.0}, **BUSY)]
+    config, fleet = options(), [profile({"step_us": 10_000.0}, **BUSY)]
     lengths: dict[float, int] = {}
 
     def run(settings, seed, watch):
@@ -90,7 +90,7 @@ def test_a_trial_that_fails_ends_early() -> None:
 
 @pytest.mark.slow
 def test_nothing_may_hold() -> None:
-    config, fleet = options(), [kind({"step_us": 10_000.0}, **BUSY)]
+    config, fleet = options(), [profile({"step_us": 10_000.0}, **BUSY)]
     found = find_capacity(
         even(slo="ttft=0.001", num_requests=50),
         1,
@@ -120,7 +120,7 @@ def test_misses_are_counted_limit_by_limit() -> None:
 @pytest.mark.slow
 def test_a_file_of_capacities() -> None:
     view = SilentView()
-    simulated = Simulated((kind({"step_us": 10_000.0}, **BUSY),), options(), counts=(1, 2))
+    simulated = Simulated((profile({"step_us": 10_000.0}, **BUSY),), options(), counts=(1, 2))
     file, found = run_simulation(even(find_max_rate=True, num_requests=400), simulated, view, label="x")
     assert [each.num_executors for each in found] == [1, 2]
     counts, rates = as_plot(found)

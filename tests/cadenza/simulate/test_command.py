@@ -1,4 +1,4 @@
-"""`cadenza simulate` and `cadenza fit-costs` as they are typed: files, tables, pictures, and wrong options."""
+"""`cadenza simulate` and `cadenza fit-costs` on the command line: files, tables, figures, and wrong options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.results import read
 from cadenza.simulate.campaign import may_share
 from cadenza.simulate.capacity import Capacity
-from cadenza.simulate.options import find_kind, make_simulated, read_counts
+from cadenza.simulate.options import find_profile, make_simulated, read_counts
 from cadenza.simulate.pictures import capacity_figure, write_capacity
 from cadenza.simulate.published import PUBLISHED
 
@@ -133,7 +133,7 @@ def test_the_picture_of_capacities(tmp_path: Path) -> None:
     [
         (
             ["--executor", "a100-40gb-opt-13"],
-            "--executor a100-40gb-opt-13: neither a file nor a known kind; did you mean",
+            "--executor a100-40gb-opt-13: neither a file nor a known profile; did you mean",
         ),
         (["--executor", "tpu"], "there are a100-40gb-opt-13b, "),
         (["--executor", "none.json"], "--executor none.json: no such file"),
@@ -160,9 +160,9 @@ def test_wrong_options_are_named(
     assert message in capsys.readouterr().err
 
 
-def test_counts_and_kinds() -> None:
+def test_counts_and_profiles() -> None:
     assert read_counts("1,2,16") == (1, 2, 16)
-    assert find_kind("h200-llama-3.1-8b") is PUBLISHED["h200-llama-3.1-8b"]
+    assert find_profile("h200-llama-3.1-8b") is PUBLISHED["h200-llama-3.1-8b"]
 
 
 def test_prompts_are_made_where_they_may_be_alike() -> None:

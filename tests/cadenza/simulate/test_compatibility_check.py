@@ -1,4 +1,4 @@
-"""A load test is taken for a fit only if it can be of what was recorded."""
+"""A load test is accepted for a fit only if it matches the recording."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.results import LoadTestFile
-from cadenza.simulate.compatibility_check import check_belongs
+from cadenza.simulate.compatibility_check import check_compatible
 from cadenza.simulate.recordings import Recording
 from tests.helpers.loadtest_runs import made_up_file
 from tests.helpers.made_recordings import COSTS, recording
@@ -29,9 +29,9 @@ def of(**more: Any) -> LoadTestFile:
 
 @pytest.mark.slow
 def test_its_own_load_test_is_taken(made: Recording) -> None:
-    check_belongs(made, of(), "a.json")
-    check_belongs(made, of(server=None), "a.json")
-    check_belongs(replace(made, started_unix_s=1.7e9 + 5), of(), "a.json")
+    check_compatible(made, of(), "a.json")
+    check_compatible(made, of(server=None), "a.json")
+    check_compatible(replace(made, started_unix_s=1.7e9 + 5), of(), "a.json")
 
 
 @pytest.mark.slow
@@ -44,8 +44,12 @@ def test_another_ones_is_not(made: Recording) -> None:
             "its executors ran on H, the recorded one on cpu",
         ),
         (replace(made, started_unix_s=1.7e9 + 3600), of(), "it began 3,600 s before the recording"),
-        (replace(made, prompt_lens=(10,) * 5 + (11,) * 500), of(), "requests that ended well are not in it, as one"),
+        (
+            replace(made, prompt_lens=(10,) * 5 + (11,) * 500),
+            of(),
+            "completed requests are not in the recording, such as one",
+        ),
     ]
     for found, file, message in cases:
-        with pytest.raises(LoadTestError, match=f"--loadtest a.json: it is not of this recording: .*{message}"):
-            check_belongs(found, file, "a.json")
+        with pytest.raises(LoadTestError, match=f"--loadtest a.json: does not match the recording: .*{message}"):
+            check_compatible(found, file, "a.json")

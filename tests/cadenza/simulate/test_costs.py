@@ -1,4 +1,4 @@
-"""Kinds of executors and the published ones; a step costs here what it costs on the simulated executor."""
+"""Executor profiles and the published ones; a step costs the same as on the simulated executor."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.simulate import lanes
-from cadenza.simulate.executor_profiles import ExecutorKind, KindLimits, Overheads, read_kind, write_kind
+from cadenza.simulate.executor_profiles import ExecutorProfile, Overheads, ProfileLimits, read_profile, write_profile
 from cadenza.simulate.published import A100_40GB, LLAMA_3_1_8B, OPT_13B, PUBLISHED
-from cadenza.simulate.step_costs import price_of
+from cadenza.simulate.step_costs import step_cost_function
 from executor_svc.simulated.costs import StepCosts, StepWork, read_costs
 from tests.helpers.core_executor import CoreExecutor
-from tests.helpers.simulations import kind, options, random_schedule, simulation
+from tests.helpers.simulations import options, profile, random_schedule, simulation
 
 COSTS = StepCosts(
     step_us=900, token_us=70, context_token_us=0.11, sample_us=3, moved_block_us=21, kv_token_us=0.7, hidden_tokens=5
@@ -38,7 +38,7 @@ counts = st.integers(0, 10**7)
 def test_prices_are_those_of_the_costs(costs: StepCosts, numbers: tuple[int, ...]) -> None:
     tokens, context_tokens, kv_tokens, samples, moved_blocks = numbers
     work = StepWork(tokens, context_tokens, samples, moved_blocks, kv_tokens)
-    assert price_of(costs)(*numbers) == (costs.forward_ns(work), costs.sample_ns(work), costs.move_ns(work))
+    assert step_cost_function(costs)(*numbers) == (costs.forward_ns(work), costs.sample_ns(work), costs.move_ns(work))
 
 
 @pytest.mark.slow
@@ -46,22 +46,22 @@ def test_prices_are_those_of_the_costs(costs: StepCosts, numbers: tuple[int, ...
 def test_a_step_costs_what_the_simulated_executor_says(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same plans for both: forks, beams, chunks, copies, swaps and preemptions among them."""
     limits = {"block_size": 4, "num_blocks": 40, "num_host_blocks": 20, "max_num_seqs": 8}
-    executor = kind(COSTS.model_dump(), max_num_batched_tokens=24, max_model_len=120, **limits)
+    executor = profile(COSTS.model_dump(), max_num_batched_tokens=24, max_model_len=120, **limits)
     config = options(preemption="swap" if seed % 2 else "recompute", max_inflight_plans=1 + seed % 2)
     model = CoreExecutor(executor.spec(config), vocab_size=64, costs=COSTS)
     compared = [0, 0, 0]
     launch = lanes.SimulatedLane.launch
 
     def both(lane, step, planned_at, *, beams):
-        flight = launch(lane, step, planned_at, beams=beams)
-        ours, theirs = flight.result, model.run(step.plan)
+        inflight_step = launch(lane, step, planned_at, beams=beams)
+        ours, theirs = inflight_step.result, model.run(step.plan)
         assert (ours.device_ns, ours.sample_ns, ours.moves_ns) == (theirs.device_ns, theirs.sample_ns, theirs.moves_ns)
         assert {*ours.slots, *ours.candidates} == set(theirs.slots)
         assert ours.candidates.keys() == theirs.candidates.keys()
         compared[0] += 1
         compared[1] += len(ours.candidates)
         compared[2] += ours.moves_ns > 0
-        return flight
+        return inflight_step
 
     monkeypatch.setattr(lanes.SimulatedLane, "launch", both)
     outcome = simulation(random_schedule(seed, 100, rate=200.0, longest=50), executor, config=config).run()
@@ -69,22 +69,22 @@ def test_a_step_costs_what_the_simulated_executor_says(seed: int, monkeypatch: p
     assert min(compared) > 20
 
 
-def test_a_kind_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path = str(tmp_path / "kind.json")
-    made = ExecutorKind(
-        costs=COSTS, overheads=Overheads(plan_us=5), limits=KindLimits(num_blocks=9), name="mine", source="a test"
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = str(tmp_path / "profile.json")
+    made = ExecutorProfile(
+        costs=COSTS, overheads=Overheads(plan_us=5), limits=ProfileLimits(num_blocks=9), name="mine", source="a test"
     )
-    write_kind(path, made)
-    assert read_kind(path) == made
+    write_profile(path, made)
+    assert read_profile(path) == made
     # The executor itself takes the same file.
     assert read_costs(path) == COSTS
 
 
-def test_costs_alone_are_a_kind_too(tmp_path: Path) -> None:
+def test_costs_alone_are_a_profile_too(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text('{"step_us": 500}')
-    found = read_kind(str(path))
-    assert found == ExecutorKind(costs=StepCosts(step_us=500), name="costs")
+    found = read_profile(str(path))
+    assert found == ExecutorProfile(costs=StepCosts(step_us=500), name="costs")
     assert found.limits.pool_size == 64 * 256
 
 
@@ -104,19 +104,19 @@ def test_costs_alone_are_a_kind_too(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_file_is_named(content: str | None, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "kind.json"
+    path = tmp_path / "profile.json"
     if content is not None:
         path.write_text(content)
     with pytest.raises(LoadTestError) as caught:
-        read_kind(str(path))
+        read_profile(str(path))
     assert str(caught.value).startswith(f"--executor {path}: {message}")
 
 
 def test_the_executors_options_change_its_limits() -> None:
-    made = kind({"moved_block_us": 100.0}, num_blocks=100)
+    made = profile({"moved_block_us": 100.0}, num_blocks=100)
     assert made.changed({}) == made
     other = made.changed({"num_gpu_blocks": 7, "num_cpu_blocks": 3, "max_num_seqs": 5, "max_num_batched_tokens": "16"})
-    assert other.limits == KindLimits(num_blocks=7, num_host_blocks=3, max_num_seqs=5, max_num_batched_tokens=16)
+    assert other.limits == ProfileLimits(num_blocks=7, num_host_blocks=3, max_num_seqs=5, max_num_batched_tokens=16)
     # The pool keeps its bytes, and a block of twice the size takes twice as long to move.
     larger = made.changed({"block_size": 32})
     assert (larger.limits.num_blocks, larger.costs.moved_block_us) == (50, 200.0)
@@ -128,13 +128,13 @@ def test_the_executors_options_change_its_limits() -> None:
 
 
 def test_limits_are_narrowed_by_the_scheduler() -> None:
-    made = kind(num_blocks=100, num_host_blocks=4, max_num_seqs=32, max_num_batched_tokens=256, max_model_len=1000)
+    made = profile(num_blocks=100, num_host_blocks=4, max_num_seqs=32, max_num_batched_tokens=256, max_model_len=1000)
     spec = made.spec(options(max_num_seqs=8, max_model_len=5000, watermark=0.5))
     assert (spec.max_num_seqs, spec.max_num_batched_tokens, spec.max_model_len) == (8, 256, 1000)
     assert (spec.num_slots, spec.num_blocks, spec.num_host_blocks, spec.watermark) == (64, 100, 4, 0.5)
 
 
-def test_published_kinds_are_what_their_numbers_say() -> None:
+def test_published_profiles_are_what_their_numbers_say() -> None:
     """Computed here by hand from data sheets and shapes."""
     a100, h200 = PUBLISHED["a100-40gb-opt-13b"], PUBLISHED["h200-llama-3.1-8b"]
     assert OPT_13B.kv_bytes == 819_200  # 800 KB a token, as the vLLM paper has it

@@ -1,4 +1,4 @@
-"""Costs are found again in steps that were made by them, with noise and hold-ups; what cannot be told is said."""
+"""Known costs are recovered from synthetic steps with noise and outliers; undetermined terms are reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.simulate.fit import Fit, fit_costs, fitted_kind, with_clients
+from cadenza.simulate.fit import Fit, fit_costs, fitted_profile, with_clients
 from executor_svc.simulated.costs import StepCosts
 from tests.helpers.loadtest_runs import columns
 from tests.helpers.made_recordings import COSTS, recording
@@ -72,7 +72,7 @@ def test_noise_is_found(seed: int) -> None:
 
 
 def test_the_executors_own_pause_is_part_of_a_step() -> None:
-    """Every second plan waits for the step before it; results come 0.3 ms after what the steps took."""
+    """Every second plan waits for the previous step; results arrive 0.3 ms after the end of a step."""
     made = recording(COSTS)
     queue_ns = np.where(np.arange(len(made.steps)) % 2, 2e6, 1e5)
     applied_s = np.cumsum(made.steps.total_ns / 1e9 + 0.0003)
@@ -91,11 +91,11 @@ def test_hidden_tokens_are_found() -> None:
     assert fit_costs(recording(COSTS, noise=0.05)).costs.hidden_tokens == 0
 
 
-def test_what_cannot_be_told_is_said() -> None:
-    """Without prompts in the steps the two ways to count what is read are one; without moves these cost nothing."""
+def test_what_cannot_be_fitted_is_reported() -> None:
+    """Without prompts in the steps the two counts of read positions are equal; without moves, their cost is 0."""
     fit = fit_costs(recording(COSTS, prefills=0.0, moves=0.0))
     assert [warning.split()[0] for warning in fit.warnings] == ["moved_block_us", "kv_token_us"]
-    assert "cannot be told from context_token_us" in fit.warnings[1]
+    assert "cannot be distinguished from context_token_us" in fit.warnings[1]
     # What the lost term cost, the other one has now.
     assert fit.costs.context_token_us == pytest.approx(0.45, rel=1e-3)
     assert fit.median_error < 1e-5
@@ -110,7 +110,7 @@ def test_a_term_that_never_varies_is_part_of_the_step() -> None:
     fit = fit_costs(replace(made, steps=steps))
     assert (fit.costs.token_us, fit.costs.kv_token_us, fit.costs.sample_us) == (0, 0, 0)
     assert fit.costs.step_us == pytest.approx(1760)
-    assert any(warning.startswith("token_us cannot be told: every step had 8 of them") for warning in fit.warnings)
+    assert any(warning.startswith("token_us cannot be fitted: every step had 8 of them") for warning in fit.warnings)
 
 
 def test_a_fixed_part_of_sampling_is_part_of_the_step() -> None:
@@ -126,15 +126,15 @@ def test_too_few_steps_are_refused() -> None:
         fit_costs(recording(COSTS, count=19))
 
 
-def test_the_fitted_kind_says_where_it_is_from() -> None:
+def test_the_fitted_profile_says_where_it_is_from() -> None:
     made = recording(COSTS)
-    found = fitted_kind(made, fit_costs(made), "mine", "day.log")
+    found = fitted_profile(made, fit_costs(made), "mine", "day.log")
     assert (found.name, found.limits) == ("mine", made.limits)
     assert found.source == "fitted to 2000 steps of toy on cpu in day.log"
 
 
 def test_how_far_clients_are_comes_from_their_load_test() -> None:
-    """0.9 ms in the median of what a client's TTFT has over the server's own: half on each way."""
+    """The median difference of the client's TTFT and the server's is 0.9 ms: half in each direction."""
     made = recording(COSTS)
     seen = columns(
         due_s=[0.0, 1.0, 2.0, 3.0],

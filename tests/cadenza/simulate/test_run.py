@@ -1,4 +1,4 @@
-"""The simulator: cases computed by hand, what the service does around the core, and what must always hold."""
+"""The simulator: cases computed by hand, the service's behaviour around the core, and invariants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cadenza.simulate import run as run_module
 from cadenza.simulate.executor_profiles import Noise
 from cadenza.simulate.rows import StepRows
 from executor_svc.simulated.costs import StepCosts
-from tests.helpers.simulations import kind, options, random_schedule, shape, simulate, simulation
+from tests.helpers.simulations import options, profile, random_schedule, shape, simulate, simulation
 
 COSTS = {"step_us": 1000.0, "token_us": 100.0}
 OVERHEADS = {"plan_us": 200.0, "transit_us": 100.0, "request_us": 500.0, "reply_us": 300.0}
@@ -28,16 +28,16 @@ TIGHT = {"block_size": 4, "num_blocks": 24, "max_num_seqs": 6, "max_num_batched_
 def test_one_request_without_overheads() -> None:
     """Steps of 10, 1 and 1 tokens: 2, 1.1 and 1.1 ms, one after the other whatever the depth."""
     for depth in (1, 2, 4):
-        outcome = simulate([(0.0, shape(0, 10, 3))], kind(COSTS), config=options(max_inflight_plans=depth))
+        outcome = simulate([(0.0, shape(0, 10, 3))], profile(COSTS), config=options(max_inflight_plans=depth))
         (first,), (last,) = outcome.requests.first_s, outcome.requests.last_s
         assert first == pytest.approx(0.002)
         assert last == pytest.approx(0.0042)
-        assert outcome.num_steps in (3, 4)  # a last one tells that the slot is free
+        assert outcome.num_steps in (3, 4)  # a last one reports that the slot is free
 
 
 def test_one_request_with_one_plan_in_flight() -> None:
     """Between two steps lie planning and both ways; before the first also the client's way to the queue."""
-    outcome = simulate([(1.0, shape(0, 10, 3))], kind(COSTS, OVERHEADS), config=options(max_inflight_plans=1))
+    outcome = simulate([(1.0, shape(0, 10, 3))], profile(COSTS, OVERHEADS), config=options(max_inflight_plans=1))
     (row,) = table(outcome.requests)
     # Queued at 0.5 ms, begun at 0.8, ended at 2.8, its result in at 2.9.
     assert row["queue_s"] == 0.0
@@ -49,8 +49,8 @@ def test_one_request_with_one_plan_in_flight() -> None:
 
 
 def test_one_request_with_two_plans_in_flight() -> None:
-    """The second plan is made as soon as the scheduler is free again, and its step begins as the first one ends."""
-    outcome = simulate([(0.0, shape(0, 10, 3))], kind(COSTS, OVERHEADS), config=options(max_inflight_plans=2))
+    """The second plan is made as soon as the scheduler is free again, and its step begins when the first one ends."""
+    outcome = simulate([(0.0, shape(0, 10, 3))], profile(COSTS, OVERHEADS), config=options(max_inflight_plans=2))
     (row,) = table(outcome.requests)
     assert row["first_s"] == pytest.approx(0.0032)
     assert row["last_s"] == pytest.approx(0.0032 + 2 * 0.0011)
@@ -58,9 +58,10 @@ def test_one_request_with_two_plans_in_flight() -> None:
 
 @pytest.mark.slow
 def test_a_plan_is_sent_late_in_a_long_step() -> None:
-    """As by the pacer: with steps of 20 ms known, the next plan comes 10 ms into one, and takes in who is there."""
+    """As the pacer does: with known steps of 20 ms, the next plan is made 10 ms into a step and admits the waiting
+    requests."""
     schedule = [(0.0, shape(0, 1, 200)), (1.005, shape(1, 1, 2)), (1.015, shape(2, 1, 2))]
-    outcome = simulate(schedule, kind({"step_us": 20_000.0}))
+    outcome = simulate(schedule, profile({"step_us": 20_000.0}))
     queue_s = outcome.requests.queue_s
     # Steps begin at 1.00, 1.02, …; 0.7 of one less 4 ms after that the next is planned.
     assert queue_s[1] == pytest.approx(0.005)
@@ -68,9 +69,9 @@ def test_a_plan_is_sent_late_in_a_long_step() -> None:
 
 
 @pytest.mark.slow
-def test_depth_hides_what_lies_between_short_steps() -> None:
+def test_depth_hides_what_is_between_short_steps() -> None:
     schedule = [(0.0, shape(0, 1, 300))]
-    short = kind({"step_us": 500.0}, {"plan_us": 100.0, "transit_us": 150.0})
+    short = profile({"step_us": 500.0}, {"plan_us": 100.0, "transit_us": 150.0})
     tpots = {
         depth: tpot(simulate(schedule, short, config=options(max_inflight_plans=depth)).requests) for depth in (1, 2)
     }
@@ -82,7 +83,7 @@ def test_depth_hides_what_lies_between_short_steps() -> None:
 def test_two_executors_do_twice_as_much() -> None:
     """A load that keeps both busy: 64 requests at once, 8 at a time on each."""
     schedule = [(0.0, shape(index, 8, 20)) for index in range(64)]
-    busy = kind({"step_us": 5000.0}, max_num_seqs=8, max_num_batched_tokens=64)
+    busy = profile({"step_us": 5000.0}, max_num_seqs=8, max_num_batched_tokens=64)
     alone, both = (simulate(schedule, [busy] * count) for count in (1, 2))
     assert alone.duration_s / both.duration_s == pytest.approx(2.0, rel=0.05)
     assert set(both.steps.executor.tolist()) == {0, 1}
@@ -91,7 +92,9 @@ def test_two_executors_do_twice_as_much() -> None:
 @pytest.mark.slow
 def test_a_faster_executor_does_more() -> None:
     schedule = [(0.0, shape(index, 8, 20)) for index in range(128)]
-    slow, fast = (kind({"step_us": us}, name=str(us), max_num_seqs=8, max_num_batched_tokens=64) for us in (9000, 3000))
+    slow, fast = (
+        profile({"step_us": us}, name=str(us), max_num_seqs=8, max_num_batched_tokens=64) for us in (9000, 3000)
+    )
     steps = simulate(schedule, [slow, fast]).steps
     tokens = [steps.num_sampled[steps.executor == index].sum() for index in (0, 1)]
     assert tokens[1] / tokens[0] == pytest.approx(3.0, rel=0.15)
@@ -99,7 +102,7 @@ def test_a_faster_executor_does_more() -> None:
 
 @pytest.mark.slow
 def test_a_full_queue_and_a_long_prompt_are_refused() -> None:
-    small = kind(COSTS, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=32)
+    small = profile(COSTS, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=32)
     schedule = [(0.0, shape(index, 8 if index else 40, 4)) for index in range(6)]
     outcome = simulate(schedule, small, config=options(max_queued_requests=2))
     errors = outcome.requests.error.tolist()
@@ -111,22 +114,23 @@ def test_a_full_queue_and_a_long_prompt_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_later_turn_comes_when_the_answer_was_read() -> None:
-    """Its prompt is the turn before, the answer, and what is new; the prefix cache finds the full blocks of that."""
+    """A turn's prompt is the previous turn, the answer, and the new part; the prefix cache finds the full blocks of the
+    former."""
     turns = [(0.0, shape(i, 20, 12, session=0, turn=i, think_s=0.5 * (i > 0))) for i in range(3)]
-    outcome = simulate(turns, kind(COSTS, OVERHEADS), prompts=Prompts(7))
+    outcome = simulate(turns, profile(COSTS, OVERHEADS), prompts=Prompts(7))
     requests = outcome.requests
     assert requests.num_prompt_tokens.tolist() == [20, 52, 84]
     assert requests.due_s[1:] == pytest.approx(requests.last_s[:-1] + 0.5)
     # Of 32 and 64 tokens before, the last one's KV was never computed: 1 and 3 blocks of 16 are full.
     assert requests.num_cached_tokens.tolist() == [0, 16, 48]
-    without = simulate(turns, kind(COSTS, OVERHEADS)).requests
+    without = simulate(turns, profile(COSTS, OVERHEADS)).requests
     assert without.num_cached_tokens.tolist() == [0, 0, 0]
     assert without.first_s[2] - without.due_s[2] > requests.first_s[2] - requests.due_s[2]
 
 
 def test_a_refused_turn_ends_its_session() -> None:
     turns = [(0.0, shape(i, 20, 4, session=0, turn=i)) for i in range(3)]
-    small = kind(COSTS, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
+    small = profile(COSTS, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
     requests = simulate(turns, small).requests
     assert requests.error.tolist() == ["", "INVALID_ARGUMENT", "SKIPPED"]
     assert math.isnan(requests.sent_s[2])
@@ -136,22 +140,22 @@ def test_a_refused_turn_ends_its_session() -> None:
 @pytest.mark.slow
 def test_a_closed_loop_has_so_many_users() -> None:
     schedule = [(0.0, shape(index, 8, 10)) for index in range(40)]
-    outcome = simulate(schedule, kind(COSTS, OVERHEADS), concurrency=3)
+    outcome = simulate(schedule, profile(COSTS, OVERHEADS), concurrency=3)
     requests = outcome.requests
     assert len(requests) == 40
     for due in requests.due_s:
         assert ((requests.due_s <= due) & (requests.last_s > due)).sum() <= 3
-    # Whoever ends asks again at once.
+    # A user whose request ends sends the next one at once.
     assert set(np.round(requests.due_s[3:], 9)) <= set(np.round(requests.last_s, 9))
-    cut = simulate(schedule, kind(COSTS, OVERHEADS), concurrency=3, duration_s=0.05).requests
+    cut = simulate(schedule, profile(COSTS, OVERHEADS), concurrency=3, duration_s=0.05).requests
     assert 3 <= len(cut) < 40
     assert cut.due_s.max() <= 0.05
 
 
 def test_static_batches_run_to_the_end() -> None:
-    """10 requests in batches of 4: the last two would wait for ever, so they are told that nobody will come."""
+    """10 requests in batches of 4: the last two would wait forever, so the core is drained."""
     schedule = [(0.0, shape(index, 8, 5 + index)) for index in range(10)]
-    outcome = simulate(schedule, kind(COSTS), config=options(batching="static", batch_size=4))
+    outcome = simulate(schedule, profile(COSTS), config=options(batching="static", batch_size=4))
     assert outcome.requests.ok.all()
     planned = sorted(set(np.round(outcome.requests.queue_s, 9)))
     assert len(planned) == 3
@@ -160,7 +164,7 @@ def test_static_batches_run_to_the_end() -> None:
 def test_dynamic_batches_start_when_their_window_ends() -> None:
     schedule = [(0.0, shape(0, 8, 5)), (0.01, shape(1, 8, 5)), (0.5, shape(2, 8, 5))]
     config = options(batching="dynamic", batch_size=4, batch_window_ms=50.0)
-    queue_s = simulate(schedule, kind(COSTS), config=config).requests.queue_s
+    queue_s = simulate(schedule, profile(COSTS), config=config).requests.queue_s
     assert queue_s == pytest.approx([0.05, 0.04, 0.05])
 
 
@@ -174,7 +178,7 @@ def test_every_request_ends_or_is_refused(seed: int) -> None:
         order=("fcfs", "fair")[seed % 2],
         max_inflight_plans=1 + seed % 4,
     )
-    tight = kind({**COSTS, "moved_block_us": 30.0}, OVERHEADS, num_host_blocks=16, **TIGHT)
+    tight = profile({**COSTS, "moved_block_us": 30.0}, OVERHEADS, num_host_blocks=16, **TIGHT)
     made = simulation(schedule, tight, config=config, keep_gaps=True, prompts=Prompts(seed) if seed % 2 else None)
     outcome = made.run()
     requests = outcome.requests
@@ -185,14 +189,14 @@ def test_every_request_ends_or_is_refused(seed: int) -> None:
     check_rows(requests, schedule)
     made._core.check_integrity()
     assert not made._core.groups
-    assert not made._ledger._live
+    assert not made._request_log._live
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_same_seed_gives_the_same_run(seed: int) -> None:
     schedule = random_schedule(seed, 80, rate=150.0, longest=40)
-    one, other = (simulate(schedule, kind(COSTS, OVERHEADS, **TIGHT), keep_gaps=True) for _ in range(2))
+    one, other = (simulate(schedule, profile(COSTS, OVERHEADS, **TIGHT), keep_gaps=True) for _ in range(2))
     for field in fields(RequestColumns):
         values = (getattr(run.requests, field.name) for run in (one, other))
         np.testing.assert_array_equal(*values, err_msg=field.name)
@@ -202,7 +206,7 @@ def test_the_same_seed_gives_the_same_run(seed: int) -> None:
 @pytest.mark.slow
 def test_noise_follows_from_the_seed_and_keeps_the_mean() -> None:
     """4000 steps of mean 1 ms and variance 0.2 ms^2: their mean is within 5 standard errors, which are 7 us."""
-    noisy = kind({"step_us": 1000.0}).model_copy(update={"noise": Noise(step_us=200.0)})
+    noisy = profile({"step_us": 1000.0}).model_copy(update={"noise": Noise(step_us=200.0)})
     schedule = [(0.0, shape(0, 1, 4000))]
     one, same, other = (simulate(schedule, noisy, seed=seed) for seed in (1, 1, 2))
     assert one.duration_s == same.duration_s != other.duration_s
@@ -216,7 +220,7 @@ def test_noise_follows_from_the_seed_and_keeps_the_mean() -> None:
 def test_chance_costs_short_steps_throughput() -> None:
     """What lies between is as long as a step: hidden if it is always the same, not if it is sometimes twice that."""
     schedule = [(0.0, shape(0, 1, 2000))]
-    even = kind({"step_us": 500.0}, {"plan_us": 100.0, "transit_us": 190.0})
+    even = profile({"step_us": 500.0}, {"plan_us": 100.0, "transit_us": 190.0})
     uneven = even.model_copy(update={"noise": Noise(overheads=0.7)})
     steady, shaken = (simulate(schedule, each, seed=3).duration_s for each in (even, uneven))
     assert steady == pytest.approx(1.0, rel=0.01)
@@ -230,7 +234,7 @@ def test_chance_costs_short_steps_throughput() -> None:
 @pytest.mark.slow
 def test_several_executors_lose_nothing() -> None:
     schedule = random_schedule(3, 300, rate=400.0, mixed=False, longest=40)
-    tight = kind(COSTS, OVERHEADS, **TIGHT)
+    tight = profile(COSTS, OVERHEADS, **TIGHT)
     made = simulation(schedule, [tight] * 3, keep_gaps=True)
     outcome = made.run()
     assert outcome.requests.ok.all()
@@ -240,22 +244,24 @@ def test_several_executors_lose_nothing() -> None:
 
 
 def test_several_executors_refuse_what_the_core_cannot_do() -> None:
-    two = [kind(COSTS, **TIGHT)] * 2
+    two = [profile(COSTS, **TIGHT)] * 2
     with pytest.raises(LoadTestError, match="--preemption swap"):
         simulation([], two, config=options(preemption="swap"))
     with pytest.raises(LoadTestError, match="same block_size"):
-        simulation([], [kind(block_size=8), kind(block_size=16)])
+        simulation([], [profile(block_size=8), profile(block_size=16)])
     with pytest.raises(LoadTestError, match="may grow to 96 tokens"):
-        simulate([(0.0, shape(0, 50, 50))], [kind(COSTS, **{**TIGHT, "num_blocks": 20})] * 2)
-    with pytest.raises(LoadTestError, match="several samples or beams and lost its KV blocks"):
+        simulate([(0.0, shape(0, 50, 50))], [profile(COSTS, **{**TIGHT, "num_blocks": 20})] * 2)
+    with pytest.raises(LoadTestError, match="several samples or beams and was preempted"):
         simulate([(0.0, shape(i, 20, 20, n=3)) for i in range(6)], two)
     with pytest.raises(LoadTestError, match="executor toy: max_num_batched_tokens"):
-        simulation([], kind(max_num_seqs=8), config=options(max_num_batched_tokens=4))
+        simulation([], profile(max_num_seqs=8), config=options(max_num_batched_tokens=4))
 
 
 def test_a_prompt_whose_last_token_is_left_over_has_a_first_token_too() -> None:
-    """The budget leaves one token of the prompt: it is computed as a decode is, and the first output comes with it."""
-    outcome = simulate([(0.0, shape(0, 33, 5))], kind(COSTS, max_num_batched_tokens=32, max_num_seqs=4), keep_gaps=True)
+    """The budget leaves one token of the prompt: it is computed as a decode, which gives the first output."""
+    outcome = simulate(
+        [(0.0, shape(0, 33, 5))], profile(COSTS, max_num_batched_tokens=32, max_num_seqs=4), keep_gaps=True
+    )
     (row,) = table(outcome.requests)
     assert row["first_s"] == pytest.approx(0.0042 + 0.0011)
     assert row["num_gaps"] == 4
@@ -264,7 +270,7 @@ def test_a_prompt_whose_last_token_is_left_over_has_a_first_token_too() -> None:
 @pytest.mark.slow
 def test_steps_are_thinned_and_preemptions_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = random_schedule(5, 150, rate=150.0, mixed=False, longest=40)
-    tight = kind(COSTS, OVERHEADS, **TIGHT)  # no two steps are planned at one moment
+    tight = profile(COSTS, OVERHEADS, **TIGHT)  # no two steps are planned at one moment
     whole = simulate(schedule, tight)
     monkeypatch.setattr(run_module, "MAX_STEP_ROWS", 64)
     thin = simulate(schedule, tight)
@@ -293,7 +299,7 @@ def test_rows_of_steps_keep_every_second_when_full() -> None:
 @pytest.mark.slow
 def test_the_load_of_steps_is_the_cores() -> None:
     schedule = random_schedule(9, 100, rate=150.0, longest=40)
-    steps = simulate(schedule, kind(COSTS, **TIGHT)).steps
+    steps = simulate(schedule, profile(COSTS, **TIGHT)).steps
     assert (steps.num_stored_tokens <= steps.num_used_blocks * TIGHT["block_size"]).all()
     assert (steps.num_used_blocks <= TIGHT["num_blocks"]).all()
     assert (steps.applied_s > steps.planned_s).all()
@@ -307,7 +313,7 @@ def check_rows(requests: RequestColumns, schedule: list) -> None:
         if row["error"]:
             continue
         wanted = asked.num_samples * asked.num_output_tokens
-        # All but what outgrows the longest sequence, or the pool.
+        # All requests except those that exceed the longest sequence or the pool.
         width = max(asked.n, asked.beam_width)
         if row["num_prompt_tokens"] + (width + 1) * asked.num_output_tokens <= TIGHT["max_model_len"]:
             assert row["num_output_tokens"] == wanted

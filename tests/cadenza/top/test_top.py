@@ -175,10 +175,10 @@ def test_sparkline():
     assert sparkline([], top=1.0) == ""
 
 
-def drawn(*news: Snapshot | Lost, ascii_only: bool = False) -> str:
+def drawn(*observation: Snapshot | Lost, ascii_only: bool = False) -> str:
     view = TopView("127.0.0.1:50051", ascii_only=ascii_only)
     console = Console(file=io.StringIO(), width=80)
-    pictures = [view.draw(each) for each in news]
+    pictures = [view.draw(each) for each in observation]
     console.print(pictures[-1])
     return console.file.getvalue()
 

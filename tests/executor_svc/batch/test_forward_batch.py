@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from executor_svc.batch.forward_batch import build_batch
 from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.slots import Slots
-from executor_svc.plan.plan import AdmittedSequence, ScheduledTokens, SequenceSampling, StepPlan
+from executor_svc.plan.plan import AdmittedSequence, ScheduledTokens, StepPlan
+from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.sampling.edits import LogitsEdits
 from executor_svc.sampling.row_columns import candidate_columns, sampling_columns
 from tests.helpers.fake_executor import LIMITS
@@ -315,7 +316,7 @@ class SlotsMachine(RuleBasedStateMachine):
         drawing = [slot for slot in readers if slot not in asking]
         drawn = sampling_columns(self.slots, got)
         seeds = [(slot, self.naive[slot].sampling.seed, len(self.naive[slot].tokens)) for slot in drawing]
-        assert list(zip(drawn.sample_index, drawn.seed.tolist(), drawn.position, strict=True)) == seeds
+        assert list(zip(drawn["sample_index"], drawn["seed"].tolist(), drawn.position, strict=True)) == seeds
         self._check_sources_and_edits(drawn, drawing, readers)
         if asking:
             told = candidate_columns(self.slots, got)

@@ -9,7 +9,8 @@ import pytest
 
 from executor_svc.batch.ragged import SlotLists
 from executor_svc.batch.slots import Slots
-from executor_svc.plan.plan import BlockMoves, InvalidPlan, SequenceSampling, SlotColumns, StepPlan
+from executor_svc.plan.plan import BlockMoves, InvalidPlan, SlotColumns, StepPlan
+from executor_svc.plan.sampling import SequenceSampling
 from tests.helpers.fake_executor import LIMITS
 from tests.helpers.plans import columns, ints, plan, run, scheduled, sequence
 
@@ -35,9 +36,9 @@ REFUSED: list[tuple[StepPlan, str]] = [
     (plan(appends=SlotColumns(ints(*[0] * 8), ints(*range(8)))), "block table of slot 0 would exceed 8"),
     (plan(given=SlotColumns(ints(0), ints(4))), "given: slot 0 has known tokens that are not computed"),
     (plan(given=SlotColumns(ints(2), ints(50))), "given: token id 50"),
-    (plan(scheduled=scheduled((0, 2, True))), "slot 0 is to compute 2 tokens, but only 1"),
-    (plan(scheduled=scheduled((1, 4, True))), "slot 1 is to sample after 4 of 5"),
-    (plan(scheduled=scheduled((2, 0, True))), "slot 2 is to sample after 0 of 0"),
+    (plan(scheduled=scheduled((0, 2, True))), "slot 0 would compute 2 tokens, but only 1"),
+    (plan(scheduled=scheduled((1, 4, True))), "slot 1 would sample after 4 of 5"),
+    (plan(scheduled=scheduled((2, 0, True))), "slot 2 would sample after 0 of 0"),
     (plan(scheduled=scheduled((7, 1, True))), "scheduled: slot 7 is not admitted"),
     (plan(admitted=(sequence(3, [], []),)), "slot 3 has 0 tokens"),
     (plan(admitted=(sequence(3, [1] * 65, list(range(8))),)), "65 tokens"),

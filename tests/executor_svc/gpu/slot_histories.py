@@ -14,19 +14,13 @@ import torch
 
 from executor_svc.batch.forward_batch import ForwardBatch, build_batch
 from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.gpu.device_slots import DeviceSlots, PendingTokens
 from executor_svc.gpu.kernels.slots.commit import IDLE
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.gpu.slot_changes import Applied
-from executor_svc.gpu.slots import DeviceSlots, PendingTokens
-from executor_svc.plan.plan import (
-    AdmittedSequence,
-    IntArray,
-    Limits,
-    ScheduledTokens,
-    SequenceSampling,
-    SlotError,
-    StepPlan,
-)
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.plan import AdmittedSequence, Limits, ScheduledTokens, SlotError, StepPlan
+from executor_svc.plan.sampling import SequenceSampling
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence
 
 LIMITS = Limits(

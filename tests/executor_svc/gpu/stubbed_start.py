@@ -18,9 +18,9 @@ from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from executor_svc.device import interface as device
 from executor_svc.gpu import device as gpu_device
-from executor_svc.plan.plan import SequenceSampling
+from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.startup import device as startup_device
 from tests.helpers.plans import ints, scheduled, sequence
 
 LIBRARY = "libcuda.so.1"
@@ -67,7 +67,7 @@ def main(stub_folder: str, checkpoint: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         # Tensors lie where they would lie for the interpreter.
-        patch.setattr(device, "is_interpreted", lambda: True)
+        patch.setattr(startup_device, "is_interpreted", lambda: True)
         patch.setattr(gpu_device, "is_interpreted", lambda: True)
         compiled = noted_compiles(patch)
         executor = started(Path(checkpoint), patch, **OPTIONS)

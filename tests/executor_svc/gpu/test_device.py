@@ -12,8 +12,9 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.gpu import device as gpu_device
 from executor_svc.gpu.sampling import GpuSampler
-from executor_svc.plan.plan import SequenceSampling, StepStatus
-from executor_svc.worker.step_work import is_out_of_memory
+from executor_svc.plan.plan import StepStatus
+from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.worker.device_errors import is_out_of_memory
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.plans import scheduled, sequence

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor_svc.gpu.graphs import CudaGraphs, decode_sizes, fitting, mixed_sizes
+from executor_svc.gpu.graphs import CudaGraphs, decode_sizes, mixed_sizes, smallest_fitting
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 
 
@@ -26,7 +26,7 @@ def test_decodes_reach_the_most_sequences(most: int, last: list[int]) -> None:
 
 
 def test_mixed_steps_are_of_few_sequences_or_many() -> None:
-    sizes = mixed_sizes(most_tokens=8192, most_seqs=256, num_parameters=600_000_000)
+    sizes = mixed_sizes(max_tokens=8192, max_seqs=256, num_parameters=600_000_000)
     assert [(each.num_tokens, each.num_seqs) for each in sizes[:7]] == [
         (32, 16), (32, 32), (64, 16), (64, 64), (96, 16), (96, 64), (96, 96),
     ]  # fmt: skip
@@ -35,29 +35,29 @@ def test_mixed_steps_are_of_few_sequences_or_many() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most_tokens", "num_parameters", "longest"),
+    ("max_tokens", "num_parameters", "longest"),
     [(40, 10**6, 40), (8192, 8 * 10**9, 240), (8192, 70 * 10**9, None), (31, 10**6, None)],
 )
 def test_mixed_steps_that_hide_their_launches_have_no_graph(
-    most_tokens: int, num_parameters: int, longest: int | None
+    max_tokens: int, num_parameters: int, longest: int | None
 ) -> None:
-    sizes = mixed_sizes(most_tokens, 16, num_parameters)
+    sizes = mixed_sizes(max_tokens, 16, num_parameters)
     assert (sizes[-1].num_tokens if sizes else None) == longest
 
 
 def test_the_least_size_that_holds_a_step_is_taken() -> None:
     decodes = [StepSizes.decode(count) for count in (1, 2, 8)]
-    assert [fitting(decodes, StepSizes.decode(count)) for count in (1, 2, 3, 8, 9)] == [
+    assert [smallest_fitting(decodes, StepSizes.decode(count)) for count in (1, 2, 3, 8, 9)] == [
         *decodes[:2],
         *[decodes[2]] * 2,
         None,
     ]
     few, many, long = StepSizes(32, 4, 0, 0), StepSizes(32, 16, 0, 0), StepSizes(64, 4, 0, 0)
     mixed = [few, many, long, StepSizes(64, 16, 0, 0)]
-    assert fitting(mixed, StepSizes(5, 4, 0, 0)) == few
-    assert fitting(mixed, StepSizes(32, 5, 0, 0)) == many
-    assert fitting(mixed, StepSizes(33, 4, 0, 0)) == long
-    assert fitting(mixed, StepSizes(33, 17, 0, 0)) is None
+    assert smallest_fitting(mixed, StepSizes(5, 4, 0, 0)) == few
+    assert smallest_fitting(mixed, StepSizes(32, 5, 0, 0)) == many
+    assert smallest_fitting(mixed, StepSizes(33, 4, 0, 0)) == long
+    assert smallest_fitting(mixed, StepSizes(33, 17, 0, 0)) is None
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import DeviceError
 from executor_svc.gpu.device import GpuDevice
-from executor_svc.models.kv_scales import asks_for_fp8
+from executor_svc.models.kv_scales import wants_fp8_kv_cache
 from executor_svc.models.loading import LoaderError
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
@@ -84,14 +84,14 @@ def test_fp8_where_it_can_not_be(arch: int, dtype: str, message: str, monkeypatc
 def test_what_checkpoints_say(config: dict[str, Any], modelopt: Any, asks: bool, tmp_path: Path) -> None:
     if modelopt is not None:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(modelopt))
-    assert asks_for_fp8(tmp_path, config) == asks
+    assert wants_fp8_kv_cache(tmp_path, config) == asks
 
 
 def test_weights_quantized_by_modelopt_are_refused(tmp_path: Path) -> None:
     told = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(told))
     with pytest.raises(LoaderError, match="quant_algo 'FP8': quantized checkpoints are not supported"):
-        asks_for_fp8(tmp_path, {})
+        wants_fp8_kv_cache(tmp_path, {})
 
 
 def calibrated(folder: Path, **section: Any) -> Path:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from executor_svc.build.model import make_executor, run_trial
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import DeviceError
 from executor_svc.gpu import warm_up as gpu_warm_up
@@ -17,7 +16,9 @@ from executor_svc.gpu.device import GpuDevice
 from executor_svc.gpu.kv_cache import STAGING_BYTES
 from executor_svc.gpu.warm_up import run_largest_steps
 from executor_svc.plan.description import ModelGeometry, limits_of
-from executor_svc.plan.plan import SequenceSampling, StepStatus
+from executor_svc.plan.plan import StepStatus
+from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.startup.build import make_executor, run_trial
 from executor_svc.worker.worker import Executor
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from executor_svc.gpu.memory import taken_by
+from executor_svc.gpu.memory import peak_bytes_of
 
 GPU = torch.device("cuda")
 
@@ -70,7 +70,7 @@ def test_what_is_given_back_counts_and_what_stays_does_not(monkeypatch: pytest.M
         del held
         Buffer(allocator, 60)
 
-    assert taken_by(work, GPU) == 70
+    assert peak_bytes_of(work, GPU) == 70
     assert allocator.reserved == 1020, "what was cached before the work and in it was given back"
 
 
@@ -81,5 +81,5 @@ def test_garbage_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         ring: list[object] = [Buffer(allocator, 40)]
         ring.append(ring)
 
-    assert taken_by(work, GPU) == 40
+    assert peak_bytes_of(work, GPU) == 40
     assert allocator.used == 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from executor_svc.gpu.linear import Quantization
 from executor_svc.models.through_transformers.linears import PreparedLinear
-from executor_svc.plan.plan import SequenceSampling
+from executor_svc.plan.sampling import SequenceSampling
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.executor_svc.gpu.quantized_reference import logprobs

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from executor_svc.gpu import sampling_state as gpu_sampling_state
 from executor_svc.gpu.sampling_state import ListRooms
 from executor_svc.gpu.step import GpuStep, GpuStepExecutor
-from executor_svc.plan.plan import SequenceSampling, SlotError, SlotLogprobs, StepResult
+from executor_svc.plan.plan import SlotError, SlotLogprobs, StepResult
+from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
@@ -120,6 +121,7 @@ def random_sampling(rng: np.random.Generator) -> SequenceSampling:
         top_p=maybe(lambda: 0.8, 1.0),
         top_k=maybe(lambda: int(rng.integers(1, 40)), 0),
         min_p=maybe(lambda: 0.05, 0.0),
+        top_n_sigma=maybe(lambda: 1.5, 0.0),
         repetition_penalty=maybe(lambda: 1.3, 1.0),
         presence_penalty=maybe(lambda: 0.4, 0.0),
         frequency_penalty=maybe(lambda: -0.3, 0.0),

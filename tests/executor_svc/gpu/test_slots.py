@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor_svc.batch.slots import Slots
-from executor_svc.gpu import slots as gpu_slots
+from executor_svc.gpu import device_slots as gpu_slots
 from executor_svc.gpu import staging as gpu_staging
+from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, UpdateCounts, apply_updates
 from executor_svc.gpu.kernels.slots.slots import SlotState, StepSizes
-from executor_svc.gpu.slots import DeviceSlots
 from executor_svc.gpu.staging import Changes, Download, Upload
-from executor_svc.plan.plan import SequenceSampling, StepPlan
+from executor_svc.plan.plan import StepPlan
+from executor_svc.plan.sampling import SequenceSampling
 from tests.executor_svc.gpu.slot_histories import LIMITS, MOST, History
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence
 
@@ -280,7 +281,7 @@ def test_steps_that_do_not_fit_are_refused(device: torch.device) -> None:
         DeviceSlots(LIMITS, device, MOST, LEAST_STAGING - 1)
     with pytest.raises(ValueError, match="target is no view"):
         slots.write(torch.zeros(4, dtype=torch.int32, device=device), ints(1))
-    with pytest.raises(ValueError, match="no room for 2 words"):
+    with pytest.raises(ValueError, match="too small for 2 words"):
         slots.write(slots.state.token_ids[0, :1], ints(1, 2))
 
 
@@ -372,9 +373,9 @@ def test_changes_are_the_same_in_any_number_of_pieces(
         changes.write(int(start), wanted[start:end])
     singles = np.arange(ends[-1], total)
     changes.write_singles(singles, wanted[singles])
-    changes.give(np.arange(num_given), np.arange(num_given) + 7)
+    changes.give_tokens(np.arange(num_given), np.arange(num_given) + 7)
     words, given_pairs = np.zeros(total, np.int64), []
-    for piece in changes.cut(room):
+    for piece in changes.split(room):
         assert piece
         assert piece.num_words() <= room
         buffer = np.full(first + room, -1, np.int32)

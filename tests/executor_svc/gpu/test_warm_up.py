@@ -12,7 +12,6 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from executor_svc.build.model import run_trial
 from executor_svc.config import ExecutorConfig
 from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.graphs import DirectReplayer
@@ -21,7 +20,9 @@ from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.step import GpuStepExecutor
 from executor_svc.gpu.warm_up import run_steps
 from executor_svc.plan.description import limits_of
-from executor_svc.plan.plan import SequenceSampling, StepResult, StepStatus
+from executor_svc.plan.plan import StepResult, StepStatus
+from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.startup.build import run_trial
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from executor_svc.build.device import make_device
-from executor_svc.build.fingerprint import fingerprint
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu import device as cpu_device
 from executor_svc.device.interface import DeviceError, NumericsError
 from executor_svc.models.loading import LoadedModel, LoaderError, load_model
 from executor_svc.models.registry import ARCHITECTURES
+from executor_svc.startup.device import make_device
+from executor_svc.startup.fingerprint import fingerprint
 from tests.checkpoints import FAMILIES, edit_config, make_checkpoint, make_llama
 from tests.executor_svc.driver import Model
 
@@ -216,7 +216,7 @@ def _config(**fields: Any) -> Callable[[Path], None]:
 
 BROKEN: list[tuple[Callable[[Path], None], str]] = [
     (_remove("config.json"), "config.json is missing"),
-    (_write("config.json", "{"), "config.json can not be read"),
+    (_write("config.json", "{"), "config.json cannot be read"),
     (_write("config.json", "[]"), "no JSON object"),
     (_write("config.json", "{}"), f"architecture none .* supported: {', '.join(ARCHITECTURES)}"),
     (_write("config.json", '{"architectures": "LlamaForCausalLM"}'), "architecture none"),
@@ -270,7 +270,7 @@ def test_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(LoaderError, match=r"--model some/model: .* can not be reached"):
+    with pytest.raises(LoaderError, match=r"--model some/model: .* cannot be reached"):
         load("some/model")
     assert asked[0][0] == "some/model"
     assert "*.safetensors" in asked[0][1]

@@ -7,7 +7,7 @@ import pytest
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from executor_svc.config import ExecutorConfig
-from executor_svc.replay.checks import contradictions, first_difference, other_numerics, recorded_arguments
+from executor_svc.replay.checks import contradictions, first_difference, numerics_difference, recorded_arguments
 
 RECORDED = pb.DescribeResponse(
     model=pb.ModelGeometry(name="org/name", vocab_size=99, max_model_len=64, dtype="bfloat16"),
@@ -55,11 +55,11 @@ def test_numerics_are_told_apart_by_their_digest() -> None:
     here = pb.DescribeResponse()
     here.CopyFrom(RECORDED)
     here.fingerprint.num_threads = 9
-    assert other_numerics(RECORDED, here) == ""
+    assert numerics_difference(RECORDED, here) == ""
     here.fingerprint.digest = b"e"
-    assert other_numerics(RECORDED, here) == "num_threads"
+    assert numerics_difference(RECORDED, here) == "num_threads"
     here.fingerprint.num_threads = 3
-    assert other_numerics(RECORDED, here) == "the model's configuration"
+    assert numerics_difference(RECORDED, here) == "the model's configuration"
 
 
 def result(**changes: object) -> pb.StepResult:

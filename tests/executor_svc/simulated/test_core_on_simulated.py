@@ -7,9 +7,10 @@ import random
 import pytest
 
 from executor_svc.simulated.tokens import expected_tokens
-from scheduler_svc.core.types import FinishDetail, RequestSpec, Sampling
+from scheduler_svc.core.types import FinishDetail, RequestSpec
 from tests.helpers.core_bench import Bench
 from tests.helpers.core_executor import CoreExecutor
+from tests.helpers.core_sampling import core_sampling, for_executor
 
 VOCAB = 60
 
@@ -20,7 +21,7 @@ def specs(count: int, seed: int) -> list[RequestSpec]:
         RequestSpec(
             request_id=f"r{index}",
             prompt_token_ids=tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))),
-            sampling=Sampling(
+            sampling=core_sampling(
                 temperature=rng.choice([0.0, 1.0]),
                 seed=rng.randrange(2**64),
                 stop_token_ids=tuple(rng.sample(range(VOCAB), rng.randint(0, 2))),
@@ -45,7 +46,7 @@ def test_tokens_are_as_known_in_advance(depth: int) -> None:
     bench.run(depth)
     assert bench.core.num_preemptions > 0
     for spec in wanted:
-        tokens = expected_tokens(spec.prompt_token_ids, spec.sampling, spec.max_tokens or 0, VOCAB)
+        tokens = expected_tokens(spec.prompt_token_ids, for_executor(spec.sampling), spec.max_tokens or 0, VOCAB)
         assert bench.tokens[spec.request_id] == tokens
         stopped = bench.details[spec.request_id] is FinishDetail.STOP_TOKEN
         assert stopped == (tokens[-1] in spec.sampling.stop_token_ids and len(tokens) >= spec.sampling.min_tokens)

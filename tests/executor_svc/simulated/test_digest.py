@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from scheduler_svc.core.types import RequestSpec, Sampling, StepPlan, StepResult
+from scheduler_svc.core.types import RequestSpec, StepPlan, StepResult
 from tests.helpers.core_bench import Bench
 from tests.helpers.core_executor import CoreExecutor
+from tests.helpers.core_sampling import core_sampling
 from tests.helpers.digest import check_mirror, lane_digest
 
 VOCAB = 60
@@ -22,7 +23,7 @@ def new_bench(seed: int, count: int) -> tuple[Bench, CoreExecutor]:
         spec = RequestSpec(
             request_id=f"r{index}",
             prompt_token_ids=tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))),
-            sampling=Sampling(temperature=1.0, seed=rng.randrange(2**64), stop_token_ids=(rng.randrange(VOCAB),)),
+            sampling=core_sampling(temperature=1.0, seed=rng.randrange(2**64), stop_token_ids=(rng.randrange(VOCAB),)),
             max_tokens=rng.randint(1, 20),
         )
         bench.core.add_request(spec, 0.0)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor_svc.plan.plan import InvalidPlan, SequenceSampling, SlotError
+from executor_svc.plan.plan import InvalidPlan, SlotError
+from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.tokens import expected_candidates, expected_logprobs, expected_tokens
 from tests.helpers.plans import ints, scheduled, sequence

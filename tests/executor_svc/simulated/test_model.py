@@ -7,12 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from executor_svc.plan.plan import SequenceSampling, SlotError
+from executor_svc.plan.plan import SlotError
+from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.sampling.edits import LogitsEdits, RowTokens
 from executor_svc.simulated import hashing, tokens
-from executor_svc.simulated.choice import best_ranks, choose
 from executor_svc.simulated.model import fingerprint
 from executor_svc.simulated.ranking import Ranking, strides
+from executor_svc.simulated.token_choice import best_ranks, choose
 from executor_svc.simulated.tokens import expected_candidates, expected_logprobs, expected_tokens
 from tests.helpers.plans import ints
 

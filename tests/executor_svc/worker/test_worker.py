@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from executor_svc.plan.plan import AdmittedSequence, SequenceSampling, StepPlan, StepResult, StepStatus
+from executor_svc.plan.plan import AdmittedSequence, StepPlan, StepResult, StepStatus
+from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.simulated.executor import SimulatedStepExecutor
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.worker import RejectedPlan, Session, Worker

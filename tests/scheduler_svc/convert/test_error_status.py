@@ -19,7 +19,7 @@ from scheduler_svc.convert.errors import (
 from scheduler_svc.core import errors
 
 CLIENTS_TAKE = 8192
-"""Bytes of trailers that a gRPC client takes unless told otherwise."""
+"""Bytes of trailers that a gRPC client accepts by default."""
 
 
 @pytest.mark.parametrize(

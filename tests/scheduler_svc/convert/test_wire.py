@@ -1,4 +1,4 @@
-"""What is told of messages that cannot be parsed."""
+"""Diagnosis of messages that cannot be parsed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduler_svc.convert.wire import path_of_bad_string, string_at
 BAD = "\ufffe\ufffd"
 
 
-def spoiled(message):
+def with_bad_utf8(message):
     """The message on the wire, its marked strings no longer UTF-8, of the same length."""
     raw = message.SerializeToString().replace(BAD.encode(), b"\xff" * len(BAD.encode()))
     with pytest.raises(DecodeError):
@@ -36,20 +36,20 @@ def spoiled(message):
     ],
 )
 def test_the_bad_string_is_found(fields, path):
-    assert path_of_bad_string(spoiled(pb.GenerateRequest(**fields)), pb.GenerateRequest) == path
+    assert path_of_bad_string(with_bad_utf8(pb.GenerateRequest(**fields)), pb.GenerateRequest) == path
 
 
 def test_whose_message_it_is():
     message = pb.SessionRequest(generate={"request_id": "名前", "tenant": BAD})
-    assert string_at(spoiled(message), 1, 1) == "名前"
-    assert path_of_bad_string(spoiled(message), pb.SessionRequest) == "generate.tenant"
-    assert string_at(spoiled(pb.SessionRequest(generate={"request_id": BAD})), 1, 1) == ""
+    assert string_at(with_bad_utf8(message), 1, 1) == "名前"
+    assert path_of_bad_string(with_bad_utf8(message), pb.SessionRequest) == "generate.tenant"
+    assert string_at(with_bad_utf8(pb.SessionRequest(generate={"request_id": BAD})), 1, 1) == ""
 
 
 def test_the_search_gives_up():
     """A message can hold millions of fields, and nothing else is served meanwhile."""
     many = pb.GenerateRequest(prompt=[{}] * 20_000, tenant=BAD)
-    assert path_of_bad_string(spoiled(many), pb.GenerateRequest) == ""
+    assert path_of_bad_string(with_bad_utf8(many), pb.GenerateRequest) == ""
     assert string_at(many.SerializeToString(), 9) == ""
 
 

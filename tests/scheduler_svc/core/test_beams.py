@@ -28,20 +28,20 @@ def until_round(bench: Bench, request_id: str, count: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("early_stopping", [True, False, None])
-@pytest.mark.parametrize(("length_penalty", "num_told"), [(1.0, 3), (0.0, 1), (-1.0, 2), (2.0, 3)])
-def test_the_best_are_told_at_the_end(
-    length_penalty: float, num_told: int, early_stopping: bool | None, depth: int
+@pytest.mark.parametrize(("length_penalty", "num_returned"), [(1.0, 3), (0.0, 1), (-1.0, 2), (2.0, 3)])
+def test_the_best_are_returned_at_the_end(
+    length_penalty: float, num_returned: int, early_stopping: bool | None, depth: int
 ) -> None:
     bench = Bench()
     spec = BeamSpec(3, length_penalty, early_stopping)
-    bench.add("r", 7, max_tokens=14, beams=spec, n=num_told, stop_token_ids=(3, 9), eos=(3,), min_tokens=2)
+    bench.add("r", 7, max_tokens=14, beams=spec, n=num_returned, stop_token_ids=(3, 9), eos=(3,), min_tokens=2)
     bench.run(depth)
     assert bench.found("r") == bench.known_beams("r")
-    assert len(bench.found("r")) == num_told
+    assert len(bench.found("r")) == num_returned
     assert bench.tokens["r"] == list(bench.found("r")[0].token_ids)
 
 
-def test_nothing_is_told_before_the_end() -> None:
+def test_nothing_is_reported_before_the_end() -> None:
     bench = Bench()
     bench.add("r", 7, max_tokens=8, beams=THREE, n=3)
     until_round(bench, "r", 7)
@@ -82,7 +82,7 @@ def test_others_go_on_while_a_group_waits_for_its_candidates() -> None:
     waiting = bench.plan()
     assert waiting is not None
     assert waiting.decode_ready, "the other sequence computes a token in each plan"
-    assert waiting.given_slots == waiting.scheduled_slots == [], "beams get theirs when all results are in"
+    assert waiting.given_slots == waiting.scheduled_slots == [], "beams get their tokens when all results are in"
     bench.run(depth=2)
     assert bench.tokens["plain"] == bench.known("plain")
     assert bench.found("beams") == bench.known_beams("beams")
@@ -115,7 +115,7 @@ def test_swapped_beams_compute_nothing_again() -> None:
     assert bench.num_computed_tokens - before <= 3 * 3, "one token for each beam and round"
 
 
-def test_beams_that_outgrow_the_pool_are_cut_and_told_as_they_are() -> None:
+def test_beams_that_outgrow_the_pool_finish_early_and_are_returned() -> None:
     bench = Bench(num_blocks=6)
     spec = bench.add("r", 8, max_tokens=60, beams=THREE, n=2)
     bench.run()

@@ -1,4 +1,4 @@
-"""Executors that fail in part or come back with less, and who must not be dragged along."""
+"""Executors that fail in part or return with smaller limits, and requests that must not be affected."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_kv_that_is_no_number_is_found_by_nobody(max_tokens: int) -> None:
     assert bench.lane.blocks.num_prefix_hits == 0
 
 
-def test_a_group_that_needs_room_for_its_fork_pushes_a_lower_one_out_in_time() -> None:
+def test_a_group_that_needs_blocks_for_its_fork_preempts_a_lower_one_in_time() -> None:
     bench = Bench(
         Policies(order=PriorityOrder()), num_blocks=24, max_num_seqs=8, num_slots=16, max_num_batched_tokens=96
     )

@@ -1,4 +1,4 @@
-"""The prefix cache in service: who finds what, what is computed all the same, and what is forgotten."""
+"""The prefix cache in the scheduler: hits, tokens computed in spite of hits, and evictions."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_memory_that_is_cached_is_free_for_those_who_need_it() -> None:
 
 
 def evicted_to_the_host() -> Bench:
-    """The system prompt was cached, and pushed into the host pool."""
+    """The system prompt was cached, then evicted to the host pool."""
     bench = caching(num_blocks=8, num_host_blocks=16)
     hits(bench, "a", (*SYSTEM_PROMPT, 30), max_tokens=1)
     hits(bench, "b", range(20, 48), max_tokens=4)

@@ -63,7 +63,7 @@ def test_prompt_logprobs_that_are_known_are_not_asked_for_again() -> None:
 
 
 def test_prompt_logprobs_that_are_half_known_come_once() -> None:
-    """The executor is lost in the middle of a prompt: its beginning is computed again, and not told again."""
+    """The executor is lost in the middle of a prompt: its beginning is computed again, and not reported again."""
     bench = Bench(max_num_batched_tokens=8)
     bench.add("r", 20, num_prompt_logprobs=2)
     bench.plan()
@@ -102,7 +102,7 @@ def test_an_aborted_request_has_the_prompt_logprobs_that_were_known() -> None:
     bench.apply()
     bench.take(bench.core.abort(spec.key, FinishDetail.ABORTED))
     bench.apply()
-    assert joined(bench.prompt_logprobs["r"]).end == 9, "what came later is not told"
+    assert joined(bench.prompt_logprobs["r"]).end == 9, "later rows are not reported"
     bench.run()
 
 

@@ -89,7 +89,7 @@ def test_core_module_is_pure(path: Path) -> None:
         "import numpy as np",
         "from torch import nn",
         "from scheduler_svc import engine",
-        "from scheduler_svc.engine.ports import Executor",
+        "from scheduler_svc.plan_loop.ports import Executor",
         "from .. import engine",
         "from ..ports import Executor",
         "from cadenza.v1 import types_pb2",

@@ -66,7 +66,7 @@ def test_the_partial_block_is_copied_in_the_next_plan() -> None:
     assert second is not None
     assert {source for source, _ in second.copied} == {partial}
     assert len(second.copied) == 2, "the last holder keeps the block"
-    assert sorted(second.append_slots) == sorted(first.fork_slots), "the executor is told of the copies"
+    assert sorted(second.append_slots) == sorted(first.fork_slots), "the plan appends the copies"
 
 
 def test_on_a_block_border_nothing_is_copied() -> None:
@@ -150,15 +150,15 @@ def test_a_stopped_sample_leaves_the_others_alone() -> None:
     spec = bench.add("r", 6, max_tokens=9, n=3)
     until_forked(bench, "r")
     bench.step()
-    told = len(bench.samples["r", 1])
+    num_reported = len(bench.samples["r", 1])
     bench.core.stop_sample(spec.key, 1)
     bench.run()
-    assert len(bench.samples["r", 1]) == told, "nothing more is heard of it"
+    assert len(bench.samples["r", 1]) == num_reported, "no further outputs"
     assert [bench.samples["r", index] for index in (0, 2)] == [bench.known("r", index) for index in (0, 2)]
     assert bench.lane.blocks.num_free == bench.spec.num_blocks
 
 
-def test_prompt_logprobs_are_told_once_for_all_samples() -> None:
+def test_prompt_logprobs_are_reported_once_for_all_samples() -> None:
     bench = Bench(max_num_batched_tokens=7)
     bench.add("r", 20, max_tokens=4, n=3, num_prompt_logprobs=1)
     bench.run()

@@ -10,7 +10,7 @@ from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExists
 from scheduler_svc.core.lanes.slot_pool import SlotPool
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FcfsOrder, OrderPolicy, PriorityOrder
-from scheduler_svc.core.scheduler import MAX_STRIKES
+from scheduler_svc.core.scheduler import MAX_FAILED_STEPS
 from scheduler_svc.core.types import (
     FinishDetail,
     RequestSpec,
@@ -154,7 +154,7 @@ def test_an_executor_that_comes_back_with_a_shorter_model_ends_what_has_grown_to
 def test_a_request_that_kills_every_executor_is_ended() -> None:
     bench = Bench()
     bench.add("poison", 5)
-    for _ in range(MAX_STRIKES):
+    for _ in range(MAX_FAILED_STEPS):
         assert bench.plan() is not None
         bench.lose_executor()
     assert bench.details["poison"] is FinishDetail.EXECUTOR_ERROR
@@ -219,10 +219,10 @@ def test_a_slot_comes_back_after_the_results_of_all_earlier_plans() -> None:
     first = slots.take()
     slots.take()
     slots.release(first)
-    assert slots.releases_for(step_id=7) == [first]
-    slots.result_seen(5)
+    assert slots.take_released(step_id=7) == [first]
+    slots.on_result(5)
     assert slots.num_free == 0, "step 6 may still write there"
-    slots.result_seen(6)
+    slots.on_result(6)
     assert slots.num_free == 1
 
 

@@ -15,7 +15,7 @@ from tests.helpers.core_executor import StepCosts
 
 
 def bench_of(preemption: Preemption, *, costs: StepCosts | None = None, **limits: int) -> Bench:
-    """Sixteen blocks, and a request of a smaller priority pushes others out."""
+    """Sixteen blocks; a request of a smaller priority preempts others."""
     limits = {"num_blocks": 16, "num_host_blocks": 32, "max_num_batched_tokens": 64, **limits}
     policies = Policies(order=PriorityOrder(), preemption=preemption)
     return Bench(policies, costs=costs, **limits) if costs else Bench(policies, **limits)
@@ -86,7 +86,7 @@ def test_back_in_the_device_pool_they_share_as_before() -> None:
     assert [counts[block_id] for block_id in bench.sequences("r")[0].block_ids[:4]] == [3] * 4
 
 
-def test_without_room_in_the_host_pool_it_is_computed_again() -> None:
+def test_with_a_full_host_pool_it_is_recomputed() -> None:
     bench = bench_of("swap", num_host_blocks=3)
     bench.add("r", 10, max_tokens=20, priority=1)
     for _ in range(5):

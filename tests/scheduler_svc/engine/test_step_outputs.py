@@ -1,4 +1,4 @@
-"""What the core tells, brought to live requests by the engine: several samples, beams, cache hits, preemptions."""
+"""The engine applies the core's outputs to live requests: several samples, beams, cache hits, preemptions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from scheduler_svc.core.types import (
 )
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.engine.ports import BestOf, EngineRequest
+from scheduler_svc.plan_loop.ports import BestOf, EngineRequest
 from scheduler_svc.requests.detokenizer import TextStream
+from tests.helpers.fake_clock import FakeClock
 from tests.helpers.toy_tokenizers import byte_level
 
 TOKENIZER = byte_level()
@@ -30,32 +31,34 @@ LONG = Finish(FinishDetail.MAX_TOKENS)
 
 
 class NoExecutor:
-    """Stands for one that is not there yet."""
+    """An executor that is not connected yet."""
 
     target = "nowhere"
 
 
 class Stage:
-    """An engine that serves one request, whose core is played by the test."""
+    """An engine with one request; the test takes the part of the core."""
 
     def __init__(self, *, best_of=None, text=False, **spec):
-        self.engine = Engine(SchedulerConfig(), Scheduler(), NoExecutor())
+        self.engine = Engine(SchedulerConfig(), Scheduler(), NoExecutor(), FakeClock())
         spec = RequestSpec("r", (5, 6, 7), Sampling(num_logprobs=0 if best_of else None), **spec)
         make_text = (lambda: TextStream(TOKENIZER)) if text else None
         self.live = LiveRequest(EngineRequest(spec, make_text, best_of=best_of), arrival_ns=1)
         self.engine._live[spec.key] = self.live
         self.group = SequenceGroup(spec, 0, 0.0)
         self.sequences = [Sequence(index, self.group, index, 64) for index in range(spec.num_sequences)]
-        self.told = []
-        self.live.subscribe(self.told.append)
+        self.notified = []
+        self.live.subscribe(self.notified.append)
 
     def outputs(self, tokens=(), ends=(), hypotheses=(), logprob=None):
         """tokens: (sample, token id); ends: (sample, finish)."""
-        told = [self.sequences[index] for index, _ in tokens]
-        entries = {sequence: TokenLogprobs(logprob, 1, (), ()) for sequence in told} if logprob is not None else {}
+        sampled = [self.sequences[index] for index, _ in tokens]
+        entries = {sequence: TokenLogprobs(logprob, 1, (), ()) for sequence in sampled if logprob is not None}
         finishes = {self.sequences[index]: finish for index, finish in ends}
         beams = [BeamOutput(self.group, *fields) for fields in hypotheses]
-        self.engine.on_outputs(StepOutputs(told, [token for _, token in tokens], entries, finishes, hypotheses=beams))
+        self.engine.on_outputs(
+            StepOutputs(sampled, [token for _, token in tokens], entries, finishes, hypotheses=beams)
+        )
 
     def planned(self, step_id=1, **fields):
         self.engine.on_planned(PlannedStep(StepPlan(step_id, 0), 0.0, **fields))
@@ -75,17 +78,17 @@ def test_each_sample_gets_its_own_tokens_and_end() -> None:
     stage.outputs([(2, 32)], [(2, LONG)])
     assert stage.live.ended
     assert stage.engine.find("", "r") is None
-    assert len(stage.told) == 3, "readers are woken once for each piece of news"
+    assert len(stage.notified) == 3, "listeners are called once for all outputs of a step"
 
 
-def test_nothing_is_taken_in_after_a_samples_end() -> None:
+def test_outputs_after_a_samples_finish_are_ignored() -> None:
     stage = Stage(num_samples=2)
     stage.outputs([(0, 10)], [(0, EOS)])
     stage.outputs([(0, 11)])
     assert stage.ids == [[10], []]
 
 
-def test_a_beam_search_tells_its_results_at_once() -> None:
+def test_a_beam_search_returns_its_results_at_once() -> None:
     stage = Stage(num_samples=2, beams=BeamSpec(4), text=True)
     ids = [*TOKENIZER.encode("ab"), 2]
     stage.outputs(hypotheses=[(0, tuple(ids), -0.1, -0.3, EOS), (1, (TOKENIZER.encode("c")[0],), -1.0, -1.0, LONG)])
@@ -104,7 +107,7 @@ def test_an_aborted_beam_search_has_more_sequences_than_results() -> None:
 
 
 def test_the_best_are_chosen_when_the_last_has_ended() -> None:
-    stage = Stage(num_samples=3, best_of=BestOf(2, tells_logprobs=False))
+    stage = Stage(num_samples=3, best_of=BestOf(2, returns_logprobs=False))
     stage.outputs([(0, 10)], [(0, EOS)], logprob=-3.0)
     stage.outputs([(1, 11)], [(1, EOS)], logprob=-1.0)
     assert stage.live.returned == []

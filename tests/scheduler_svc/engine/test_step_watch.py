@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from scheduler_svc.core.types import StepResult
-from scheduler_svc.engine.ports import StepRecord
 from scheduler_svc.engine.step_watch import StepWatch
+from scheduler_svc.plan_loop.ports import StepRecord
 
 
 def record(step_id: int) -> StepRecord:

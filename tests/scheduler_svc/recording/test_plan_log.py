@@ -11,15 +11,6 @@ from cadenza.plan_log import PlanLogError, PlanLogReader, record_bytes
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.convert import plan_log as records
-from scheduler_svc.convert.execution import model_description, step_plan, step_result
-from scheduler_svc.convert.recorded import (
-    executor_message,
-    executor_spec,
-    request_message,
-    request_spec,
-    result_message,
-)
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import (
@@ -28,15 +19,24 @@ from scheduler_svc.core.types import (
     ExecutorSpec,
     FinishDetail,
     RequestSpec,
-    Sampling,
     StepPlan,
 )
+from scheduler_svc.executors.convert import model_description, step_plan, step_result
+from scheduler_svc.recording import records
 from scheduler_svc.recording.plan_log import PlanLogWriter
+from scheduler_svc.recording.recorded import (
+    executor_message,
+    executor_spec,
+    request_message,
+    request_spec,
+    result_message,
+)
 from scheduler_svc.replay import __main__ as replay
 from scheduler_svc.replay import core_replay
+from tests.helpers.core_sampling import core_sampling
 
 # Every field is another than its default, and fractions are those of float32.
-SAMPLING = Sampling(
+SAMPLING = core_sampling(
     temperature=0.5, top_p=0.75, top_k=7, min_p=0.125, seed=2**64 - 1, stop_token_ids=(9, 3), min_tokens=2,
     num_logprobs=0, num_prompt_logprobs=4, repetition_penalty=1.5, presence_penalty=-0.5, frequency_penalty=0.25,
     bias_token_ids=(1, 2), biases=(-100.0, 0.5), allowed_token_ids=(5, 4), bad_words=((1,), (2, 3)), num_candidates=6,
@@ -207,8 +207,8 @@ def test_a_file_cut_anywhere_has_what_was_whole(tmp_path: Path) -> None:
         (record_bytes(header(format_version=7, cadenza_version="9.9")), "format version 7, of Cadenza 9.9; this is 1"),
         (record_bytes(header()) + b"\x05\xff\xff\xff\xff\xff", f"record at byte {len(record_bytes(header()))} cannot"),
         (record_bytes(header()) + b"\xff" * 11, "cannot be read"),
-        (record_bytes(header()) * 2, "is of no known kind"),
-        (record_bytes(header()) + b"\x00", "is of no known kind"),
+        (record_bytes(header()) * 2, "is of an unknown kind"),
+        (record_bytes(header()) + b"\x00", "is of an unknown kind"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str, capsys: pytest.CaptureFixture) -> None:
@@ -289,7 +289,7 @@ def test_the_replayed_core_must_refuse_what_was_refused(tmp_path: Path, capsys: 
     refused.error = ""
     assert replay.main([str(written(path, header(), calls()[0], refused))]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        f"{path}: record 2 (add_request) comes out otherwise:",
+        f"{path}: record 2 (add_request) differs:",
         f"  error: recorded none, now {error}",
     ]
 

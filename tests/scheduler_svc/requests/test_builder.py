@@ -12,9 +12,9 @@ from cadenza.v1 import types_pb2
 from scheduler_svc.convert.generation import request_fields
 from scheduler_svc.convert.limits import check_limits
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
-from scheduler_svc.core.types import Sampling
-from scheduler_svc.engine.ports import ModelDescription
+from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
+from tests.helpers.core_sampling import core_sampling
 from tests.helpers.toy_tokenizers import byte_level
 
 MODEL = ModelDescription(
@@ -52,7 +52,7 @@ def test_defaults():
     request = build()
     spec = request.spec
     assert spec.prompt_token_ids == (5, 6, 7)
-    assert spec.sampling == Sampling(stop_token_ids=(0, 2), seed=spec.sampling.seed)
+    assert spec.sampling == core_sampling(temperature=1.0, stop_token_ids=(0, 2), seed=spec.sampling.seed)
     assert spec.eos_token_ids == {0, 2}
     assert (spec.max_tokens, spec.num_samples, spec.tenant, spec.priority) == (None, 1, "", 0)
     assert request.deadline is None
@@ -68,7 +68,10 @@ def test_everything_arrives():
         request_id="a", tenant="t", timeout_s=2,
     )  # fmt: skip
     spec = request.spec
-    assert spec.sampling == Sampling(0.5, 0.9, 5, 0.1, 2**64 - 1, (0, 2, 9), 3, 3)
+    assert spec.sampling == core_sampling(
+        temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=2**64 - 1, stop_token_ids=(0, 2, 9), min_tokens=3,
+        num_logprobs=3,
+    )  # fmt: skip
     assert (spec.request_id, spec.tenant, spec.max_tokens, spec.priority) == ("a", "t", 9, -4)
     assert request.deadline == 102.0
     assert len(request.body_digest) == 32
@@ -83,18 +86,21 @@ def test_eos_can_be_ignored_and_still_be_a_stop_token():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"temperature": 0.0}, {"temperature": 0.0}),
+        ({"temperature": 0.0}, {"temperature": None}),
         ({"temperature": 1e-6}, {"temperature": 0.01}),
-        ({"top_k": -1}, {"top_k": 0}),
+        ({"top_k": -1}, {"top_k": None}),
         ({"top_k": 512}, {"top_k": 0}),
         ({"top_k": 511}, {"top_k": 511}),
         ({"top_p": 1e-300}, {"top_p": 1e-6}),
-        ({"logprobs": 0}, {"num_logprobs": 0}),
+        ({"min_p": 1e-300}, {"min_p": 1e-37}),
+        ({"top_n_sigma": -1.0}, {"top_n_sigma": None}),
+        ({"top_n_sigma": 1e300}, {"top_n_sigma": 3.4028234e38}),
+        ({"top_n_sigma": 1e-300}, {"top_n_sigma": 1e-37}),
     ],
 )
 def test_sampling_is_resolved(given, expected):
     sampling = build(given).spec.sampling
-    assert {name: getattr(sampling, name) for name in expected} == expected
+    assert {name: sampling.values.get(name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -104,6 +110,7 @@ def test_sampling_is_resolved(given, expected):
         "top_p": [0.0, 1.1, -1.0, math.nan],
         "top_k": [-2],
         "min_p": [-0.1, 1.1, math.nan],
+        "top_n_sigma": [math.inf, math.nan],
         "max_tokens": [0],
         "truncate_prompt_tokens": [0, -2],
         "logprobs": [-2, 21, -1],
@@ -228,9 +235,9 @@ def test_text_with_tokens_that_the_model_lacks_is_refused():
     assert refused(model=model, prompt=(chat(("user", "Hello, 你好")),)) == "prompt[0].chat"
     with pytest.raises(RequestRejectedError, match=rf"holds '.+', whose token id {largest} is not below .+ {largest}$"):
         build(model=model, prompt=(TOKENS, text("Hello, 你好")))
-    assert build(
-        model=model, prompt=(text("H"),), params={"bad_words": ["H", "Hello, 你好"]}
-    ).spec.sampling.bad_words == (tuple(byte_level().encode("H")),)
+    assert build(model=model, prompt=(text("H"),), params={"bad_words": ["H", "Hello, 你好"]}).spec.sampling.values.get(
+        "bad_words"
+    ) == (tuple(byte_level().encode("H")),)
 
 
 def test_text_streams_are_made_as_asked():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.engine.ports import StopMatch
+from scheduler_svc.plan_loop.ports import StopMatch
 from scheduler_svc.requests.detokenizer import TextStream
 from tests.helpers.toy_tokenizers import byte_fallback, byte_level, unigram
 

@@ -1,4 +1,4 @@
-"""n, best_of and beams: from the wire to what the core and the executor are told, and what does not go together."""
+"""n, best_of and beams: from the wire to the core and the executor, and combinations that are rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cadenza.v1 import types_pb2
 from scheduler_svc.convert.generation import request_fields
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import BeamSpec
-from scheduler_svc.engine.ports import BestOf, EngineRequest, ModelDescription
+from scheduler_svc.plan_loop.ports import BestOf, EngineRequest, ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
 from tests.helpers.toy_tokenizers import byte_level
 
@@ -50,11 +50,11 @@ def test_n_samples_come_as_they_are_drawn() -> None:
     assert build(n=1, best_of=1, temperature=0).spec.num_samples == 1
 
 
-@pytest.mark.parametrize(("asked", "needed"), [(None, 0), (0, 0), (3, 3)])
-def test_the_best_of_many_need_logprobs_of_their_tokens(asked: int | None, needed: int) -> None:
-    request = build(n=2, best_of=5, logprobs=asked)
+@pytest.mark.parametrize(("logprobs", "needed"), [(None, 0), (0, 0), (3, 3)])
+def test_the_best_of_many_need_logprobs_of_their_tokens(logprobs: int | None, needed: int) -> None:
+    request = build(n=2, best_of=5, logprobs=logprobs)
     assert request.spec.num_samples == 5
-    assert request.best_of == BestOf(2, tells_logprobs=asked is not None)
+    assert request.best_of == BestOf(2, returns_logprobs=logprobs is not None)
     assert request.spec.sampling.num_logprobs == needed
 
 

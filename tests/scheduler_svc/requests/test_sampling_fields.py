@@ -1,4 +1,4 @@
-"""SamplingParams from the wire to what an executor is told: ranges, paths, float32, bad words, what leaves no token."""
+"""SamplingParams from the wire to the executor: ranges, paths, float32, bad words, no token left to choose."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
-from scheduler_svc.convert.execution import step_plan
 from scheduler_svc.convert.generation import request_fields
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import AdmittedSequence, Sampling, StepPlan
-from scheduler_svc.engine.ports import EngineRequest, ModelDescription
+from scheduler_svc.executors.convert import step_plan
+from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
 from tests.helpers.toy_tokenizers import byte_fallback, byte_level, unigram
 
@@ -51,32 +51,30 @@ def on_the_wire(value: Sampling):
     return step_plan(StepPlan(1, 0, admitted=[admitted]), epoch=1).admitted[0].sampling
 
 
-def test_every_field_is_told_to_the_executor() -> None:
+def test_every_field_reaches_the_executor() -> None:
     given = sampling(
         temperature=0.5, top_p=0.75, top_k=7, min_p=0.25, repetition_penalty=1.5, presence_penalty=-1.0,
-        frequency_penalty=2.0, seed=2**64 - 1, min_tokens=3, stop_token_ids=[9], logprobs=4, prompt_logprobs=0,
-        logit_bias={7: -100.0, 3: 100.0}, allowed_token_ids=[8, 3, 8], bad_words=["ab"],
+        top_n_sigma=1.25, frequency_penalty=2.0, seed=2**64 - 1, min_tokens=3, stop_token_ids=[9],
+        logprobs=4, prompt_logprobs=0, logit_bias={7: -100.0, 3: 100.0}, allowed_token_ids=[8, 3, 8], bad_words=["ab"],
     )  # fmt: skip
     sent = on_the_wire(given)
     assert [field.name for field, _ in sent.ListFields()] == [
         field.name for field in sent.DESCRIPTOR.fields if field.name not in ("sample_index", "num_candidates")
     ], "no field of the protocol is forgotten"
     assert (sent.temperature, sent.top_p, sent.top_k, sent.min_p) == (0.5, 0.75, 7, 0.25)
+    assert sent.top_n_sigma == 1.25
     assert (sent.repetition_penalty, sent.presence_penalty, sent.frequency_penalty) == (1.5, -1.0, 2.0)
     assert (sent.seed, sent.min_tokens, sent.num_logprobs, sent.num_prompt_logprobs) == (2**64 - 1, 3, 4, 0)
     assert list(sent.stop_token_ids) == [0, 2, 9]
     assert dict(zip(sent.bias_token_ids, sent.biases, strict=True)) == {3: 100.0, 7: -100.0}
     assert list(sent.allowed_token_ids) == [3, 8]
-    assert tuple(tuple(word.ids) for word in sent.bad_words) == given.bad_words
+    assert tuple(tuple(word.ids) for word in sent.bad_words) == given.values["bad_words"]
 
 
 def test_silence_is_sent_as_off() -> None:
     sent = on_the_wire(sampling())
-    assert (sent.temperature, sent.top_p, sent.repetition_penalty) == (1.0, 1.0, 1.0)
-    assert not sent.HasField("num_prompt_logprobs")
-    assert not sent.bias_token_ids
-    assert not sent.allowed_token_ids
-    assert not sent.bad_words
+    assert {field.name for field, _ in sent.ListFields()} == {"temperature", "seed", "stop_token_ids"}
+    assert sent.temperature == 1.0
 
 
 @pytest.mark.parametrize(
@@ -147,29 +145,29 @@ def test_what_the_executor_cannot_do_is_refused_at_the_door() -> None:
 def test_bad_words_are_banned_with_and_without_a_space() -> None:
     encode = byte_level().encode
     assert len(encode(" lazy")) == len(encode("lazy")) == 2, "what this test needs of the tokenizer"
-    assert sampling(bad_words=["lazy"]).bad_words == (tuple(encode("lazy")), tuple(encode(" lazy")))
-    assert sampling(bad_words=[" lazy"]).bad_words == sampling(bad_words=["lazy"]).bad_words
+    assert sampling(bad_words=["lazy"]).values["bad_words"] == (tuple(encode("lazy")), tuple(encode(" lazy")))
+    assert sampling(bad_words=[" lazy"]).values["bad_words"] == sampling(bad_words=["lazy"]).values["bad_words"]
 
 
 def test_a_space_that_makes_another_number_of_tokens_adds_no_word() -> None:
     """As in vLLM: ` z` is two tokens, the second of them `z`, which is banned already."""
     encode = byte_level().encode
     assert (len(encode("z")), len(encode(" z"))) == (1, 2), "what this test needs of the tokenizer"
-    assert sampling(bad_words=["z"]).bad_words == (tuple(encode("z")),)
+    assert sampling(bad_words=["z"]).values["bad_words"] == (tuple(encode("z")),)
 
 
 @pytest.mark.parametrize("tokenizer", [unigram, byte_fallback])
 def test_tokenizers_that_add_the_space_themselves(tokenizer) -> None:
     """Both forms begin with the same token, so only one is kept."""
-    words = sampling(bad_words=["one"], tokenizer=tokenizer).bad_words
+    words = sampling(bad_words=["one"], tokenizer=tokenizer).values["bad_words"]
     assert words == (tuple(tokenizer().encode("one", add_special_tokens=False)),)
 
 
 def test_bad_words_of_several_tokens_and_scripts() -> None:
     encode = byte_level().encode
     for word in ("fox jumps", "你好世界", "😀", "e\u0301x"):
-        assert sampling(bad_words=[word]).bad_words[0] == tuple(encode(word))
-    assert len(sampling(bad_words=["lazy", "lazy", " lazy"]).bad_words) == 2, "each once"
+        assert sampling(bad_words=[word]).values["bad_words"][0] == tuple(encode(word))
+    assert len(sampling(bad_words=["lazy", "lazy", " lazy"]).values["bad_words"]) == 2, "each once"
 
 
 # --- what leaves no token --------------------------------------------------------------------------------------------
@@ -214,7 +212,7 @@ def test_the_last_tokens_are_kept(keep, max_tokens, kept) -> None:
         assert build(**given).spec.prompt_token_ids == tuple(range(200 - kept, 200))
 
 
-def test_an_output_that_leaves_no_room_for_a_prompt_is_refused() -> None:
+def test_an_output_that_leaves_no_tokens_for_a_prompt_is_rejected() -> None:
     error = refusal(truncate_prompt_tokens=-1, max_tokens=64)
     assert error.field == "sampling_params.truncate_prompt_tokens"
     assert "max_model_len = 64" in str(error)

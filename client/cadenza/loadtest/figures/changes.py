@@ -1,4 +1,4 @@
-"""A comparison: how many times the first file's value each metric is, with its interval."""
+"""The figure of a comparison: each metric's ratio to the first file's value, with its interval."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cadenza.loadtest.comparison import Change
-from cadenza.loadtest.figures.style import INK, MUTED, line_handle, look, new_figure, put_legend, say, styled, words
+from cadenza.loadtest.figures.style import INK, MUTED, drawable, line_handle, look, new_figure, put_legend, say, styled
 from cadenza.loadtest.figures.ticks import plain, set_scale
 from cadenza.loadtest.metric_names import describe
 
@@ -19,23 +19,23 @@ _LOOKS = {
     "no difference shown": (MUTED, True),
     "not known": (MUTED, False),
 }
-"""By what is said of a change: its colour, and whether its mark is filled."""
+"""Colour by label of a change, and whether its mark is filled."""
 _ROW = 0.27
 """Inches."""
 
 
 @styled()
 def ratios(changes: Sequence[Change], title: str) -> Figure:
-    """A row for each metric with a ratio; the legend says what of it is better, worse, or was not shown at all."""
+    """A row for each metric with a ratio; the legend labels each as better, worse, or without a shown difference."""
     rows = [change for change in changes if change.ratio is not None][::-1]
     figure, (axes,) = new_figure(title, height=1.5 + _ROW * max(3, len(rows)))
     if not rows:
-        say(axes, "There is nothing whose ratio is known.")
+        say(axes, "No ratio is known.")
         return figure
     for place, change in enumerate(rows):
         ratio = change.ratio
         assert ratio is not None
-        colour, filled = _LOOKS[_said(change)]
+        colour, filled = _LOOKS[_legend_label(change)]
         if ratio.low is not None and ratio.high is not None:
             axes.plot([ratio.low, ratio.high], [place, place], color=colour, linewidth=2.2, alpha=0.55)
         axes.plot([ratio.value], [place], color=colour, marker="o", linestyle="", markerfacecolor=_face(colour, filled))
@@ -47,20 +47,20 @@ def ratios(changes: Sequence[Change], title: str) -> Figure:
             fontsize=8,
         )
     axes.axvline(1, color=INK, linewidth=0.9)
-    axes.set_yticks(range(len(rows)), [words(describe(change.metric).label) for change in rows])
+    axes.set_yticks(range(len(rows)), [drawable(describe(change.metric).label) for change in rows])
     axes.set_ylim(-0.7, len(rows) - 0.3)
     axes.grid(axis="y", visible=False)
     _set_scale(axes, rows)
     axes.set_xlabel("times the first file's value, 95% interval (logarithmic)")
-    said = {_said(change) for change in rows}
+    labels = {_legend_label(change) for change in rows}
     put_legend(figure, [line_handle(name, colour, marker="o", markerfacecolor=_face(colour, filled),
                                     linestyle="-" if filled else "")
-                        for name, (colour, filled) in _LOOKS.items() if name in said])  # fmt: skip
+                        for name, (colour, filled) in _LOOKS.items() if name in labels])  # fmt: skip
     return figure
 
 
 def _set_scale(axes: Axes, rows: Sequence[Change]) -> None:
-    """Logarithmic, so that twice and half are equally far from 1; intervals that reach 0 are cut."""
+    """Set a logarithmic scale, on which 2 and 1/2 are equally far from 1; intervals that reach 0 are truncated."""
     ratios = [change.ratio for change in rows if change.ratio is not None]
     values = [each.value for each in ratios if each.value > 0]
     ends = [end for each in ratios for end in (each.low, each.high) if end is not None and end > 0]
@@ -70,7 +70,7 @@ def _set_scale(axes: Axes, rows: Sequence[Change]) -> None:
     set_scale(axes, "x", True, most=7)
 
 
-def _said(change: Change) -> str:
+def _legend_label(change: Change) -> str:
     if change.verdict not in ("lower", "higher"):
         return change.verdict
     less_is_better = describe(change.metric).less_is_better

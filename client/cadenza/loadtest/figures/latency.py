@@ -1,4 +1,4 @@
-"""Latencies: how they are distributed, and how they went over the run."""
+"""Figures of latencies: their distributions, and their course over the run."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from cadenza.loadtest.figures.ticks import clock_unit, seconds_unit, set_scale, 
 from cadenza.loadtest.requests import Floats
 
 _NEAR = 2.0
-"""An SLO that is farther from the data than this is left out of a linear axis: it would press them flat."""
+"""An SLO this many times above the data is left out of a linear axis, because it would flatten the curves."""
 _MANY_DOTS = 500
-"""More dots than this are a picture within the SVG."""
+"""More dots than this are rasterized within the SVG."""
 _DENSE_DOTS = 4000
-"""The more dots than this, the fainter each: density is seen, and lines over them."""
+"""Above this number, dots become fainter with their number, so that density and the lines over them stay visible."""
 
 
 @styled()
 def latency_cdfs(samples: Sequence[Sample], limits: Mapping[str, float] | None = None) -> Figure:
-    """A panel for each latency: the share of requests that took no longer. `limits`: the SLO, in seconds by name."""
+    """A CDF panel for each latency. `limits`: the SLO's limits in seconds, by name."""
     limits = limits or {}
     figure, panels = new_figure("Latency distributions", rows=2, columns=2, height=5.6)
     drawn: set[int] = set()
@@ -62,7 +62,7 @@ def _look(samples: Sequence[Sample], place: int) -> Look:
 
 
 def _cdf(axes: Axes, samples: Sequence[Sample], name: str, limit: float | None) -> set[int]:
-    """Draws a panel; returns which samples have something in it."""
+    """Draw a panel; returns the indices of the samples that have values in it."""
     axes.set_title(TITLES[name])
     values = [within_window(sample, name) for sample in samples]
     shown = {place for place, each in enumerate(values) if len(each)}
@@ -72,12 +72,12 @@ def _cdf(axes: Axes, samples: Sequence[Sample], name: str, limit: float | None) 
     unit, log = seconds_unit(values), wants_log(values)
     for place in sorted(shown):
         at, share = cdf_points(values[place])
-        # From 0 up: or of a single value nothing would be seen.
+        # Start at 0, so that a single value is visible.
         at, share = np.concatenate([at[:1], at]), np.concatenate([[0.0], share])
         if log:
             at = np.maximum(at, 1e-7)
         drawn = _look(samples, place)
-        # Steps are twice the vertices, and of many values are not seen.
+        # Steps double the vertices and are invisible with many values.
         style = "steps-post" if len(values[place]) <= len(at) else "default"
         axes.plot(at * unit.factor, share, color=drawn.colour, linestyle=drawn.line, drawstyle=style)
     if limit is not None and (log or limit < _NEAR * max(float(values[place].max()) for place in shown)):
@@ -92,9 +92,9 @@ def _cdf(axes: Axes, samples: Sequence[Sample], name: str, limit: float | None) 
 
 @styled()
 def latency_over_time(sample: Sample) -> Figure:
-    """Each request's TTFT and E2E at the time when it was due; what failed stands on the axis.
+    """Each request's TTFT and E2E over its due time; failed requests are marked on the axis.
 
-    Where all were due at one time, requests stand in the order in which they were to be sent.
+    If all were due at one time, the x axis is the order in which they were to be sent.
     """
     figure, panels = new_figure(f"Latency over the run: {sample.label}" if sample.label else "Latency over the run",
                                 rows=2, height=5.2)  # fmt: skip
@@ -103,14 +103,14 @@ def latency_over_time(sample: Sample) -> Figure:
     label = f"due, {unit.name} since the start"
     if len(due_s) > 1 and due_s.min() == due_s.max():
         due_s, failed_due_s, window = np.arange(1.0, len(due_s) + 1), failed_due_s[:0], None
-        label = f"request, of those that were all due at {sample.due_s[0]:g} s and ended well"
+        label = f"completed request, in order; all were due at {sample.due_s[0]:g} s"
     factor = unit.factor if due_s is sample.due_s else 1.0
     ran: Running | None = None
     for axes, name in zip(panels, ("ttft_s", "e2e_s"), strict=True):
         axes.set_title(TITLES[name])
         values = sample.latencies[name].astype(np.float64)
         if not np.isfinite(values).any():
-            say(axes, "No request ended well.")
+            say(axes, "No request completed.")
             continue
         if window is not None:
             axes.axvspan(window[0] * factor, window[1] * factor, color=SHADE, zorder=0)

@@ -1,4 +1,4 @@
-"""What the scheduler did over a run: sequences in the batch, requests in the queues, KV blocks in use."""
+"""Figure of the scheduler over a run: sequences in the batch, requests in the queues, KV blocks in use."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _BINS = 350
 
 @styled()
 def occupancy(steps: StepColumns, label: str = "", block_size: int | None = None) -> Figure:
-    """Three panels over the run's time; of many steps each point is the mean of a bin, and the shade its range.
+    """Three panels over the run's time; with many steps, each point is the mean of a bin and the shade its range.
 
-    With the `block_size` in tokens, also what of the pool holds tokens: the rest of what is in use is room.
+    With the `block_size` in tokens, the third panel also shows the share of the pool that holds tokens; the rest of the
+    blocks in use is free slots.
     """
     title = f"Batch, queues and KV cache: {label}" if label else "Batch, queues and KV cache over the run"
     figure, panels = new_figure(title, rows=3, height=6.4)

@@ -1,4 +1,4 @@
-"""What the latency figures draw: one run's latencies under a label."""
+"""The data of the latency figures: one run's latencies with a label."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from cadenza.loadtest.requests import Floats
 SHORT = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E"}
 TITLES = {"ttft_s": "Time to first token", "tpot_s": "Time per output token", "itl_s": "Inter-token latency",
           "e2e_s": "End to end"}  # fmt: skip
-"""The latencies that are drawn, and their panels' titles."""
+"""The drawn latencies and the titles of their panels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A series of the latency figures, in seconds; [n] each but for `itl_s`."""
+    """A series of the latency figures, in seconds; [n] each except `itl_s`."""
 
     label: str
     due_s: Floats
     """When each request was due, in seconds of the run."""
     latencies: dict[str, npt.NDArray[np.floating]]
-    """ttft_s, tpot_s, e2e_s of each request (NaN: none), itl_s of each message."""
+    """ttft_s, tpot_s and e2e_s of each request (NaN: none), itl_s of each message."""
     failed_due_s: Floats
     """When the requests that failed were due."""
     window: Window | None = None
-    """What counts; CDFs show nothing else."""
+    """The window that counts; CDFs show nothing outside it."""
     look: Look | None = None
-    """None: by its place among the series."""
+    """None: chosen by the position among the series."""
 
 
 def sample_of(label: str, columns: RequestColumns, window: Window | None, look: Look | None = None) -> Sample:
-    """The requests that ended well, and when the others were due."""
+    """The latencies of the completed requests, and the due times of the failed ones."""
     rows = columns.ok
     counted = rows & is_within(columns.due_s, window)
     found: dict[str, npt.NDArray[np.floating]] = {
@@ -48,7 +48,7 @@ def sample_of(label: str, columns: RequestColumns, window: Window | None, look: 
 
 
 def within_window(sample: Sample, name: str) -> npt.NDArray[np.floating]:
-    """A latency's values that count; not NaN."""
+    """The values of a latency that count, without NaN."""
     values = sample.latencies[name]
     if name != "itl_s":
         values = values[is_within(sample.due_s, sample.window)]

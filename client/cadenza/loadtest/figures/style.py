@@ -1,4 +1,4 @@
-"""One look for all figures: sizes for 700 pixels, colours that the colour-blind can tell, words without escapes."""
+"""The common style of all figures: sizes for 700 pixels, colours for the colour-blind, labels without markup."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 
 WIDTH = 7.0
-"""Inches; 700 pixels at the 100 dots per inch that sizes are meant for."""
+"""In inches; 700 pixels at the 100 dots per inch of the layout."""
 
-# `saving` swaps these five for variables of the page, so that figures follow its light and dark looks: what is drawn
-# in one of them is drawn as text and axes are.
+# `saving` replaces these five by variables of the page, so that figures follow its light and dark modes.
 PAPER = "#ffffff"
 INK = "#24292f"
 MUTED = "#5b636c"
@@ -30,8 +29,8 @@ GRID = "#dfe3e8"
 SHADE = "#eef1f5"
 FAILED = "#d55e00"
 
-# Okabe and Ito, "Color Universal Design", https://jfly.uni-koeln.de/color/; without yellow, which white swallows, and
-# in an order that keeps neighbours far apart. Vermillion comes late, as failures have it.
+# Okabe and Ito, "Color Universal Design", https://jfly.uni-koeln.de/color/; without yellow, which is invisible on
+# white, and in an order that keeps neighbours distinct. Vermillion comes late because failures use it.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", INK)
 _STYLES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 _MARKERS = "osD^vPX"
@@ -64,7 +63,7 @@ _RC = {
     "lines.markersize": 4.5,
     "svg.fonttype": "path",
     "text.color": INK,
-    # A label is what the user wrote, dollars included.
+    # Labels are the user's text, which may have dollar signs.
     "text.parse_math": False,
     "xtick.color": MUTED,
     "xtick.labelcolor": INK,
@@ -77,7 +76,7 @@ _RC = {
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a series is drawn, in every figure."""
+    """How every figure draws a series."""
 
     colour: str
     line: str | tuple[float, tuple[float, ...]]
@@ -86,7 +85,7 @@ class Look:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Our style and nobody else's while figures are made or saved; also a decorator."""
+    """Use only this style while figures are made or saved; also a decorator."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_RC)  # type: ignore[arg-type]
@@ -94,7 +93,7 @@ def styled() -> Iterator[None]:
 
 
 def look(index: int) -> Look:
-    """Of the series with this place, from 0: colours first, then dashes too."""
+    """The look of the series at this position, from 0: different colours first, then different dashes."""
     return Look(
         _COLOURS[index % len(_COLOURS)],
         _STYLES[index // len(_COLOURS) % len(_STYLES)],
@@ -103,12 +102,12 @@ def look(index: int) -> Look:
 
 
 def look_within(index: int, part: int) -> Look:
-    """Of a part of the series with this place: its colour, and a line of its own."""
+    """The look of a part of the series at this position: the series' colour with its own line style."""
     return Look(_COLOURS[index % len(_COLOURS)], _STYLES[part % len(_STYLES)], _MARKERS[part % len(_MARKERS)])
 
 
 MOST_NAME = 28
-"""Characters of a file's name in a legend, which says more."""
+"""Most characters of a file's name in a legend, which holds more than the name."""
 
 
 @cache
@@ -117,19 +116,19 @@ def _charmap() -> Mapping[int, int]:
     return charmap
 
 
-def words(text: str, most: int = _MAX_LABEL) -> str:
-    """A label that can be drawn: one line, no longer than `most`, a box for what the font does not have."""
+def drawable(text: str, most: int = _MAX_LABEL) -> str:
+    """The text as a label that can be drawn: one line of at most `most` characters, with a box for missing glyphs."""
     known = _charmap()
     text = " ".join(text.split())
     text = "".join(each if ord(each) in known else "□" for each in text)
     if len(text) > most:
         text = f"{text[: most // 2]}…{text[len(text) - (most - most // 2 - 1) :]}"
-    # matplotlib leaves out of legends what begins with an underscore, and says so by a warning.
+    # matplotlib drops labels that begin with an underscore from legends, with a warning.
     return f"\u200a{text}" if text.startswith("_") else text
 
 
 def new_figure(title: str, rows: int = 1, columns: int = 1, height: float = 3.6) -> tuple[Figure, list[Axes]]:
-    """A figure with its panels row by row; `height` in inches."""
+    """A figure and its panels, row by row; `height` is in inches."""
     figure = Figure(
         figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06, hspace=0.03, wspace=0.04)
     )
@@ -141,21 +140,21 @@ def new_figure(title: str, rows: int = 1, columns: int = 1, height: float = 3.6)
 
 
 def _put_title(figure: Figure, title: str) -> None:
-    """As much of it as fits in one line."""
+    """Put as much of the title as fits on one line."""
     text = figure.suptitle("", x=0.012, ha="left", fontsize=11.5, fontweight="bold")
     for most in range(96, 16, -4):
-        text.set_text(words(title, most))
+        text.set_text(drawable(title, most))
         if _extent(figure, text).width <= 0.976 * figure.get_figwidth() * figure.dpi:
             return
 
 
 def say(axes: Axes, sentence: str) -> None:
-    """A sentence in place of a plot; the panel keeps its title."""
+    """Put a sentence in place of a plot; the panel keeps its title."""
     axes.set_axis_off()
     axes.text(
         0.5,
         0.5,
-        textwrap.fill(words(sentence, 200), 38),
+        textwrap.fill(drawable(sentence, 200), 38),
         transform=axes.transAxes,
         ha="center",
         va="center",
@@ -165,11 +164,11 @@ def say(axes: Axes, sentence: str) -> None:
 
 def line_handle(label: str, colour: str = MUTED, **style: object) -> Line2D:
     """An entry of a legend."""
-    return Line2D([], [], color=colour, label=words(label), **style)  # type: ignore[arg-type]
+    return Line2D([], [], color=colour, label=drawable(label), **style)  # type: ignore[arg-type]
 
 
 def put_legend(figure: Figure, handles: Sequence[Artist]) -> None:
-    """All entries below the panels, in as many columns as fit; the figure grows by what they take."""
+    """Put all entries below the panels, in as many columns as fit; the figure grows by their height."""
     if not handles:
         return
     labels = [str(handle.get_label()) for handle in handles]
@@ -185,7 +184,7 @@ def put_legend(figure: Figure, handles: Sequence[Artist]) -> None:
 
 
 def put_panel_legend(axes: Axes, handles: Sequence[Artist]) -> None:
-    """What one panel has, to the right of its title."""
+    """Put the legend of one panel to the right of its title."""
     if handles:
         axes.legend(
             handles=list(handles), loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles), borderaxespad=0.2,

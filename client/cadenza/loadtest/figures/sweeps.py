@@ -1,4 +1,5 @@
-"""A sweep's points: throughput against latency, each metric over what was swept, what was asked and what was done."""
+"""Figures of a sweep's points: throughput against latency, metrics over the swept setting, offered and completed
+load."""
 
 from __future__ import annotations
 
@@ -18,35 +19,35 @@ from cadenza.loadtest.requests import Floats
 from cadenza.loadtest.uncertainty import Estimate
 
 _NEAR = 2.0
-"""An SLO that is farther from the data is left out: it would press them flat."""
+"""An SLO this many times above the data is left out, because it would flatten the curves."""
 _LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 _MARGINS = (0.12, 0.14)
-"""Beside and over what is drawn, as shares of it: room for marks and names."""
+"""Margins beside and above the drawing for marks and names, as shares of its size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points that a line joins, in their order: those of one file, or of them what has some settings in common."""
+    """Points that a line joins, in order: those of one file, or of one file and some equal settings."""
 
     label: str
     names: list[str]
-    """What each point is called: the value that was swept; empty if the label says it."""
+    """The name of each point, which is the swept value; empty if the label states it."""
     summaries: list[Mapping[str, Estimate]]
     swept: str = ""
-    """What was swept, if it is one thing and a number."""
+    """The swept setting, if there is one and it is a number."""
     at: list[float] = field(default_factory=list)
-    """Its values, [points]; empty if it is not one number."""
+    """The swept values, [points]; empty if they are not numbers."""
     own: Look | None = None
-    """None: by its place among the curves."""
+    """None: chosen by the position among the curves."""
     chosen: int | None = None
-    """The point whose name comes before those of the others: what a search has found."""
+    """The point whose name has priority: the result of a search."""
 
     def values(self, name: str) -> Floats:
-        """[points] of one metric; NaN where it was not measured."""
+        """[points] values of a metric; NaN: not measured."""
         return np.array([each[name].value if name in each else np.nan for each in self.summaries], np.float64)
 
     def reach(self, name: str) -> Floats:
-        """[2, points] how far the 95% interval goes below and above each value; 0 where it is not known."""
+        """[2, points] distance of the 95% interval's ends below and above each value; 0: not known."""
         rows = []
         for each in self.summaries:
             found = each.get(name)
@@ -57,7 +58,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class _Across:
-    """What an x axis shows."""
+    """The quantity of an x axis."""
 
     label: str
     values: Callable[[Curve], Floats]
@@ -66,7 +67,7 @@ class _Across:
 
 @styled()
 def throughput_and_latency(curves: Sequence[Curve], limits: Mapping[str, float] | None = None) -> Figure:
-    """p50 and p99 of each latency over the output throughput that was reached; points bear what was swept."""
+    """p50 and p99 of each latency over the output throughput; points are labelled with the swept value."""
     figure, panels = new_figure("Throughput against latency", columns=3, height=3.3)
     across = _Across("output tokens/s", lambda curve: curve.values("output_tokens_per_s"))
     drawn = [_latency_panel(axes, curves, name, (limits or {}).get(name), across)
@@ -80,7 +81,7 @@ def throughput_and_latency(curves: Sequence[Curve], limits: Mapping[str, float] 
 
 @styled()
 def over_swept(curves: Sequence[Curve], limits: Mapping[str, float] | None = None) -> Figure | None:
-    """Latencies and throughput over the number that was swept; None if that was not one and the same number."""
+    """Latencies and throughput over the swept number; None if not all curves have the same swept number."""
     if len({curve.swept for curve in curves}) != 1 or not all(curve.at for curve in curves):
         return None
     swept = curves[0].swept
@@ -106,7 +107,7 @@ def over_swept(curves: Sequence[Curve], limits: Mapping[str, float] | None = Non
 def _latency_panel(
     axes: Axes, curves: Sequence[Curve], name: str, limit: float | None, across: _Across
 ) -> bool:  # fmt: skip
-    """Returns whether the limit is drawn."""
+    """Draw a panel; returns whether the limit is drawn."""
     axes.set_title(SHORT[name])
     found = [curve.values(f"{name}.{mark}") for curve in curves for mark in ("p50", "p99")]
     known = [each[np.isfinite(each)] for each in found if np.isfinite(each).any()]
@@ -144,7 +145,7 @@ def _set_axes(axes: Axes, across: _Across, log: bool) -> None:
 
 
 def _name_points(axes: Axes, curves: Sequence[Curve], name: str) -> None:
-    """Over each p99 and its bar, what was swept, where there is room for it."""
+    """Put the swept value above each p99 and its bar, where it fits."""
     if not axes.axison:
         return
     unit = seconds_unit([curve.values(f"{name}.{mark}") for curve in curves for mark in ("p50", "p99")])
@@ -159,12 +160,12 @@ def _name_points(axes: Axes, curves: Sequence[Curve], name: str) -> None:
 
 @styled()
 def rates(curves: Sequence[Curve]) -> Figure | None:
-    """Requests per second that ended, those that kept the SLO, and the share that did, over those that were due; None
-    of loads that had no rate."""
+    """Completed requests per second, those within the SLO, and their share, over the offered rate; None for loads
+    without a rate."""
     if not any(np.isfinite(curve.values("offered_per_s")).any() for curve in curves):
         return None
     good = any(np.isfinite(curve.values("goodput_per_s")).any() for curve in curves)
-    figure, panels = new_figure("What was asked, and what was done", columns=3 if good else 1, height=3.4)
+    figure, panels = new_figure("Offered and completed load", columns=3 if good else 1, height=3.4)
     _rate_panel(panels[0], curves, "requests_per_s", "ended, requests/s")
     if good:
         _rate_panel(panels[1], curves, "goodput_per_s", "within the SLO, requests/s")

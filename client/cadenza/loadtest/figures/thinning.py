@@ -1,4 +1,4 @@
-"""A million values as a few hundred points, without losing what stands out."""
+"""Reduces a million values to a few hundred points and keeps the extremes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _MAX_RUNNING = 300
 
 
 def cdf_points(values: npt.NDArray[np.floating]) -> tuple[Floats, Floats]:
-    """Sorted values and the share of all that are no greater, 0 to 1; [m] both, empty if all of `values` [n] is NaN.
+    """Sorted values and the share of all values that are no greater, 0 to 1; [m] each, empty if all `values` [n] are
+    NaN.
 
-    Up to 500 values are all there. Of more, every five-hundredth part, and at both ends ranks that come closer
-    and closer together, so that the extremes are where they are.
+    Up to 500 values are all kept. Of more values, 500 evenly spaced ranks are kept, and ranks that become denser
+    towards both ends, so that the extremes are exact.
     """
     known = np.sort(values[~np.isnan(values)]).astype(np.float64)
     count = len(known)
@@ -31,7 +32,7 @@ def cdf_points(values: npt.NDArray[np.floating]) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True, slots=True)
 class Binned:
-    """A series over time in bins; [b] each, bins without values left out."""
+    """A series over time in bins; [b] each, without empty bins."""
 
     at: Floats
     """Mean time of the bin's values."""
@@ -41,9 +42,9 @@ class Binned:
 
 
 def binned(times: Floats, values: npt.NDArray[np.number], num_bins: int) -> Binned:
-    """Least, mean and greatest of the values [n] in bins of equal time; as they are if there are fewer than bins.
+    """Minimum, mean and maximum of the values [n] in bins of equal time; unchanged if there are fewer values than bins.
 
-    Where a time or a value is NaN, both are left out.
+    Pairs in which the time or the value is NaN are left out.
     """
     known = ~np.isnan(times) & ~np.isnan(values)
     times, levels = times[known], values[known].astype(np.float64)
@@ -62,9 +63,9 @@ def binned(times: Floats, values: npt.NDArray[np.number], num_bins: int) -> Binn
 
 
 def bin_starts(times: Floats, num_bins: int) -> Ints:
-    """Where each bin with something in it begins, in sorted times [n], n over 0."""
+    """Start index of each non-empty bin in sorted times [n], n over 0."""
     edges = np.linspace(times[0], times[-1], num_bins + 1)[:-1]
-    # A bin without values begins where the next one does.
+    # An empty bin starts where the next one does.
     return np.unique(np.minimum(np.searchsorted(times, edges), len(times) - 1)).astype(np.int64)
 
 

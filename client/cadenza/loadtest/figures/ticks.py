@@ -1,4 +1,4 @@
-"""Axes: which unit, which scale, and ticks in plain numbers."""
+"""Units, scales and ticks of axes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _LOG_DECADES = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A value in base units times `factor` is one in this unit."""
+    """A unit: a value in base units times `factor` is a value in this unit."""
 
     name: str
     factor: float
 
 
 def seconds_unit(values: Iterable[npt.ArrayLike]) -> Unit:
-    """Of latencies in seconds: milliseconds if all are below one second."""
+    """The unit for latencies in seconds: milliseconds if all are below one second."""
     return Unit("ms", 1e3) if _greatest(values) < 1 else Unit("s", 1)
 
 
 def clock_unit(values: Iterable[npt.ArrayLike]) -> Unit:
-    """Of the time of a run, in seconds: minutes from 20 of them on, hours from three."""
+    """The unit for a run's time in seconds: minutes from 20 minutes on, hours from 3 hours on."""
     greatest = _greatest(values)
     if greatest < 1200:
         return Unit("s", 1)
@@ -39,21 +39,24 @@ def clock_unit(values: Iterable[npt.ArrayLike]) -> Unit:
 
 
 def wants_log(values: Iterable[npt.ArrayLike]) -> bool:
-    """Whether what is over 0 of the values spans so much that a linear axis would hide most of it."""
+    """Whether the positive values span so wide a range that a linear axis would hide most of them."""
     known = _known(values)
     known = known[known > 0]
     return len(known) > 1 and bool(np.log10(known.max() / known.min()) > _LOG_DECADES)
 
 
 def plain(value: float) -> str:
-    """A number as one would write it."""
+    """A number in plain notation."""
     if abs(value) >= 1e6:
         return f"{value / 1e6:g}M"
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:g}"
 
 
 def set_scale(axes: Axes, which: Literal["x", "y"], log: bool, most: int = 6) -> None:
-    """Linear from matplotlib's own limits, or logarithmic; call it once the data are drawn. At most `most` ticks."""
+    """Set a linear scale within matplotlib's own limits, or a logarithmic one, with at most `most` ticks.
+
+    Call it after the data are drawn.
+    """
     axis = axes.xaxis if which == "x" else axes.yaxis
     if log:
         (axes.set_xscale if which == "x" else axes.set_yscale)("log")

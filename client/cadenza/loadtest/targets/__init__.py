@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def make_target(settings: LoadSettings, address: str, environment: Mapping[str, str] | None = None) -> Target:
-    """The target that the settings name, at HOST:PORT or, over HTTP, at a base URL; nothing is connected yet.
+    """The target that the settings name, at HOST:PORT or, over HTTP, at a base URL; it is not connected yet.
 
-    Raises LoadTestError for a URL that is none.
+    Raises LoadTestError for an invalid URL.
     """
     if settings.api == "openai":
         from cadenza.loadtest.targets.openai import OpenAITarget

@@ -1,4 +1,4 @@
-"""What the two targets of a Cadenza server share: connecting, facts, requests out and responses in."""
+"""The common part of the two Cadenza targets: connecting, facts, requests and responses."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from cadenza.v1 import generation_pb2, types_pb2
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
 
 TOO_LARGE = "MESSAGE_TOO_LARGE"
-"""The request is over what gRPC sends; it was not sent."""
+"""The request exceeds gRPC's message limit and was not sent."""
 INCOMPLETE = "INCOMPLETE"
 """The stream ended without the request's last response."""
 _COMPLETE = (types_pb2.FINISH_DETAIL_MAX_TOKENS, types_pb2.FINISH_DETAIL_EOS)
-"""As asked for; EOS ends a beam."""
+"""Details of a completed request; EOS ends a beam."""
 
 
 class CadenzaTarget:
-    """A Cadenza server over so many connections; requests take turns on them.
+    """A Cadenza server over one or several connections, which requests use in turn.
 
-    Outputs have the length that the shape says: EOS is ignored. They are token ids alone, unless a session goes on with
-    an answer's text. `temperature` 0 is greedy; requests with n over 1 need to draw, and do so at temperature 1 then.
-    Each request's sampling seed follows from `seed` and its index.
+    Outputs have the length of the shape: EOS is ignored. They are token ids only, unless a session continues with an
+    answer's text. `temperature` 0 is greedy; requests with n over 1 must sample and use temperature 1 then. Each
+    request's sampling seed follows from `seed` and its index.
     """
 
     api = ""
@@ -51,11 +51,11 @@ class CadenzaTarget:
         self._cache_salt = b""
         self._stubs: list[Any] = []
         self._turns = itertools.cycle(range(connections))
-        # Request ids must not meet those of another client.
+        # Request ids must differ from those of other clients.
         self._ids = (f"{uuid.uuid4().hex[:12]}-{number}" for number in itertools.count())
 
     async def start(self) -> ServerFacts:
-        """Connect; raises CadenzaError if the server is not there."""
+        """Connect; raises CadenzaError if the server cannot be reached."""
         client = self._clients[0]
         model, server = await client.model_info(), await client.server_info()
         await asyncio.gather(*(each.model_info() for each in self._clients[1:]))
@@ -77,7 +77,7 @@ class CadenzaTarget:
         )
 
     def new_run(self) -> None:
-        """Requests of one salt alone share blocks."""
+        """Set a new cache salt: only requests with the same salt share blocks."""
         self._cache_salt = uuid.uuid4().bytes
 
     async def close(self) -> None:
@@ -101,7 +101,7 @@ class CadenzaTarget:
         )
         if shape.beam_width:
             params.beam_width = shape.beam_width
-            params.temperature = 0.0  # a search draws nothing
+            params.temperature = 0.0  # beam search samples nothing
         elif shape.n > 1:
             params.n = shape.n
             params.temperature = self._temperature or 1.0
@@ -115,7 +115,7 @@ class CadenzaTarget:
 
 
 def take_response(live: LiveRequest, response: generation_pb2.GenerateResponse, now_s: float) -> bool:
-    """What a response that was here at `now_s` says of its request; True: it was the last one."""
+    """Apply a response received at `now_s` to its request; returns whether it was the last one."""
     count = 0
     for output in response.outputs:
         count += len(output.token_ids)

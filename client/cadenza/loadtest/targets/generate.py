@@ -1,4 +1,4 @@
-"""Cadenza over Generate: a call for each request."""
+"""Cadenza over Generate: one call for each request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cadenza.transport import MAX_MESSAGE_BYTES
 
 
 class GenerateTarget(CadenzaTarget):
-    """A stream of its own for each request; on one connection there may be any number."""
+    """One stream for each request; a connection carries any number of them."""
 
     api = "generate"
 

@@ -24,25 +24,26 @@ from cadenza.loadtest.targets.openai_answer import BAD_RESPONSE, Answer, message
 from cadenza.loadtest.targets.sse import EventParser
 
 _CONNECTION = "CONNECTION"
-"""No connection, or it broke."""
+"""The connection failed or broke."""
 _UNSUPPORTED = "UNSUPPORTED"
-"""Beam search, or token ids for chat: this API has no such thing."""
+"""Beam search, or token ids for chat, which this API does not support."""
 _NO_STREAMS = ("application/json", "text/html")
-"""Types of an answer that was not streamed, or is a page of another server."""
+"""Content types of an answer that was not streamed, or of a page of another server."""
 _KEEP_ALIVE_S = 4.0
-"""Less than servers keep an idle connection (uvicorn: 5 s), so that none closes one just as it is taken again."""
+"""Shorter than servers keep an idle connection (uvicorn: 5 s), so that none closes a connection just as it is
+reused."""
 _START_S = 30.0
 
 
 class OpenAITarget:
-    """A server at a base URL, such as http://127.0.0.1:8000/v1; any number of requests at once, unless it is limited.
+    """A server at a base URL, such as http://127.0.0.1:8000/v1; any number of requests at once, unless limited.
 
-    Tokens of a message are counted by its `token_ids` where the server gives them (vLLM does, being asked for them),
-    else a chunk counts as one; the request's total is what `usage` says at the end, if it comes. So where a server puts
-    several tokens in a chunk totals and TPOT are right, and ITL is the time between chunks. Outputs have the length
-    that the shape says if the server honours `ignore_eos` and `min_tokens`, and runs find nothing of each other in a
-    prefix cache if it knows `cache_salt`, as vLLM does; `plain_fields` leaves these out for a server that refuses them,
-    and `return_token_ids` too.
+    The tokens of a message are counted by its `token_ids` if the server sends them (vLLM does on request), else a chunk
+    counts as one token; the request's total is taken from `usage` at the end, if it is sent. So if a server puts
+    several tokens in a chunk, totals and TPOT are right, and ITL is the time between chunks. Outputs have the length of
+    the shape if the server supports `ignore_eos` and `min_tokens`, and runs do not hit each other's prefixes in a
+    prefix cache if it supports `cache_salt`, as vLLM does; `plain_fields` omits these and `return_token_ids` for a
+    server that refuses them.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class OpenAITarget:
         seed: int = 0,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """Without `model`, the first that the server names. `connections`: most at once, for which requests wait in the
-        order in which they come, before they count as sent; None: one for each that runs. Raises LoadTestError for a
-        URL that is none."""
+        """`model` defaults to the first that the server lists. `connections`: most at once; requests wait for one in
+        order of arrival, before they count as sent; None: one for each running request. Raises LoadTestError for an
+        invalid URL.
+        """
         self.url = _base_url(url)
         self._endpoint: Literal["completions", "chat"] = endpoint
         self._model = model
@@ -75,8 +77,8 @@ class OpenAITarget:
         self._http: aiohttp.ClientSession | None = None
 
     async def start(self) -> ServerFacts:
-        """Ask for the models; raises UnavailableError, or CadenzaError for a server that does not name the model."""
-        # aiohttp's own limit of 100 connections would hold requests back and not say so.
+        """Request the models; raises UnavailableError, or CadenzaError for a server that does not list the model."""
+        # aiohttp's own limit of 100 connections would delay requests silently.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
         self._http = aiohttp.ClientSession(
             connector=connector, headers=self._headers, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=2**20
@@ -98,13 +100,13 @@ class OpenAITarget:
         )
 
     def new_run(self) -> None:
-        """Requests of one salt alone share blocks, where the server knows it."""
+        """Set a new cache salt: only requests with the same salt share blocks, if the server supports it."""
         self._cache_salt = uuid.uuid4().hex
 
     async def run(self, shape: RequestShape, prompt: list[int] | str, live: LiveRequest) -> None:
         """See Target."""
         if shape.beam_width or (self._endpoint == "chat" and not isinstance(prompt, str)):
-            live.failed(_UNSUPPORTED, "this API takes no beams, and its chats no token ids")
+            live.failed(_UNSUPPORTED, "this API has no beam search, and its chat takes no token ids")
             return
         async with self._free:
             await self._send(json.dumps(self._body(shape, prompt)).encode(), live)
@@ -126,7 +128,7 @@ class OpenAITarget:
             live.failed(_CONNECTION, str(error) or type(error).__name__)
 
     async def _read(self, response: aiohttp.ClientResponse, live: LiveRequest) -> None:
-        """The stream to its end, or to where the connection breaks: then it raises aiohttp.ClientError or OSError."""
+        """Read the stream to its end; raises aiohttp.ClientError or OSError if the connection breaks."""
         answer, parser = Answer(live), EventParser()
         async for chunk in response.content.iter_any():
             now_s = self._clock()
@@ -154,7 +156,7 @@ class OpenAITarget:
         else:
             body["prompt"] = prompt
         if temperature:
-            body["seed"] = (self._seed * 1_000_003 + shape.index) % 2**31  # what every server takes
+            body["seed"] = (self._seed * 1_000_003 + shape.index) % 2**31  # in the range that every server accepts
         if shape.n > 1:
             body["n"] = shape.n
         if shape.tenant:
@@ -169,7 +171,7 @@ class OpenAITarget:
         return body
 
     async def _find_version(self) -> str:
-        """As vLLM tells it beside the API; empty where nobody does."""
+        """The version as vLLM reports it beside the API; empty for other servers."""
         assert self._http is not None
         url = f"{self.url.removesuffix('/v1')}/version"
         with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):
@@ -180,7 +182,7 @@ class OpenAITarget:
         return ""
 
     async def _find_model(self) -> Mapping[str, Any]:
-        """What /models says of the model; of a model that was named, its name will do."""
+        """The entry of the model in /models; for a model given by name, the name is enough."""
         assert self._http is not None
         given = {} if self._model is None else {"id": self._model}
         try:
@@ -204,16 +206,16 @@ class OpenAITarget:
                 return each
         if given:
             return given
-        raise CadenzaError(f"{self.url}/models names no model; give --served-model-name")
+        raise CadenzaError(f"{self.url}/models lists no model; give --served-model-name")
 
 
 def _base_url(url: str) -> str:
-    """Without a slash at its end, and with /v1 if it has no path. Raises LoadTestError."""
+    """The URL without a trailing slash, and with /v1 if it has no path. Raises LoadTestError."""
     parts = urlsplit(url.strip())
     try:
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         good = False
     if not good or parts.query or parts.fragment:
-        raise LoadTestError(f"--url {url}: must be a base URL, as http://127.0.0.1:8000/v1")
+        raise LoadTestError(f"--url {url}: must be a base URL, such as http://127.0.0.1:8000/v1")
     return parts._replace(path=parts.path.rstrip("/") or "/v1").geturl()

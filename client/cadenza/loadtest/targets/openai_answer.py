@@ -1,4 +1,4 @@
-"""What a server with OpenAI's API answers: the events of a stream, and refusals."""
+"""Answers of a server with OpenAI's API: the events of a stream, and errors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from cadenza.loadtest.live import LiveRequest
 
 INCOMPLETE = "INCOMPLETE"
-"""The stream ended in the middle."""
+"""The stream ended before the answer was complete."""
 BAD_RESPONSE = "BAD_RESPONSE"
-"""What came is no stream of JSON events of this API."""
+"""The response is not a stream of this API's JSON events."""
 SERVER_ERROR = "SERVER_ERROR"
 """An error event without an HTTP status."""
 
 
 class Answer:
-    """What the events of one stream say of a request."""
+    """Applies the events of one stream to its request."""
 
     def __init__(self, live: LiveRequest) -> None:
         self._live = live
@@ -27,7 +27,7 @@ class Answer:
         self._complete = False
 
     def take(self, data: str, now_s: float) -> None:
-        """An event's data, here at `now_s`."""
+        """Apply the data of an event received at `now_s`."""
         self._now_s = now_s
         if data == "[DONE]":
             self._complete = True
@@ -62,9 +62,10 @@ class Answer:
             live.failed(INCOMPLETE, "the stream ended before the answer did")
 
     def _count_unseen(self, count: int) -> None:
-        """Tokens that only the usage tells of came with an end that showed none: an end of text does.
+        """Count tokens that only the usage reports; they arrived with an end event that showed none, as EOS does.
 
-        Without such an end they came somewhere between the others; where there are no others, with the usage.
+        Without such an event they arrived at unknown times between the others, or, if there are no others, with the
+        usage.
         """
         when_s = self._silent_end_s
         if when_s is None and not self._live.num_output_tokens:
@@ -73,34 +74,39 @@ class Answer:
             self._live.tokens(when_s, count, gap=count == 1)
 
     def _choice(self, choice: Mapping[str, Any]) -> None:
-        """The tokens that one choice of an event brings."""
+        """Count the tokens of one choice of an event."""
         is_first_sample = not choice.get("index")
-        said = choice["delta"] if isinstance(choice.get("delta"), dict) else choice
-        text = said.get("content") or said.get("text") or said.get("reasoning_content") or said.get("reasoning")
+        message = choice["delta"] if isinstance(choice.get("delta"), dict) else choice
+        text = (
+            message.get("content")
+            or message.get("text")
+            or message.get("reasoning_content")
+            or message.get("reasoning")
+        )
         token_ids = choice.get("token_ids")
         if self._live.keep_output and is_first_sample:
             self._live.output_ids.extend(token_ids or ())
             self._live.output_text.append(text if isinstance(text, str) else "")
-        count = len(token_ids) if isinstance(token_ids, list) else int(bool(text) or _is_held_back(choice, said))
+        count = len(token_ids) if isinstance(token_ids, list) else int(bool(text) or _is_held_back(choice, message))
         if choice.get("finish_reason"):
             self._complete = True
             self._silent_end_s = None if count else self._now_s
         if count:
-            # Samples come in events of their own: those of the first alone are a token apart.
+            # Each sample has its own events: only the gaps of the first sample are inter-token latencies.
             self._live.tokens(self._now_s, count, gap=is_first_sample)
 
 
-def _is_held_back(choice: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
-    """Is an empty piece of text a token: one that shows nothing, or a part of a character that is not whole yet.
+def _is_held_back(choice: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+    """Whether an empty piece of text stands for a token: an invisible one, or part of an incomplete character.
 
-    The event that opens a chat has a role, the last one of an answer its end: these bring no token of their own.
+    The first event of a chat has a role and the last one of an answer has a finish reason: these carry no token.
     """
-    is_empty = "" in (said.get("content"), said.get("text"))
-    return is_empty and "role" not in said and not choice.get("finish_reason")
+    is_empty = "" in (message.get("content"), message.get("text"))
+    return is_empty and "role" not in message and not choice.get("finish_reason")
 
 
 def message_in(answer: object) -> str:
-    """The words for people in what a server says of an error, wherever it has them; as JSON if nowhere."""
+    """The readable message in a server's error, wherever it is; the whole error as JSON if there is none."""
     if not isinstance(answer, dict):
         return answer if isinstance(answer, str) else json.dumps(answer)
     for name in ("error", "message", "detail"):
@@ -110,14 +116,14 @@ def message_in(answer: object) -> str:
 
 
 def message_of(body: bytes) -> str:
-    """Of an answer that is no stream: its error's message, or the text itself."""
+    """The error's message in an answer that is not a stream, or the text itself."""
     text = body.decode("utf-8", "replace")
     answer = _json(text)
     return text if answer is None else message_in(answer)
 
 
 def _json(text: str) -> Any:
-    """None for what is none."""
+    """The parsed JSON; None for invalid JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

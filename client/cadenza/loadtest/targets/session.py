@@ -1,4 +1,4 @@
-"""Cadenza over Session: many requests on one stream, and what one step made for all of them in one message."""
+"""Cadenza over Session: many requests on one stream; a message carries one step's outputs for all of them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _ENVELOPE_BYTES = 16  # at most, of the SessionRequest around a request
 
 
 class SessionTarget(CadenzaTarget):
-    """One stream per connection. A queue that is full is an error like others: the load goes on as planned.
+    """One stream per connection. A full queue is an error like others: the load continues as planned.
 
-    A stream that breaks fails its requests with its status code; the next request opens another.
+    A stream that breaks fails its requests with its status code; the next request opens another stream.
     """
 
     api = "session"
@@ -34,7 +34,7 @@ class SessionTarget(CadenzaTarget):
         self._streams: list[_Stream] = []
 
     async def start(self) -> ServerFacts:
-        """Connect and open the streams; raises CadenzaError if the server is not there."""
+        """Connect and open the streams; raises CadenzaError if the server cannot be reached."""
         facts = await super().start()
         self._streams = [_Stream(stub, self._clock) for stub in self._stubs]
         return facts
@@ -51,14 +51,14 @@ class SessionTarget(CadenzaTarget):
         await self._streams[place].run(request, live)
 
     async def close(self) -> None:
-        """End the streams, and with them what runs, and disconnect."""
+        """End the streams and with them the requests in flight, and disconnect."""
         for stream in self._streams:
             await stream.close()
         await super().close()
 
 
 class _Stream:
-    """One Session call: a task that writes, one that reads, and the requests that wait for their end."""
+    """One Session call: a writer task, a reader task, and the requests in flight."""
 
     def __init__(self, stub: GenerationServiceAsyncStub, clock: Clock) -> None:
         self._call: Any = stub.Session()
@@ -71,7 +71,7 @@ class _Stream:
         self._writer = asyncio.create_task(self._write())
 
     async def run(self, request: generation_pb2.GenerateRequest, live: LiveRequest) -> None:
-        """Until the request has ended; cancelled, it is aborted."""
+        """Run a request to its end; cancellation aborts it."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open[request.request_id] = live, ended
         self._send(generation_pb2.SessionRequest(generate=request))
@@ -102,13 +102,13 @@ class _Stream:
                     if message.HasField("generate"):
                         entry = self._open.get(message.generate.request_id)
                         if entry is None:
-                            continue  # given up before it was sent
+                            continue  # aborted before it was sent
                         entry[0].sent_s = self._clock()
                     await self._call.write(message)
                 self._has_mail.clear()
                 await self._has_mail.wait()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the reader sees why the call ended
+            return  # the reader handles the reason why the call ended
 
     async def _read(self) -> None:
         code, message = "UNAVAILABLE", "the server ended the stream"
@@ -128,7 +128,7 @@ class _Stream:
     def _take(self, event: generation_pb2.SessionEvent, now_s: float) -> None:
         entry = self._open.get(event.request_id)
         if entry is None:
-            return  # given up here; its last output still came
+            return  # aborted by the client; its last output arrived afterwards
         live, ended = entry
         is_last = False
         if event.HasField("response"):

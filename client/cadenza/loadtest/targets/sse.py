@@ -1,4 +1,4 @@
-"""Server-sent events, as the HTML standard parses them: https://html.spec.whatwg.org/multipage/server-sent-events.html"""
+"""Parses server-sent events by the HTML standard: https://html.spec.whatwg.org/multipage/server-sent-events.html"""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _LINE_END = re.compile("\r\n|\n|\r")
 
 
 class EventParser:
-    """Bytes in, as the network cut them; the data of each event out.
+    """Turns bytes, in arbitrary chunks, into the data of events.
 
-    Names, ids and retry times of events are of no use here and left out, and so are comments.
+    Names, ids and retry times of events are not needed and ignored, as are comments.
     """
 
     def __init__(self) -> None:
-        # A character may be cut in two; "utf-8-sig" drops a byte order mark at the start.
+        # A chunk may end within a character; "utf-8-sig" drops a byte order mark at the start.
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
         self._rest = ""
         self._data: list[str] = []
@@ -23,7 +23,7 @@ class EventParser:
     def feed(self, chunk: bytes) -> list[str]:
         """The data of the events that `chunk` completes."""
         text = self._rest + self._decoder.decode(chunk)
-        # What follows a CR may still be the LF of the same line end.
+        # A CR at the end may be followed by the LF of the same line end.
         held = text.endswith("\r")
         *lines, self._rest = _LINE_END.split(text[:-1] if held else text)
         if held:

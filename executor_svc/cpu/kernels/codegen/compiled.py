@@ -1,4 +1,4 @@
-"""From kernels as `emit` writes them to addresses of machine code for this very processor."""
+"""Compiles the kernels that `emit` writes to machine code for this processor."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def _target() -> Any:
 
 @cache
 def processor() -> str:
-    """The processor's name as LLVM knows it, and the features that it compiles for."""
+    """Return LLVM's name of the processor, and the features that it compiles for."""
     _target()
     return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
 
 @cache
 def has_feature(name: str) -> bool:
-    """Does this processor have a feature of LLVM's name, such as avx512bf16."""
+    """Return whether this processor has a feature, by LLVM's name, such as avx512bf16."""
     _target()
     return bool(llvm.get_host_cpu_features().get(name, False))
 
 
 class Code:
-    """Kernels by name. What was added is compiled when the address of a kernel is first asked for."""
+    """Kernels by name. Added kernels are compiled at the first request for an address."""
 
     def __init__(self) -> None:
         self._module = ir.Module("kernels")
@@ -48,7 +48,7 @@ class Code:
     def kernel(self, name: str, num_arguments: int, body: Callable[..., None]) -> str:
         """Add void name(arguments*, item, thread): body(emitter, item, thread, *arguments), all 64-bit integers.
 
-        Returns the name, for `address`; a kernel that is there already is not made again.
+        Returns the name, for `address`; does nothing for an existing kernel.
         """
 
         def whole(emit: Emitter, arguments: Int, item: Int, thread: Int) -> None:
@@ -64,7 +64,10 @@ class Code:
         return name
 
     def helper(self, name: str, num_arguments: int, body: Callable[..., None]) -> Callable[..., None]:
-        """Add void name(integers…), for kernels to call; returns what emits a call: call(emitter, *integers)."""
+        """Add void name(integers…), for kernels to call.
+
+        Returns a function that emits a call: call(emitter, *integers).
+        """
         function = self._module.globals.get(name)
         if function is None:
             function = self._define(name, num_arguments, body)
@@ -77,7 +80,7 @@ class Code:
         return call
 
     def address(self, name: str) -> int:
-        """The address of a kernel's machine code, which stays while this lives."""
+        """Return the address of a kernel's machine code, valid during the life of this object."""
         if name not in self._addresses:
             self._compile()
         return self._addresses[name]
@@ -104,7 +107,7 @@ class Code:
 
 
 def symbol(library: str | None, name: str) -> int | None:
-    """The address of a C function, or None."""
+    """Return the address of a C function, or None."""
     try:
         return ctypes.cast(getattr(ctypes.CDLL(library), name), ctypes.c_void_p).value
     except (OSError, AttributeError):

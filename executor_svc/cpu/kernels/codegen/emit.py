@@ -1,7 +1,7 @@
-"""A thin layer over llvmlite in which kernels read like arithmetic: integers, vectors of 16 floats, loops.
+"""A thin layer over llvmlite that lets kernels read like arithmetic: integers, vectors of 16 floats, loops.
 
-Nothing here lets LLVM change the order of floating-point operations, so a kernel's bits follow from its source alone,
-whatever vectors the processor has.
+LLVM may not change the order of floating-point operations, so a kernel's bits depend on its source only, not on the
+width of the processor's vectors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from llvmlite import ir
 
 LANES = 16
-"""Floats of a vector: one AVX-512 register, two of AVX2, four of NEON."""
+"""Floats of a vector: one AVX-512 register, two AVX2 registers, four NEON registers."""
 
 _CACHE_LINE = 64
 
@@ -25,7 +25,7 @@ _VI16, _VI32, _VF32, _VI1 = (ir.VectorType(element, LANES) for element in (_I16,
 
 
 class BfloatType(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite does not name."""
+    """LLVM's bfloat, which llvmlite does not have."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -54,19 +54,19 @@ class Int:
         return Int(self.emit, self.emit.builder.mul(self.value, self.emit.integer(other).value))
 
     def __floordiv__(self, other: Int | int) -> Int:
-        """Unsigned."""
+        """Return the quotient of unsigned integers."""
         return Int(self.emit, self.emit.builder.udiv(self.value, self.emit.integer(other).value))
 
     def __mod__(self, other: Int | int) -> Int:
-        """Unsigned."""
+        """Return the remainder of unsigned integers."""
         return Int(self.emit, self.emit.builder.urem(self.value, self.emit.integer(other).value))
 
     def less(self, other: Int | int) -> Any:
-        """Signed comparison, a condition."""
+        """Return the condition self < other, of signed integers."""
         return self.emit.builder.icmp_signed("<", self.value, self.emit.integer(other).value)
 
     def equals(self, other: Int | int) -> Any:
-        """A condition."""
+        """Return the condition self == other."""
         return self.emit.builder.icmp_signed("==", self.value, self.emit.integer(other).value)
 
     def least(self, other: Int | int) -> Int:
@@ -105,16 +105,16 @@ class Vec:
         return self.emit.call("llvm.sqrt.v16f32", self)
 
     def larger(self, other: Vec) -> Vec:
-        """self where it is larger, else other: so a NaN of self is passed over."""
+        """Return the larger of self and other; other, if self is NaN."""
         chosen = self.emit.builder.fcmp_ordered(">", self.value, other.value)
         return Vec(self.emit, self.emit.builder.select(chosen, self.value, other.value))
 
     def total(self) -> Vec:
-        """The sum of all lanes, in every lane: halves are added, then quarters, and so on."""
+        """Return the sum of all lanes, in every lane: halves are added, then quarters, and so on."""
         return self._fold(lambda left, right: left + right)
 
     def highest(self) -> Vec:
-        """The maximum of all lanes, in every lane."""
+        """Return the maximum of all lanes, in every lane."""
         return self._fold(lambda left, right: left.larger(right))
 
     def _fold(self, combine: Callable[[Vec, Vec], Vec]) -> Vec:
@@ -126,17 +126,17 @@ class Vec:
         return folded
 
     def lane(self, index: int) -> Vec:
-        """One lane in every lane."""
+        """Return one lane's value in every lane."""
         lanes = ir.Constant(_VI32, [index] * LANES)
         return Vec(self.emit, self.emit.builder.shuffle_vector(self.value, self.value, lanes))
 
     def rounded(self, dtype: Dtype) -> Vec:
-        """The nearest value of dtype, as a float."""
+        """Return the nearest value of dtype, as a float."""
         return self if dtype == "float32" else Vec(self.emit, self.emit.widened(self.emit.narrowed(self)))
 
 
 class Emitter:
-    """Writes one function; made by `module.Module.function`."""
+    """Writes the instructions of one function; created by `compiled.Code`."""
 
     def __init__(self, module: Any, function: Any) -> None:
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
@@ -149,17 +149,17 @@ class Emitter:
         return value if isinstance(value, Int) else Int(self, ir.Constant(_I64, value))
 
     def vec(self, value: Vec | float) -> Vec:
-        """A vector, or a number in every lane."""
+        """Return a vector unchanged, or a number in every lane."""
         return value if isinstance(value, Vec) else Vec(self, ir.Constant(_VF32, [value] * LANES))
 
     def call(self, intrinsic: str, *vectors: Vec) -> Vec:
-        """An LLVM intrinsic from float vectors to one."""
+        """Call an LLVM intrinsic from float vectors to a float vector."""
         return Vec(
             self, self.builder.call(self.declare(intrinsic, _VF32, [_VF32] * len(vectors)), [v.value for v in vectors])
         )
 
     def declare(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
-        """A function of the module or of LLVM itself, declared once."""
+        """Return a function of the module or of LLVM, declared once."""
         known = self._module.globals.get(name)
         return known or ir.Function(self._module, ir.FunctionType(result, arguments), name)
 
@@ -173,7 +173,7 @@ class Emitter:
         body: Callable[[Int, list[Vec]], Sequence[Vec] | None],
         carried: Sequence[Vec] = (),
     ) -> list[Vec]:
-        """for index in range(start, stop, step): carried = body(index, carried); returns what is carried at the end."""
+        """Emit `for index in range(start, stop, step): carried = body(index, carried)`; return the last `carried`."""
         builder, before = self.builder, self.builder.block
         first, end = self.integer(start), self.integer(stop)
         header, inside, after = (self._function.append_basic_block(name) for name in ("header", "body", "after"))
@@ -196,7 +196,7 @@ class Emitter:
         return [Vec(self, phi) for phi in phis]
 
     def when(self, condition: Any, body: Callable[[], None]) -> None:
-        """Run body only if the condition holds."""
+        """Emit body under a condition."""
         with self.builder.if_then(condition):
             body()
 
@@ -212,7 +212,7 @@ class Emitter:
         return Int(self, self.builder.sext(self.builder.load(self.pointer(address, _I32)), _I64))
 
     def load(self, address: Int, dtype: Dtype, count: int = LANES) -> Vec:
-        """Read `count` consecutive numbers of dtype; lanes beyond them are 0, and nothing is read there."""
+        """Read `count` consecutive numbers of dtype; further lanes are 0, without a read."""
         if count < LANES:
             return self.load_some(address, dtype, self.integer(count))
         raw = self.builder.load(self.pointer(address, _kind(dtype)))
@@ -220,7 +220,7 @@ class Emitter:
         return Vec(self, raw if dtype == "float32" else self.widened(raw))
 
     def load_some(self, address: Int, dtype: Dtype, count: Int) -> Vec:
-        """The same for a count that is known only when the kernel runs; it may be negative or more than LANES."""
+        """Read `count` numbers, a count known only at run time; it may be negative or more than LANES."""
         kind = _kind(dtype)
         function = self.declare(_masked("load", dtype), kind, [kind.as_pointer(), _I32, _VI1, kind])
         zeros = ir.Constant(kind, [0.0 if dtype == "float32" else 0] * LANES)
@@ -229,7 +229,7 @@ class Emitter:
         return Vec(self, raw if dtype == "float32" else self.widened(raw))
 
     def prefetch(self, address: Int, num_bytes: int, level: int = 1) -> None:
-        """Ask for memory that will be read soon, to be brought to this level of cache."""
+        """Prefetch memory into this level of cache."""
         kind = ir.IntType(8)
         function = self.declare("llvm.prefetch.p0", ir.VoidType(), [kind.as_pointer(), _I32, _I32, _I32])
         for offset in range(0, num_bytes, _CACHE_LINE):
@@ -249,7 +249,7 @@ class Emitter:
 
     def store(self, vector: Vec, address: Int, dtype: Dtype, count: int = LANES) -> None:
         """Write the first `count` lanes as numbers of dtype, rounded to nearest even."""
-        if count == 1 and dtype == "bfloat16":  # as a masked store LLVM 22 makes 32 bits of it, 16 too many
+        if count == 1 and dtype == "bfloat16":  # LLVM 22 compiles this masked store to 32 bits, 16 too many
             self._store_first(vector, address)
             return
         if count < LANES:
@@ -259,7 +259,7 @@ class Emitter:
         self.builder.store(raw, self.pointer(address, _kind(dtype))).align = ITEM_BYTES[dtype]
 
     def store_some(self, vector: Vec, address: Int, dtype: Dtype, count: Int) -> None:
-        """The same for a count that is known only when the kernel runs; it may be negative or more than LANES."""
+        """Write the first `count` lanes, a count known only at run time; it may be negative or more than LANES."""
         kind = _kind(dtype)
         raw = vector.value if dtype == "float32" else self.narrowed(vector)
         function = self.declare(_masked("store", dtype), ir.VoidType(), [kind, kind.as_pointer(), _I32, _VI1])
@@ -279,26 +279,26 @@ class Emitter:
             self.builder.store(number, self.pointer(address + lane * stride_bytes, kind))
 
     def first(self, count: Int) -> Any:
-        """The lanes below a count, a condition for each."""
+        """Return a condition for each lane: whether it is below a count."""
         return self.builder.icmp_signed("<", self.lanes(), self.every(count))
 
     def lanes(self) -> Any:
-        """0 to LANES - 1, as 32-bit integers."""
+        """Return 0 to LANES - 1, as 32-bit integers."""
         return ir.Constant(_VI32, list(range(LANES)))
 
     def every(self, number: Int) -> Any:
-        """A number in every lane, as 32-bit integers."""
+        """Return a number in every lane, as 32-bit integers."""
         nothing = ir.Constant(_VI32, ir.Undefined)
         one = self.builder.insert_element(nothing, self.builder.trunc(number.value, _I32), ir.Constant(_I32, 0))
         return self.builder.shuffle_vector(one, nothing, ir.Constant(_VI32, [0] * LANES))
 
     def widened(self, bits: Any) -> Any:
-        """bfloat16 as 16-bit integers to floats."""
+        """Convert bfloat16, as 16-bit integers, to floats."""
         wide = self.builder.shl(self.builder.zext(bits, _VI32), _every(16))
         return self.builder.bitcast(wide, _VF32)
 
     def narrowed(self, vector: Vec) -> Any:
-        """Floats to bfloat16 as 16-bit integers, to nearest even; NaN stays NaN."""
+        """Convert floats to bfloat16, as 16-bit integers, to nearest even; NaN stays NaN."""
         builder = self.builder
         bits = builder.bitcast(vector.value, _VI32)
         odd = builder.and_(builder.lshr(bits, _every(16)), _every(1))
@@ -308,7 +308,7 @@ class Emitter:
 
 
 def pieces(length: int) -> list[tuple[int, int]]:
-    """(offset, count) of the vectors that cover `length` numbers, all of LANES but perhaps the last."""
+    """Return (offset, count) of the vectors that cover `length` numbers; count is LANES, perhaps less for the last."""
     return [(start, min(LANES, length - start)) for start in range(0, length, LANES)]
 
 

@@ -1,4 +1,4 @@
-"""exp and tanh of vectors, from arithmetic that IEEE 754 rounds: the same bits in every lane and on every processor.
+"""exp and tanh of vectors, from IEEE 754 arithmetic: the same bits in every lane and on every processor.
 
 Ranges, splits and coefficients are those of expf and tanhf in Moshier's Cephes library (single/expf.c, single/tanhf.c).
 """
@@ -21,7 +21,7 @@ _EXP_LOWEST, _EXP_HIGHEST = -87.0, 88.0
 _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 _TANH_SERIES_BELOW = 0.625
 
-# Added to a float below 2^22, its sum ends in the rounded integer; read as an integer it differs by that integer.
+# A float below 2^22 plus this constant, read as an integer, is the constant's integer plus the rounded float.
 _ROUNDER = 12582912.0
 _ROUNDER_BITS = 0x4B400000
 
@@ -58,7 +58,7 @@ def tanh(x: Vec) -> Vec:
 
 
 def where(emit: Emitter, condition: Any, chosen: Vec, other: Vec) -> Vec:
-    """Of each lane, `chosen` where the condition holds, else `other`."""
+    """Return, for each lane, `chosen` if the condition holds, else `other`."""
     return Vec(emit, emit.builder.select(condition, chosen.value, other.value))
 
 

@@ -1,8 +1,8 @@
-"""Threads that run kernels: one launch at once, or a recorded list of launches with one call.
+"""Threads that run kernels: a recorded list of launches with one call.
 
-A launch has items, which threads take one by one as they become free, so a thread that lost its core to another
-process holds up no more than the item it has. The next launch begins when all items of the last are done. Who
-computes an item never changes its bits. The threads are OpenMP's, the same that PyTorch computes with.
+A launch has items, which free threads take one by one, so a thread that lost its core to another process delays only
+its current item. The next launch begins when all items of the last are done. An item's bits do not depend on the thread
+that computes it. The threads are OpenMP's, the same that PyTorch uses.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MAX_ARGUMENTS = 12
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel and what it works on. Its items: groups for each `share` of what it counts."""
+    """A kernel with its arguments. Its number of items is ceil(count / share) * groups."""
 
     kernel: str
     count: str
-    """What is counted, whose number is the kernel's first argument: rows, or the tiles of a step's attention."""
+    """Name of the count, which is the kernel's first argument: rows, or the tiles of a step's attention."""
     share: int
     groups: int
     arguments: tuple[int, ...]
@@ -39,7 +39,7 @@ class Launch:
 
 
 class Program:
-    """Launches in a row, whose counts are given each time that they run."""
+    """Consecutive launches; each run sets their counts."""
 
     def __init__(self, team: Team, launches: Sequence[Launch]) -> None:
         self._team = team
@@ -56,7 +56,7 @@ class Program:
         self._state = np.array([self._table.ctypes.data, len(launches)], np.int64)
 
     def run(self, **counts: int) -> None:
-        """Run all launches, in order; returns when they are done."""
+        """Run all launches, in order; return when they are done."""
         count = np.array([counts[name] for name in self._counts], np.int64)[self._which]
         self._arguments[:, 0] = count
         self._table[:, _ITEMS] = -(-count // self._share) * self._groups
@@ -68,7 +68,7 @@ class Team:
     """Runs the kernels of one `Code`; for use by one thread."""
 
     def __init__(self, code: Code, num_threads: int) -> None:
-        """Take num_threads, this thread among them; without OpenMP's library it is the only one."""
+        """Use num_threads threads, the calling one included; only the calling one without OpenMP's library."""
         self._code = code
         start, number = symbol(_OPENMP, "GOMP_parallel"), symbol(_OPENMP, "omp_get_thread_num")
         alone = code.function("drive_alone", 1, lambda emit, state: _drive(emit.builder, state.value, _I64(0)))
@@ -86,7 +86,7 @@ class Team:
         return self._code.address(kernel)
 
     def drive(self, state: int) -> None:
-        """Run the launches of a program's state."""
+        """Run the launches of a program; state: address of its state."""
         if self.num_threads == 1:
             self._alone(state)
         else:
@@ -100,7 +100,7 @@ def _drive_in_team(builder: ir.IRBuilder, state: ir.Value, number: int) -> None:
 
 
 def _drive(builder: ir.IRBuilder, state: ir.Value, thread: ir.Value) -> None:
-    """Take items of each launch until none is left, then wait until all are done."""
+    """Emit the loop of a thread: take items of each launch until none is left, then wait until all are done."""
     function = builder.function
     names = ("launch", "begin", "take", "work", "wait", "spin", "next", "end")
     launch, begin, take, work, wait, spin, following, end = (function.append_basic_block(name) for name in names)
@@ -151,7 +151,7 @@ def _drive(builder: ir.IRBuilder, state: ir.Value, thread: ir.Value) -> None:
 
 
 def _pause(builder: ir.IRBuilder, spins: ir.Value) -> None:
-    """Let the core's other thread go first, and now and then any process: it may have what is waited for."""
+    """Yield to the core's other hardware thread, and sometimes to any process: it may hold up the awaited item."""
     give_way = symbol(None, "sched_yield")
     if "x86_64" in llvm.get_default_triple():
         module = builder.module

@@ -1,7 +1,7 @@
 """Paged attention for prefill, chunked prefill with context, decode and any mixture of them, in one launch.
 
-The query heads of a KV head are packed into one query tile, and a program finds its sequence by a search over
-query_start_loc, as in vLLM's unified Triton kernel. A row's numbers depend on its own sequence alone.
+A query tile packs the query heads of a KV head, and a program finds its sequence by a search over query_start_loc, as
+in vLLM's unified Triton kernel. A row's numbers depend on its own sequence only.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from executor_svc.gpu.kernels.attention.variants import cases, variants_of
 from executor_svc.gpu.kernels.variant import Variant
 
 _L2_BYTES = 24 << 20
-"""Of the keys and values that programs at work together may read: about half of the L2 of a data-center GPU."""
+"""Maximum bytes of keys and values that concurrent programs read: about half of the L2 of a data-center GPU."""
 
 
 @triton.jit
 def find_sequence(query_start_loc, tile, num_seqs, tile_tokens):
-    """The last sequence s whose first tile, query_start_loc[s] // tile_tokens + s, is not after `tile`."""
+    """Return the last sequence s whose first tile, query_start_loc[s] // tile_tokens + s, is not after `tile`."""
     low = 0
     high = num_seqs
     while low < high:
@@ -89,7 +89,7 @@ def attention_kernel(
     COPIES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One query tile of one KV head. Programs near each other read the same keys; those with most to do come first."""
+    """Compute one query tile of one KV head. Neighbouring programs read the same keys; the largest work comes first."""
     program = tl.program_id(0)
     if DECODE:
         head = program % num_kv_heads
@@ -113,7 +113,7 @@ def attention_kernel(
     position = length - num_tokens + first
     rows = tl.arange(0, ROWS)
     token = rows // group
-    # Rows past the last head of the last token are none of this tile's.
+    # Rows after the last head of the last token are padding.
     there = rows_and_columns(token < count, HEAD_SIZE, PADDED)
     first_token = start + first
     q_places = query_places(q, rows, token, head, first_token, q_stride, group, HEAD_SIZE, PADDED)
@@ -158,7 +158,7 @@ def attention_kernel(
 def attention(call: AttentionCall, arch: int, config: AttentionConfig | None = None) -> None:
     """Write `call.out`, on a GPU of compute capability `arch`, such as 90; raises ValueError.
 
-    Batches of one token per sequence take decode tiles. `config`, for measurements, is taken in place of the usual one.
+    Batches of one token per sequence use decode tiles. `config`, for measurements, replaces the default tiles.
     """
     call.check()
     phase = Phase.DECODE if call.max_query_len == 1 else Phase.PREFILL
@@ -166,7 +166,7 @@ def attention(call: AttentionCall, arch: int, config: AttentionConfig | None = N
     if not call.num_seqs:
         return
     num_tiles = call.num_seqs
-    if phase is Phase.PREFILL:  # a tile is of one sequence: each may leave one that is not full
+    if phase is Phase.PREFILL:  # a tile has tokens of one sequence only: each sequence may have one partial tile
         num_tiles += call.q.shape[0] // (config.rows // call.group)
     scale, softcap = call.factors()
     attention_kernel[(num_tiles * call.num_kv_heads,)](
@@ -199,14 +199,14 @@ def attention(call: AttentionCall, arch: int, config: AttentionConfig | None = N
 
 
 def _heads_at_once(call: AttentionCall) -> int:
-    """Return how many KV heads are worked on side by side: a divisor of all, few if their keys would not stay in L2."""
+    """Return the number of KV heads processed concurrently: a divisor of all, limited by keys and values in L2."""
     head_bytes = 2 * call.max_seq_len * call.head_size * call.kv_layer.element_size()
     most = max(1, _L2_BYTES // max(1, head_bytes))
     return max(n for n in range(1, call.num_kv_heads + 1) if call.num_kv_heads % n == 0 and n <= most)
 
 
 def variants() -> list[Variant]:
-    """Return what is compiled ahead of time: prefill and decode for each of `attention_variants.cases`."""
+    """Return the variants compiled ahead of time: prefill and decode for each of `variants.cases`."""
     prefill, decode = Phase.PREFILL, Phase.DECODE
     found = variants_of(attention_kernel, "attention prefill", prefill, cases(prefill), _prefill_constants, {})
     return found + variants_of(attention_kernel, "attention decode", decode, cases(decode), _decode_constants, {})

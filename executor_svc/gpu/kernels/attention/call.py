@@ -1,4 +1,4 @@
-"""What a launch of attention is given, checked: the same for both of its kernels."""
+"""The checked arguments of attention, the same for both of its kernels."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Causal attention of T tokens of S sequences over the paged cache: what `reference.attention` means."""
+    """Causal attention of T tokens of S sequences over the paged cache, as defined by `device.reference.attention`."""
 
     q: Tensor
-    """[T, H, D], a row a view of any stride that is a multiple of 16."""
+    """[T, H, D]; the stride of rows is any multiple of 16."""
     kv_layer: Tensor
-    """[N, 2, KVH, B, D] in the dtype of q, or float8_e4m3fn with scales; q is 16 bits wide then."""
+    """[N, 2, KVH, B, D] in the dtype of q, or float8_e4m3fn with scales and a 16-bit q."""
     query_start_loc: Tensor
     """[S + 1] int32."""
     seq_lens: Tensor
-    """[S] int32; 0: padding, its tokens get zeros."""
+    """[S] int32; 0: padding, whose outputs are zeros."""
     block_tables: Tensor
     """[S, max_blocks] int32, rows of any stride."""
     out: Tensor
@@ -44,15 +44,15 @@ class AttentionCall:
     scale: float
     """Above 0."""
     max_query_len: int
-    """At least each sequence's number of tokens; 1: no sequence has more than one."""
+    """Upper bound of each sequence's number of tokens; 1: no sequence has more than one."""
     max_seq_len: int
-    """At least each of seq_lens."""
+    """Upper bound of seq_lens."""
     window: int | None = None
     softcap: float | None = None
     k_scale: Tensor | None = None
-    """[KVH] float32: what a key in fp8 is multiplied with."""
+    """[KVH] float32: scales of keys in fp8."""
     v_scale: Tensor | None = None
-    """[KVH] float32: what a value in fp8 is multiplied with."""
+    """[KVH] float32: scales of values in fp8."""
 
     @property
     def num_seqs(self) -> int:
@@ -76,7 +76,7 @@ class AttentionCall:
 
     @property
     def block_bits(self) -> int:
-        """Which power of 2 the block size is."""
+        """The exponent of the block size, a power of 2."""
         return self.block_size.bit_length() - 1
 
     @property
@@ -85,9 +85,9 @@ class AttentionCall:
         return self.num_heads // self.num_kv_heads
 
     def factors(self) -> tuple[float, float]:
-        """Return the factor of q k and that of the capped score, both for exponents of 2; without a cap, one of them.
+        """Return the factors of q k and of the capped score, both for exponents of 2; the second is 0 without a cap.
 
-        softcap * tanh(x) is, but for a term that all have, -2 * softcap / (exp(2x) + 1).
+        softcap * tanh(x) equals -2 * softcap / (exp(2x) + 1), up to a constant that all scores share.
         """
         if self.softcap is None:
             return self.scale * _LOG2_E, 0.0
@@ -101,17 +101,19 @@ class AttentionCall:
         )
 
     def config(self, phase: Phase, arch: int) -> AttentionConfig:
-        """Return the tiles that it takes on a GPU of compute capability `arch`; raises ValueError."""
+        """Return the tiles of this call on a GPU of compute capability `arch`; raises ValueError."""
         return attention_config(self.kind, phase, arch)
 
     def constants(self, config: AttentionConfig) -> dict[str, Any]:
-        """Return what both kernels are compiled for with these tiles."""
+        """Return the constants of both kernels with these tiles."""
         return constants(self.kind, config)
 
     def cache(self, config: AttentionConfig) -> Tensor | TensorDescriptor:
-        """Return kv_layer as a kernel takes it with these tiles; raises ValueError if the copy engine cannot.
+        """Return the kernel argument for kv_layer with these tiles.
 
-        The copy engine has it as rows [N * 2 * KVH * B, D], of which it fetches [TILE, PADDED], 0 beyond D.
+        raises ValueError if the copy engine cannot load it.
+
+        The copy engine's view is rows [N * 2 * KVH * B, D], from which it loads [TILE, PADDED], 0 beyond D.
         """
         if not config.copies:
             return self.kv_layer
@@ -121,7 +123,7 @@ class AttentionCall:
         return TensorDescriptor(self.kv_layer, [rows, size], [size, 1], [config.tile, padded(size)])
 
     def check(self) -> None:
-        """Raise ValueError, naming the argument, if a kernel cannot take it."""
+        """Raise ValueError, naming the argument, for arguments that the kernels do not support."""
         self._check_q()
         self._check_cache()
         self._check_batch()

@@ -1,6 +1,6 @@
-"""Tile sizes of the attention kernels: chosen at start by GPU, model, cache and phase, not by what a step holds.
+"""Tile sizes of the attention kernels: chosen at start by GPU, model, cache and phase, not by the contents of a step.
 
-Each was compiled for its arch and does not spill. Keys are tiled from position 0 on.
+Each was compiled for its arch without spills. Tiles of keys begin at position 0.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ import torch
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)
-"""Powers of 2, which kernels are told when they are launched."""
+"""Supported block sizes, powers of 2: arguments of a launch."""
 COPIED_BLOCK = 64
-"""Block size for which a Hopper GPU's copy engine fetches keys and values: every tile lies in one block."""
+"""Block size for which a Hopper GPU's copy engine loads keys and values: every tile is within one block."""
 DECODE_ROWS = 16
-"""The least that tensor cores multiply: up to so many query heads of a KV head, decodes have a tile of their own."""
+"""Minimum rows of tensor cores' products: decodes have tiles of this size for up to as many query heads per KV head."""
 
 
 class Phase(StrEnum):
-    """What the tiles of a launch are made for."""
+    """The kind of batch that the tiles of a launch are for."""
 
     PREFILL = "prefill"
-    """Any mixture: many query tokens in a tile."""
+    """Any mixture of sequences: many query tokens in a tile."""
     DECODE = "decode"
     """Batches of one token per sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """How one kernel is tiled and launched."""
+    """Tiles and launch options of one kernel."""
 
     rows: int
-    """Of a query tile: tokens times query heads of a KV head."""
+    """Rows of a query tile: tokens times query heads of a KV head."""
     tile: int
     """Keys of a tile."""
     num_warps: int
     num_stages: int
-    """Tiles of keys and values on their way or in use at once."""
+    """Tiles of keys and values that are loading or in use at once."""
     copies: bool = False
-    """Does the copy engine of a Hopper GPU fetch keys and values: a tile must lie in one block, without a window."""
+    """Whether a Hopper GPU's copy engine loads keys and values: requires tiles within one block, and no window."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """What kernels are compiled for, and tiles chosen by."""
+    """The properties that kernels are compiled for and tiles are chosen by."""
 
     head_size: int
     dtype: torch.dtype
-    """Of queries and results."""
+    """Dtype of queries and results."""
     kv_dtype: torch.dtype
     block_size: int
     group: int = 1
@@ -61,12 +61,12 @@ class AttentionKind:
 
     @property
     def scales(self) -> bool:
-        """Is the cache in fp8."""
+        """Whether the cache is in fp8."""
         return self.kv_dtype != self.dtype
 
     @property
     def wide(self) -> bool:
-        """Are there more query heads to a KV head than a decode tile has rows."""
+        """Whether a KV head has more query heads than a decode tile has rows."""
         return self.group > DECODE_ROWS
 
 
@@ -82,7 +82,7 @@ _HOPPER = {
     ("32", 256): AttentionConfig(32, 16, 8, 2),
 }
 _HOPPER_FEATURES = _HOPPER | {("16", 128): AttentionConfig(128, 64, 8, 3)}
-"""A window and a softcap take registers of their own."""
+"""Tiles for a window or a softcap, which need additional registers."""
 _AMPERE = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(128, 32, 8, 3),
@@ -95,7 +95,7 @@ _SMALL = _AMPERE | {
     ("32", 256): AttentionConfig(32, 16, 16, 2),
 }
 _SMALL_ARCHS = (86, 89, 120, 121)
-"""GPUs whose blocks have 99 KiB of shared memory, not 163 or more."""
+"""GPUs with 99 KiB of shared memory per block, not 163 KiB or more."""
 _DECODE = {
     ("16", 64): AttentionConfig(DECODE_ROWS, 64, 4, 3),
     ("16", 128): AttentionConfig(DECODE_ROWS, 64, 4, 3),
@@ -111,7 +111,7 @@ _DECODE_SOFTCAP = _DECODE | {
     ("16", 64): AttentionConfig(DECODE_ROWS, 64, 8, 3),
     ("16", 128): AttentionConfig(DECODE_ROWS, 64, 8, 3),
 }
-"""With 4 warps some kernels spill, by 4 bytes."""
+"""With 4 warps, some kernels spill 4 bytes."""
 _HOPPER_WIDE = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(128, 64, 8, 2),
@@ -121,24 +121,24 @@ _HOPPER_WIDE = _HOPPER | {
     ("fp8", 256): AttentionConfig(32, 32, 8, 3),
     ("32", 256): AttentionConfig(32, 16, 32, 2),
 }
-"""For decodes of more query heads to a KV head than a decode tile has rows: the split kernel takes more registers."""
+"""For decodes with more query heads per KV head than rows of a decode tile: the split kernel needs more registers."""
 _HOPPER_COPIED = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(128, 64, 8, 3),
     ("fp8", 64): AttentionConfig(128, 64, 8, 3),
 }
-"""No tile is longer than a block that the copy engine fetches from."""
+"""Tiles for the copy engine, no longer than a block of COPIED_BLOCK tokens."""
 
 
 def padded(head_size: int) -> int:
-    """Return the head size that tiles have: the next power of 2."""
+    """Return the head size of tiles: the next power of 2."""
     return 1 << (head_size - 1).bit_length()
 
 
 def attention_config(kind: AttentionKind, phase: Phase, arch: int) -> AttentionConfig:
     """Return the tiles for a GPU of compute capability `arch`, such as 90.
 
-    Raises: ValueError if so many query heads of a KV head do not fit a tile, or if the GPU does not know the cache's
+    Raises ValueError if the query heads of a KV head do not fit a tile, or if the GPU does not support the cache's
     dtype.
     """
     if kind.kv_dtype == torch.float8_e4m3fn and arch < 90:
@@ -152,7 +152,7 @@ def attention_config(kind: AttentionKind, phase: Phase, arch: int) -> AttentionC
 
 
 def _may_copy(kind: AttentionKind, phase: Phase, arch: int) -> bool:
-    """Can the copy engine fetch whole tiles; for wide decodes, which have few registers left, it is not asked to."""
+    """Return whether the copy engine loads tiles; not for wide decodes, which have few registers left."""
     fits = kind.block_size == COPIED_BLOCK and kind.dtype.itemsize == 2 and not kind.window
     return fits and arch // 10 == 9 and not (phase is Phase.DECODE and kind.wide)
 
@@ -172,7 +172,7 @@ def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> Mappin
 
 
 def constants(kind: AttentionKind, config: AttentionConfig) -> dict[str, Any]:
-    """Return what both attention kernels are compiled for with these tiles."""
+    """Return the constants of both attention kernels with these tiles."""
     return {
         "HEAD_SIZE": kind.head_size,
         "PADDED": padded(kind.head_size),

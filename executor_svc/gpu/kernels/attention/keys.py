@@ -1,6 +1,6 @@
-"""What the attention kernels share: one query tile over a run of key tiles, which come from the cache in two ways.
+"""Shared by the attention kernels: one query tile over a run of key tiles, loaded from the cache in two ways.
 
-Either threads load them by their addresses, or a Hopper GPU's copy engine is told a row and fetches a whole tile.
+Either threads load keys by their addresses, or a Hopper GPU's copy engine loads a whole tile from its first row.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from executor_svc.gpu.kernels.attention.tile import nothing_yet, weigh
 
 @triton.jit
 def keys_to_read(tile, low, high, TILE: tl.constexpr):
-    """Keys [TILE] of a tile; in place of those that no row sees, one that some row does: 0 * NaN would be NaN."""
+    """Return key indices [TILE] of a tile; masked keys are replaced by an unmasked one, because 0 * NaN is NaN."""
     return tl.maximum(tl.minimum(tile * TILE + tl.arange(0, TILE), high - 1), low)
 
 
 @triton.jit
 def places_of(keys, ids, kv_head, value_offset, block_size, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Where keys [TILE] are, [TILE, PADDED], in the blocks `ids` [TILE]; values are `value_offset` behind.
+    """Return addresses [TILE, PADDED] of keys [TILE] in the blocks `ids` [TILE].
 
-    kv_head is where this KV head's keys are in the cache's first block.
+    values are at `value_offset` from them.
+
+    kv_head: address of this KV head's keys in the cache's first block.
     """
     rows = ids.to(tl.int64) * (2 * value_offset) + (keys & (block_size - 1)) * HEAD_SIZE
     return kv_head + rows[:, None] + tl.arange(0, PADDED)
@@ -30,7 +32,7 @@ def places_of(keys, ids, kv_head, value_offset, block_size, HEAD_SIZE: tl.conste
 
 @triton.jit
 def loaded(places, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """What is at the places [TILE, PADDED], 0 beyond the head size."""
+    """Load from the places [TILE, PADDED]; 0 beyond the head size."""
     if HEAD_SIZE == PADDED:
         numbers = tl.load(places)
     else:
@@ -40,7 +42,7 @@ def loaded(places, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def row_of(tile, block, head, num_kv_heads, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The row at which the copy engine finds a tile's keys, which lie in this block."""
+    """Return the copy engine's row of a tile's keys in this block."""
     return (block * (2 * num_kv_heads) + head) * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
 
 
@@ -71,18 +73,18 @@ def attend(
     COPIES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Return weighted values [ROWS, PADDED], not yet divided, and each row's greatest exponent of 2 and sum of weights.
+    """Return weighted values [ROWS, PADDED], not yet divided, and each row's maximum exponent of 2 and sum of weights.
 
     Args:
-        q: [ROWS, PADDED], with its factors, as `as_multiplied` has them.
-        cache: keys and values of all blocks, as `AttentionCall.cache` gives them.
+        q: [ROWS, PADDED], with its factors, from `as_multiplied`.
+        cache: keys and values of all blocks, from `AttentionCall.cache`.
         head: the KV head.
-        block_size, block_bits: tokens of a KV block, a power of 2, and of which.
+        block_size, block_bits: tokens of a KV block, a power of 2, and its exponent.
         table: the sequence's block table.
-        positions: [ROWS] of the tokens.
-        begin, end: tiles begin to end - 1 of the sequence's keys are gone through.
-        low, high: keys low to high - 1 are seen by some row; what others hold has no effect.
-        clear_from, clear_to: every row sees all of the tiles clear_from to clear_to - 1.
+        positions: [ROWS] positions of the tokens.
+        begin, end: the loop covers tiles begin to end - 1 of the sequence's keys.
+        low, high: some row attends to each of the keys low to high - 1; other keys have no effect.
+        clear_from, clear_to: every row attends to all keys of the tiles clear_from to clear_to - 1.
     """
     rows = (q, positions, inner, outer, window, clear_from, clear_to)
     sums = nothing_yet(q)
@@ -120,10 +122,10 @@ def attend_loaded(
     HAS_SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Return `sums` with the tiles begin to end - 1 in them; nothing before `low` and from `high` on is read."""
+    """Return `sums` with the tiles begin to end - 1 added; reads no key before `low` or from `high` on."""
     head_stride = block_size * HEAD_SIZE
     kv_head, value_offset = cache + head * head_stride, num_kv_heads * head_stride
-    # Loaded one tile ahead, or loads of keys and values could start only once they are there.
+    # Loaded one tile ahead: loads of keys and values would otherwise wait for the ids.
     ids = tl.load(table + (keys_to_read(begin, low, high, TILE) >> block_bits))
     for tile in tl.range(begin, end, num_stages=STAGES):
         keys = keys_to_read(tile, low, high, TILE)
@@ -152,7 +154,7 @@ def attend_copied(
     STAGES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr = COPIED_BLOCK,
 ):
-    """Return `sums` with the tiles begin to end - 1 in them; of the last, keys from `high` on count for nothing."""
+    """Return `sums` with the tiles begin to end - 1 added; masks keys from `high` on in the last tile."""
     tl.static_assert(BLOCK_SIZE % TILE == 0 and not HAS_WINDOW)
     value_offset = num_kv_heads * BLOCK_SIZE
     whole = tl.minimum(high // TILE, end)
@@ -167,7 +169,7 @@ def attend_copied(
         row = row_of(whole, block, head, num_kv_heads, BLOCK_SIZE, TILE)
         k = cache.load([row, 0])
         v = cache.load([row + value_offset, 0])
-        # Values that no row sees have weight 0, and may be NaN.
+        # Masked values have weight 0, and may be NaN.
         seen = whole * TILE + tl.arange(0, TILE) < high
         v = tl.where(seen[:, None], v.to(rows[0].dtype), 0.0)
         sums = weigh(rows, sums, k, v, whole, True, TILE, HAS_WINDOW, HAS_SOFTCAP)

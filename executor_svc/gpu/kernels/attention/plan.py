@@ -1,4 +1,4 @@
-"""What a step's attention is told on the GPU: filled once per step, shared by all layers of one attention shape."""
+"""The GPU's attention plan of a step: filled once per step, shared by all layers of one attention shape."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _names = itertools.count()
 
 
 class GpuAttentionPlan:
-    """A step's sequences at addresses that recorded launches and captured graphs know."""
+    """The sequences of a step, at fixed addresses for recorded launches and captured graphs."""
 
     def __init__(
         self,
         shape: AttentionShape,
         max_model_len: int,
-        most_tokens: int,
-        most_seqs: int,
+        max_tokens: int,
+        max_seqs: int,
         device: torch.device,
         arch: int,
         num_sms: int,
     ) -> None:
-        """Have room for steps of so many tokens and sequences."""
+        """Allocate memory for steps of up to max_tokens tokens and max_seqs sequences."""
         self.name = f"tokens{next(_names)}"
         self.num_tiles = 0
-        self.slot_mapping = torch.full((most_tokens,), -1, dtype=torch.int64, device=device)
+        self.slot_mapping = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
         self._shape = shape
         self._arch = arch
         self._num_sms = num_sms
         self._max_model_len = max_model_len
         width = -(-max_model_len // _SMALLEST_BLOCK)
-        self._starts = torch.zeros(most_seqs + 1, dtype=torch.int32, device=device)
-        self._lens = torch.zeros(most_seqs, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(most_seqs, width, dtype=torch.int32, device=device)
+        self._starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
+        self._lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(max_seqs, width, dtype=torch.int32, device=device)
         size = scratch_floats(shape.num_heads, shape.num_kv_heads, shape.padded_head_size, num_sms)
         self._scratch = torch.empty(size, dtype=torch.float32, device=device)
         ones = torch.ones(shape.num_kv_heads, dtype=torch.float32, device=device)
@@ -49,7 +49,7 @@ class GpuAttentionPlan:
         self._num_seqs = self._max_query_len = self._max_seq_len = 0
 
     def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
-        """Take a step, of tensors on the host: arguments as in `input_batch.ForwardBatch`."""
+        """Set the step, from tensors on the host; arguments as in `forward_batch.ForwardBatch`."""
         num_tokens, self._num_seqs = slot_mapping.shape[0], seq_lens.shape[0]
         self._max_query_len = int(query_start_loc.diff().max())
         self._max_seq_len = int(seq_lens.max())
@@ -63,18 +63,18 @@ class GpuAttentionPlan:
             into[: given.shape[0]].copy_(given, non_blocking=True)
 
     def read_from(self, buffers: StepBuffers) -> None:
-        """Take steps from tensors that are made on the device, in place of `fill`; before anything is recorded."""
+        """Read steps from tensors built on the device, in place of `fill`; must precede any recording."""
         inputs = buffers.inputs(buffers.most)
         self.slot_mapping = inputs.slot_mapping
         self._starts, self._lens, self._tables = inputs.query_start_loc, inputs.seq_lens, inputs.block_tables
 
-    def become(self, num_seqs: int, num_tokens: int, max_query_len: int, max_seq_len: int) -> None:
-        """Let launches be those of a step of these sizes: a CUDA graph's are those of the longest that it may run."""
+    def set_sizes(self, num_seqs: int, num_tokens: int, max_query_len: int, max_seq_len: int) -> None:
+        """Set the sizes of the step for launches; for a capture, those of the longest step of the graph."""
         self._num_seqs, self.num_tiles = num_seqs, num_tokens
         self._max_query_len, self._max_seq_len = max_query_len, max_seq_len
 
     def scales(self, kv_layer: Tensor, given: KVScales | None = None) -> KVScales | None:
-        """Return what keys and values are multiplied with: as given, and in fp8 1 where nothing is."""
+        """Return the scales of keys and values: the given ones, or 1 for a cache in fp8 without scales."""
         unscaled = kv_layer.dtype == torch.float8_e4m3fn and given is None
         return self._unscaled if unscaled else given
 

@@ -1,7 +1,7 @@
-"""Decode attention for few sequences: each one's keys are cut into segments, whose results a second kernel unites.
+"""Decode attention for few sequences: keys are split into segments, whose results a second kernel merges.
 
-As Flash-Decoding (Dao et al., 2023). Where segments begin depends on the sequence's length, the model and the GPU, not
-on the batch; how many programs go through them does.
+As in Flash-Decoding (Dao et al., 2023). Segments depend on the sequence's length, the model and the GPU, not on the
+batch; the number of programs depends on the batch.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ from executor_svc.gpu.kernels.attention.variants import cases, variants_of
 from executor_svc.gpu.kernels.variant import Variant
 
 MAX_SEGMENTS = 128
-"""Of a sequence: what the uniting kernel holds at once."""
+"""Maximum segments of a sequence: the merging kernel holds all of them at once."""
 _PROGRAMS_PER_SM = 4
-"""Wanted: enough loads on their way on every SM, and short last programs."""
+"""Target number of programs per SM: for enough concurrent loads, and short last programs."""
 _UNITE_WARPS = 4
 LEAST_KEYS = 256
-"""Of a segment: what is written and read again is small beside as many keys."""
+"""Minimum keys of a segment: its results are small compared to these keys."""
 
 
 def max_segments(num_kv_heads: int, num_sms: int) -> int:
-    """Return the most segments of a sequence, a power of 2: one sequence of this many KV heads fills the GPU."""
+    """Return the maximum segments of a sequence, a power of 2 with which one sequence fills the GPU."""
     return min(MAX_SEGMENTS, _power_of_2(_PROGRAMS_PER_SM * num_sms // num_kv_heads))
 
 
 def wants_split(num_seqs: int, num_kv_heads: int, max_query_len: int, max_seq_len: int, num_sms: int) -> bool:
-    """Is this a batch of decodes that is better split: too few to fill a GPU, and long enough to be cut."""
+    """Return whether to split a batch: decodes too few to fill a GPU, and long enough."""
     fits = max_query_len == 1 and max_seq_len > LEAST_KEYS
     return fits and num_seqs > 0 and _parts(num_seqs, num_kv_heads, num_sms) > 1
 
 
 def scratch_floats(num_heads: int, num_kv_heads: int, head_size: int, num_sms: int) -> int:
-    """Return how many floats of scratch memory are enough for every batch for which `wants_split` holds."""
-    most_seqs = _PROGRAMS_PER_SM * num_sms // (2 * num_kv_heads)
-    return most_seqs * num_heads * max_segments(num_kv_heads, num_sms) * (head_size + 2)
+    """Return the floats of scratch memory that any batch with `wants_split` needs at most."""
+    max_seqs = _PROGRAMS_PER_SM * num_sms // (2 * num_kv_heads)
+    return max_seqs * num_heads * max_segments(num_kv_heads, num_sms) * (head_size + 2)
 
 
 def _parts(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
-    """Programs that share the segments of a sequence's KV head."""
+    """Return the number of programs that share the segments of a sequence's KV head."""
     wanted = _PROGRAMS_PER_SM * num_sms // (num_seqs * num_kv_heads)
     return min(_power_of_2(wanted), max_segments(num_kv_heads, num_sms))
 
 
 def _power_of_2(number: int) -> int:
-    """Return the greatest power of 2 that is not above the number, at least 1."""
+    """Return the largest power of 2 up to the number, at least 1."""
     return 1 << max(0, number.bit_length() - 1)
 
 
 @triton.jit
 def segments_of(length, window, segments, TILE: tl.constexpr, LEAST_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """First key tile, tiles of a segment and segments of a sequence; one segment without tiles if it is empty."""
+    """Return first key tile, tiles of a segment, and segments of a sequence; one segment without tiles if empty."""
     begin = first_seen(length - 1, window, HAS_WINDOW) // TILE
     tiles = tl.cdiv(length, TILE) - begin
     size = tl.maximum(tl.cdiv(tiles, segments), LEAST_TILES)
@@ -118,8 +118,11 @@ def split_kernel(
     COPIES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Every parts-th segment of one sequence's KV head: weighted values to sums [S, H, segments, D], and to stats
-    [S, H, segments, 2] what they were weighted by; a sequence of one segment is finished here."""
+    """Process every parts-th segment of one sequence's KV head.
+
+    Writes weighted values to sums [S, H, segments, D], and maximum and sum of the weights to stats [S, H, segments, 2].
+    A sequence of one segment is finished here.
+    """
     program = tl.program_id(0)
     head = program % num_kv_heads
     part = program // num_kv_heads % parts
@@ -135,7 +138,7 @@ def split_kernel(
     there = rows_and_columns(rows < group, HEAD_SIZE, PADDED)
     low = first_seen(length - 1, window, HAS_WINDOW)
     for segment in range(part, count, parts):
-        # Loaded again for each: held from one to the next they would take registers.
+        # Loaded again for each segment: kept values would need registers.
         q_places = query_places(q, rows, token, head, start, q_stride, group, HEAD_SIZE, PADDED)
         query = tl.load(q_places, mask=there, other=0.0)
         query, inner, outer = as_multiplied(query, head, k_scale, scale, softcap, HAS_SOFTCAP, HAS_SCALES)
@@ -204,7 +207,7 @@ def unite_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
-    """One sequence's query head: unite its segments, always in the same order, if there are several."""
+    """Merge the segments of one sequence's query head, always in the same order, if there are several."""
     program = tl.program_id(0)
     sequence = program // num_heads
     head = program % num_heads
@@ -239,7 +242,7 @@ def unite_kernel(
 def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: int) -> None:
     """Write `call.out` for a batch of at most one token per sequence, on a GPU of this capability and number of SMs.
 
-    Scratch is float32 as `scratch_floats` has it, and free again when the next kernel runs. Raises: ValueError.
+    scratch: `scratch_floats` float32 numbers, in use only until the next kernel of the stream. Raises ValueError.
     """
     call.check()
     if call.max_query_len != 1:
@@ -286,7 +289,7 @@ def split_attention(call: AttentionCall, arch: int, scratch: Tensor, num_sms: in
 
 
 def _unite(call: AttentionCall, config: AttentionConfig, sums: Tensor, stats: Tensor, segments: int) -> None:
-    """Enqueue the second kernel, over what the first has written."""
+    """Enqueue the second kernel, over the results of the first."""
     unite_kernel[(call.num_seqs * call.num_heads,)](
         call.query_start_loc,
         call.seq_lens,
@@ -318,9 +321,9 @@ def _unite_constants(config: AttentionConfig) -> dict[str, Any]:
 
 
 def variants() -> list[Variant]:
-    """Return what is compiled ahead of time: both kernels for each of `attention_variants.cases`."""
+    """Return the variants compiled ahead of time: both kernels for each of `variants.cases`."""
     floats = {"sums": "*fp32", "stats": "*fp32"}
-    # The second kernel reads no cache: it is the same however that is read, and whether scores are capped or not.
+    # The second kernel reads no cache: it does not depend on how keys are loaded, nor on a softcap.
     few = (case for case in cases(Phase.DECODE) if case.block_size != COPIED_BLOCK and not case.softcap)
     split = variants_of(split_kernel, "attention split", Phase.DECODE, cases(Phase.DECODE), _split_constants, floats)
     unite = variants_of(unite_kernel, "attention unite", Phase.DECODE, few, _unite_constants, floats)

@@ -1,6 +1,6 @@
-"""What the attention kernels share: a query tile, and a tile of keys with the softmax worked out on the way.
+"""Shared by the attention kernels: a query tile, and a tile of keys with online softmax.
 
-The online softmax is that of Milakov and Gimelshein (2018), in tiles as in FlashAttention (Dao et al., 2022).
+Online softmax after Milakov and Gimelshein (2018), in tiles as in FlashAttention (Dao et al., 2022).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def first_seen(position, window, HAS_WINDOW: tl.constexpr):
-    """The first position that a token at this one sees."""
+    """Return the first position that a token at `position` attends to."""
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(position - window + 1, 0)
@@ -20,9 +20,9 @@ def first_seen(position, window, HAS_WINDOW: tl.constexpr):
 
 @triton.jit
 def query_places(base, rows, token, head, first, stride, group, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Where a tile's rows are, [ROWS, PADDED], in a tensor at `base` of tokens `stride` apart.
+    """Return addresses [ROWS, PADDED] of a tile's rows, in a tensor at `base` of tokens `stride` apart.
 
-    Row r is for query head r % group of this KV head, and for token [ROWS] after the first.
+    Row r is query head r % group of this KV head, of the token at index token[r] [ROWS] after the first.
     """
     offsets = token * stride + (head * group + rows % group) * HEAD_SIZE
     return base + first.to(tl.int64) * stride + (offsets[:, None] + tl.arange(0, PADDED)[None, :])
@@ -30,7 +30,7 @@ def query_places(base, rows, token, head, first, stride, group, HEAD_SIZE: tl.co
 
 @triton.jit
 def rows_and_columns(rows, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Mask of a tile's elements that are there: those of the given rows [ROWS], up to the head size."""
+    """Return the mask of a tile's elements: of the given rows [ROWS], up to the head size."""
     there = rows[:, None]
     if HEAD_SIZE != PADDED:
         there = there & (tl.arange(0, PADDED) < HEAD_SIZE)[None, :]
@@ -39,17 +39,17 @@ def rows_and_columns(rows, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def as_multiplied(q, head, k_scale, scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr):
-    """Return q [ROWS, PADDED] as it meets the keys, and for each row two factors, of q k and of what becomes of it.
+    """Return q [ROWS, PADDED] for the product with keys, and two factors per row: of q k, and of the capped score.
 
-    With keys and values in fp8 everything is multiplied in fp16, which holds them: q is scaled by a power of 2 for each
-    row to be in its range. Values below 2^-14 of the greatest in a row lose bits by that, less than the row's rounding.
+    Keys and values in fp8 are multiplied in fp16, which represents them exactly: a power of 2 per row scales q into its
+    range. Values below 2^-14 of a row's largest lose bits by that, less than the row's rounding.
     """
     factor = tl.zeros([q.shape[0]], tl.float32) + scale
     if HAS_SCALES:
         factor *= tl.load(k_scale + head)
         if q.dtype != tl.float16:
             greatest = tl.max(tl.abs(q.to(tl.float32)), 1)
-            # At least 2^-63: a factor of 0 would make a NaN of a score of -inf.
+            # At least 2^-63: a factor of 0 would turn a score of -inf into NaN.
             exponent = tl.maximum(greatest.to(tl.int32, bitcast=True) & 0x7F800000, 0x20000000)
             inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
             q = (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
@@ -62,7 +62,7 @@ def as_multiplied(q, head, k_scale, scale, softcap, HAS_SOFTCAP: tl.constexpr, H
 
 @triton.jit
 def nothing_yet(q):
-    """What `weigh` starts from, for q [ROWS, PADDED]."""
+    """Return the initial sums of `weigh`, for q [ROWS, PADDED]."""
     acc = tl.zeros(q.shape, tl.float32)
     return acc, tl.full([q.shape[0]], float("-inf"), tl.float32), tl.zeros([q.shape[0]], tl.float32)
 
@@ -79,21 +79,21 @@ def weigh(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Return sums with one tile of keys and values more in them.
+    """Return sums with one more tile of keys and values.
 
     Args:
-        rows: q [ROWS, PADDED], positions [ROWS], both factors as `as_multiplied` has them, the window, and the two
-            tiles from and to which rows see every key, as `attend` has all these.
-        sums: weighted values [ROWS, PADDED], each row's greatest score and its sum of weights.
+        rows: q [ROWS, PADDED], positions [ROWS], both factors of `as_multiplied`, the window, and clear_from and
+        clear_to, all as in `attend`.
+        sums: weighted values [ROWS, PADDED], each row's maximum score and its sum of weights.
         k, v: [TILE, PADDED].
-        tile: which of the sequence's tiles it is.
-        LAST: is it known to have keys that no row sees.
+        tile: index of the tile in the sequence.
+        LAST: whether the tile may have masked keys at its end.
     """
     q, positions, inner, outer, window, clear_from, clear_to = rows
     acc, greatest, total = sums
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if HAS_SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1); the softmax needs no 1, and the 2 is in the outer factor.
+        # tanh(x) = 1 - 2 / (exp(2x) + 1); the softmax needs no 1, and the outer factor includes the 2.
         scores = -1.0 / (tl.exp2(scores * inner[:, None]) + 1.0)
     if LAST or (tile < clear_from) | (tile >= clear_to):
         keys = tile * TILE + tl.arange(0, TILE)
@@ -102,7 +102,7 @@ def weigh(
             visible &= keys[None, :] > positions[:, None] - window
         scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(greatest, tl.max(scores, 1))
-    # A row that has seen nothing yet: -inf less -inf would be NaN.
+    # For a row without any key so far, -inf - -inf would be NaN.
     base = tl.where(highest == float("-inf"), 0.0, highest * outer)
     weights = tl.exp2(scores * outer[:, None] - base[:, None])
     shrink = tl.exp2(greatest * outer - base)
@@ -114,7 +114,7 @@ def weigh(
 
 @triton.jit
 def divided(acc, total, head, v_scale, HAS_SCALES: tl.constexpr):
-    """Return weighted values [ROWS, PADDED] over the sums of their weights, 0 where there were none."""
+    """Return weighted values [ROWS, PADDED] divided by the sums of their weights, 0 without weights."""
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if HAS_SCALES:
         result *= tl.load(v_scale + head)

@@ -1,4 +1,4 @@
-"""What the attention kernels can be compiled for, all of it, for the two files that have kernels."""
+"""All variants of the attention kernels, for the two modules that define kernels."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _TYPES = {
 }
 _QUICK = ("128 bf16", "128 bf16 copied")
 _ANY_BLOCK = 16
-"""Stands for all block sizes where the copy engine is not asked."""
+"""Represents all block sizes for which the copy engine is not used."""
 _WIDE_GROUP = 17
-"""Query heads of a KV head that do not fit a decode tile."""
+"""A number of query heads per KV head that does not fit a decode tile."""
 
 
 def name_of(kind: AttentionKind) -> str:
-    """Return how variants' names tell it from others."""
+    """Return the part of variants' names that identifies a kind."""
     kv = f" kv-{_TYPES[kind.kv_dtype]}" if kind.scales else ""
     copied = kind.block_size == COPIED_BLOCK
     marks = (" window" * kind.window, " softcap" * kind.softcap, " wide" * kind.wide, " copied" * copied)
@@ -43,7 +43,7 @@ def name_of(kind: AttentionKind) -> str:
 
 
 def cases(phase: Phase) -> Iterator[AttentionKind]:
-    """Yield all that kernels can be compiled for: any block size, and the one for which the copy engine is asked."""
+    """Yield all kinds of attention: for any block size, and for the one that the copy engine loads."""
     # Prefill has the same tiles for wide groups.
     groups = (1, _WIDE_GROUP) if phase is Phase.DECODE else (1,)
     for head_size, (dtype, kv_dtype), group in product(HEAD_SIZES, _dtypes(), groups):
@@ -68,15 +68,15 @@ def variants_of(
     more: Callable[[AttentionConfig], dict[str, Any]],
     pointers: Mapping[str, str],
 ) -> list[Variant]:
-    """Return the variants of a kernel for some cases; archs whose tiles differ have one each.
+    """Return the variants of a kernel for some cases, one for each set of archs with the same tiles.
 
     Args:
         kernel: under @triton.jit.
-        operation: what names start with.
-        phase: whose tiles it has.
+        operation: the beginning of the names.
+        phase: decides the tiles.
         some: the cases.
-        more: gives the constants that only this kernel has, for its tiles.
-        pointers: types of those arguments that only this kernel has.
+        more: returns the constants that only this kernel has, for its tiles.
+        pointers: types of the arguments that only this kernel has.
     """
     found = []
     for case in some:
@@ -110,7 +110,7 @@ def variants_of(
 
 
 def _types(case: AttentionKind, config: AttentionConfig) -> dict[str, str]:
-    """Types of arguments by name, but for constants and int32."""
+    """Types of arguments by name, except constants and int32."""
     element, kept = _TYPES[case.dtype], _TYPES[case.kv_dtype]
     tile = f"tensordesc<{kept}[{config.tile}, {padded(case.head_size)}]>"
     types = {"q": f"*{element}", "out": f"*{element}", "cache": tile if config.copies else f"*{kept}"}

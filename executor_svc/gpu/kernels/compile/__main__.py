@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -12,10 +13,10 @@ from executor_svc.gpu.kernels.compile.registry import RegistryError, entries
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compile what the command line names; exit with 1 and a list if anything is refused."""
+    """Compile the kernels of the command line; exit with 1 and a list of errors if any is refused."""
     parser = argparse.ArgumentParser(prog="python -m executor_svc.gpu.kernels.compile", description=__doc__)
-    parser.add_argument("--module", action="append", help="full name of a module with variants; default: all of them")
-    parser.add_argument("--only", default="", help="variants whose name has this in it")
+    parser.add_argument("--module", action="append", help="full name of a module with variants; default: all modules")
+    parser.add_argument("--only", default="", help="compile variants whose name contains this")
     parser.add_argument("--quick", action="store_true", help="the few that `make test` compiles")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile; default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON on standard output")
@@ -31,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps({"builds": [asdict(build) for build in outcome.builds], "refused": outcome.refused}))
     if outcome.refused:
         raise SystemExit(outcome.refusal)
+    num_variants = len({build.name for build in outcome.builds})
+    num_spilling = sum(build.spills > 0 for build in outcome.builds)
+    counts = f"{num_variants} variants, {len(outcome.builds)} builds, {num_spilling} of them spill registers"
+    print(f"{counts}; none refused", file=sys.stderr)
 
 
 if __name__ == "__main__":

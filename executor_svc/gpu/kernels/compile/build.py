@@ -1,7 +1,7 @@
 """Compiles one kernel ahead of time, without a GPU.
 
-Triton and the ptxas in its package make the machine code that a GPU would run. What ptxas says of it is what can be
-known without one: registers, shared memory, spills, and which instructions multiply.
+Triton and the ptxas of its package produce the machine code that a GPU would run. ptxas reports its properties without
+a GPU: registers, shared memory, spills, and the instructions of products.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from executor_svc.gpu.kernels.compile.registry import mistakes
+from executor_svc.gpu.kernels.compile.registry import variant_errors
 from executor_svc.gpu.kernels.variant import Variant
 
 MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}
-"""Shared memory in bytes that a block may ask for, by arch (CUDA C++ Programming Guide, technical specifications)."""
+"""Maximum shared memory of a block in bytes, by arch (CUDA C++ Programming Guide, technical specifications)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Facts of one variant's machine code for one arch. Memory in bytes, spills and stack per thread."""
+    """Properties of one variant's machine code for one arch. Memory in bytes, spills and stack per thread."""
 
     name: str
     arch: int
@@ -41,17 +41,17 @@ class Build:
     spill_stores: int
     spill_loads: int
     wgmma: bool
-    """Multiplies with wgmma."""
+    """Whether it multiplies with wgmma."""
     wgmma_serialized: bool
-    """ptxas waits after each wgmma, as it says: registers do not allow it otherwise."""
+    """Whether ptxas has serialized wgmma, for lack of registers."""
     num_loads: int
-    """Instructions that read global memory, asynchronous copies too."""
+    """Instructions that read global memory, including asynchronous copies."""
     num_wide_loads: int
-    """Those of them that read 16 bytes at once."""
+    """Number of these that read 16 bytes at once."""
     num_bulk_copies: int
-    """Instructions to the copy engine."""
+    """Instructions of the copy engine."""
     seconds: float
-    """What compiling took."""
+    """Seconds of the compilation."""
 
     @property
     def shared(self) -> int:
@@ -60,23 +60,23 @@ class Build:
 
     @property
     def spills(self) -> int:
-        """Bytes that a thread stores to local memory and loads again for want of registers."""
+        """Bytes that a thread spills: stores to local memory and loads, for lack of registers."""
         return self.spill_stores + self.spill_loads
 
 
 class CompileError(RuntimeError):
-    """A variant does not compile; the message names it."""
+    """A variant does not compile; the message names the variant."""
 
 
 def compile_variant(variant: Variant, arch: int) -> Build:
-    """Compile a variant for sm_`arch`, always anew: no cache is read.
+    """Compile a variant for sm_`arch`, without any cache.
 
     Raises CompileError, which names the variant, and RuntimeError under Triton's interpreter.
     """
     if not isinstance(variant.kernel, JITFunction):
         raise RuntimeError("kernels are not compiled under TRITON_INTERPRET: compile in a process without it")
     where = f"{variant.name} for sm_{arch}"
-    if wrong := mistakes(variant):
+    if wrong := variant_errors(variant):
         raise CompileError(f"{where}: {'; '.join(wrong)}")
     start = time.perf_counter()
     with _fresh_compiler() as printed:
@@ -97,8 +97,11 @@ def compile_variant(variant: Variant, arch: int) -> Build:
     return Build(variant.name, arch, dynamic_shared=compiled.metadata.shared, seconds=round(seconds, 2), **facts)
 
 
-def problems(variant: Variant, build: Build) -> list[str]:
-    """Why a build may not be launched, or is not what the variant asks for; empty if it is."""
+def build_errors(variant: Variant, build: Build) -> list[str]:
+    """Return the reasons that a build cannot be launched or misses a requirement of its variant.
+
+    The list is empty if there is none.
+    """
     found = []
     if variant.no_spills and build.spills:
         found.append(
@@ -118,7 +121,7 @@ def problems(variant: Variant, build: Build) -> list[str]:
 
 @contextlib.contextmanager
 def _fresh_compiler() -> Iterator[io.StringIO]:
-    """An empty cache that nobody reads again, and what ptxas and Triton print in here."""
+    """Set up a temporary empty cache; yields the output of ptxas and Triton."""
     printed = io.StringIO()
     with (
         tempfile.TemporaryDirectory(prefix="cadenza-kernels-") as folder,
@@ -134,12 +137,12 @@ def _fresh_compiler() -> Iterator[io.StringIO]:
 
 
 def _attributes(variant: Variant) -> dict[tuple[int], list[list[Any]]]:
-    """Divisibility as Triton's compiler takes it: by the argument's place."""
+    """Return divisibility in the form of Triton's compiler: by argument index."""
     return {(variant.kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible}
 
 
 def _ptxas_facts(where: str, log: str) -> dict[str, Any]:
-    """What `ptxas -v` says, of the kernel and of functions that it calls: the most registers, the sum of all spills."""
+    """Parse the output of `ptxas -v` for the kernel and the functions it calls: most registers, sum of all spills."""
 
     def numbers(pattern: str) -> list[int]:
         return [int(number) for number in re.findall(pattern, log)]
@@ -148,7 +151,7 @@ def _ptxas_facts(where: str, log: str) -> dict[str, Any]:
     stores = numbers(r"(\d+) bytes spill stores")
     loads = numbers(r"(\d+) bytes spill loads")
     if not registers or not stores or not loads:
-        raise CompileError(f"{where}: ptxas does not tell registers and spills: {log[:500]!r}")
+        raise CompileError(f"{where}: ptxas reports no registers and spills: {log[:500]!r}")
     return {
         "num_registers": max(registers),
         "static_shared": sum(numbers(r"(\d+) bytes smem")),
@@ -160,7 +163,7 @@ def _ptxas_facts(where: str, log: str) -> dict[str, Any]:
 
 
 def _ptx_facts(ptx: str) -> dict[str, Any]:
-    """What the PTX's instructions are."""
+    """Count instructions in the PTX."""
     copies = re.findall(r"cp\.async\.c[ag]\.shared[^;]*?\], *(0x[0-9a-f]+|\d+)", ptx)
     loads = re.findall(r"\bld\.(?:volatile\.|relaxed\.|acquire\.)?global([\w.:]*)", ptx)
     wide = re.compile(r".*\.(v4\.[bfus]32|v2\.[bfus]64)")

@@ -1,5 +1,4 @@
-"""Compiles many kernels, in a few processes: Triton's compiler holds Python's lock, and where it crashes it takes the
-process along."""
+"""Compiles many kernels in several processes: Triton's compiler holds Python's lock, and its crash ends a process."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from executor_svc.gpu.kernels.compile.build import Build, CompileError, compile_variant, problems
+from executor_svc.gpu.kernels.compile.build import Build, CompileError, build_errors, compile_variant
 from executor_svc.gpu.kernels.compile.registry import Entry, entries
 
 _MAX_ERROR = 4000
-"""Characters of a compiler's words that are shown."""
+"""Maximum length of a compiler message in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +32,31 @@ class Task:
 
     @property
     def label(self) -> str:
-        """How progress and errors name it."""
+        """The task's name in progress and error messages."""
         return f"{self.entry.variant.name} for sm_{self.arch}"
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of all tasks, in their order."""
+    """The results of all tasks, in order."""
 
     builds: list[Build] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    """A line or more for each task that does not compile, or whose build is not what its variant asks for."""
+    """One line or more for each task that does not compile, or whose build misses a requirement of its variant."""
 
     @property
     def refusal(self) -> str:
-        """All that is refused, as a text."""
+        """All refused builds, as a text."""
         return "\n".join([f"{len(self.refused)} refused:", *(f"- {line}" for line in self.refused)])
 
 
 def tasks_of(chosen: Iterable[Entry], *, quick: bool = False) -> list[Task]:
-    """Compilations of these variants, or of the quick ones among them."""
+    """Return the compilations of these variants; quick: only those marked quick."""
     return [Task(entry, arch) for entry in chosen if entry.variant.quick or not quick for arch in entry.variant.archs]
 
 
 def build_all(tasks: Sequence[Task], jobs: int) -> Outcome:
-    """Compile in `jobs` processes; progress goes to standard error."""
+    """Compile in `jobs` processes; print progress on standard error."""
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(len(tasks)):
         waiting.put(index)
@@ -74,7 +73,7 @@ def build_all(tasks: Sequence[Task], jobs: int) -> Outcome:
                 result = builder.build(tasks[index])
                 with lock:
                     done[index] = result
-                    print(f"[{len(done)}/{len(tasks)}] {tasks[index].label}: {_told(result)}", file=sys.stderr)
+                    print(f"[{len(done)}/{len(tasks)}] {tasks[index].label}: {_summary(result)}", file=sys.stderr)
 
     with tempfile.TemporaryDirectory(prefix="cadenza-kernels-") as folder, ThreadPoolExecutor(jobs) as threads:
         places = [Path(folder, str(number)) for number in range(min(jobs, len(tasks)))]
@@ -83,7 +82,7 @@ def build_all(tasks: Sequence[Task], jobs: int) -> Outcome:
         try:
             list(threads.map(serve, places))
         finally:
-            # Whoever interrupts does not wait for the rest.
+            # After an interrupt, do not compile the rest.
             with contextlib.suppress(queue.Empty):
                 while True:
                     waiting.get_nowait()
@@ -97,12 +96,12 @@ def _outcome(tasks: Sequence[Task], results: Sequence[Build | str]) -> Outcome:
             outcome.refused.append(f"{task.entry.module}: {result}")
             continue
         outcome.builds.append(result)
-        for problem in problems(task.entry.variant, result):
-            outcome.refused.append(f"{task.entry.module}: {task.label} {problem}")
+        for error in build_errors(task.entry.variant, result):
+            outcome.refused.append(f"{task.entry.module}: {task.label} {error}")
     return outcome
 
 
-def _told(result: Build | str) -> str:
+def _summary(result: Build | str) -> str:
     if isinstance(result, str):
         return "FAILED"
     spilled = f", {result.spills} bytes SPILLED" if result.spills else ""
@@ -113,7 +112,7 @@ def _told(result: Build | str) -> str:
 
 
 class _Builder:
-    """A process that compiles one variant after the other, and another one when it has crashed."""
+    """A process that compiles one variant after the other, restarted after a crash."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -128,7 +127,7 @@ class _Builder:
         self._process.join()
 
     def build(self, task: Task) -> Build | str:
-        """The build, or what went wrong."""
+        """Return the build, or an error message."""
         try:
             self._connection.send((task.entry.module, task.entry.variant.name, task.arch))
             result = self._connection.recv()
@@ -148,20 +147,20 @@ class _Builder:
 
     def _start(self) -> None:
         spawning = get_context("spawn")
-        self._connection, theirs = spawning.Pipe()
-        self._process = spawning.Process(target=_serve, args=(theirs, self._folder, self._printed), daemon=True)
+        self._connection, child_end = spawning.Pipe()
+        self._process = spawning.Process(target=_serve, args=(child_end, self._folder, self._printed), daemon=True)
         self._process.start()
-        theirs.close()
+        child_end.close()
 
 
 def _serve(connection: Connection, folder: Path, printed: Path) -> None:
-    """The process: compiles what it is sent until nobody sends any more."""
-    # LLVM prints past Python.
+    """Run in the process: compile requested variants until the connection closes."""
+    # LLVM prints to the file descriptor, not to Python's sys.stderr.
     descriptor = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(descriptor, 2)
     tempfile.tempdir = str(folder)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    told: dict[str, dict[str, Entry]] = {}
+    entries_of: dict[str, dict[str, Entry]] = {}
     while True:
         try:
             module, name, arch = connection.recv()
@@ -169,9 +168,9 @@ def _serve(connection: Connection, folder: Path, printed: Path) -> None:
             return
         os.ftruncate(2, 0)
         try:
-            if module not in told:
-                told[module] = entries([module])
-            connection.send(compile_variant(told[module][name].variant, arch))
+            if module not in entries_of:
+                entries_of[module] = entries([module])
+            connection.send(compile_variant(entries_of[module][name].variant, arch))
         except CompileError as error:
             connection.send(_shortened(str(error)))
         except Exception as error:
@@ -179,7 +178,7 @@ def _serve(connection: Connection, folder: Path, printed: Path) -> None:
 
 
 def _shortened(text: str) -> str:
-    """The beginning of a text, and where it is long its end."""
+    """Return a text, or the beginning and the end of a long text."""
     if len(text) <= _MAX_ERROR:
         return text
     return f"{text[: _MAX_ERROR // 2]}\n[…]\n{text[-_MAX_ERROR // 2 :]}"

@@ -1,4 +1,4 @@
-"""Finds every variant of every kernel of this package: what is compiled ahead of time, and named in docs/kernels.md."""
+"""Finds every variant of every kernel of this package, for compilation ahead of time."""
 
 from __future__ import annotations
 
@@ -16,40 +16,41 @@ from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
 PACKAGE = "executor_svc.gpu.kernels"
 
 MAX_SECONDS = 10.0
-"""Processor time that a module's `variants()` may take: it lists, it does not compute."""
+"""Maximum processor time of a module's `variants()`, which only lists variants."""
 
 _TYPE = re.compile(r"\*?k?(i1|[iu](8|16|32|64)|fp16|bf16|fp32|fp64|fp8e4nv|fp8e5)|tensordesc<.+>|constexpr")
 
 
 class RegistryError(ValueError):
-    """A module's variants cannot be told, or two of them have one name."""
+    """A module's variants cannot be listed, or two variants have the same name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One variant, and the module that told it."""
+    """One variant and its module."""
 
     module: str
     variant: Variant
 
 
 def kernel_modules(package: str = PACKAGE) -> list[str]:
-    """Full names of the modules with `variants` in the package and its folders, sorted.
+    """Return the full names of the modules with `variants` in the package and its folders, sorted.
 
     Raises RegistryError for a module that cannot be imported.
     """
     found = pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
-    return sorted(info.name for info in found if hasattr(_imported(info.name), "variants"))
+    # Not packages: a submodule `variants` is an attribute of its package.
+    return sorted(info.name for info in found if not info.ispkg and hasattr(_imported(info.name), "variants"))
 
 
 def entries(modules: Iterable[str] | None = None) -> dict[str, Entry]:
-    """Variants by name, of these modules or of all, in the order in which they are told.
+    """Return variants by name, of these modules or of all, in the order of the modules' lists.
 
-    Raises RegistryError where a module cannot tell its variants, takes too long to, or gives a name that is taken.
+    Raises RegistryError if a module fails to list its variants, takes too long, or repeats a name.
     """
     found: dict[str, Entry] = {}
     for module in kernel_modules() if modules is None else modules:
-        for variant in _told(module):
+        for variant in _variants_of(module):
             if variant.name in found:
                 raise RegistryError(f"two variants are named {variant.name!r}: {found[variant.name].module}, {module}")
             found[variant.name] = Entry(module, variant)
@@ -57,12 +58,15 @@ def entries(modules: Iterable[str] | None = None) -> dict[str, Entry]:
 
 
 def short_name(module: str) -> str:
-    """The module's name within the package: the operation."""
+    """Return the module's name within the package: the operation."""
     return module.removeprefix(f"{PACKAGE}.")
 
 
-def mistakes(variant: Variant) -> list[str]:
-    """What in a variant does not fit its kernel's arguments or cannot be compiled for; empty if nothing."""
+def variant_errors(variant: Variant) -> list[str]:
+    """Return the errors of a variant: mismatches with its kernel's arguments, impossible options.
+
+    The list is empty if there are none.
+    """
     parameters = inspect.signature(getattr(variant.kernel, "fn", variant.kernel)).parameters
     fixed = {name for name, kind in variant.signature.items() if kind == "constexpr"}
     declared = {name for name, parameter in parameters.items() if "constexpr" in str(parameter.annotation)}
@@ -70,7 +74,7 @@ def mistakes(variant: Variant) -> list[str]:
     found += _differences("constexprs of the signature", fixed, "constants", set(variant.constants))
     found += [f"{name} is a constexpr of the kernel, not of the signature" for name in sorted(declared - fixed)]
     for name in sorted(fixed - declared):
-        # Triton makes these of an argument at launch, whatever the kernel says.
+        # Triton turns an argument of None or 1 into a constexpr at launch.
         if not _is_none_or_one(variant.constants.get(name)):
             found.append(f"{name} is a constexpr of the signature, not of the kernel, and neither None nor 1")
     for name, kind in variant.signature.items():
@@ -87,9 +91,9 @@ def _wrong_options(variant: Variant) -> list[str]:
     found = []
     if not variant.archs or not set(variant.archs) <= set(ALL_ARCHS):
         found.append(f"archs {variant.archs} are not among {ALL_ARCHS}")
-    for what, asked in (("wgmma", variant.wgmma), ("the copy engine", variant.copies)):
-        if asked and 90 not in variant.archs:
-            found.append(f"{what} is asked for, but it is not compiled for sm_90")
+    for what, required in (("wgmma", variant.wgmma), ("the copy engine", variant.copies)):
+        if required and 90 not in variant.archs:
+            found.append(f"{what} is required, but it is not compiled for sm_90")
     if variant.num_warps not in (1, 2, 4, 8, 16, 32):
         found.append(f"num_warps {variant.num_warps} is no power of two up to 32")
     if variant.num_stages < 1:
@@ -110,24 +114,24 @@ def _is_none_or_one(value: Any) -> bool:
     return value is None or (type(value) is int and value == 1)
 
 
-def _told(module: str) -> Sequence[Variant]:
-    tell: Callable[[], Any] = _imported(module).variants
+def _variants_of(module: str) -> Sequence[Variant]:
+    list_variants: Callable[[], Any] = _imported(module).variants
     start = time.process_time()
     try:
-        told = tell()
+        listed = list_variants()
     except Exception as error:
         raise RegistryError(f"{module}.variants() failed: {type(error).__name__}: {error}") from error
     seconds = time.process_time() - start
     if seconds > MAX_SECONDS:
-        raise RegistryError(f"{module}.variants() took {seconds:.1f} s; at most {MAX_SECONDS:.0f} s, for it only lists")
-    if not isinstance(told, list) or not told or not all(isinstance(variant, Variant) for variant in told):
-        raise RegistryError(f"{module}.variants() gave {type(told).__name__}, not a list of one Variant or more")
-    for variant in told:
+        raise RegistryError(f"{module}.variants() took {seconds:.1f} s; the limit is {MAX_SECONDS:.0f} s")
+    if not isinstance(listed, list) or not listed or not all(isinstance(variant, Variant) for variant in listed):
+        raise RegistryError(f"{module}.variants() returned {type(listed).__name__}, not a list of one Variant or more")
+    for variant in listed:
         if not re.fullmatch(r"[^\s|`]+( [^\s|`]+)*", variant.name):
             raise RegistryError(
                 f"{module}: a variant's name is words with single spaces between them: {variant.name!r}"
             )
-    return told
+    return listed
 
 
 def _imported(module: str) -> Any:

@@ -74,23 +74,23 @@ def scaled(x, peak, temperature):
 
 
 @triton.jit
-def mass(x, peak, temperature, log_min_p):
-    """p / p of the most likely token, 0 by min_p."""
+def mass(x, peak, temperature, floor):
+    """p / p of the most likely token, 0 below the floor."""
     y = scaled(x, peak, temperature)
-    return tl.where(y < log_min_p, 0.0, tl.exp(y))
+    return tl.where(y < floor, 0.0, tl.exp(y))
 
 
 @triton.jit
-def race_value(x, ids, peak, temperature, log_min_p, key):
+def race_value(x, ids, peak, temperature, floor, key):
     """An exponential number over p: the smallest wins, as the largest of log p plus Gumbel noise does on the CPU."""
     y = scaled(x, peak, temperature)
     # The most likely token's value is below 17: what is bounded here wins no race.
     value = exponential(uniform(key, ids)) * tl.exp(tl.minimum(-y, 80.0))
-    return tl.where(y < log_min_p, float("inf"), value)
+    return tl.where(y < floor, float("inf"), value)
 
 
 @triton.jit
-def race_winner(x, ids, there, peak, temperature, log_min_p, key):
+def race_winner(x, ids, there, peak, temperature, floor, key):
     """(value, id) of the token that wins the race among those that are there; infinite if none can.
 
     A standard exponential number is above the uniform one that it is made of, so of most tokens that is enough to know
@@ -98,7 +98,7 @@ def race_winner(x, ids, there, peak, temperature, log_min_p, key):
     """
     y = scaled(x, peak, temperature)
     v = uniform(key, ids)
-    growth = tl.where(there & (y >= log_min_p), tl.exp(tl.minimum(-y, 80.0)), float("inf"))
+    growth = tl.where(there & (y >= floor), tl.exp(tl.minimum(-y, 80.0)), float("inf"))
     least = v * growth
     lowest = tl.min(least, axis=0)
     leading = least == lowest
@@ -123,3 +123,24 @@ def listed_tile(x_row, vocab, blocks, num_listed, start, TILE: tl.constexpr, SUB
     ids = tl.max_contiguous(tl.multiple_of(block * SUB, SUB) + lane % SUB, SUB)
     there = (place < num_listed) & (ids < vocab)
     return ids, tl.load(x_row + ids, there, other=float("-inf")), there
+
+
+@triton.jit
+def as_float(address):
+    return tl.load(address).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def edited_row(
+    logits, logits_stride, sources, edited, edited_stride, edited_rows, best, row, num_chunks,
+    EDITS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """(where the row's edited logits are, their best joined key)."""
+    x_row = logits + tl.load(sources + row).to(tl.int64) * logits_stride
+    which = 0
+    # Nested, since EDITS is known when it is compiled: without edits there is no load.
+    if EDITS:  # noqa: SIM102
+        if tl.load(edited_rows + row) != 0:
+            x_row = edited + row * edited_stride
+            which = 1
+    return x_row, best_of_row(best, row, which, num_chunks, CHUNKS)

@@ -8,7 +8,9 @@ import triton.language as tl
 from executor_svc.gpu.kernels.sampling.arithmetic import (
     NEG_INF_KEY,
     NO_ID,
+    as_float,
     best_of_row,
+    edited_row,
     is_finite_key,
     joined_id,
     joined_key,
@@ -16,6 +18,7 @@ from executor_svc.gpu.kernels.sampling.arithmetic import (
     mass,
     race_winner,
 )
+from executor_svc.gpu.kernels.sampling.floors import row_floor
 from executor_svc.gpu.kernels.sampling.noise import row_key
 from executor_svc.gpu.kernels.sampling.search import draw_from_best
 from executor_svc.gpu.kernels.sampling.state import RECORD_WORDS, field
@@ -28,7 +31,6 @@ _SAMPLE_INDEX = tl.constexpr(field("sample_index"))
 _TEMPERATURE = tl.constexpr(field("temperature"))
 _TOP_P = tl.constexpr(field("top_p"))
 _TOP_K = tl.constexpr(field("top_k"))
-_LOG_MIN_P = tl.constexpr(field("log_min_p"))
 _SAMPLE = tl.constexpr(int(Purpose.SAMPLE))
 _NON_FINITE_LOGITS = tl.constexpr(int(SlotError.NON_FINITE_LOGITS))
 _NO_ALLOWED_TOKEN = tl.constexpr(int(SlotError.NO_ALLOWED_TOKEN))
@@ -37,31 +39,31 @@ _NO_ALLOWED_TOKEN = tl.constexpr(int(SlotError.NO_ALLOWED_TOKEN))
 @triton.jit
 def race(
     logits, logits_stride, rows, sources, records, num_tokens, edited, edited_stride, edited_rows, best,
-    race_values, race_ids, sums, vocab, num_chunks,
+    floors, race_values, race_ids, sums, vocab, num_chunks,
     EDITS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk of each drawn row: the winner if no filter but min_p is on; the mass if top_p is, without top_k."""
+    """Of a chunk of each drawn row: the winner without top_k and top_p; the mass with top_p and without top_k."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(rows + row).to(tl.int64)
     if slot >= 0:
         record = records + slot * _RECORD_WORDS
-        temperature = _float(record + _TEMPERATURE)
+        temperature = as_float(record + _TEMPERATURE)
         limited, nucleus = _filters(record, vocab)
         if (temperature > 0) & ~limited:
-            x_row, joined = _edited_row(
+            x_row, joined = edited_row(
                 logits, logits_stride, sources, edited, edited_stride, edited_rows, best, row, num_chunks, EDITS, CHUNKS
             )
             key = joined_key(joined)
             if is_finite_key(key):
-                peak, log_min_p = key_value(key), _float(record + _LOG_MIN_P)
+                peak, floor = key_value(key), row_floor(record, floors, row)
                 ids = chunk * CHUNK + tl.arange(0, CHUNK)
                 x = tl.load(x_row + ids, ids < vocab, other=float("-inf"))
                 at = row * num_chunks + chunk
                 if nucleus:
-                    tl.store(sums + at, tl.sum(mass(x, peak, temperature, log_min_p), axis=0))
+                    tl.store(sums + at, tl.sum(mass(x, peak, temperature, floor), axis=0))
                 else:
                     noise = _noise_key(record, num_tokens, slot)
-                    value, token = race_winner(x, ids, ids < vocab, peak, temperature, log_min_p, noise)
+                    value, token = race_winner(x, ids, ids < vocab, peak, temperature, floor, noise)
                     tl.store(race_values + at, value)
                     tl.store(race_ids + at, token)
 
@@ -69,7 +71,7 @@ def race(
 @triton.jit
 def finish(
     logits, logits_stride, rows, sources, records, num_tokens, edited, edited_stride, edited_rows, best,
-    tops, blocks, race_values, race_ids, sums, out_tokens, out_errors, vocab, num_chunks, num_blocks,
+    floors, tops, blocks, race_values, race_ids, sums, out_tokens, out_errors, vocab, num_chunks, num_blocks,
     EDITS: tl.constexpr, DRAWN: tl.constexpr, FILTERED: tl.constexpr, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr,
     TILE: tl.constexpr, SUB: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +80,7 @@ def finish(
     slot = tl.load(rows + row).to(tl.int64)
     if slot >= 0:
         raw = joined_key(best_of_row(best, row, 0, num_chunks, CHUNKS))
-        x_row, joined = _edited_row(
+        x_row, joined = edited_row(
             logits, logits_stride, sources, edited, edited_stride, edited_rows, best, row, num_chunks, EDITS, CHUNKS
         )
         key, token = joined_key(joined), joined_id(joined)
@@ -86,7 +88,7 @@ def finish(
         error = tl.where(is_finite_key(raw), error, _NON_FINITE_LOGITS)
         if DRAWN:
             record = records + slot * _RECORD_WORDS
-            temperature = _float(record + _TEMPERATURE)
+            temperature = as_float(record + _TEMPERATURE)
             if (error == 0) & (temperature > 0):
                 limited, nucleus = _filters(record, vocab)
                 chunk = tl.arange(0, CHUNKS)
@@ -99,8 +101,8 @@ def finish(
                         )
                         token = draw_from_best(
                             x_row, vocab, tops + row * num_blocks, blocks + row * num_blocks, num_blocks, key,
-                            temperature, _float(record + _LOG_MIN_P), limited, tl.load(record + _TOP_K), nucleus,
-                            _float(record + _TOP_P).to(tl.float64), whole, _noise_key(record, num_tokens, slot),
+                            temperature, row_floor(record, floors, row), limited, tl.load(record + _TOP_K), nucleus,
+                            as_float(record + _TOP_P).to(tl.float64), whole, _noise_key(record, num_tokens, slot),
                             BLOCKS, TILE, SUB, PIVOTS,
                         )  # fmt: skip
                 else:
@@ -112,15 +114,10 @@ def finish(
 
 
 @triton.jit
-def _float(address):
-    return tl.load(address).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _filters(record, vocab):
     """(is top_k on, is top_p on)."""
     top_k = tl.load(record + _TOP_K)
-    return (top_k > 0) & (top_k < vocab), _float(record + _TOP_P) < 1.0
+    return (top_k > 0) & (top_k < vocab), as_float(record + _TOP_P) < 1.0
 
 
 @triton.jit
@@ -129,19 +126,3 @@ def _noise_key(record, num_tokens, slot):
         tl.load(record + _SEED), tl.load(record + _SEED + 1), tl.load(record + _SAMPLE_INDEX),
         tl.load(num_tokens + slot), _SAMPLE,
     )  # fmt: skip
-
-
-@triton.jit
-def _edited_row(
-    logits, logits_stride, sources, edited, edited_stride, edited_rows, best, row, num_chunks,
-    EDITS: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """(where the row's edited logits are, their best joined key)."""
-    x_row = logits + tl.load(sources + row).to(tl.int64) * logits_stride
-    which = 0
-    # Nested, since EDITS is known when it is compiled: without edits there is no load.
-    if EDITS:  # noqa: SIM102
-        if tl.load(edited_rows + row) != 0:
-            x_row = edited + row * edited_stride
-            which = 1
-    return x_row, best_of_row(best, row, which, num_chunks, CHUNKS)

@@ -1,4 +1,4 @@
-"""Choosing tokens on the device, without a sort: launches the kernels of `sampling_edits` and `sampling_draw`.
+"""Choosing tokens on the device, without a sort: launches the kernels of `edits`, `floors` and `draw`.
 
 The meaning is that of `sampling.sampler`: the same logits, parameters, seeds and histories give the same tokens,
 unless two tokens' race values, or a sum of probabilities and top_p, differ by less than the rounding of exp and log. A
@@ -18,6 +18,7 @@ from executor_svc.gpu.kernels.rows import check
 from executor_svc.gpu.kernels.sampling.arithmetic import CHUNK, SUB
 from executor_svc.gpu.kernels.sampling.draw import finish, race
 from executor_svc.gpu.kernels.sampling.edits import edit, find_peaks
+from executor_svc.gpu.kernels.sampling.floors import find_floors
 from executor_svc.gpu.kernels.sampling.state import (
     RECORD_WORDS,
     SamplingState,
@@ -54,8 +55,9 @@ def sample(
     edited: bool = True,
     drawn: bool = True,
     filtered: bool = True,
+    floored: bool = True,
 ) -> None:
-    """Choose a token for each of R rows, in two to three launches.
+    """Choose a token for each of R rows, in two to four launches.
 
     Args:
         logits: [L, vocab] float32 with adjacent columns; not changed.
@@ -67,7 +69,8 @@ def sample(
         out_errors: [R] int32: 0, or the SlotError.
         edited: may any row's logits have to be edited, by lists or penalties.
         drawn: may any row have a temperature above 0.
-        filtered: may any of those have top_k or top_p.
+        filtered: may any of those draw from its most likely tokens.
+        floored: may any of those have a floor.
     """
     num_rows, vocab = _check(logits, rows, sources, state, workspace, out_tokens, out_errors)
     if not num_rows:
@@ -88,13 +91,16 @@ def sample(
     else:
         find_peaks[chunks, num_rows](*peaks, **shape, **_options(_PEAK_WARPS))
     drawing = (*read, state.records, state.num_tokens, w.edited, w.edited.stride(0), w.edited_rows, w.best)
+    if drawn and floored:
+        find_floors(logits, rows, sources, state, workspace, edited=edited)
     if drawn:
         race[chunks, num_rows](
-            *drawing, w.race_values, w.race_ids, w.sums, vocab, chunks,
+            *drawing, w.floors, w.race_values, w.race_ids, w.sums, vocab, chunks,
             EDITS=edited, CHUNKS=triton.next_power_of_2(chunks), CHUNK=CHUNK, **_options(_RACE_WARPS),
         )  # fmt: skip
     finish[(num_rows,)](
-        *drawing, w.tops, w.blocks, w.race_values, w.race_ids, w.sums, out_tokens, out_errors, vocab, chunks, blocks,
+        *drawing, w.floors, w.tops, w.blocks, w.race_values, w.race_ids, w.sums, out_tokens, out_errors, vocab, chunks,
+        blocks,
         **finish_constants(vocab, edited, drawn, filtered), **_options(_FINISH_WARPS if filtered else 1),
     )  # fmt: skip
 
@@ -169,7 +175,7 @@ _SLOTS = {
 }  # fmt: skip
 _EDITED = {"edited": "*fp32", "edited_stride": "i32", "edited_rows": "*i32"}
 _DRAWING = {**_READ, "records": "*i32", "num_tokens": "*i32", **_EDITED, "best": "*i64"}
-_RACES = {"race_values": "*fp32", "race_ids": "*i32", "sums": "*fp32"}
+_RACES = {"floors": "*fp32", "race_values": "*fp32", "race_ids": "*i32", "sums": "*fp32"}
 _FOUND = {"out_tokens": "*i64", "out_errors": "*i32"}
 
 

@@ -29,7 +29,7 @@ _GROWTH = tl.constexpr(16)
 
 @triton.jit
 def draw_from_best(
-    x_row, vocab, tops_row, blocks, num_blocks, peak_key, temperature, log_min_p, limited, top_k, nucleus, top_p, whole,
+    x_row, vocab, tops_row, blocks, num_blocks, peak_key, temperature, floor, limited, top_k, nucleus, top_p, whole,
     noise, BLOCKS: tl.constexpr, TILE: tl.constexpr, SUB: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """The token that wins the race among those left by top_k (if limited) and top_p (if nucleus); scalars all.
@@ -38,7 +38,7 @@ def draw_from_best(
     """
     peak = key_value(peak_key)
     num_listed, low = _list_blocks(
-        x_row, vocab, tops_row, blocks, num_blocks, peak_key, temperature, log_min_p, limited, top_k, top_p * whole,
+        x_row, vocab, tops_row, blocks, num_blocks, peak_key, temperature, floor, limited, top_k, top_p * whole,
         BLOCKS, TILE, SUB, PIVOTS,
     )  # fmt: skip
     cut = low
@@ -46,34 +46,34 @@ def draw_from_best(
     num_ties = vocab
     if limited:
         cut = _threshold(
-            x_row, vocab, blocks, num_listed, low, peak_key, top_k.to(tl.float64), peak, temperature, log_min_p,
+            x_row, vocab, blocks, num_listed, low, peak_key, top_k.to(tl.float64), peak, temperature, floor,
             False, TILE, SUB, PIVOTS,
         )  # fmt: skip
         above, above_mass = _above(
-            x_row, vocab, blocks, num_listed, cut, peak, temperature, log_min_p, TILE, SUB
+            x_row, vocab, blocks, num_listed, cut, peak, temperature, floor, TILE, SUB
         )  # fmt: skip
         num_ties = top_k - above
-        whole = above_mass + num_ties.to(tl.float64) * mass(key_value(cut), peak, temperature, log_min_p).to(tl.float64)
+        whole = above_mass + num_ties.to(tl.float64) * mass(key_value(cut), peak, temperature, floor).to(tl.float64)
     if nucleus:
         wanted = top_p * whole
         limit, cut = cut, _threshold(
-            x_row, vocab, blocks, num_listed, cut, peak_key, wanted, peak, temperature, log_min_p,
+            x_row, vocab, blocks, num_listed, cut, peak_key, wanted, peak, temperature, floor,
             True, TILE, SUB, PIVOTS,
         )  # fmt: skip
-        _, above_mass = _above(x_row, vocab, blocks, num_listed, cut, peak, temperature, log_min_p, TILE, SUB)
-        each = mass(key_value(cut), peak, temperature, log_min_p).to(tl.float64)
+        _, above_mass = _above(x_row, vocab, blocks, num_listed, cut, peak, temperature, floor, TILE, SUB)
+        each = mass(key_value(cut), peak, temperature, floor).to(tl.float64)
         # Every one before which less than what is wanted has been gathered.
         needed = tl.ceil(tl.minimum((wanted - above_mass) / tl.maximum(each, 1e-300), 1e9)).to(tl.int32)
         needed = tl.maximum(needed, 1)
         num_ties = tl.where(cut == limit, tl.minimum(needed, num_ties), needed)
     return _race(
-        x_row, vocab, blocks, num_listed, cut, num_ties, peak, temperature, log_min_p, noise, TILE, SUB
+        x_row, vocab, blocks, num_listed, cut, num_ties, peak, temperature, floor, noise, TILE, SUB
     )  # fmt: skip
 
 
 @triton.jit
 def _list_blocks(
-    x_row, vocab, tops_row, blocks, num_blocks, peak_key, temperature, log_min_p, limited, top_k, wanted,
+    x_row, vocab, tops_row, blocks, num_blocks, peak_key, temperature, floor, limited, top_k, wanted,
     BLOCKS: tl.constexpr, TILE: tl.constexpr, SUB: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """Write to `blocks` those, ascending, that hold all tokens left; returns how many, and a key that cuts none off.
@@ -97,8 +97,8 @@ def _list_blocks(
         low = tl.where(num_listed == num_blocks, NEG_INF_KEY, low)
         listing = ~limited & (num_listed < num_blocks)
         if listing:
-            _, above_mass = _above(x_row, vocab, blocks, num_listed, low, peak, temperature, log_min_p, TILE, SUB)
-            rest = mass(key_value(low), peak, temperature, log_min_p)
+            _, above_mass = _above(x_row, vocab, blocks, num_listed, low, peak, temperature, floor, TILE, SUB)
+            rest = mass(key_value(low), peak, temperature, floor)
             listing = (above_mass < wanted) & (rest > 0)
             num_listed = tl.where(listing, tl.minimum(num_listed * _GROWTH, num_blocks), num_listed)
     return num_listed, low
@@ -119,7 +119,7 @@ def _kth_largest(keys, k, highest, PIVOTS: tl.constexpr):
 
 @triton.jit
 def _threshold(
-    x_row, vocab, blocks, num_listed, lowest, highest, wanted, peak, temperature, log_min_p,
+    x_row, vocab, blocks, num_listed, lowest, highest, wanted, peak, temperature, floor,
     BY_MASS: tl.constexpr, TILE: tl.constexpr, SUB: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """The largest key from which on there is so much mass (or so many tokens), `lowest` if there is none."""
@@ -131,7 +131,7 @@ def _threshold(
         while start < num_listed:
             _, x, there = listed_tile(x_row, vocab, blocks, num_listed, start, TILE, SUB)
             if BY_MASS:
-                weight = mass(x, peak, temperature, log_min_p)
+                weight = mass(x, peak, temperature, floor)
             else:
                 weight = tl.full((TILE,), 1.0, tl.float32)
             key = tl.where(there, ordered_key(x), NO_KEY)
@@ -145,7 +145,7 @@ def _threshold(
 
 
 @triton.jit
-def _above(x_row, vocab, blocks, num_listed, cut, peak, temperature, log_min_p, TILE: tl.constexpr, SUB: tl.constexpr):
+def _above(x_row, vocab, blocks, num_listed, cut, peak, temperature, floor, TILE: tl.constexpr, SUB: tl.constexpr):
     """(number, mass in float64) of listed tokens with a key above the cut."""
     number = tl.full((), 0, tl.int32)
     gathered = tl.full((), 0.0, tl.float64)
@@ -154,14 +154,14 @@ def _above(x_row, vocab, blocks, num_listed, cut, peak, temperature, log_min_p, 
         _, x, there = listed_tile(x_row, vocab, blocks, num_listed, start, TILE, SUB)
         counted = there & (ordered_key(x) > cut)
         number += tl.sum(counted.to(tl.int32), axis=0)
-        gathered += tl.sum(tl.where(counted, mass(x, peak, temperature, log_min_p), 0.0), axis=0).to(tl.float64)
+        gathered += tl.sum(tl.where(counted, mass(x, peak, temperature, floor), 0.0), axis=0).to(tl.float64)
         start += TILE // SUB
     return number, gathered
 
 
 @triton.jit
 def _race(
-    x_row, vocab, blocks, num_listed, cut, num_ties, peak, temperature, log_min_p, noise,
+    x_row, vocab, blocks, num_listed, cut, num_ties, peak, temperature, floor, noise,
     TILE: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     """The winner among listed tokens above the cut and the first so many at it."""
@@ -175,7 +175,7 @@ def _race(
         tied = there & (key == cut)
         place = tied_before + tl.cumsum(tied.to(tl.int32), axis=0)
         left = (there & (key > cut)) | (tied & (place <= num_ties))
-        value = tl.where(left, race_value(x, ids, peak, temperature, log_min_p, noise), float("inf"))
+        value = tl.where(left, race_value(x, ids, peak, temperature, floor, noise), float("inf"))
         lowest = tl.min(value, axis=0)
         first = tl.min(tl.where(left & (value == lowest), ids, NO_ID), axis=0)
         # Strictly better, so that ties stay with the lower id.

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from executor_svc.gpu.kernels.sampling.arithmetic import CHUNK, MAX_VOCAB, SUB
-from executor_svc.plan.plan import SequenceSampling
+from executor_svc.plan.sampling import COLUMNS, Need
 
-RECORD = np.dtype(
-    [
-        ("seed", "<u8"), ("sample_index", "<i4"), ("temperature", "<f4"), ("top_p", "<f4"), ("top_k", "<i4"),
-        ("log_min_p", "<f4"), ("min_tokens", "<i4"), ("num_logprobs", "<i4"), ("repetition_penalty", "<f4"),
-        ("frequency_penalty", "<f4"), ("presence_penalty", "<f4"), ("penalised", "<i4"), ("has_allowed", "<i4"),
-        ("bias_start", "<i4"), ("bias_length", "<i4"), ("word_start", "<i4"), ("word_length", "<i4"),
-        ("stop_start", "<i4"), ("stop_length", "<i4"), ("unused", "<i4", (12,)),
-    ]
-)  # fmt: skip
-"""Sampling parameters of one slot, as `slot_sampling` has them, in 128 bytes.
+_BYTES = 128
+_TYPES: dict[type[np.generic], str] = {np.float32: "<f4", np.int64: "<i4", np.uint64: "<u8"}
+_PLACES = "has_floor penalised has_allowed bias_start bias_length word_start word_length stop_start stop_length".split()
 
-penalised: are the slot's tokens counted. has_allowed: its row of allowed bits counts. *_start and *_length: its list in
-the columns of `SamplingLists`.
+
+def _record() -> np.dtype[Any]:
+    """Columns of the table that kernels read, widest first, then flags and places of lists, filled up to 128 bytes."""
+    columns = sorted(
+        (column for column in COLUMNS.values() if column.need is not Need.NOTHING or column.name == "min_tokens"),
+        key=lambda column: -np.dtype(_TYPES[column.dtype]).itemsize,
+    )
+    fields: list[Any] = [(column.name, _TYPES[column.dtype]) for column in columns]
+    fields += [(name, "<i4") for name in _PLACES]
+    num_unused = (_BYTES - np.dtype(fields).itemsize) // 4
+    return np.dtype([*fields, ("unused", "<i4", (num_unused,))])
+
+
+RECORD = _record()
+"""Sampling parameters of one slot, as `plan.sampling` stores them, in 128 bytes.
+
+has_floor: has it a floor for a draw. penalised: are the slot's tokens counted. has_allowed: its row of allowed bits
+counts. *_start and *_length: its list in the columns of `SamplingLists`.
 """
 RECORD_WORDS = RECORD.itemsize // 4
 
@@ -120,6 +129,8 @@ class SamplingWorkspace:
     """[R, chunks] int32."""
     sums: Tensor
     """[R, chunks] float32."""
+    floors: Tensor
+    """[R] float32: least scaled logit that a draw keeps, of rows that have a floor."""
 
     @classmethod
     def empty(cls, max_rows: int, vocab: int, device: torch.device) -> SamplingWorkspace:
@@ -140,6 +151,7 @@ class SamplingWorkspace:
             make(torch.float32, chunks),
             make(torch.int32, chunks),
             make(torch.float32, chunks),
+            make(torch.float32),
         )
 
 
@@ -162,36 +174,3 @@ def check_vocab(vocab: int) -> None:
     """Raise ValueError unless the kernels can take a vocabulary of this size."""
     if not 1 <= vocab <= MAX_VOCAB:
         raise ValueError(f"vocab {vocab} is not 1 to {MAX_VOCAB}")
-
-
-def pack_bits(token_ids: NDArray[np.int64], vocab: int) -> NDArray[np.int32]:
-    """A slot's row of `SamplingState.allowed_bits`."""
-    bits = np.zeros(num_words(vocab) * 32, np.bool_)
-    bits[token_ids] = True
-    return np.packbits(bits, bitorder="little").view(np.int32)
-
-
-def pack_record(
-    sampling: SequenceSampling, bias_start: int = 0, word_start: int = 0, stop_start: int = 0
-) -> np.ndarray:
-    """A [1] array of RECORD for a slot whose lists begin at these places of the columns."""
-    record = np.zeros(1, RECORD)
-    penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    for name in ("seed", "sample_index", "temperature", "top_p", *penalties):
-        record[name] = getattr(sampling, name)
-    for name in ("top_k", "min_tokens"):
-        record[name] = min(getattr(sampling, name), MAX_INT32)
-    record["log_min_p"] = np.log(sampling.min_p) if sampling.min_p > 0 else -np.inf
-    record["num_logprobs"] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
-    record["penalised"] = sampling.is_penalised
-    record["has_allowed"] = len(sampling.allowed_token_ids) > 0
-    record["bias_start"], record["bias_length"] = bias_start, len(sampling.bias_token_ids)
-    record["word_start"], record["word_length"] = word_start, sum(len(word) for word in sampling.bad_words)
-    record["stop_start"], record["stop_length"] = stop_start, len(sampling.stop_token_ids)
-    return record
-
-
-def following(words: tuple[NDArray[np.int64], ...]) -> NDArray[np.int32]:
-    """A slot's part of `SamplingLists.word_following`."""
-    parts = [np.arange(len(word), dtype=np.int32)[::-1] for word in words]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int32)

@@ -1,4 +1,4 @@
-"""After a step: sampled tokens become known to their slots, by the rule of `Slots.commit`; the host is told of them."""
+"""Commits a step: adds sampled tokens to their slots, as `Slots.commit` does, and writes the results for the host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from executor_svc.gpu.kernels.variant import Variant
 from executor_svc.plan.plan import SlotError
 
 IDLE = -1
-"""Error of a row whose slot had stopped before the step, or whose source had."""
+"""Error of a row whose slot, or whose source, had stopped before the step."""
 
 _IDLE = tl.constexpr(IDLE)
 _PROMPT_ERROR = tl.constexpr(int(SlotError.NON_FINITE_LOGITS))
@@ -45,9 +45,9 @@ _INTEGERS = (
 
 
 @triton.jit
-def _is_stop_id(stop_bits, stop_stride, slot, token, asked):
-    word = tl.load(stop_bits + slot * stop_stride + token // 32, asked, other=0)
-    return asked & (((word >> (token % 32).to(tl.int32)) & 1) != 0)
+def _is_stop_id(stop_bits, stop_stride, slot, token, mask):
+    word = tl.load(stop_bits + slot * stop_stride + token // 32, mask, other=0)
+    return mask & (((word >> (token % 32).to(tl.int32)) & 1) != 0)
 
 
 @triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=["tokens", "errors"])
@@ -56,13 +56,13 @@ def _commit(
     stop_stride, by_seq_stride, by_row_stride, num_seqs, num_rows, LISTED: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * LISTED + tl.arange(0, LISTED)
-    # A sequence's context length says whether it was computed: whether its slot has stopped changes below.
+    # A context length above 0 means that the sequence was computed; the slot's stopped flag may change below.
     length = tl.load(by_seq + SEQ_LENS * by_seq_stride + at, at < num_seqs, other=0)
     computed = tl.load(by_seq + SEQ_SLOTS * by_seq_stride + at, length > 0, other=0)
     tl.store(numbers + NUM_COMPUTED_TOKENS * number_stride + computed, length, length > 0)
 
     within = at < num_rows
-    told_slot = tl.load(by_row + ROW_SLOTS * by_row_stride + at, within, other=-1)
+    row_slot = tl.load(by_row + ROW_SLOTS * by_row_stride + at, within, other=-1)
     slot = tl.load(by_row + ROWS * by_row_stride + at, within, other=-1).to(tl.int64)
     live = slot >= 0
     known = tl.load(numbers + NUM_TOKENS * number_stride + slot, live, other=0)
@@ -74,15 +74,15 @@ def _commit(
     token = tl.load(tokens + at, takes, other=-1).to(tl.int64)
     tl.store(token_ids + slot * token_stride + known, token.to(tl.int32), takes)
     tl.store(numbers + NUM_TOKENS * number_stride + slot, known + 1, takes)
-    # Also of a fork, which shares all that its source has computed.
+    # Also for a fork, which shares all computed tokens of its source.
     tl.store(numbers + NUM_COMPUTED_TOKENS * number_stride + slot, known, live)
 
     num_output = known + 1 - tl.load(numbers + NUM_PROMPT_TOKENS * number_stride + slot, takes, other=0)
     enough = num_output >= tl.load(numbers + MIN_TOKENS * number_stride + slot, takes, other=0)
     ends = enough & _is_stop_id(stop_bits, stop_stride, slot, token, takes)
     # A fork of a stopped slot stops too.
-    stops = (live & (error != 0)) | ends | (~live & (told_slot >= 0))
-    tl.store(numbers + STOPPED * number_stride + told_slot, tl.full((LISTED,), 1, tl.int32), stops)
+    stops = (live & (error != 0)) | ends | (~live & (row_slot >= 0))
+    tl.store(numbers + STOPPED * number_stride + row_slot, tl.full((LISTED,), 1, tl.int32), stops)
     tl.store(results + at, token.to(tl.int32), within)
     tl.store(results + num_rows + at, tl.where(live, error, _IDLE), within)
     tl.store(results + 2 * num_rows + at, known, within)
@@ -90,12 +90,12 @@ def _commit(
 
 
 def commit_step(tokens: Tensor, errors: Tensor, state: SlotState, buffers: StepBuffers, sizes: StepSizes) -> None:
-    """Take the sampled tokens of the step whose tensors are in the buffers into the state, `results` and `taken`.
+    """Write the sampled tokens of the step in the buffers to the state, to `results` and to `taken`.
 
     Args:
-        tokens: [R] int64 or int32, below the size of the vocabulary; not read of rows that are padding, wait for a
-            given token or have an error.
-        errors: [R] int32: 0, or the SlotError; not read of padding.
+        tokens: [R] int64 or int32, below the size of the vocabulary; not read for rows that are padding, wait for a
+        given token or have an error.
+        errors: [R] int32: 0, or the SlotError; not read for padding.
         state: by slot.
         buffers: of the step.
         sizes: of the step.
@@ -117,7 +117,7 @@ def commit_step(tokens: Tensor, errors: Tensor, state: SlotState, buffers: StepB
 
 
 def variants() -> list[Variant]:
-    """Return what `commit_step` launches."""
+    """Return the variants of `commit_step`."""
     return [_variant(kind) for kind in _TOKEN_TYPES.values()]
 
 

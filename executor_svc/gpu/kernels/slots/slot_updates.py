@@ -1,4 +1,4 @@
-"""Spreads what a plan changes over the state of the slots: runs of words, single words, given tokens, in one launch."""
+"""Applies a plan's changes to the state of the slots: runs of words, single words and given tokens, in one launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from executor_svc.gpu.kernels.slots.slots import SlotState
 from executor_svc.gpu.kernels.variant import Variant
 
 RUN_WORDS = 1024
-"""Words of a run that a program writes: longer runs are cut."""
+"""Maximum words of a run, which one program writes; longer runs are split."""
 _SINGLES = 256
 _WARPS = 4
 _INTEGERS = (
@@ -24,7 +24,7 @@ _INTEGERS = (
 
 @dataclass(frozen=True, slots=True)
 class UpdateCounts:
-    """What lies in the staging buffer from word `first` on, columns one behind the other.
+    """The contents of the staging buffer from word `first` on: columns, one after the other.
 
     Runs of at most RUN_WORDS words: place in the state, place in the staging buffer, length. Single words: place in the
     state, value. Given tokens: slot, token id.
@@ -37,31 +37,31 @@ class UpdateCounts:
 
     @property
     def end(self) -> int:
-        """Where the columns end, and the runs' words may begin."""
+        """The end of the columns; the runs' words may begin here."""
         return self.first + 3 * self.num_runs + 2 * self.num_words + 2 * self.num_given
 
 
 @triton.jit
 def _write_run(run, staging, words, first, num_runs, RUN: tl.constexpr):
-    told = staging + first + run
-    target, source, length = tl.load(told), tl.load(told + num_runs), tl.load(told + 2 * num_runs)
+    columns = staging + first + run
+    target, source, length = tl.load(columns), tl.load(columns + num_runs), tl.load(columns + 2 * num_runs)
     at = tl.arange(0, RUN)
     tl.store(words + target.to(tl.int64) + at, tl.load(staging + source + at, at < length), at < length)
 
 
 @triton.jit
-def _write_words(at, told, words, num_words):
-    place = tl.load(told + at, at < num_words, other=0).to(tl.int64)
-    tl.store(words + place, tl.load(told + num_words + at, at < num_words), at < num_words)
+def _write_words(at, columns, words, num_words):
+    place = tl.load(columns + at, at < num_words, other=0).to(tl.int64)
+    tl.store(words + place, tl.load(columns + num_words + at, at < num_words), at < num_words)
 
 
 @triton.jit
-def _give(at, told, words, num_given, tokens_place, token_stride, counts_place):
-    slot = tl.load(told + at, at < num_given, other=0).to(tl.int64)
+def _append_given(at, columns, words, num_given, tokens_place, token_stride, counts_place):
+    slot = tl.load(columns + at, at < num_given, other=0).to(tl.int64)
     counts = words + counts_place.to(tl.int64) + slot
     known = tl.load(counts, at < num_given, other=0)
     there = (at < num_given) & (known < token_stride)
-    token = tl.load(told + num_given + at, there, other=0)
+    token = tl.load(columns + num_given + at, there, other=0)
     tl.store(words + tokens_place.to(tl.int64) + slot * token_stride + known, token, there)
     tl.store(counts, known + 1, there)
 
@@ -80,18 +80,20 @@ def _apply_updates(
         _write_words(single, singles, words, num_words)
     else:
         given = singles + 2 * num_words
-        _give(single - word_programs * SINGLES, given, words, num_given, tokens_place, token_stride, counts_place)
+        _append_given(
+            single - word_programs * SINGLES, given, words, num_given, tokens_place, token_stride, counts_place
+        )
 
 
 def apply_updates(staging: Tensor, counts: UpdateCounts, state: SlotState) -> None:
-    """Write what the staging buffer tells into the state.
+    """Apply the changes in the staging buffer to the state.
 
-    No word may be written twice, nor may a slot that has a token given be given another or be admitted: all is done at
-    once. Places, slots and lengths are not checked.
+    All changes apply concurrently: no word may be written twice, and a slot with a given token may not have another one
+    or be admitted. Places, slots and lengths are not checked.
 
     Args:
         staging: int32, contiguous.
-        counts: what is in it.
+        counts: its contents.
         state: by slot.
 
     Raises ValueError naming the argument.
@@ -111,7 +113,7 @@ def apply_updates(staging: Tensor, counts: UpdateCounts, state: SlotState) -> No
 
 
 def variants() -> list[Variant]:
-    """Return what `apply_updates` launches."""
+    """Return the variants of `apply_updates`."""
     constants = {"RUN": RUN_WORDS, "SINGLES": _SINGLES}
     pointers = {"staging": "*i32", "words": "*i32"}
     return [

@@ -1,7 +1,7 @@
-"""What the device keeps by batch slot, as `batch.slots` does on the host, and the buffers of a step's tensors.
+"""The device's state by batch slot, as `batch.slots` on the host, and the buffers of a step's tensors.
 
-All of the state lies in one tensor of words, so that one kernel can write any part of it. Rows of the small matrices
-are padded to multiples of 16 words: every view of them starts where 16-byte accesses are possible.
+The whole state is one tensor of words, so that one kernel can write any part of it. Rows of the small matrices are
+padded to multiples of 16 words: every view starts at an address that allows 16-byte accesses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_WORDS = 2**31 - 1
-"""Of the state: places in it are told as int32."""
+"""Maximum words of the state: places in it are int32."""
 
 # Rows of the matrix of numbers by slot.
 NUM_TOKENS = tl.constexpr(0)
@@ -42,7 +42,7 @@ ROW_WAITS = tl.constexpr(4)
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """State by slot, n slots; every tensor is a view of `words`. Padded sizes are rounded up to 16 words."""
+    """State of n slots; every tensor is a view of `words`. Padded sizes are rounded up to 16 words."""
 
     words: Tensor
     """[at most MAX_WORDS] int32."""
@@ -55,7 +55,7 @@ class SlotState:
     stop_bits: Tensor
     """[n, ceil(vocab / 32)] int32: bit i % 32 of word i / 32 says that token i is a stop id."""
     extra: Tensor
-    """[words asked for] int32, for what others keep by slot."""
+    """[extra_words] int32, for other state by slot."""
 
     @classmethod
     def empty(
@@ -67,7 +67,7 @@ class SlotState:
         device: torch.device,
         extra_words: int = 0,
     ) -> SlotState:
-        """Slots without tokens. Raises ValueError if they would be more than MAX_WORDS words."""
+        """Return slots without tokens. Raises ValueError if the state would exceed MAX_WORDS words."""
         table, bits = padded(max_blocks_per_seq), -(-vocab // 32)
         shapes = (
             (NUM_NUMBERS, padded(num_slots)),
@@ -94,7 +94,7 @@ class SlotState:
 
     @property
     def num_tokens(self) -> Tensor:
-        """[n] int32: known ones."""
+        """[n] int32: known tokens."""
         return self._number(NUM_TOKENS)
 
     @property
@@ -119,7 +119,7 @@ class SlotState:
 
     @property
     def min_tokens(self) -> Tensor:
-        """[n] int32: output tokens before which no stop id stops."""
+        """[n] int32: minimum output tokens, before which no stop id stops the sequence."""
         return self._number(MIN_TOKENS)
 
     def _number(self, row: tl.constexpr) -> Tensor:
@@ -128,7 +128,7 @@ class SlotState:
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Padded sizes of a step, what a CUDA graph is captured for."""
+    """Padded sizes of a step; a CUDA graph is captured for one such value."""
 
     num_tokens: int
     """T."""
@@ -141,16 +141,16 @@ class StepSizes:
 
     @classmethod
     def decode(cls, num_seqs: int) -> StepSizes:
-        """One token and one sample of each sequence."""
+        """Return the sizes of a step with one token and one sample per sequence."""
         return cls(num_seqs, num_seqs, num_seqs, num_seqs)
 
     @property
     def num_words(self) -> int:
-        """Words that `step_inputs` reads of such a step."""
+        """The words of such a step that `step_inputs` reads."""
         return 2 * self.num_seqs + 1 + self.num_logits + 4 * self.num_rows
 
     def within(self, most: StepSizes) -> bool:
-        """Is none of the sizes larger than that of `most`."""
+        """Return whether no size is larger than that of `most`."""
         return (
             self.num_tokens <= most.num_tokens
             and self.num_seqs <= most.num_seqs
@@ -161,7 +161,7 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
-    """Where tensors of steps are written, at the same addresses for every step; columns padded as in SlotState."""
+    """The memory of step tensors, at the same addresses for every step; columns padded as in SlotState."""
 
     most: StepSizes
     by_token: Tensor
@@ -175,13 +175,13 @@ class StepBuffers:
     block_tables: Tensor
     """[S, max_blocks_per_seq] int32."""
     results: Tensor
-    """[3 * R] int32: what the host is told of R rows: token ids, then errors, then positions."""
+    """[3 * R] int32: results of R rows for the host: token ids, then errors, then positions."""
     taken: Tensor
-    """[R] int64: tokens that became known, -1 where there is none."""
+    """[R] int64: new known tokens, -1 for rows without one."""
 
     @classmethod
     def empty(cls, most: StepSizes, max_blocks_per_seq: int, device: torch.device) -> StepBuffers:
-        """Buffers for steps of at most these sizes."""
+        """Return buffers for steps of at most these sizes."""
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros((*shape[:-1], padded(shape[-1])), dtype=dtype, device=device)
@@ -192,14 +192,15 @@ class StepBuffers:
             zeros(torch.int32, 3, most.num_seqs + 1),
             zeros(torch.int32, 5, most.num_rows),
             zeros(torch.int64, most.num_logits),
-            # Zero, and later what an earlier step left: entries behind a sequence are valid blocks without meaning.
+            # Zeros, later the contents of earlier steps: entries after the end of a sequence are valid, but without
+            # meaning.
             zeros(torch.int32, most.num_seqs, max_blocks_per_seq)[:, :max_blocks_per_seq],
             zeros(torch.int32, 3 * most.num_rows),
             zeros(torch.int64, most.num_rows),
         )
 
     def inputs(self, sizes: StepSizes) -> StepInputs:
-        """Views of a step of these sizes."""
+        """Return views for a step of these sizes."""
         tokens, seqs = self.by_token[:, : sizes.num_tokens], self.by_seq[:, : sizes.num_seqs]
         rows = self.by_row[:, : sizes.num_rows]
         return StepInputs(
@@ -221,9 +222,9 @@ class StepBuffers:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step's tensors: what `input_batch.ForwardBatch` has, padded, and what is sampled.
+    """A step's tensors: those of `forward_batch.ForwardBatch`, padded, and those of sampling.
 
-    A slot that has stopped is padding: its tokens are written nowhere and its context length is 0.
+    A stopped slot is padding: its KV is not written, and its context length is 0.
     """
 
     sizes: StepSizes
@@ -236,23 +237,23 @@ class StepInputs:
     rope_lens: Tensor
     """[T] int64; 1 for padding."""
     query_start_loc: Tensor
-    """[S + 1] int32. Stopped slots keep their tokens; a padded sequence owns one padded token while there are any."""
+    """[S + 1] int32. Stopped slots keep their tokens; each padded sequence owns one padded token while any are left."""
     seq_lens: Tensor
     """[S] int32; 0 for padding."""
     block_tables: Tensor
-    """[S, max_blocks_per_seq] int32; valid blocks without meaning behind a sequence and for padding."""
+    """[S, max_blocks_per_seq] int32; after the end of a sequence and for padding: valid blocks without meaning."""
     logits_rows: Tensor
     """[L] int64; 0 for padding."""
     rows: Tensor
-    """[R] int32: slot that samples; -1 for padding."""
+    """[R] int32: sampling slot; -1 for padding."""
     sources: Tensor
-    """[R] int32: row of the logits that each reads; 0 for padding."""
+    """[R] int32: logits row of each sampling slot; 0 for padding."""
     sample_positions: Tensor
-    """[R] int32: position of the token to be sampled; 0 for padding."""
+    """[R] int32: position of the sampled token; 0 for padding."""
     taken: Tensor
-    """[R] int64, after the commit: the token that each row's slot got; -1: none."""
+    """[R] int64, after the commit: the new token of each row's slot; -1: none."""
 
 
 def padded(size: int) -> int:
-    """A size rounded up to 16."""
+    """Return a size rounded up to a multiple of 16."""
     return -(-size // 16) * 16

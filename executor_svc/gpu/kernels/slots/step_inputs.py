@@ -1,6 +1,7 @@
-"""Builds a step's tensors on the device from the state of the slots and a few words by sequence, in one launch.
+"""Builds a step's tensors on the device from the state of the slots and a few words per sequence, in one launch.
 
-The meaning is `input_batch.build_batch` of the slots that have not stopped; the host may not know yet which have.
+The result equals `forward_batch.build_batch` of the slots that have not stopped, some of which the host may not know
+to have stopped.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from executor_svc.gpu.kernels.variant import Variant
 _TOKENS = 128
 _LISTED = 128
 _TABLE = 1024
-_MOST_TABLE_PROGRAMS = 256
-"""Together, unless there are more sequences: two for each multiprocessor of a Hopper GPU."""
+_MAX_TABLE_PROGRAMS = 256
+"""Maximum programs for all block tables, at least one per sequence: two per multiprocessor of a Hopper GPU."""
 _WARPS = 4
 _POINTERS = {
     "staging": "*i32", "token_ids": "*i32", "block_tables": "*i32", "numbers": "*i32", "by_token": "*i64",
@@ -53,13 +54,13 @@ _SIZES = ("num_tokens", "num_seqs", "num_logits", "num_rows", "block_size", "tok
 
 @triton.jit
 def _is_live(numbers, number_stride, slot):
-    """Is there a slot, and has it not stopped."""
+    """Return whether there is a slot that has not stopped."""
     return tl.load(numbers + STOPPED * number_stride + slot, slot >= 0, other=1) == 0
 
 
 @triton.jit
 def _owner(starts, token, num_seqs, search_steps):
-    """The sequence s with starts[s] <= token < starts[s + 1], num_seqs if there is none."""
+    """Return the sequence s with starts[s] <= token < starts[s + 1], num_seqs if there is none."""
     low = tl.zeros_like(token)
     high = low + num_seqs
     for _ in range(search_steps):
@@ -104,14 +105,14 @@ def _gather_table(
     program, staging, block_tables, table_stride, numbers, number_stride, tables, tables_stride, num_seqs, block_size,
     parts, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Copy every parts-th tile of a sequence's block table, as far as its tokens reach."""
+    """Copy every parts-th tile of the used part of a sequence's block table."""
     sequence = program // parts
     slot = tl.load(staging + sequence).to(tl.int64)
     if _is_live(numbers, number_stride, slot):
         starts = staging + num_seqs + sequence
         computed = tl.load(numbers + NUM_COMPUTED_TOKENS * number_stride + slot)
         num_blocks = tl.cdiv(computed + tl.load(starts + 1) - tl.load(starts), block_size)
-        # Rows are padded: whole accesses of 16 bytes.
+        # Rows are padded, so all accesses are of 16 bytes.
         num_blocks = tl.cdiv(num_blocks, 4) * 4
         source = block_tables + slot * (table_stride * 16)
         target = tables + sequence.to(tl.int64) * (tables_stride * 16)
@@ -134,17 +135,17 @@ def _list_sequences(at, staging, numbers, number_stride, by_seq, by_seq_stride, 
 
 
 @triton.jit
-def _list_rows(at, told, numbers, number_stride, by_row, by_row_stride, num_rows):
+def _list_rows(at, row_words, numbers, number_stride, by_row, by_row_stride, num_rows):
     within = at < num_rows
-    slot = tl.load(told + at, within, other=-1)
-    source_slot = tl.load(told + num_rows + at, within, other=-1)
+    slot = tl.load(row_words + at, within, other=-1)
+    source_slot = tl.load(row_words + num_rows + at, within, other=-1)
     live = _is_live(numbers, number_stride, slot) & _is_live(numbers, number_stride, source_slot)
     position = tl.load(numbers + NUM_TOKENS * number_stride + slot, live, other=0)
     tl.store(by_row + ROWS * by_row_stride + at, tl.where(live, slot, -1), within)
-    tl.store(by_row + SOURCES * by_row_stride + at, tl.load(told + 2 * num_rows + at, within), within)
+    tl.store(by_row + SOURCES * by_row_stride + at, tl.load(row_words + 2 * num_rows + at, within), within)
     tl.store(by_row + SAMPLE_POSITIONS * by_row_stride + at, position, within)
     tl.store(by_row + ROW_SLOTS * by_row_stride + at, slot, within)
-    tl.store(by_row + ROW_WAITS * by_row_stride + at, tl.load(told + 3 * num_rows + at, within), within)
+    tl.store(by_row + ROW_WAITS * by_row_stride + at, tl.load(row_words + 3 * num_rows + at, within), within)
 
 
 @triton.jit(do_not_specialize=[*_STRIDES, *_SIZES])
@@ -154,7 +155,7 @@ def _build_step(
     num_logits, num_rows, block_size, token_programs, parts, search_steps, ONE_EACH: tl.constexpr,
     TOKENS: tl.constexpr, TABLE: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Strides of block tables are in units of 16 words, so that Triton knows their rows to be aligned."""
+    """Build all tensors. Strides of block tables are in units of 16 words, so that Triton infers aligned rows."""
     program = tl.program_id(0)
     if program < token_programs:
         _build_tokens(
@@ -169,26 +170,25 @@ def _build_step(
     else:
         at = (program - token_programs - num_seqs * parts) * LISTED + tl.arange(0, LISTED)
         _list_sequences(at, staging, numbers, number_stride, by_seq, by_seq_stride, num_seqs)
-        told = staging + 2 * num_seqs + 1
-        tl.store(logits_rows + at, tl.load(told + at, at < num_logits).to(tl.int64), at < num_logits)
-        _list_rows(at, told + num_logits, numbers, number_stride, by_row, by_row_stride, num_rows)
+        row_words = staging + 2 * num_seqs + 1
+        tl.store(logits_rows + at, tl.load(row_words + at, at < num_logits).to(tl.int64), at < num_logits)
+        _list_rows(at, row_words + num_logits, numbers, number_stride, by_row, by_row_stride, num_rows)
 
 
 def build_step(
     staging: Tensor, state: SlotState, buffers: StepBuffers, sizes: StepSizes, block_size: int, one_each: bool
 ) -> None:
-    """Write a step's tensors to the buffers, as `StepBuffers.inputs` views them.
+    """Write a step's tensors to the buffers, for the views of `StepBuffers.inputs`.
 
     Args:
         staging: int32, contiguous; its first words are, in this order: slot of each sequence [S], -1 for padding;
-            query_start_loc [S + 1]; logits rows [L]; slot of each sampling row [R], -1 for padding; slot of the
-            sequence whose logits it reads [R], the same unless it is a fork; which row of the logits that is [R]; 1 if
-            it takes no token [R].
+            query_start_loc [S + 1]; logits rows [L]; slot of each sampling row [R], -1 for padding; slot whose logits
+            the row reads [R], different only for a fork; index of that logits row [R]; 1 if the row gets no token [R].
         state: by slot.
-        buffers: for sizes as large as these.
+        buffers: for steps of at least these sizes.
         sizes: of the step.
         block_size: tokens of a KV block.
-        one_each: has every sequence, padding too, one token.
+        one_each: whether every sequence, padding too, has one token.
 
     Raises ValueError naming the argument.
     """
@@ -218,12 +218,12 @@ _TILES = {"TOKENS": _TOKENS, "TABLE": _TABLE, "LISTED": _LISTED}
 
 
 def _table_parts(num_seqs: int, max_blocks_per_seq: int) -> int:
-    """Programs that share a block table. It changes no result: copies are the same in any order."""
-    return max(1, min(-(-max_blocks_per_seq // _TABLE), _MOST_TABLE_PROGRAMS // max(num_seqs, 1)))
+    """Return the number of programs per block table. Results do not depend on it."""
+    return max(1, min(-(-max_blocks_per_seq // _TABLE), _MAX_TABLE_PROGRAMS // max(num_seqs, 1)))
 
 
 def variants() -> list[Variant]:
-    """Return what `build_step` launches."""
+    """Return the variants of `build_step`."""
     return [_variant(one_each) for one_each in (False, True)]
 
 

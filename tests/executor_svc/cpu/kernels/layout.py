@@ -6,7 +6,7 @@ from torch import Tensor
 
 from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.cpu.kernels.attention_plan import CpuAttentionPlan
-from executor_svc.cpu.kernels.kernels import CpuKernels
+from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.device.kernels import AttentionShape
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from executor_svc.cpu.kernels.attention import scratch_bytes
 from executor_svc.cpu.kernels.attention_plan import TILE_FIELDS, CpuAttentionPlan, tile_tokens
-from executor_svc.cpu.kernels.kernels import CpuKernels
+from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.device import reference
 from executor_svc.device.kernels import AttentionShape
 from tests.executor_svc.cpu.kernels.layout import as_kept, plan_for

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor_svc.cpu.kernels.kernels import CpuKernels
+from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.device import reference
 from executor_svc.device.kernels import AttentionShape, HeadNorms
 from executor_svc.models.layers.rope import RopeConfig, RotaryTables, inverse_frequencies

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.compiled import has_feature
-from executor_svc.cpu.kernels.kernels import CpuKernels
+from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
 from executor_svc.cpu.kernels.matmul import PANEL, ROWS_AT_ONCE, pack, tile_sizes
 from tests.executor_svc.cpu.kernels.bits import equal_bits

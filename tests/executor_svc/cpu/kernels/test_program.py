@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.batch.forward_batch import ForwardBatch
-from executor_svc.cpu.kernels.kernels import CpuKernels
+from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
 from executor_svc.cpu.kernels.workspace import Workspace
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Rope

@@ -12,7 +12,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from executor_svc.cpu.kernels.kernels import CpuKernels
+from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.device.kernels import AttentionShape, HeadNorms, Rope
 from tests.executor_svc.cpu.kernels.layout import as_shaped, plan_for
 from tests.executor_svc.driver import flat_batch

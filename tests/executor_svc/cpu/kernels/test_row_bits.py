@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from executor_svc.cpu.kernels.kernels import CpuKernels
+from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.device.kernels import AttentionShape, HeadNorms
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.cpu.kernels.layout import as_kept, plan_for

@@ -15,7 +15,7 @@ from executor_svc.cpu.kernels.codegen import team as teams
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
 from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
-from executor_svc.cpu.kernels.kernels import CpuKernels
+from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
 
 THREADS = [1, 2, 3, 8]

@@ -20,7 +20,7 @@ _IDS = itertools.count(1)
 def make(num_tokens: int, num_computed: int = 0) -> Sequence:
     spec = RequestSpec("r", (7,) * num_tokens, Sampling(), max_tokens=100)
     sequence = Sequence(next(_IDS), SequenceGroup(spec, 0, 0.0), 0, 10_000)
-    sequence.compute(num_computed)
+    sequence.schedule(num_computed)
     return sequence
 
 
@@ -34,7 +34,7 @@ def family(blocks: BlockManager, num_children: int = 1) -> list[Sequence]:
     blocks.allocate(source, 7)
     children = [make(7, 6) for _ in range(num_children)]
     for child in children:
-        blocks.share_table(source, child, 6)
+        blocks.share_blocks(source, child, 6)
     return [source, *children]
 
 
@@ -55,7 +55,7 @@ def test_a_fork_shares_all_blocks_and_copies_the_partial_one_when_it_writes() ->
     assert blocks.writes_shared(source)
     own = blocks.make_writable(child)
     assert child.block_ids == [source.block_ids[0], own]
-    # The copy reads before anything is computed: its source may be written by whoever holds it alone now.
+    # The copy reads before anything is computed, so the remaining holder may write to its source.
     assert not blocks.writes_shared(source)
     assert blocks.make_writable(source) == shared
     assert blocks.take_moves().copied == [(shared, own)]
@@ -68,7 +68,7 @@ def test_who_writes_where_nothing_is_shared_copies_nothing() -> None:
     source = make(9, 8)
     blocks.allocate(source, 9)
     child = make(9, 8)
-    blocks.share_table(source, child, 8)
+    blocks.share_blocks(source, child, 8)
     assert not blocks.writes_shared(child)
     with pytest.raises(InvariantError, match="no block for its next token"):
         blocks.make_writable(child)
@@ -79,7 +79,7 @@ def test_a_copy_of_a_copy_reads_the_first_source() -> None:
     source, child = family(blocks)
     own = blocks.make_writable(child)
     grandchild = make(7, 6)
-    blocks.share_table(child, grandchild, 6)
+    blocks.share_blocks(child, grandchild, 6)
     another = blocks.make_writable(grandchild)
     assert blocks.take_moves().copied == [(source.block_ids[1], own), (source.block_ids[1], another)]
 
@@ -127,14 +127,14 @@ def test_a_cached_block_leaves_the_cache_before_its_only_holder_writes_to_it() -
     blocks.allocate(source, 9)
     source.token_ids.append(7)
     child = make(7, 6)
-    blocks.share_table(source, child, 6)
+    blocks.share_blocks(source, child, 6)
     blocks.free(source)
     table = list(child.block_ids)
-    assert blocks.find(make(9)).num_tokens == 8
+    assert blocks.find_cached_prefix(make(9)).num_tokens == 8
     assert blocks.writes_shared(child)
     assert blocks.make_writable(child) == table[1]
     assert not blocks.writes_shared(child)
-    assert blocks.find(make(9)).num_tokens == 4
+    assert blocks.find_cached_prefix(make(9)).num_tokens == 4
     blocks.check_integrity([child])
 
 
@@ -143,12 +143,12 @@ def test_a_fork_inherits_what_is_cached_as_far_as_it_goes() -> None:
     source = make(9, 9)
     blocks.allocate(source, 9)
     source.token_ids.append(7)
-    blocks.register(source)
+    blocks.cache_full_blocks(source)
     for num_tokens, expected in ((9, 2), (8, 2), (7, 1), (3, 0)):
         child = make(9)
-        blocks.share_table(source, child, num_tokens)
+        blocks.share_blocks(source, child, num_tokens)
         assert child.num_cached_blocks == expected
-        assert child.cache_node == (blocks.find(make(9)).nodes[expected - 1] if expected else None)
+        assert child.cache_node == (blocks.find_cached_prefix(make(9)).nodes[expected - 1] if expected else None)
 
 
 def test_swapping_keeps_sharing() -> None:
@@ -216,7 +216,7 @@ def test_swapping_out_evicts_cached_host_blocks() -> None:
     blocks.free(source)
     blocks.take(1)
     blocks.take_moves()
-    assert (blocks.host_pool.num_idle, blocks.find(make(9)).num_tokens) == (1, 8)
+    assert (blocks.host_pool.num_idle, blocks.find_cached_prefix(make(9)).num_tokens) == (1, 8)
     blocks.free(made := make(4, 4))
     blocks.allocate(made, 4)
     assert blocks.swap_out([made])
@@ -233,7 +233,7 @@ def test_the_check_finds_what_does_not_add_up(tampering: str) -> None:
     elif tampering == "twice":
         source.block_ids.append(source.block_ids[0])
     elif tampering == "short":
-        source.compute(3)
+        source.schedule(3)
     elif tampering == "both":
         source.host_block_ids = [1]
     else:
@@ -265,5 +265,5 @@ def test_allocating_beside_others_of_a_group_shares_their_first_blocks() -> None
     blocks.allocate(mate, 9, shared=source.block_ids[:2])
     assert mate.block_ids[:2] == source.block_ids[:2]
     assert (mate.block_ids[2] != source.block_ids[2], blocks.num_shared_refs) == (True, 2)
-    with pytest.raises(InvariantError, match="other blocks than it is given"):
+    with pytest.raises(InvariantError, match="not those that it is given"):
         blocks.allocate(make(4), 4, shared=source.block_ids)

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.memory.block_manager import BlockManager
-from scheduler_svc.core.memory.prefix_cache import NOTHING, Found
+from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import RequestSpec, Sampling
@@ -31,14 +31,14 @@ def manager(num_blocks: int = 20, num_host_blocks: int = 0, rates: MeasuredRates
     return BlockManager(num_blocks, SIZE, 0.0, num_host_blocks=num_host_blocks, caching=True, rates=rates)
 
 
-def enter(blocks: BlockManager, token_ids: list[int], **fields: object) -> tuple[Sequence, Found]:
+def enter(blocks: BlockManager, token_ids: list[int], **fields: object) -> tuple[Sequence, CachedPrefix]:
     """Let a sequence in, compute all of its tokens, and confirm one more."""
     sequence = make(token_ids, **fields)
-    found = blocks.find(sequence)
+    found = blocks.find_cached_prefix(sequence)
     blocks.allocate(sequence, len(token_ids) + 1, found=found)
-    sequence.compute(len(token_ids))
+    sequence.schedule(len(token_ids))
     sequence.token_ids.append(0)
-    blocks.register(sequence)
+    blocks.cache_full_blocks(sequence)
     return sequence, found
 
 
@@ -49,7 +49,7 @@ def rates(token_ns: int, block_ns: int) -> MeasuredRates:
 
 
 def num_found(blocks: BlockManager, token_ids: list[int], **fields: object) -> int:
-    return blocks.find(make(token_ids, **fields)).num_tokens
+    return blocks.find_cached_prefix(make(token_ids, **fields)).num_tokens
 
 
 def test_whole_blocks_of_a_common_prefix_are_shared_while_in_use() -> None:
@@ -69,7 +69,7 @@ def test_looking_up_changes_nothing() -> None:
     sequence, _ = enter(blocks, list(range(10)))
     blocks.free(sequence)
     before = blocks.num_free, blocks.num_cached, list(blocks.pool.ref_counts)
-    found = blocks.find(make(list(range(10))))
+    found = blocks.find_cached_prefix(make(list(range(10))))
     assert (found.num_idle, found.num_to_take(3)) == (2, 3)
     assert (blocks.num_free, blocks.num_cached, blocks.pool.ref_counts) == before
     assert blocks.num_prefix_queries == 10
@@ -84,19 +84,19 @@ def test_the_last_token_is_always_computed(num_tokens: int, expected: int) -> No
     assert num_found(blocks, list(range(num_tokens))) == expected
 
 
-def test_tokens_of_equal_hash_are_told_apart() -> None:
+def test_tokens_of_equal_hash_are_distinguished() -> None:
     blocks = manager()
     prompt, alike = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5 + ALIKE, 6, 7, 8, 9]
     assert hash(tuple(prompt)) == hash(tuple(alike))
     assert enter(blocks, prompt)[1].num_tokens == 0
     assert enter(blocks, alike)[1].num_tokens == 4
-    first, second = blocks.find(make(prompt)), blocks.find(make(alike))
+    first, second = blocks.find_cached_prefix(make(prompt)), blocks.find_cached_prefix(make(alike))
     assert first.num_tokens == second.num_tokens == 8
     assert first.nodes[0] == second.nodes[0]
     assert first.nodes[1] != second.nodes[1]
 
 
-def test_equal_blocks_after_different_prefixes_are_told_apart() -> None:
+def test_equal_blocks_after_different_prefixes_are_distinguished() -> None:
     blocks = manager()
     enter(blocks, [1, 1, 1, 1, 5, 5, 5, 5, 0])
     assert num_found(blocks, [2, 2, 2, 2, 5, 5, 5, 5, 0]) == 0
@@ -118,7 +118,7 @@ def test_who_opts_out_leaves_nothing_behind() -> None:
     blocks = manager()
     sequence, found = enter(blocks, list(range(10)), uses_prefix_cache=False)
     blocks.free(sequence)
-    assert found is NOTHING
+    assert found is NO_PREFIX
     assert (blocks.num_cached, num_found(blocks, list(range(10)))) == (0, 0)
     assert blocks.num_prefix_queries == 0
 
@@ -128,16 +128,16 @@ def test_prompt_logprobs_are_computed_not_found_until_they_are_known() -> None:
     prompt = list(range(10))
     enter(blocks, prompt)
     sequence = make(prompt, num_prompt_logprobs=1)
-    assert blocks.find(sequence) is NOTHING
+    assert blocks.find_cached_prefix(sequence) is NO_PREFIX
     sequence.prompt_logprobs_end = 10
-    assert blocks.find(sequence).num_tokens == 8
+    assert blocks.find_cached_prefix(sequence).num_tokens == 8
 
 
 def test_without_caching_nothing_is_kept() -> None:
     blocks = BlockManager(20, SIZE, 0.0)
     sequence, found = enter(blocks, list(range(10)))
     blocks.free(sequence)
-    assert found is NOTHING
+    assert found is NO_PREFIX
     assert (blocks.num_cached, blocks.num_free) == (0, 20)
 
 
@@ -145,7 +145,7 @@ def test_a_token_is_cached_only_when_another_came_after_it() -> None:
     blocks = manager()
     sequence, _ = enter(blocks, list(range(6)))  # and token 0
     sequence.token_ids.append(5)  # a stop token, whose KV the plan in flight will not compute
-    sequence.compute(2)
+    sequence.schedule(2)
     blocks.free(sequence)
     assert num_found(blocks, [*range(6), 0, 5, 8]) == 4
 
@@ -154,10 +154,10 @@ def test_pending_tokens_are_not_cached() -> None:
     blocks = manager()
     sequence = make(list(range(6)))
     blocks.allocate(sequence, 20)
-    sequence.compute(6)
+    sequence.schedule(6)
     for _ in range(8):
-        sequence.compute(1)
-    blocks.register(sequence)
+        sequence.schedule(1)
+    blocks.cache_full_blocks(sequence)
     assert sequence.num_cached_blocks == 1
 
 
@@ -166,10 +166,10 @@ def test_a_content_that_is_cached_keeps_its_first_block() -> None:
     one, two = make(list(range(9))), make(list(range(9)))
     for sequence in (one, two):
         blocks.allocate(sequence, 10)
-        sequence.compute(9)
+        sequence.schedule(9)
         sequence.token_ids.append(0)
-    blocks.register(one)
-    blocks.register(two)
+    blocks.cache_full_blocks(one)
+    blocks.cache_full_blocks(two)
     assert two.num_cached_blocks == 2
     kept, other = list(one.block_ids), list(two.block_ids)
     blocks.free(two)
@@ -192,7 +192,7 @@ def test_the_least_recently_used_goes_first_and_tails_before_heads() -> None:
     assert (num_found(blocks, [1] * 9), num_found(blocks, [2] * 9)) == (0, 8)
     blocks.take(1)
     assert num_found(blocks, [2] * 9) == 4
-    with pytest.raises(InvariantError, match="2 more blocks wanted"):
+    with pytest.raises(InvariantError, match="2 more blocks needed"):
         blocks.take(2)
 
 
@@ -209,7 +209,7 @@ def test_what_was_found_is_not_evicted_for_its_own_remainder() -> None:
     blocks = manager(num_blocks=5)
     blocks.free(enter(blocks, [1] * 9)[0])
     sequence = make([1] * 18)
-    found = blocks.find(sequence)
+    found = blocks.find_cached_prefix(sequence)
     assert (found.num_tokens, found.num_to_take(5)) == (8, 5)
     assert blocks.can_take(5, alone=True)
     blocks.allocate(sequence, 18, found=found)
@@ -221,23 +221,23 @@ def test_a_chain_that_was_evicted_elsewhere_is_registered_anew() -> None:
     one, two = make([1] * 9), make([1] * 9)
     for sequence in (one, two):
         blocks.allocate(sequence, 10)
-        sequence.compute(9)
+        sequence.schedule(9)
         sequence.token_ids += [1, 1, 1, 1]
-    blocks.register(one)
-    blocks.register(two)  # its chain is that of the first
+    blocks.cache_full_blocks(one)
+    blocks.cache_full_blocks(two)  # its chain is that of the first
     blocks.free(one)
     blocks.take(5)
     assert num_found(blocks, [1] * 9) == 0
-    two.compute(3)
-    blocks.register(two)
+    two.schedule(3)
+    blocks.cache_full_blocks(two)
     assert num_found(blocks, [1] * 13) == 12
-    assert blocks.find(make([1] * 13)).num_idle == 0
+    assert blocks.find_cached_prefix(make([1] * 13)).num_idle == 0
 
 
-def test_spoiled_blocks_are_found_no_more() -> None:
+def test_invalidated_blocks_are_not_found() -> None:
     blocks = manager()
     sequence, _ = enter(blocks, list(range(10)))
-    blocks.free(sequence, spoiled=True)
+    blocks.free(sequence, invalid_kv=True)
     assert (num_found(blocks, list(range(10))), blocks.num_cached, blocks.num_free) == (0, 0, 20)
 
 
@@ -264,13 +264,13 @@ def test_evicted_blocks_come_back_from_the_host() -> None:
     blocks = evict_to_host(CHEAP)
     assert blocks.num_used_host == 0
     sequence = make([1] * 13)
-    found = blocks.find(sequence)
+    found = blocks.find_cached_prefix(sequence)
     assert (found.num_tokens, found.num_host, found.num_to_take(4)) == (12, 3, 4)
     blocks.allocate(sequence, 13, found=found)
     moves = blocks.take_moves()
     assert [block_id for _, block_id in moves.swapped_in] == sequence.block_ids[:3]
     assert (moves.swapped_out, moves.copied) == ([], [])
-    assert blocks.find(make([1] * 13)).num_host == 0
+    assert blocks.find_cached_prefix(make([1] * 13)).num_host == 0
     assert blocks.host_pool.num_free == 4
     blocks.check_integrity([sequence])
 
@@ -290,15 +290,15 @@ def test_blocks_out_of_reach_are_not_worth_a_move() -> None:
     one, two = make([1] * 9), make([1] * 9)
     for sequence in (one, two):
         blocks.allocate(sequence, 10)
-        sequence.compute(9)
+        sequence.schedule(9)
         sequence.token_ids.append(1)
-    blocks.register(one)
-    blocks.register(two)
-    two.compute(1)
+    blocks.cache_full_blocks(one)
+    blocks.cache_full_blocks(two)
+    two.schedule(1)
     two.token_ids += [1] * 3
-    two.compute(2)
-    blocks.register(two)  # its third block hangs from the second of the other
-    blocks.free(one, spoiled=True)
+    two.schedule(2)
+    blocks.cache_full_blocks(two)  # its third block hangs from the second of the other
+    blocks.free(one, invalid_kv=True)
     blocks.free(two)
     assert blocks.num_cached == 1
     blocks.take(8)
@@ -313,12 +313,12 @@ def test_host_blocks_at_the_end_are_used_while_moving_is_cheaper_than_computing(
     first, _ = enter(blocks, [1] * 13)
     head = make([1] * 5)
     blocks.free(first)
-    blocks.allocate(head, 4, found=blocks.find(head))  # holds the first block
+    blocks.allocate(head, 4, found=blocks.find_cached_prefix(head))  # holds the first block
     taken = make([9] * 12)
     blocks.allocate(taken, 12)
     blocks.take_moves()
     blocks._tiers._rates = measured
-    found = blocks.find(make([1] * 13))
+    found = blocks.find_cached_prefix(make([1] * 13))
     assert (found.num_tokens, found.num_host) == (expected, expected // 4 - 1)
 
 
@@ -326,7 +326,7 @@ def test_what_left_the_cache_since_it_was_found_is_refused() -> None:
     blocks = manager(4)
     blocks.free(enter(blocks, [1] * 9)[0])
     late = make([1] * 9)
-    found = blocks.find(late)
+    found = blocks.find_cached_prefix(late)
     blocks.take(4)
     with pytest.raises(InvariantError, match="has left the prefix cache"):
         blocks.allocate(late, 9, found=found)

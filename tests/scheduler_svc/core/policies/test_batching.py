@@ -1,4 +1,4 @@
-"""Batching policies on a virtual clock: who joins when, and what memory they take."""
+"""Batching policies on a virtual clock: when groups join, and how much memory they take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_static_batch_waits_until_it_is_full_and_runs_until_its_longest_sequen
     for name in ("middle", "next a", "next b"):
         bench.add(name, 3, max_tokens=4)
     while "long" not in bench.details:
-        assert set(bench.order) <= {"short", "long", "middle"}, "nobody joins a batch that runs"
+        assert set(bench.order) <= {"short", "long", "middle"}, "nothing joins a running batch"
         bench.step()
     for _ in range(3):
         bench.step()
@@ -99,7 +99,7 @@ def test_a_dynamic_batch_that_is_full_does_not_wait() -> None:
     bench.add("late", 3)
     assert bench.plan() is not None
     assert bench.order == ["a", "b"]
-    assert bench.core.wakes_at(0, bench.now) is None, "while a batch runs its results are what is waited for"
+    assert bench.core.wakes_at(0, bench.now) is None, "while a batch runs, only results trigger planning"
 
 
 def test_newcomers_are_held_back_until_enough_wait() -> None:
@@ -132,7 +132,7 @@ def test_newcomers_are_not_held_back_for_ever() -> None:
 
 
 @pytest.mark.parametrize(("threshold", "first_token_of_short"), [(0, 6.0), (4, 2.0)])
-def test_a_long_prompt_leaves_room_for_short_ones(threshold: int, first_token_of_short: float) -> None:
+def test_a_long_prompt_leaves_budget_for_short_ones(threshold: int, first_token_of_short: float) -> None:
     bench = Bench(Policies(long_prefill_token_threshold=threshold), max_num_batched_tokens=16, max_model_len=256)
     bench.add("long", 80, max_tokens=2)
     bench.step(depth=1)

@@ -1,4 +1,4 @@
-"""Orders of service on a virtual clock: who goes first, who goes last, and that nobody starves."""
+"""Scheduling orders on a virtual clock: which group goes first, which goes last, and that none starves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_nobody_is_pushed_out_for_a_group_that_would_not_fit_all_the_same() -> N
     assert set(bench.details.values()) == {FinishDetail.MAX_TOKENS}
 
 
-def test_a_priority_that_is_pushed_out_makes_room_for_a_long_prompt() -> None:
+def test_a_preempted_priority_frees_blocks_for_a_long_prompt() -> None:
     bench = Bench(Policies(order=PriorityOrder()), num_blocks=8, max_num_seqs=4)
     for name in ("a", "b"):
         bench.add(name, 12, max_tokens=4, priority=9)
@@ -144,7 +144,7 @@ def test_nobody_waits_longer_than_the_bound(order: type[OrderPolicy]) -> None:
         count += 1
         bench.step()
     assert bench.tokens["unloved"] == bench.known("unloved")
-    assert bench.now <= start + MAX_WAIT_S + 30 + 10, "once overdue it is nobody's victim"
+    assert bench.now <= start + MAX_WAIT_S + 30 + 10, "once overdue it is never a victim"
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
@@ -153,7 +153,7 @@ def test_nobody_waits_longer_than_the_bound(order: type[OrderPolicy]) -> None:
 def test_a_group_waits_no_longer_than_the_bound(
     order: type[OrderPolicy], group: dict[str, Any], preemption: Preemption
 ) -> None:
-    """It needs all seats at once."""
+    """It needs all slots at once."""
     policies = Policies(order=order(), max_wait_s=MAX_WAIT_S, preemption=preemption)
     bench = Bench(policies, max_num_seqs=4, num_blocks=24, num_host_blocks=64)
     longest_run = 10

@@ -21,7 +21,7 @@ EOS, STOP = 1, 2
 NUM_PROMPT_TOKENS = 7
 
 
-def told(*best: tuple[int, float]) -> Candidates:
+def top(*best: tuple[int, float]) -> Candidates:
     """Candidates, best first: tokens and logprobs."""
     return Candidates([token_id for token_id, _ in best], [logprob for _, logprob in best])
 
@@ -61,18 +61,18 @@ class ByHand:
 
 def test_the_best_go_on_whoever_their_parents_are() -> None:
     beams = ByHand(width=2)
-    assert beams.step(told((5, -1.0), (6, -1.5), (7, -2.0))) == [[5], [6]]
-    assert beams.step(told((8, -3.0), (9, -4.0)), told((8, -0.25), (9, -0.5))) == [[6, 8], [6, 9]]
-    assert beams.step(told((3, -2.0), (4, -9.0)), told((4, -0.25), (3, -8.0))) == [[6, 9, 4], [6, 8, 3]]
+    assert beams.step(top((5, -1.0), (6, -1.5), (7, -2.0))) == [[5], [6]]
+    assert beams.step(top((8, -3.0), (9, -4.0)), top((8, -0.25), (9, -0.5))) == [[6, 8], [6, 9]]
+    assert beams.step(top((3, -2.0), (4, -9.0)), top((4, -0.25), (3, -8.0))) == [[6, 9, 4], [6, 8, 3]]
     assert beams.search.best(2) == []
 
 
 def test_a_beam_that_stops_among_the_best_is_a_hypothesis_and_another_goes_on() -> None:
     beams = ByHand(width=2)
-    beams.step(told((5, -1.0), (6, -1.5)))
-    assert beams.step(told((EOS, -0.5), (8, -2.0), (9, -3.0)), told((7, -1.0), (STOP, -4.0))) == [[6, 7], [5, 8]]
+    beams.step(top((5, -1.0), (6, -1.5)))
+    assert beams.step(top((EOS, -0.5), (8, -2.0), (9, -3.0)), top((7, -1.0), (STOP, -4.0))) == [[6, 7], [5, 8]]
     assert beams.search.best(2) == [Hypothesis((5, EOS), -0.75, -1.5, Finish(FinishDetail.EOS))]
-    beams.step(told((STOP, -0.5), (7, -1.0)), told((EOS, -0.5), (7, -1.0)))
+    beams.step(top((STOP, -0.5), (7, -1.0)), top((EOS, -0.5), (7, -1.0)))
     assert beams.search.best(2)[1] == Hypothesis(
         (6, 7, STOP), -1.0, -3.0, Finish(FinishDetail.STOP_TOKEN, stop_token_id=STOP)
     )
@@ -80,41 +80,41 @@ def test_a_beam_that_stops_among_the_best_is_a_hypothesis_and_another_goes_on() 
 
 def test_a_beam_that_stops_behind_the_best_is_forgotten() -> None:
     beams = ByHand(width=2)
-    assert beams.step(told((5, -1.0), (6, -1.5), (EOS, -1.75), (7, -2.0))) == [[5], [6]]
+    assert beams.step(top((5, -1.0), (6, -1.5), (EOS, -1.75), (7, -2.0))) == [[5], [6]]
     assert beams.found() == []
 
 
 def test_only_the_best_hypotheses_are_kept() -> None:
     beams = ByHand(width=2, length_penalty=0.0, early_stopping=None)
-    beams.step(told((EOS, -3.0), (5, -3.25), (6, -4.0)))
-    beams.step(told((EOS, -0.25), (7, -0.25)), told((8, -0.5)))
+    beams.step(top((EOS, -3.0), (5, -3.25), (6, -4.0)))
+    beams.step(top((EOS, -0.25), (7, -0.25)), top((8, -0.5)))
     assert beams.found() == [([EOS], -3.0), ([5, EOS], -3.5)]
     beams = ByHand(width=2, early_stopping=None)
-    beams.step(told((EOS, -3.0), (5, -3.25), (6, -4.0)))
-    beams.step(told((EOS, -0.25), (7, -0.25)), told((8, -0.5)))
+    beams.step(top((EOS, -3.0), (5, -3.25), (6, -4.0)))
+    beams.step(top((EOS, -0.25), (7, -0.25)), top((8, -0.5)))
     assert beams.found() == [([5, EOS], -1.75), ([EOS], -3.0)]
-    beams.step(told((EOS, -0.5), (7, -9.0)), told((8, -9.0)))
+    beams.step(top((EOS, -0.5), (7, -9.0)), top((8, -9.0)))
     assert beams.found() == [([5, 7, EOS], np.float32(-4 / 3)), ([5, EOS], -1.75)]
     assert beams.found(1) == [([5, 7, EOS], np.float32(-4 / 3))]
 
 
 def test_equals_go_in_the_order_of_beams_and_candidates() -> None:
     beams = ByHand(width=3)
-    beams.step(told((9, -1.0), (4, -1.0), (5, -1.0), (3, -1.0)))
+    beams.step(top((9, -1.0), (4, -1.0), (5, -1.0), (3, -1.0)))
     assert beams.outputs == [[9], [4], [5]]
-    assert beams.step(told((8, -1.0)), told((3, -0.5), (6, -1.0)), told((2, -9.0))) == [[4, 3], [9, 8], [4, 6]]
+    assert beams.step(top((8, -1.0)), top((3, -0.5), (6, -1.0)), top((2, -9.0))) == [[4, 3], [9, 8], [4, 6]]
 
 
 def test_sums_and_scores_are_rounded_to_float32() -> None:
     beams = ByHand(width=2, length_penalty=0.5)
-    beams.step(told((5, -100.0), (6, -100.0)))
+    beams.step(top((5, -100.0), (6, -100.0)))
     # In float64 the second would be better.
-    assert beams.step(told((7, -1e-7)), told((7, 0.0)))[0] == [5, 7]
+    assert beams.step(top((7, -1e-7)), top((7, 0.0)))[0] == [5, 7]
     beams = ByHand(width=2, length_penalty=0.7)
     logprobs = [float(np.float32(logprob)) for logprob in (-0.1, -0.2, -0.3)]
     total = np.float32(0)
     for token_id, logprob in zip((5, 6, EOS), logprobs, strict=True):
-        beams.step(told((token_id, logprob), (9, -50.0)), *[told((9, -50.0))] * (len(beams.outputs) - 1))
+        beams.step(top((token_id, logprob), (9, -50.0)), *[top((9, -50.0))] * (len(beams.outputs) - 1))
         total += np.float32(logprob)
     best = beams.search.best(1)[0]
     assert best.cumulative_logprob == float(total)
@@ -142,10 +142,10 @@ def test_when_a_search_is_over(
     early_stopping: bool | None, length_penalty: float, next_logprob: float, done: bool
 ) -> None:
     beams = ByHand(width=2, early_stopping=early_stopping, length_penalty=length_penalty, max_tokens=10)
-    beams.step(told((EOS, -1.0), (5, -1.25), (6, -20.0)))
+    beams.step(top((EOS, -1.0), (5, -1.25), (6, -20.0)))
     assert not beams.search.done
     # It ends with -1.4375: -0.71875 for penalty 1, which leaves -1 the worst; without penalty it is the worst itself.
-    running = beams.step(told((EOS, -0.1875), (7, next_logprob)), told((8, -20.0)))
+    running = beams.step(top((EOS, -0.1875), (7, next_logprob)), top((8, -20.0)))
     assert beams.search.done is done
     assert (running == []) is done
     assert len(beams.found()) == 2
@@ -153,15 +153,15 @@ def test_when_a_search_is_over(
 
 def test_never_goes_by_the_present_length_where_length_is_punished() -> None:
     beams = ByHand(width=2, early_stopping=None, length_penalty=-1.0, max_tokens=10)
-    beams.step(told((EOS, -1.0), (5, -1.25), (6, -20.0)))
-    assert beams.step(told((7, -0.125), (EOS, -0.25)), told((8, -20.0)))[0] == [5, 7]
+    beams.step(top((EOS, -1.0), (5, -1.25), (6, -20.0)))
+    assert beams.step(top((7, -0.125), (EOS, -0.25)), top((8, -20.0)))[0] == [5, 7]
     assert beams.found() == [([EOS], -1.0), ([5, EOS], -3.0)]
 
 
 def test_at_the_full_length_all_of_the_best_are_hypotheses() -> None:
     beams = ByHand(width=2, max_tokens=2)
-    beams.step(told((5, -1.0), (6, -2.0)))
-    assert beams.step(told((7, -1.0), (8, -1.5), (9, -1.75)), told((EOS, -0.25), (7, -0.25))) == []
+    beams.step(top((5, -1.0), (6, -2.0)))
+    assert beams.step(top((7, -1.0), (8, -1.5), (9, -1.75)), top((EOS, -0.25), (7, -0.25))) == []
     assert beams.search.done
     assert beams.search.best(2) == [
         Hypothesis((5, 7), -1.0, -2.0, Finish(FinishDetail.MAX_TOKENS)),
@@ -171,62 +171,62 @@ def test_at_the_full_length_all_of_the_best_are_hypotheses() -> None:
 
 def test_an_eos_that_is_ignored_is_a_token_like_others() -> None:
     beams = ByHand(width=2, max_tokens=2, stop_ids=frozenset())
-    assert beams.step(told((EOS, -1.0), (6, -2.0))) == [[EOS], [6]]
-    beams.step(told((EOS, -1.0)), told((EOS, -1.0)))
+    assert beams.step(top((EOS, -1.0), (6, -2.0))) == [[EOS], [6]]
+    beams.step(top((EOS, -1.0)), top((EOS, -1.0)))
     assert [one.finish for one in beams.search.best(2)] == [Finish(FinishDetail.MAX_TOKENS)] * 2
 
 
 def test_one_token_is_chosen_from_the_prompts_candidates() -> None:
     beams = ByHand(width=3, max_tokens=1)
-    assert beams.step(told((5, -1.0), (STOP, -2.0), (6, -3.0), (7, -4.0))) == []
+    assert beams.step(top((5, -1.0), (STOP, -2.0), (6, -3.0), (7, -4.0))) == []
     assert beams.found(2) == [([5], -1.0), ([STOP], -2.0)]
 
 
 def test_a_limit_that_comes_later_counts_from_then_on() -> None:
     beams = ByHand(width=2, max_tokens=10)
-    beams.step(told((5, -1.0), (6, -2.0)))
-    beams.search.limit(NUM_PROMPT_TOKENS + 11, FinishDetail.MAX_MODEL_LEN)
-    assert beams.step(told((5, -1.0)), told((6, -2.0))) == [[5, 5], [6, 6]]
-    beams.search.limit(NUM_PROMPT_TOKENS + 3, FinishDetail.MAX_MODEL_LEN)
-    assert beams.step(told((5, -1.0)), told((6, -2.0))) == []
+    beams.step(top((5, -1.0), (6, -2.0)))
+    beams.search.apply_max_len(NUM_PROMPT_TOKENS + 11, FinishDetail.MAX_MODEL_LEN)
+    assert beams.step(top((5, -1.0)), top((6, -2.0))) == [[5, 5], [6, 6]]
+    beams.search.apply_max_len(NUM_PROMPT_TOKENS + 3, FinishDetail.MAX_MODEL_LEN)
+    assert beams.step(top((5, -1.0)), top((6, -2.0))) == []
     assert [one.finish.detail for one in beams.search.best(2)] == [FinishDetail.MAX_MODEL_LEN] * 2
     beams = ByHand(width=2, max_tokens=1)
-    beams.search.limit(NUM_PROMPT_TOKENS + 2, FinishDetail.MAX_MODEL_LEN)
-    assert beams.step(told((5, -1.0), (6, -2.0))) == []
+    beams.search.apply_max_len(NUM_PROMPT_TOKENS + 2, FinishDetail.MAX_MODEL_LEN)
+    assert beams.step(top((5, -1.0), (6, -2.0))) == []
     assert [one.finish.detail for one in beams.search.best(2)] == [FinishDetail.MAX_TOKENS] * 2
 
 
-def test_cut_short_the_running_beams_count_as_they_are() -> None:
+def test_finished_early_the_running_beams_count_as_they_are() -> None:
     beams = ByHand(width=2)
-    beams.step(told((EOS, -2.0), (5, -2.5), (6, -8.0)))
-    beams.step(told((7, -0.5)), told((7, -0.5)))
+    beams.step(top((EOS, -2.0), (5, -2.5), (6, -8.0)))
+    beams.step(top((7, -0.5)), top((7, -0.5)))
     assert beams.found() == [([EOS], -2.0)]
     assert beams.search.best(9, beams.outputs, FinishDetail.KV_CAPACITY) == [
         Hypothesis((5, 7), -1.5, -3.0, Finish(FinishDetail.KV_CAPACITY)),
         Hypothesis((EOS,), -2.0, -2.0, Finish(FinishDetail.EOS)),
     ]
     assert len(beams.search.best(1, beams.outputs, FinishDetail.KV_CAPACITY)) == 1
-    assert beams.step(told((8, -0.5)), told((8, -0.5))), "telling them changes nothing"
+    assert beams.step(top((8, -0.5)), top((8, -0.5))), "returning them changes nothing"
 
 
-def test_cut_short_before_its_first_token_the_output_is_empty() -> None:
+def test_finished_early_before_its_first_token_the_output_is_empty() -> None:
     found = ByHand().search.best(2, [[]], FinishDetail.KV_CAPACITY)
     assert found == [Hypothesis((), 0.0, 0.0, Finish(FinishDetail.KV_CAPACITY))]
 
 
 def test_with_few_candidates_fewer_beams_run() -> None:
     beams = ByHand(width=4)
-    assert beams.step(told((5, -1.0), (EOS, -2.0))) == [[5]]
-    assert beams.step(told((5, -1.0), (6, -1.5), (EOS, -2.0))) == [[5, 5], [5, 6]]
-    assert beams.step(told(), told((3, -1.0))) == [[5, 6, 3]]
-    assert beams.step(told()) == []
+    assert beams.step(top((5, -1.0), (EOS, -2.0))) == [[5]]
+    assert beams.step(top((5, -1.0), (6, -1.5), (EOS, -2.0))) == [[5, 5], [5, 6]]
+    assert beams.step(top(), top((3, -1.0))) == [[5, 6, 3]]
+    assert beams.step(top()) == []
     assert beams.search.done
     assert beams.found() == [([5, EOS], -1.5), ([EOS], -2.0)]
 
 
 def test_nothing_is_found_where_no_token_is_allowed() -> None:
     beams = ByHand()
-    assert beams.step(told()) == []
+    assert beams.step(top()) == []
     assert beams.search.done
     assert beams.found() == []
 
@@ -237,12 +237,12 @@ def test_nothing_is_found_where_no_token_is_allowed() -> None:
 )
 def test_no_length_penalty_is_too_large(length_penalty: float, scores: list[float]) -> None:
     beams = ByHand(length_penalty=length_penalty, early_stopping=None)
-    beams.step(told((EOS, -1.0), (5, -1.25), (6, -20.0)))
-    beams.step(told((EOS, -0.5), (7, -0.75)), told((8, -20.0)))
+    beams.step(top((EOS, -1.0), (5, -1.25), (6, -20.0)))
+    beams.step(top((EOS, -0.5), (7, -0.75)), top((8, -20.0)))
     assert sorted(score for _, score in beams.found()) == sorted(scores)
     certain = ByHand(length_penalty=length_penalty)
-    certain.step(told((5, 0.0)))
-    certain.step(told((EOS, 0.0)))
+    certain.step(top((5, 0.0)))
+    certain.step(top((EOS, 0.0)))
     assert certain.found() == [([5, EOS], 0.0)]
 
 
@@ -254,8 +254,8 @@ def test_as_many_candidates_as_can_matter() -> None:
 
 def test_what_does_not_fit_the_running_beams_is_refused() -> None:
     beams = ByHand(width=2)
-    beams.step(told((5, -1.0), (6, -2.0)))
-    fine = [told((7, -1.0)), told((7, -1.0))]
+    beams.step(top((5, -1.0), (6, -2.0)))
+    fine = [top((7, -1.0)), top((7, -1.0))]
     for outputs, candidates in (([[5]], fine), ([[5], [6]], fine[:1]), ([[5], [6, 7]], fine), ([[], []], fine)):
         with pytest.raises(InvariantError):
             beams.search.advance(outputs, candidates)
@@ -263,9 +263,9 @@ def test_what_does_not_fit_the_running_beams_is_refused() -> None:
         beams.search.best(1, [], FinishDetail.KV_CAPACITY)
     assert beams.step(*fine) == [[5, 7], [6, 7]]
     ended = ByHand(max_tokens=1)
-    ended.step(told((5, -1.0)))
+    ended.step(top((5, -1.0)))
     with pytest.raises(InvariantError):
-        ended.search.advance([[5]], [told((6, -1.0))])
+        ended.search.advance([[5]], [top((6, -1.0))])
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ def whole_rows(model: Model, spec: BeamSpec, stop_ids: frozenset[int], max_token
     stop_ids=st.frozensets(st.integers(0, 8), max_size=3),
     max_tokens=st.integers(1, 7),
 )
-def test_the_candidates_told_are_enough(
+def test_the_returned_candidates_are_enough(
     model: Model, spec: BeamSpec, stop_ids: frozenset[int], max_tokens: int
 ) -> None:
     search = BeamSearch(

@@ -9,7 +9,7 @@ from tests.helpers.core_bench import Bench
 from tests.helpers.known import VOCAB_SIZE
 
 
-def test_the_first_sequence_always_has_room_for_its_description() -> None:
+def test_the_description_of_the_first_sequence_always_fits() -> None:
     budget = StepBudget(10, 10)
     assert budget.take_values(MAX_ADMITTED_VALUES + 1)
     assert not budget.take_values(1)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from executor_svc.gpu.kernels.compile import registry
-from executor_svc.gpu.kernels.compile.registry import RegistryError, entries, kernel_modules, mistakes, short_name
+from executor_svc.gpu.kernels.compile.registry import RegistryError, entries, kernel_modules, short_name, variant_errors
 from executor_svc.gpu.kernels.variant import Variant
 
 
@@ -35,7 +35,7 @@ RIGHT = Variant(
 
 @pytest.mark.parametrize("module", kernel_modules(), ids=short_name)
 def test_variants_fit_their_kernels(module):
-    wrong = {name: found for name, entry in entries([module]).items() if (found := mistakes(entry.variant))}
+    wrong = {name: found for name, entry in entries([module]).items() if (found := variant_errors(entry.variant))}
     assert not wrong
 
 
@@ -69,10 +69,10 @@ def changed(**signature: str) -> Variant:
 
 
 def test_a_right_variant_has_no_mistakes():
-    assert mistakes(RIGHT) == []
+    assert variant_errors(RIGHT) == []
     absent = replace(changed(source="constexpr"), constants={"BLOCK": 64, "source": None}, divisible=("target",))
-    assert mistakes(absent) == []
-    assert mistakes(replace(changed(size="constexpr"), constants={"BLOCK": 64, "size": 1}, divisible=())) == []
+    assert variant_errors(absent) == []
+    assert variant_errors(replace(changed(size="constexpr"), constants={"BLOCK": 64, "size": 1}, divisible=())) == []
 
 
 @pytest.mark.parametrize(
@@ -93,15 +93,15 @@ def test_a_right_variant_has_no_mistakes():
         (replace(RIGHT, divisible=("BLOCK",)), "divisible names BLOCK"),
         (replace(RIGHT, archs=()), r"archs \(\)"),
         (replace(RIGHT, archs=(75,)), r"archs \(75,\)"),
-        (replace(RIGHT, archs=(80,), wgmma=True), "wgmma is asked for, but it is not compiled for sm_90"),
-        (replace(RIGHT, archs=(80,), copies=True), "the copy engine is asked for, but it is not compiled for sm_90"),
+        (replace(RIGHT, archs=(80,), wgmma=True), "wgmma is required, but it is not compiled for sm_90"),
+        (replace(RIGHT, archs=(80,), copies=True), "the copy engine is required, but it is not compiled for sm_90"),
         (replace(RIGHT, num_warps=3), "num_warps 3"),
         (replace(RIGHT, num_stages=0), "num_stages 0"),
     ],
 )
 def test_mistakes_are_told(variant, message):
     with pytest.raises(AssertionError, match=message):
-        assert not mistakes(variant), "; ".join(mistakes(variant))
+        assert not variant_errors(variant), "; ".join(variant_errors(variant))
 
 
 # --- the registry -----------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_a_name_that_no_table_can_hold_is_an_error(told, name):
 
 @pytest.mark.parametrize("given", [None, [], ["scale"], {"scale": RIGHT}])
 def test_only_a_list_of_variants_is_taken(told, given):
-    with pytest.raises(RegistryError, match=r"odd\.variants\(\) gave .*, not a list of one Variant or more"):
+    with pytest.raises(RegistryError, match=r"odd\.variants\(\) returned .*, not a list of one Variant or more"):
         entries([told("odd", lambda: given)])
 
 

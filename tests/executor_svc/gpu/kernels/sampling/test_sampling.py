@@ -97,6 +97,8 @@ def test_every_kind_of_filter_at_the_edges_of_blocks_and_chunks(device: torch.de
         {"temperature": 0.7, "top_k": 3},
         {"temperature": 1.3, "top_k": 66, "top_p": 0.9, "min_p": 0.01},
         {"temperature": 1.0, "top_p": 0.95},
+        {"temperature": 2.0, "top_n_sigma": 1.0},
+        {"temperature": 0.6, "top_n_sigma": 2.0, "top_k": 70, "min_p": 0.001},
     ]
     agree(normal(len(fields), vocab, seed=vocab), fields, device)
 
@@ -161,6 +163,7 @@ sampling_fields = st.fixed_dictionaries(
         "top_p": st.sampled_from([1.0, 0.9, 0.4]),
         "top_k": st.sampled_from([0, 2, 40]),
         "min_p": st.sampled_from([0.0, 0.02]),
+        "top_n_sigma": st.sampled_from([0.0, 1.0]),
         "sample_index": st.integers(0, 3),
         "repetition_penalty": st.sampled_from([1.0, 1.3, 1e-30]),
         "frequency_penalty": st.sampled_from([0.0, 0.7, -2.0]),

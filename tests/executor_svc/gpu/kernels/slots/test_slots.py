@@ -42,7 +42,7 @@ def test_updates_at_the_edges_of_tiles(device: torch.device, extra: int) -> None
     changes.write(place + lengths[0], values[lengths[0] : sum(lengths)])
     changes.write_singles(place + np.arange(sum(lengths), len(values)), values[sum(lengths) :])
     given_slots = np.random.default_rng(1).permutation(300)[:num_given]
-    changes.give(given_slots, given_slots + 1000)
+    changes.give_tokens(given_slots, given_slots + 1000)
     buffer = np.full(5 + changes.num_words() + 3, POISON, np.int32)
     counts = changes.pack(buffer, 5)
     wanted = state.words.cpu().numpy().copy()

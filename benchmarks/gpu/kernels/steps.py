@@ -1,0 +1,214 @@
+"""Whole steps of models with random weights, run by the executor from plans, beside the hardware's limits."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.common.cases import Bench, Case, Goal, Group, Metrics, Unavailable
+from benchmarks.gpu.common.shapes import LLAMA_8B, QWEN3_06B, TINY, ModelShape, write_config
+from benchmarks.gpu.common.trace import device_time, read_trace
+from benchmarks.gpu.kernels.plan_driver import PlanDriver
+
+_CONTEXT = 1024
+_WARM_STEPS, _STEPS, _TRACED_STEPS = 16, 64, 32
+_PREFILL_TIMES = 5
+_PREFILL_GOAL = 75.0
+_BATCHED_TOKENS = 8192
+_BLOCK_SIZE = 16
+
+
+def _growth(tiny: bool) -> int:
+    """Most tokens that a sequence grows by in a case."""
+    return 10 if tiny else _WARM_STEPS + max(_STEPS, _TRACED_STEPS) + 8
+
+
+def driver_options(most_seqs: int, context: int, tiny: bool) -> dict[str, object]:
+    """Options of the executor: blocks for `most_seqs` sequences of this context, and steps of 8k tokens."""
+    longest = context + _growth(tiny) if tiny else max(context, _BATCHED_TOKENS) + _growth(tiny)
+    tokens = 64 if tiny else _BATCHED_TOKENS
+    per_seq = -(-(context + _growth(tiny)) // _BLOCK_SIZE)
+    return {
+        "device": "cuda",
+        "dtype": "auto",
+        "numerics": "fast",
+        "load_format": "dummy",
+        "block_size": _BLOCK_SIZE,
+        "num_gpu_blocks": max(most_seqs * per_seq, -(-longest // _BLOCK_SIZE)) + 64,
+        "max_model_len": -(-longest // _BLOCK_SIZE) * _BLOCK_SIZE,
+        "max_num_seqs": most_seqs,
+        "max_num_batched_tokens": max(tokens, most_seqs),
+        # The least that the executor takes; this driver has at most two plans in flight.
+        "max_inflight_plans": 4,
+    }
+
+
+def _driver(bench: Bench, shape: ModelShape, most_seqs: int, context: int) -> PlanDriver:
+    def make() -> PlanDriver:
+        folder = write_config(shape, Path(tempfile.mkdtemp(prefix="cadenza-shape-")))
+        return PlanDriver(folder, **driver_options(most_seqs, context, bench.tiny))
+
+    return bench.cached(f"driver {shape.name}", make)
+
+
+def _open(bench: Bench, shape: ModelShape, most_seqs: int, context: int) -> PlanDriver:
+    driver = _driver(bench, shape, most_seqs, context)
+    driver.open()
+    return driver
+
+
+def _group(
+    name: str,
+    shape: ModelShape,
+    batches: tuple[int, ...],
+    prefills: tuple[tuple[int, int], ...],
+    mixed: tuple[int, int],
+    decode_goal: float,
+    limit_s: float,
+) -> Group:
+    def cases(tiny: bool) -> Sequence[Case]:
+        model, context = (TINY, 40) if tiny else (shape, _CONTEXT)
+        counts = (1, 3) if tiny else batches
+        whole = ((1, 40), (2, 20)) if tiny else prefills
+        beside, length = (1, 8) if tiny else mixed
+        driver = partial(_open, shape=model, most_seqs=max(counts), context=context)
+        return [
+            *(_decode_case(model, driver, count, context, decode_goal) for count in counts),
+            *(_prefill_case(model, driver, *each) for each in whole),
+            _mixed_case(model, driver, beside, context, length),
+            # Last: after a trace, later steps of the process may be slower.
+            *(_traced_decode_case(model, driver, count, context) for count in counts),
+            _traced_mixed_case(model, driver, beside, context, length),
+        ]
+
+    def preload(bench: Bench) -> None:
+        model, context, counts = (TINY, 40, (1, 3)) if bench.tiny else (shape, _CONTEXT, batches)
+        _driver(bench, model, max(counts), context).wait_loaded()
+
+    title = f"steps of {shape.name}, random weights, bf16"
+    return Group(name, title, cases, limit_s, preload)
+
+
+def _decode_case(
+    shape: ModelShape, driver: Callable[[Bench], PlanDriver], batch: int, context: int, goal: float
+) -> Case:
+    def run(bench: Bench) -> Metrics:
+        warm, steps = (1, 3) if bench.tiny else (_WARM_STEPS, _STEPS)
+        plans = driver(bench)
+        plans.start(batch, context, _growth(bench.tiny))
+        plans.decode(warm)
+        step_s = statistics.median(plans.decode(steps))
+        floor_s = shape.decode_bytes(batch, context + warm + steps // 2) / bench.ceilings.copy
+        return {
+            "ms": 1e3 * step_s,
+            "floor_ms": 1e3 * floor_s,
+            "percent_of_limit": 100 * floor_s / step_s,
+            "tokens_per_s": batch / step_s,
+        }
+
+    params = {"model": shape.name, "phase": "decode", "batch": batch, "context": context}
+    return Case(f"decode, batch {batch}, context {context}", params, run, 20.0, Goal("percent_of_limit", at_least=goal))
+
+
+def _mixed_case(
+    shape: ModelShape, driver: Callable[[Bench], PlanDriver], batch: int, context: int, length: int
+) -> Case:
+    def run(bench: Bench) -> Metrics:
+        warm, steps = (1, 1) if bench.tiny else (_WARM_STEPS, _STEPS)
+        plans = driver(bench)
+        plans.start(batch, context, _growth(bench.tiny))
+        plans.mixed(length, warm)
+        step_s = statistics.median(plans.mixed(length, steps))
+        floor_s = _mixed_floor_s(shape, bench, batch, context + warm + steps // 2, length)
+        return {"ms": 1e3 * step_s, "floor_ms": 1e3 * floor_s, "percent_of_limit": 100 * floor_s / step_s}
+
+    params = {"model": shape.name, "phase": "mixed", "batch": batch, "context": context, "length": length}
+    return Case(f"mixed, batch {batch}, context {context}, a prompt of {length}", params, run, 15.0)
+
+
+def _mixed_floor_s(shape: ModelShape, bench: Bench, batch: int, context: int, length: int) -> float:
+    """The longer of reading and multiplying the matrices, plus reading keys and values."""
+    flops = shape.prefill_flops(1, length) + batch * shape.prefill_flops(1, 1)
+    weights = shape.decode_bytes(0, 0)
+    keys = shape.decode_bytes(batch, context) - weights
+    return max(weights / bench.ceilings.copy, flops / bench.ceilings.matmul) + keys / bench.ceilings.copy
+
+
+def _traced_decode_case(shape: ModelShape, driver: Callable[[Bench], PlanDriver], batch: int, context: int) -> Case:
+    def run(bench: Bench) -> Metrics:
+        warm, steps = (1, 2) if bench.tiny else (_WARM_STEPS, _TRACED_STEPS)
+        plans = driver(bench)
+        plans.start(batch, context, _growth(bench.tiny))
+        plans.decode(warm)
+        floor_s = shape.decode_bytes(batch, context + warm + steps // 2) / bench.ceilings.copy
+        return _on_device(lambda: plans.decode(steps), steps, floor_s)
+
+    params = {"model": shape.name, "phase": "decode", "batch": batch, "context": context, "traced": True}
+    return Case(f"decode, batch {batch}, context {context}: on the device", params, run, 15.0)
+
+
+def _traced_mixed_case(
+    shape: ModelShape, driver: Callable[[Bench], PlanDriver], batch: int, context: int, length: int
+) -> Case:
+    def run(bench: Bench) -> Metrics:
+        steps = 1 if bench.tiny else _TRACED_STEPS
+        plans = driver(bench)
+        plans.start(batch, context, _growth(bench.tiny))
+        plans.mixed(length, 1)
+        floor_s = _mixed_floor_s(shape, bench, batch, context + 1 + steps // 2, length)
+        return _on_device(lambda: plans.mixed(length, steps), steps, floor_s)
+
+    params = {
+        "model": shape.name, "phase": "mixed", "batch": batch, "context": context, "length": length, "traced": True,
+    }  # fmt: skip
+    return Case(f"mixed, batch {batch}, context {context}, a prompt of {length}: on the device", params, run, 10.0)
+
+
+def _on_device(work: Callable[[], object], steps: int, floor_s: float) -> Metrics:
+    """Device time by torch.profiler, which slows the host. Raises Unavailable if the trace has no device."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    if not torch.cuda.is_available():
+        activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        work()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        found = device_time(read_trace(path.read_bytes()), left_out=0.0)
+    if found is None:
+        raise Unavailable("the trace has no work of a device")
+    return {
+        "device_ms": 1e3 * found.busy_s / steps,
+        "device_percent_of_limit": 100 * floor_s / (found.busy_s / steps),
+        "idle_percent": 100 * found.idle_share,
+        "kernels": found.num_kernels / steps,
+    }
+
+
+def _prefill_case(shape: ModelShape, driver: Callable[[Bench], PlanDriver], count: int, length: int) -> Case:
+    def run(bench: Bench) -> Metrics:
+        plans = driver(bench)
+        plans.prefill(count, length, 1)
+        step_s = statistics.median(plans.prefill(count, length, 1 if bench.tiny else _PREFILL_TIMES))
+        floor_s = shape.prefill_flops(count, length) / bench.ceilings.matmul
+        return {
+            "ms": 1e3 * step_s,
+            "floor_ms": 1e3 * floor_s,
+            "percent_of_limit": 100 * floor_s / step_s,
+            "tokens_per_s": count * length / step_s,
+        }
+
+    params = {"model": shape.name, "phase": "prefill", "batch": count, "length": length}
+    return Case(f"prefill, {count} x {length}", params, run, 20.0, Goal("percent_of_limit", at_least=_PREFILL_GOAL))
+
+
+GROUPS = {
+    LLAMA_8B.name: _group("steps-8b", LLAMA_8B, (1, 16, 64, 256), ((1, 8192), (8, 1024)), (128, 512), 88.0, 165),
+    QWEN3_06B.name: _group("steps-0.6b", QWEN3_06B, (1, 64), ((1, 8192),), (32, 512), 70.0, 95),
+}
+"""By the name of the shape."""

@@ -1,0 +1,87 @@
+"""Part `serve`: both services over gRPC on random weights, 1,000 requests at once, 200 of them beside transformers.
+
+For each shape first the services have the machine to themselves, then the peer, each in processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.common.benchmark import SEED
+from benchmarks.common.rows import BenchmarkError
+from benchmarks.gpu.common import results
+from benchmarks.gpu.common.cases import Ceilings, Goal, Metrics, Outcome, one_line
+from benchmarks.gpu.common.environment import Output, header
+from benchmarks.gpu.common.shapes import write_config
+from benchmarks.gpu.kernels.ceilings import GROUP as CEILINGS
+from benchmarks.gpu.kernels.ceilings import ceilings_of
+from benchmarks.gpu.kernels.part import measure
+from benchmarks.gpu.serving.load import equal_requests, make_requests, sample_of
+from benchmarks.gpu.serving.peer import MIN_PEER_S, serve_peer
+from benchmarks.gpu.serving.run import ROWS, Load, Run
+from benchmarks.gpu.serving.stages import serve_all
+
+_RATIO_GOAL = 4.0
+_FIRST_SHARE = 0.7
+"""Share of the time for the first, larger shape of two."""
+_END_S = 15.0
+
+
+def make_load(options: argparse.Namespace, vocab_size: int) -> Load:
+    """The requests of a run; the same for the same seed and vocabulary."""
+    lengths = {"shortest": 4, "longest": 12} if options.trial else {}
+    requests = make_requests(options.requests, SEED, vocab_size, **lengths)
+    count, length, output_len = (4, 8, 400) if options.trial else (256, 64, 600)
+    decodes = equal_requests(count, length, output_len, SEED, vocab_size)
+    warm_up = [replace(each, output_len=min(each.output_len, 16)) for each in requests[:64]]
+    return Load(requests, sample_of(requests, options.peer_requests, SEED), decodes, warm_up)
+
+
+def serve_shape(run: Run, options: argparse.Namespace) -> None:
+    """All stages of a shape."""
+    with tempfile.TemporaryDirectory(prefix="cadenza-shape-") as folder:
+        model, ours = write_config(run.shape, Path(folder)), Metrics()
+        try:
+            ours = serve_all(run, model, options.trial, not options.no_peer)
+        except BenchmarkError as error:
+            run.add(Outcome(run.shape.name, "services", {"shape": run.shape.name}, error=one_line(error)))
+        if options.no_peer:
+            return
+        min_s = 0.0 if options.trial else MIN_PEER_S
+        sample = run.load.sample
+        theirs = run.stage("transformers, continuous batching", min_s, lambda: serve_peer(run, model), sample)
+        if ours and theirs:
+            ratio = {"ratio": ours["tokens_per_s"] / theirs["tokens_per_s"]}
+            run.stage("beside transformers", 0.0, lambda: ratio, sample, Goal("ratio", at_least=_RATIO_GOAL))
+
+
+def _measured_ceilings(end_at: float) -> Ceilings:
+    outcomes = [(case.name, outcome) for _, case, outcome in measure([CEILINGS], False, end_at)]
+    return ceilings_of({name: outcome.metrics for name, outcome in outcomes if outcome.metrics})
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit codes: 0 no stage failed, 1 one failed."""
+    seconds = options.seconds - _END_S
+    end_at = time.monotonic() + seconds
+    output = Output.of("serve", options.out, options.trial)
+    print(header("serve"), flush=True)
+    ceilings = Ceilings() if options.trial else _measured_ceilings(end_at)
+    text, found = [], []
+    for index, shape in enumerate(options.shapes):
+        load = make_load(options, shape.vocab_size)
+        is_first_of_two = index == 0 and len(options.shapes) > 1
+        shape_end = end_at - (1 - _FIRST_SHARE) * seconds if is_first_of_two else end_at
+        device = "cpu" if options.trial else "cuda"
+        shape_run = Run(shape, load, device, shape_end, output, ceilings, options.fp8)
+        serve_shape(shape_run, options)
+        text.append(results.table(shape.name, shape_run.found))
+        found += shape_run.found
+    text.append(results.summary(found))
+    (output.files / "serve.txt").write_text("\n".join(text) + "\n", encoding="utf-8")
+    print(*text, output.places(ROWS), sep="\n", flush=True)
+    return int(any(outcome.error for outcome, _ in found))

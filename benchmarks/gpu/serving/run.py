@@ -1,0 +1,98 @@
+"""The run of one shape: its requests, the time left, and its stages as rows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from benchmarks.common.benchmark import SEED
+from benchmarks.common.other_load import OtherLoad
+from benchmarks.common.serving_options import about_workload
+from benchmarks.common.workload import Request
+from benchmarks.gpu.common import results
+from benchmarks.gpu.common.cases import Ceilings, Goal, Metrics, Outcome, one_line
+from benchmarks.gpu.common.environment import Output
+from benchmarks.gpu.common.shapes import ModelShape
+
+ROWS = "gpu_serving"
+MAX_NUM_SEQS, MAX_BATCHED_TOKENS = 512, 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The requests of a run."""
+
+    requests: Sequence[Request]
+    sample: Sequence[Request]
+    """Those that the peer serves too."""
+    decodes: Sequence[Request]
+    """Equal requests, for decode steps."""
+    warm_up: Sequence[Request]
+
+
+@dataclass
+class Run:
+    """The stages of one shape and their outcomes."""
+
+    shape: ModelShape
+    load: Load
+    device: str
+    end_at: float
+    output: Output
+    ceilings: Ceilings = field(default_factory=Ceilings)
+    fp8: bool = False
+    """Weights and activations of linears in fp8, keys and values too."""
+    found: list[tuple[Outcome, Goal | None]] = field(default_factory=list)
+
+    def stage(
+        self,
+        name: str,
+        estimate_s: float,
+        work: Callable[[], Metrics],
+        requests: Sequence[Request] = (),
+        goal: Goal | None = None,
+    ) -> Metrics:
+        """Run a stage if there is time, and record its outcome; returns no metrics if it failed or was skipped."""
+        params = {"shape": self.shape.name, **(about_workload(requests) if requests else {}), **self.options()}
+        outcome = Outcome(self.shape.name, name, params)
+        left = self.end_at - time.monotonic()
+        with OtherLoad() as other:
+            if left < estimate_s:
+                outcome = replace(outcome, skipped=f"{max(left, 0):.0f} s were left, it takes {estimate_s:.0f}")
+            else:
+                try:
+                    outcome = replace(outcome, metrics=work())
+                except Exception as error:
+                    outcome = replace(outcome, error=one_line(error))
+        self.add(outcome, goal, other.cores)
+        return outcome.metrics
+
+    def add(self, outcome: Outcome, goal: Goal | None = None, other_cores: float = 0.0) -> None:
+        """Record an outcome: print a line, and append a row if there are metrics."""
+        self.found.append((outcome, goal))
+        print(results.as_line(outcome, goal), flush=True)
+        if outcome.metrics:
+            self.output.add(results.row_of(ROWS, outcome, SEED, other_cores))
+
+    def options(self) -> dict[str, Any]:
+        """Options of the services."""
+        on_gpu = self.device == "cuda"
+        longest = max(len(each.prompt) + each.output_len for each in (*self.load.requests, *self.load.decodes))
+        in_fp8 = {"quantization": "fp8_w8a8", "kv_cache_dtype": "fp8"} if self.fp8 else {}
+        return {
+            **in_fp8,
+            "device": self.device,
+            "numerics": "fast",
+            "load_format": "dummy",
+            "enable_prefix_caching": False,
+            "max_model_len": -(-longest // 16) * 16,
+            "max_num_seqs": MAX_NUM_SEQS if on_gpu else 8,
+            "max_num_batched_tokens": MAX_BATCHED_TOKENS if on_gpu else 256,
+        }
+
+    def limited(self, work: Any) -> Any:
+        """Run a coroutine until it ends; raises TimeoutError when no time is left."""
+        return asyncio.run(asyncio.wait_for(work, max(1.0, self.end_at - time.monotonic())))

@@ -1,0 +1,49 @@
+"""Checks of a sequence's sampling parameters against the executor's limits and features. All raise InvalidPlan."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from executor_svc.batch.column_checks import check_range, check_unique
+from executor_svc.plan.plan import InvalidPlan, Limits
+from executor_svc.plan.sampling import COLUMNS, SequenceSampling
+
+# A beam search of width w asks for 2 w: beams that end with EOS leave w others.
+MAX_CANDIDATES = 2 * 128
+
+
+def check_sampling(sampling: SequenceSampling, limits: Limits, where: str) -> None:
+    """Check every field; `where` begins the messages."""
+    most = min(MAX_CANDIDATES, limits.vocab_size)
+    if not 0 <= sampling.num_candidates <= most:
+        raise InvalidPlan(f"{where}: num_candidates {sampling.num_candidates} is not 0 to {most}")
+    for name, column in COLUMNS.items():
+        if not column.is_valid(value := getattr(sampling, name)):
+            raise InvalidPlan(f"{where}: {name} {value} is not {column.must_be}")
+    for name in ("num_logprobs", "num_prompt_logprobs"):
+        value = getattr(sampling, name)
+        if value is not None and not 0 <= value <= limits.max_logprobs:
+            raise InvalidPlan(f"{where}: {name} {value} is not 0 to max_logprobs {limits.max_logprobs}")
+    _check_token_ids(sampling, limits, where)
+
+
+def _check_token_ids(sampling: SequenceSampling, limits: Limits, where: str) -> None:
+    vocab = limits.vocab_size
+    check_range(sampling.stop_token_ids, vocab, f"{where}: stop token id")
+    if sampling.min_tokens and len(np.unique(sampling.stop_token_ids)) >= vocab:
+        raise InvalidPlan(f"{where}: every token id is a stop token, so min_tokens leaves none to choose")
+    if len(sampling.bias_token_ids) != len(sampling.biases):
+        raise InvalidPlan(
+            f"{where}: biases: {len(sampling.biases)} values for {len(sampling.bias_token_ids)} bias_token_ids"
+        )
+    check_range(sampling.bias_token_ids, vocab, f"{where}: bias token id")
+    check_unique(sampling.bias_token_ids, f"{where}: bias token id")
+    if not np.isfinite(sampling.biases).all():
+        bad = np.flatnonzero(~np.isfinite(sampling.biases))[0]
+        token_id = sampling.bias_token_ids[bad]
+        raise InvalidPlan(f"{where}: biases: {sampling.biases[bad]} of token id {token_id} is not finite")
+    check_range(sampling.allowed_token_ids, vocab, f"{where}: allowed token id")
+    for index, word in enumerate(sampling.bad_words):
+        if not len(word):
+            raise InvalidPlan(f"{where}: bad_words: word {index} is empty")
+        check_range(word, vocab, f"{where}: bad_words: token id")

@@ -1,0 +1,212 @@
+"""The CPU's operations: each is a launch, run at once or recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from executor_svc.cpu.kernels import activation, argmax, matmul, norm, rows
+from executor_svc.cpu.kernels import attention as cpu_attention
+from executor_svc.cpu.kernels import rope as rotary
+from executor_svc.cpu.kernels.attention_plan import CpuAttentionPlan
+from executor_svc.cpu.kernels.codegen.compiled import Code
+from executor_svc.cpu.kernels.codegen.emit import Dtype
+from executor_svc.cpu.kernels.codegen.team import Launch, Program, Team
+from executor_svc.cpu.kernels.workspace import Workspace
+from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
+
+_HEAD_MULTIPLE = 16
+
+
+class Recording:
+    """Implements `device.kernels.Recording`."""
+
+    def __init__(self, team: Team) -> None:
+        self.rows = "rows"
+        self.launches: list[Launch] = []
+        self._team = team
+
+    def program(self) -> Program:
+        return Program(self._team, self.launches)
+
+
+class CpuKernels:
+    """Implements `device.kernels.Kernels`; for use by one thread at a time."""
+
+    name = "cpu-3"
+
+    def __init__(self, num_threads: int = 1) -> None:
+        self._code = Code()
+        self._team = Team(self._code, num_threads)
+        self._recording: Recording | None = None
+        self._workspace = Workspace()
+
+    @property
+    def num_threads(self) -> int:
+        return self._team.num_threads
+
+    @contextmanager
+    def recording(self) -> Iterator[Recording]:
+        """Record launches instead of running them.
+
+        Results are in memory that is kept. The same operation on the same shape, with the same name of its rows, always
+        has the same result memory.
+        """
+        self._recording = Recording(self._team)
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    def padded_head_size(self, head_size: int) -> int:
+        """Round up to whole vectors."""
+        return -(-head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+
+    def new_attention_plan(
+        self, shape: AttentionShape, max_model_len: int, max_tokens: int, max_seqs: int | None = None
+    ) -> CpuAttentionPlan:
+        """Return a plan for steps of at most max_tokens tokens."""
+        num_threads = self._team.num_threads
+        scratch = torch.empty(cpu_attention.scratch_bytes(shape, max_model_len) * num_threads, dtype=torch.uint8)
+        return CpuAttentionPlan(shape, max_model_len, max_tokens, num_threads, scratch)
+
+    # ------------------------------------------------------------------ operations
+
+    def embed(self, table: Tensor, token_ids: Tensor, scale: float) -> Tensor:
+        return self.take_rows(table, token_ids, "embedded", scale)
+
+    def take_rows(self, table: Tensor, ids: Tensor, name: str = "taken", scale: float = 1.0) -> Tensor:
+        y = self._new(name, (ids.shape[0], table.shape[1]), table.dtype)
+        kernel = rows.take_rows(self._code, _dtype(table), table.shape[1], scale)
+        self._launch(Launch(kernel, "rows", 1, 1, _addresses(table, ids, y)), ids.shape[0])
+        return y
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = self._new("normed", tuple(x.shape), x.dtype)
+        kernel = norm.rms_norm(self._code, _dtype(x), _dtype(weight), x.shape[1], eps)
+        self._launch(Launch(kernel, "rows", norm.ROWS_AT_ONCE, 1, _addresses(x, y, weight)), x.shape[0])
+        return y
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        y = self._new("normed", tuple(x.shape), x.dtype)
+        kernel = norm.add_rms_norm(self._code, _dtype(x), _dtype(weight), x.shape[1], eps, scale)
+        arguments = _addresses(x, residual, y, weight)
+        self._launch(Launch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), x.shape[0])
+        return y, residual
+
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
+        kernel = norm.add(self._code, _dtype(x), x.shape[1], scale)
+        self._launch(Launch(kernel, "rows", norm.ROWS_AT_ONCE, 1, _addresses(x, residual)), x.shape[0])
+        return residual
+
+    def norm_heads(self, qkv: Tensor, norms: HeadNorms, shape: AttentionShape) -> Tensor:
+        """Normalize the heads of qkv [T, (H + 2 KVH) * DP] in place; values stay."""
+        heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        sizes = (shape.head_size, shape.padded_head_size)
+        kernel = norm.norm_heads(self._code, _dtype(qkv), _dtype(norms.q), heads, *sizes, norms.eps)
+        arguments = _addresses(qkv, norms.q, norms.k)
+        self._launch(Launch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
+        return qkv
+
+    def rope_write_kv(
+        self,
+        qkv: Tensor,
+        rope: Rope,
+        kv_layer: Tensor,
+        shape: AttentionShape,
+        plan: AttentionPlan,
+        norms: HeadNorms | None = None,
+        scales: KVScales | None = None,
+    ) -> Tensor:
+        assert isinstance(plan, CpuAttentionPlan)
+        assert scales is None, "there is no cache in fp8 here"
+        if norms is not None:
+            qkv = self.norm_heads(qkv, norms, shape)
+        kernel = rotary.rope_write_kv(self._code, _dtype(qkv), shape, rope.cos.shape[1], kv_layer.shape[3])
+        arguments = (*_addresses(qkv, *rope), plan.slots.ctypes.data, kv_layer.data_ptr())
+        self._launch(Launch(kernel, "rows", 1, 1, arguments), qkv.shape[0])
+        return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, : shape.num_heads]
+
+    def attention(
+        self, q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan, scales: KVScales | None = None
+    ) -> Tensor:
+        assert isinstance(plan, CpuAttentionPlan)
+        assert scales is None, "there is no cache in fp8 here"
+        out = self._new("attended", (q.shape[0], shape.num_heads * shape.padded_head_size), q.dtype)
+        block_size = kv_layer.shape[3]
+        kernel = cpu_attention.attention(self._code, _dtype(q), shape, block_size, plan.max_model_len)
+        stride = q.stride(0) * q.element_size()
+        arguments = (q.data_ptr(), stride, kv_layer.data_ptr(), out.data_ptr(), plan.table.ctypes.data)
+        self._launch(Launch(kernel, plan.name, 1, shape.num_kv_heads, arguments), plan.num_tiles)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated("silu", gate_up)
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated("gelu_tanh", gate_up)
+
+    def _gated(self, name: activation.Activation, gate_up: Tensor) -> Tensor:
+        width = gate_up.shape[1] // 2
+        y = self._new("activated", (gate_up.shape[0], width), gate_up.dtype)
+        kernel = activation.gated(self._code, name, _dtype(gate_up), width)
+        self._launch(Launch(kernel, "rows", activation.ROWS_AT_ONCE, 1, _addresses(gate_up, y)), gate_up.shape[0])
+        return y
+
+    def linear(
+        self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, out_dtype: torch.dtype
+    ) -> Tensor:
+        """Return x @ weight.T + bias for a weight packed by `matmul.pack`."""
+        y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
+        kernel = matmul.matmul(self._code, _dtype(x), _dtype(y), bias is not None)
+        sizes = (x.shape[1], out_features)
+        added = 0 if bias is None else bias.data_ptr()
+        arguments = (*_addresses(x, panels, y), *sizes, added, self._team.num_threads)
+        self._launch(Launch(kernel, "rows", matmul.ROWS_AT_ONCE, panels.shape[0], arguments), x.shape[0])
+        return y
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        ids = self._new("best", (logits.shape[0],), torch.int64)
+        kernel = argmax.argmax(self._code, logits.shape[1])
+        self._launch(Launch(kernel, "rows", 1, 1, _addresses(logits, ids)), logits.shape[0])
+        return ids
+
+    def finish_logits(self, logits: Tensor, dtype: torch.dtype, divisor: float, cap: float | None) -> Tensor:
+        if divisor != 1.0 or cap is not None:
+            width = logits.shape[1]
+            kernel = activation.finish_logits(self._code, _DTYPES[dtype], width, divisor, cap)
+            self._launch(Launch(kernel, "rows", 1, 1, _addresses(logits)), logits.shape[0])
+        return logits
+
+    # ------------------------------------------------------------------
+
+    def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self._recording is None:
+            return torch.empty(shape, dtype=dtype)
+        return self._workspace.take(f"{self._recording.rows} {name}", shape, dtype)
+
+    def _launch(self, launch: Launch, count: int) -> None:
+        if self._recording is None:
+            Program(self._team, [launch]).run(**{launch.count: count})
+        else:
+            rows = self._recording.rows if launch.count == "rows" else launch.count
+            self._recording.launches.append(replace(launch, count=rows))
+
+
+_DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def _dtype(x: Tensor) -> Dtype:
+    return _DTYPES[x.dtype]
+
+
+def _addresses(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the address of a contiguous tensor; raises AssertionError for another one."""
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    return tuple(tensor.data_ptr() for tensor in tensors)

@@ -1,0 +1,189 @@
+"""The GPU's operations: each runs at once, or is recorded for later runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
+from executor_svc.errors import StartError
+from executor_svc.gpu.kernels import activation, norm, rows
+from executor_svc.gpu.kernels.attention.config import HEAD_SIZES
+from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
+from executor_svc.gpu.kernels.rope import rope_write_kv
+from executor_svc.gpu.kernels.sampling import logits
+
+Operation = Callable[[int], None]
+"""Enqueues an operation on the first n rows of its tensors; argument: n."""
+
+
+class LinearInto(Protocol):
+    """A linear layer that can write to a given tensor."""
+
+    out_features: int
+
+    def __call__(self, x: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor: ...
+
+
+class GpuProgram:
+    """Recorded operations; implements `device.kernels.Program`."""
+
+    def __init__(self, operations: Sequence[tuple[str, Operation]]) -> None:
+        self._operations = tuple(operations)
+
+    def run(self, **counts: int) -> None:
+        """Enqueue all operations, in order; counts: number of rows by name, 0 skips. Does not wait."""
+        for name, operation in self._operations:
+            if counts[name]:
+                operation(counts[name])
+
+
+class GpuRecording:
+    """Implements `device.kernels.Recording`."""
+
+    def __init__(self) -> None:
+        self.rows = "rows"
+        self.operations: list[tuple[str, Operation]] = []
+
+    def program(self) -> GpuProgram:
+        return GpuProgram(self.operations)
+
+
+class GpuKernels:
+    """Implements `device.kernels.Kernels`, for one stream and for use by one thread at a time.
+
+    Recorded results have kept memory: the same for the same name, shape and dtype.
+    """
+
+    name = "gpu-1"
+
+    def __init__(self, device: torch.device, arch: int, num_sms: int) -> None:
+        """arch: compute capability of the device, such as 90; num_sms: its number of multiprocessors."""
+        self._device = device
+        self._arch = arch
+        self._num_sms = num_sms
+        self._recording: GpuRecording | None = None
+        self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[GpuRecording]:
+        self._recording = GpuRecording()
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    def padded_head_size(self, head_size: int) -> int:
+        """Round up to a head size of the attention kernels; raises StartError above the largest."""
+        for size in HEAD_SIZES:
+            if head_size <= size:
+                return size
+        raise StartError(f"--device cuda: heads of {head_size} numbers, at most {HEAD_SIZES[-1]} are possible on a GPU")
+
+    def new_attention_plan(
+        self, shape: AttentionShape, max_model_len: int, max_tokens: int, max_seqs: int | None = None
+    ) -> GpuAttentionPlan:
+        max_seqs = max_tokens if max_seqs is None else max_seqs
+        return GpuAttentionPlan(shape, max_model_len, max_tokens, max_seqs, self._device, self._arch, self._num_sms)
+
+    # ------------------------------------------------------------------ operations
+
+    def embed(self, table: Tensor, token_ids: Tensor, scale: float) -> Tensor:
+        y = self._new("embedded", (token_ids.shape[0], table.shape[1]), table.dtype)
+        return self._run(y, lambda n: rows.embed(table, token_ids[:n], scale, y[:n]))
+
+    def take_rows(self, table: Tensor, ids: Tensor) -> Tensor:
+        y = self._new("taken", (ids.shape[0], table.shape[1]), table.dtype)
+        return self._run(y, lambda n: rows.take_rows(table, ids[:n], y[:n]))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = self._new("normed", tuple(x.shape), x.dtype)
+        return self._run(y, lambda n: norm.rms_norm(x[:n], weight, eps, y[:n]))
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        y = self._new("normed", tuple(x.shape), x.dtype)
+        return self._run(y, lambda n: norm.add_rms_norm(x[:n], residual[:n], weight, eps, scale, y[:n])), residual
+
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
+        return self._run(residual, lambda n: norm.add(x[:n], residual[:n], scale))
+
+    def rope_write_kv(
+        self,
+        qkv: Tensor,
+        rope: Rope,
+        kv_layer: Tensor,
+        shape: AttentionShape,
+        plan: AttentionPlan,
+        norms: HeadNorms | None = None,
+        scales: KVScales | None = None,
+    ) -> Tensor:
+        assert isinstance(plan, GpuAttentionPlan)
+        heads, used = shape.num_heads, plan.scales(kv_layer, scales)
+
+        def run(n: int) -> None:
+            rope_write_kv(
+                qkv[:n], rope.cos, rope.sin, rope.rows[:n], kv_layer, plan.slot_mapping[:n], heads, norms, used
+            )
+
+        self._run(qkv, run)
+        return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, :heads]
+
+    def attention(
+        self, q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan, scales: KVScales | None = None
+    ) -> Tensor:
+        assert isinstance(plan, GpuAttentionPlan)
+        out = self._new("attended", (q.shape[0], shape.num_heads * shape.padded_head_size), q.dtype)
+        return self._run(out, lambda n: plan.attend(q[:n], kv_layer, out[:n], scales))
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        y = self._new("activated", (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
+        return self._run(y, lambda n: activation.silu_mul(gate_up[:n], y[:n]))
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        y = self._new("activated", (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
+        return self._run(y, lambda n: activation.gelu_tanh_mul(gate_up[:n], y[:n]))
+
+    def linear(self, x: Tensor, linear: LinearInto, out_dtype: torch.dtype) -> Tensor:
+        """Return linear(x) as out_dtype."""
+        y = self._new(f"linear {linear.out_features}", (x.shape[0], linear.out_features), out_dtype)
+        return self._run(y, lambda n: _into(linear(x[:n], y[:n], out_dtype)))
+
+    def argmax(self, scores: Tensor) -> Tensor:
+        num_rows, vocab = scores.shape
+        ids = self._new("best", (num_rows,), torch.int64)
+        scratch = self._new("argmax scratch", (logits.argmax_scratch(num_rows, vocab),), torch.int32)
+        return self._run(ids, lambda n: logits.argmax(scores[:n], scratch, ids[:n]))
+
+    def finish_logits(self, scores: Tensor, dtype: torch.dtype, divisor: float, cap: float | None) -> Tensor:
+        if divisor == 1.0 and cap is None:
+            return scores
+        return self._run(scores, lambda n: activation.finish_logits(scores[:n], dtype, divisor, cap))
+
+    # ------------------------------------------------------------------
+
+    def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self._recording is None:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        key = f"{self._recording.rows} {name}", shape, dtype
+        if key not in self._buffers:
+            # Zeros: rows that pad a step are never written, and must be finite.
+            self._buffers[key] = torch.zeros(shape, dtype=dtype, device=self._device)
+        return self._buffers[key]
+
+    def _run(self, result: Tensor, operation: Operation) -> Tensor:
+        """Run an operation on all rows of its result, or record it."""
+        if self._recording is None:
+            operation(result.shape[0])
+        else:
+            self._recording.operations.append((self._recording.rows, operation))
+        return result
+
+
+def _into(_: Tensor) -> None:
+    """Ignore the result of a kernel that writes to a given tensor."""

@@ -1,0 +1,52 @@
+"""Floors: the least scaled logit, log(p / p of the most likely token) under temperature, that a draw keeps.
+
+A parameter that drops what is too unlikely is a floor. A row with several of them keeps what all of them keep.
+
+min_p: a token is kept whose probability is at least min_p times that of the most likely one.
+top_n_sigma (Tang et al., "Top-nσ: Not All Logits Are You Need", arXiv 2411.07641): a token is kept whose logit, before
+temperature, is at most n standard deviations below the highest. The deviation is that of all logits that are not ruled
+out, in float64, summed in the order of `row_math.fold_sum`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor_svc.plan.arrays import FloatArray, IntArray
+from executor_svc.sampling.row_math import chunks, fold_sum
+
+
+def row_floors(logits: Tensor, rows: IntArray, peak: Tensor, numbers: Mapping[str, Any]) -> Tensor | None:
+    """[n, 1] float32, at most 0, the floors of n rows of logits [L, vocab] float32; None if no row has one.
+
+    rows: [n] which of the L; peak: [n, 1] their largest logits; numbers: [n] columns of the rows by name.
+    """
+    by_min_p: FloatArray = numbers["log_min_p"]
+    by_deviation = np.flatnonzero(numbers["top_n_sigma"])
+    if not len(by_deviation) and not (by_min_p > -np.inf).any():
+        return None
+    floors = torch.from_numpy(by_min_p[:, None]).to(logits.device)
+    for few in chunks(by_deviation, logits.shape[1]):
+        index = _on(logits, few)
+        deviation = _deviations(logits.index_select(0, _on(logits, rows[few])), peak[index])
+        width = (_on(logits, numbers["top_n_sigma"][few])[:, None] * deviation).to(torch.float32)
+        floors[index] = torch.maximum(floors[index], -width / _on(logits, numbers["temperature"][few])[:, None])
+    return floors
+
+
+def _deviations(x: Tensor, peak: Tensor) -> Tensor:
+    """[n, 1] float64: the standard deviations of rows x [n, vocab] float32 over what is not -inf; peak: [n, 1]."""
+    kept = x > float("-inf")
+    below = x.to(torch.float64) - peak
+    count = kept.sum(dim=1, keepdim=True)
+    mean = fold_sum(below.where(kept, 0.0)) / count
+    return (fold_sum((below - mean).square_().where(kept, 0.0)) / count).sqrt_()
+
+
+def _on(logits: Tensor, values: IntArray | FloatArray) -> Tensor:
+    return torch.from_numpy(values).to(logits.device)

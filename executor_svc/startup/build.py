@@ -1,0 +1,98 @@
+"""Builds the executor of a model: device, weights, KV pools."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+
+import torch
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.cpu.runner import ModelRunner
+from executor_svc.device.interface import Device, DeviceError
+from executor_svc.device.kv_cache import KVCache
+from executor_svc.models.loading import LoadedModel, load_model
+from executor_svc.plan.description import Description, describe, limits_of
+from executor_svc.plan.plan import Limits
+from executor_svc.startup.device import make_device
+from executor_svc.startup.fingerprint import fingerprint
+from executor_svc.worker.device_errors import is_out_of_memory
+from executor_svc.worker.eager_runner import EagerRunner
+from executor_svc.worker.step import StepExecutor
+from executor_svc.worker.worker import Executor
+
+_log = logging.getLogger(__name__)
+
+
+def make_executor(
+    loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits, *, enforce_eager: bool = False
+) -> Executor:
+    """Return the executor of a model, for use by one thread; enforce_eager: without CUDA graphs."""
+    if device.name != "cpu" and loaded.recordable:
+        from executor_svc.gpu.step import GpuStepExecutor
+
+        return GpuStepExecutor(loaded, device, pools, limits, enforce_eager=enforce_eager)
+    kind = ModelRunner if loaded.recordable else EagerRunner
+    return StepExecutor(kind(loaded, device, pools, limits), pools, limits, device.torch_device.type == "cuda")
+
+
+def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig) -> None:
+    """Run the largest steps on a GPU, with an executor of the same options but a cache of one block.
+
+    Raises DeviceError, naming the options, if they do not fit into the GPU's memory.
+    """
+    from executor_svc.gpu.warm_up import run_largest_steps
+
+    config = config.model_copy(update={"num_gpu_blocks": 1, "num_cpu_blocks": 0})
+    try:
+        pools = device.new_kv_cache(loaded.geometry, config)
+        limits = limits_of(config, loaded.geometry, pools)
+        run_largest_steps(make_executor(loaded, device, pools, limits, enforce_eager=True))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceError(
+            f"steps of --max-num-batched-tokens {config.max_num_batched_tokens} and --max-num-seqs "
+            f"{config.max_num_seqs} do not fit into the GPU's memory together with the weights: {error}"
+        ) from error
+
+
+def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
+    """Load the model and build its executor.
+
+    Raises LoaderError or DeviceError with a message for the user.
+    """
+    began = time.monotonic()
+    device = make_device(config)
+    config = config.sized_for(device.name)
+    torch.set_num_threads(device.num_threads)
+    loaded = load_model(config, device)
+    geometry = loaded.geometry
+    _log.info(
+        "model %s: %s, %d parameters, %s, %d bytes, vocabulary %d, max_model_len %d",
+        geometry.name, geometry.architecture, geometry.num_parameters, geometry.dtype, geometry.weight_bytes,
+        geometry.vocab_size, geometry.max_model_len,
+    )  # fmt: skip
+    on_gpu, step_bytes = device.torch_device.type == "cuda", 0
+    if on_gpu:
+        from executor_svc.gpu.memory import peak_bytes_of
+
+        step_bytes = peak_bytes_of(partial(run_trial, loaded, device, config), device.torch_device)
+        _log.info("steps need %d bytes on the device, in addition to weights and KV blocks", step_bytes)
+    pools = device.new_kv_cache(geometry, config, step_bytes)
+    prints = fingerprint(loaded, device, pools)
+    limits = limits_of(config, geometry, pools)
+    _log.info(
+        "device %s: %d threads, numerics %s, KV blocks of %d tokens: %d on the device, %d on the host, %d bytes each",
+        device.name, device.num_threads, prints.mode, limits.block_size, limits.num_device_blocks,
+        limits.num_host_blocks, pools.bytes_per_block,
+    )  # fmt: skip
+    _log.info("loaded in %.1f s; fingerprint %s", time.monotonic() - began, prints.digest.hex()[:16])
+    executor = make_executor(loaded, device, pools, limits, enforce_eager=config.enforce_eager)
+    if on_gpu:
+        from executor_svc.gpu.warm_up import run_steps
+
+        run_steps(executor)
+    description = describe(loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes)
+    return executor, description

@@ -1,0 +1,43 @@
+"""The numerics fingerprint: in exact mode, executors with equal fingerprints produce identical tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from executor_svc.device.interface import Device
+from executor_svc.device.kv_cache import KVCache
+from executor_svc.plan.description import Fingerprint
+
+if TYPE_CHECKING:
+    from executor_svc.models.loading import LoadedModel
+
+
+def fingerprint(loaded: LoadedModel, device: Device, kv_cache: KVCache) -> Fingerprint:
+    """Return the fingerprint of a loaded model.
+
+    `load_model` must have probed the device: a probe may choose kernels.
+    """
+    kv_dtype = str(kv_cache.dtype).removeprefix("torch.")
+    parts: tuple[object, ...] = (
+        device.numerics,
+        loaded.weights_digest.hex(),
+        loaded.spec_digest.hex(),
+        loaded.geometry.dtype,
+        kv_dtype,
+        device.kernels.name,
+        device.isa,
+        device.num_threads,
+        device.versions,
+    )
+    return Fingerprint(
+        mode=device.numerics,
+        weights_digest=loaded.weights_digest,
+        dtype=loaded.geometry.dtype,
+        kv_dtype=kv_dtype,
+        kernels=device.kernels.name,
+        isa=device.isa,
+        num_threads=device.num_threads,
+        versions=device.versions,
+        digest=hashlib.sha256(repr(parts).encode()).digest(),
+    )

@@ -1,0 +1,264 @@
+"""execution.proto: plans to the wire, results and descriptions from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from typing import Any
+
+from cadenza.v1 import execution_pb2 as pb
+from cadenza.v1 import types_pb2
+from scheduler_svc.core.types import (
+    AdmittedSequence,
+    BlockPairs,
+    Candidates,
+    PromptLogprobs,
+    Sampling,
+    SamplingValue,
+    SlotError,
+    StepPlan,
+    StepResult,
+    StepStatus,
+    TokenLogprobs,
+)
+from scheduler_svc.plan_loop.ports import ModelDescription
+
+
+class ProtocolError(Exception):
+    """An executor's message contradicts the protocol."""
+
+
+def model_description(message: pb.DescribeResponse) -> ModelDescription:
+    """What Describe says."""
+    model, kv, limits = message.model, message.kv, message.limits
+    return ModelDescription(
+        name=model.name,
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        dtype=model.dtype,
+        num_parameters=model.num_parameters,
+        tokenizer=message.tokenizer,
+        eos_token_ids=tuple(message.eos_token_ids),
+        bos_token_id=message.bos_token_id if message.HasField("bos_token_id") else None,
+        block_size=kv.block_size,
+        num_device_blocks=kv.num_device_blocks,
+        num_host_blocks=kv.num_host_blocks,
+        bytes_per_block=kv.bytes_per_block,
+        num_slots=limits.num_slots,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_logprobs=limits.max_logprobs,
+        max_inflight_plans=limits.max_inflight_plans,
+        device=message.device,
+        incarnation=message.incarnation,
+        fingerprint=message.fingerprint.SerializeToString(),
+        gives_prompt_logprobs=pb.EXECUTOR_FEATURE_PROMPT_LOGPROBS in message.features,
+        has_logits_processors=pb.EXECUTOR_FEATURE_LOGITS_PROCESSORS in message.features,
+        can_copy=pb.EXECUTOR_FEATURE_BLOCK_COPY in message.features,
+        can_swap=pb.EXECUTOR_FEATURE_SWAP in message.features,
+        can_fork=pb.EXECUTOR_FEATURE_SAMPLE_FORK in message.features,
+        gives_candidates=pb.EXECUTOR_FEATURE_BEAMS in message.features,
+        gives_debug_digest=pb.EXECUTOR_FEATURE_DEBUG_DIGEST in message.features,
+        shares_prefixes=pb.EXECUTOR_FEATURE_SHARED_PREFIXES in message.features,
+    )
+
+
+def step_plan(plan: StepPlan, epoch: int) -> pb.StepPlan:
+    """A plan; what did not change is left out, so a decode-only step is a few bytes."""
+    message = pb.StepPlan(
+        step_id=plan.step_id,
+        epoch=epoch,
+        released_slots=plan.released_slots,
+        admitted=[_admitted(sequence) for sequence in plan.admitted],
+        held_slots=plan.held_slots,
+        resumed_slots=plan.resumed_slots,
+        decode_ready=plan.decode_ready,
+        debug_digest=plan.debug_digest,
+    )
+    for pairs, moves in (
+        (plan.swapped_out, message.swap_out),
+        (plan.copied, message.copies),
+        (plan.swapped_in, message.swap_in),
+    ):
+        if pairs:
+            moves.append(_moves(pairs))
+    if plan.append_slots:
+        message.appends.add(slots=plan.append_slots, block_ids=plan.append_block_ids)
+    if plan.given_slots:
+        message.given.slots.extend(plan.given_slots)
+        message.given.token_ids.extend(plan.given_token_ids)
+    if plan.scheduled_slots:
+        message.scheduled.slots.extend(plan.scheduled_slots)
+        message.scheduled.num_tokens.extend(plan.scheduled_num_tokens)
+        message.scheduled.samples.extend(plan.scheduled_samples)
+    if plan.fork_slots:
+        message.forks.source_slots.extend(plan.fork_source_slots)
+        message.forks.slots.extend(plan.fork_slots)
+    return message
+
+
+def step_result(message: pb.StepResult) -> StepResult:
+    """A result; raises ProtocolError when its columns do not fit each other."""
+    try:
+        status = StepStatus(message.status)
+    except ValueError as exc:
+        raise ProtocolError(f"result of step {message.step_id}: status {message.status} is unknown") from exc
+    slots, counts, token_ids = list(message.slots), list(message.num_tokens), list(message.token_ids)
+    num_sampled = sum(counts) if counts else len(slots)
+    if status is StepStatus.OK and (len(counts) not in (0, len(slots)) or num_sampled != len(token_ids)):
+        raise ProtocolError(
+            f"result of step {message.step_id}: {len(slots)} slots, {len(counts)} counts, {len(token_ids)} token ids"
+        )
+    if len(message.errors) != len(message.error_slots):
+        raise ProtocolError(
+            f"result of step {message.step_id}: {len(message.errors)} errors of {len(message.error_slots)} slots"
+        )
+    timings = message.timings
+    return StepResult(
+        step_id=message.step_id,
+        status=status,
+        error_message=message.error_message,
+        slots=slots,
+        num_tokens=counts,
+        token_ids=token_ids,
+        error_slots=list(message.error_slots),
+        errors=[_slot_error(error) for error in message.errors],
+        logprobs={entry.slot: _token_logprobs(entry) for entry in message.logprobs},
+        prompt_logprobs=_prompt_logprobs(message),
+        candidates=_candidates(message),
+        debug_digest=message.debug_digest,
+        queue_ns=timings.queue_ns,
+        device_ns=timings.device_ns,
+        sample_ns=timings.sample_ns,
+        moves_ns=timings.moves_ns,
+        total_ns=timings.total_ns,
+    )
+
+
+def _moves(pairs: BlockPairs) -> pb.BlockMoves:
+    sources, destinations = zip(*pairs, strict=True)
+    return pb.BlockMoves(sources=sources, destinations=destinations)
+
+
+def _admitted(sequence: AdmittedSequence) -> pb.AdmittedSequence:
+    return pb.AdmittedSequence(
+        slot=sequence.slot,
+        token_ids=sequence.token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_computed_tokens=sequence.num_computed_tokens,
+        block_tables=[pb.BlockTable(kv_group=0, block_ids=sequence.block_ids)],
+        sampling=sequence_sampling(sequence.sampling, sequence.sample_index),
+        held=sequence.held,
+    )
+
+
+def sequence_sampling(sampling: Sampling, sample_index: int) -> types_pb2.SequenceSampling:
+    """How one sequence's tokens are chosen."""
+    return types_pb2.SequenceSampling(
+        seed=sampling.seed,
+        sample_index=sample_index,
+        stop_token_ids=sampling.stop_token_ids,
+        min_tokens=sampling.min_tokens,
+        num_logprobs=sampling.num_logprobs,
+        num_prompt_logprobs=sampling.num_prompt_logprobs,
+        num_candidates=sampling.num_candidates,
+        **{name: _wire_value(value) for name, value in sampling.values.items()},
+    )
+
+
+def sampling_from_wire(message: types_pb2.SequenceSampling) -> Sampling:
+    """The reverse of `sequence_sampling`, without the sample index; numbers have the precision of the wire."""
+    return Sampling(
+        seed=message.seed,
+        stop_token_ids=tuple(message.stop_token_ids),
+        min_tokens=message.min_tokens,
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
+        num_candidates=message.num_candidates,
+        values={
+            field.name: _plain_value(value) for field, value in message.ListFields() if field.name not in _READ_BY_CORE
+        },
+    )
+
+
+_READ_BY_CORE = frozenset({each.name for each in dataclasses.fields(Sampling)} | {"sample_index"})
+
+
+def _wire_value(value: SamplingValue) -> Any:
+    """A list of words is a list of messages."""
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return [types_pb2.TokenIds(ids=word) for word in value]
+    return value
+
+
+def _plain_value(value: Any) -> SamplingValue:
+    if isinstance(value, int | float):
+        return value
+    return tuple(tuple(each.ids) if isinstance(each, types_pb2.TokenIds) else each for each in value)
+
+
+def _token_logprobs(entry: pb.SlotLogprobs) -> TokenLogprobs:
+    """In compact arrays, as `_prompt_columns`: a whole vocabulary in Python numbers would take eight times as much."""
+    columns = entry.columns
+    if len(columns.chosen_logprobs) != 1 or len(columns.chosen_ranks) != 1:
+        raise ProtocolError(f"slot {entry.slot}: logprobs of {len(columns.chosen_logprobs)} tokens for one")
+    if not columns.num_top == len(columns.top_token_ids) == len(columns.top_logprobs):
+        raise ProtocolError(f"slot {entry.slot}: {len(columns.top_token_ids)} top tokens for {columns.num_top}")
+    return TokenLogprobs(
+        logprob=columns.chosen_logprobs[0],
+        rank=columns.chosen_ranks[0],
+        top_token_ids=array("I", columns.top_token_ids),
+        top_logprobs=array("f", columns.top_logprobs),
+    )
+
+
+def _candidates(message: pb.StepResult) -> dict[int, Candidates]:
+    by_slot = {entry.slot: _slot_candidates(entry) for entry in message.candidates}
+    if len(by_slot) != len(message.candidates):
+        raise ProtocolError(f"result of step {message.step_id}: candidates of a slot come twice")
+    return by_slot
+
+
+def _slot_candidates(entry: pb.SlotCandidates) -> Candidates:
+    token_ids, logprobs = list(entry.token_ids), list(entry.logprobs)
+    if not 0 < len(token_ids) == len(logprobs):
+        raise ProtocolError(f"slot {entry.slot}: {len(token_ids)} candidates and {len(logprobs)} logprobs")
+    return Candidates(token_ids, logprobs)
+
+
+def _slot_error(number: int) -> SlotError:
+    try:
+        return SlotError(number)
+    except ValueError:
+        return SlotError.UNSPECIFIED
+
+
+def _prompt_logprobs(message: pb.StepResult) -> dict[int, PromptLogprobs]:
+    by_slot = {entry.slot: _prompt_columns(entry) for entry in message.prompt_logprobs}
+    if len(by_slot) != len(message.prompt_logprobs):
+        raise ProtocolError(f"result of step {message.step_id}: prompt logprobs of a slot come twice")
+    return by_slot
+
+
+def _prompt_columns(entry: pb.SlotLogprobs) -> PromptLogprobs:
+    """In compact arrays: they are kept as long as the request lives."""
+    columns = entry.columns
+    num_tokens, num_top = len(columns.chosen_logprobs), len(columns.top_token_ids)
+    if entry.start < 1 or num_tokens < 1 or len(columns.chosen_ranks) != num_tokens:
+        raise ProtocolError(
+            f"slot {entry.slot}: {num_tokens} prompt logprobs and {len(columns.chosen_ranks)} ranks from {entry.start}"
+        )
+    if not num_tokens * columns.num_top == num_top == len(columns.top_logprobs):
+        raise ProtocolError(
+            f"slot {entry.slot}: {num_top} top tokens and {len(columns.top_logprobs)} logprobs "
+            f"for {num_tokens} prompt tokens with {columns.num_top} each"
+        )
+    return PromptLogprobs(
+        start=entry.start,
+        logprobs=array("f", columns.chosen_logprobs),
+        ranks=array("I", columns.chosen_ranks),
+        num_top=columns.num_top,
+        top_token_ids=array("I", columns.top_token_ids),
+        top_logprobs=array("f", columns.top_logprobs),
+    )

@@ -1,0 +1,237 @@
+"""The plan loop: keeps a session with one executor and sends it plans, two in flight by default.
+
+A plan is sent as late as possible without letting the executor idle (see pacing). When the session breaks, for any
+reason, the core requeues the lane's running sequences, and the loop opens a new session once the executor answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.types import ExecutorSpec, StepResult, StepStatus
+from scheduler_svc.plan_loop.clock import Clock
+from scheduler_svc.plan_loop.pacing import StepPacer
+from scheduler_svc.plan_loop.ports import (
+    ExecutorFencedError,
+    ExecutorLostError,
+    ExecutorPort,
+    ExecutorState,
+    ModelDescription,
+    PlanStream,
+)
+
+_LOG = logging.getLogger(__name__)
+_RECONNECT_S = 0.2
+
+
+class PlanLoopListener(Protocol):
+    """Receives the loop's events; called on the event loop, never concurrently."""
+
+    def on_outputs(self, outputs: StepOutputs) -> None:
+        """Samples have new tokens or have finished."""
+
+    def on_planned(self, step: PlannedStep) -> None:
+        """A step was planned and will be sent next."""
+
+    def on_applied(self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float) -> None:
+        """A step's result was applied, with these outputs."""
+
+    def on_connected(self, connected: bool) -> None:
+        """A session was opened or has ended."""
+
+
+class PlanLoop:
+    """Drives one executor: its lane of the core, and the session with it."""
+
+    model: ModelDescription
+
+    def __init__(
+        self,
+        core: Scheduler,
+        executor_id: int,
+        executor: ExecutorPort,
+        config: SchedulerConfig,
+        listener: PlanLoopListener,
+        clock: Clock,
+    ) -> None:
+        self._core = core
+        self._executor_id = executor_id
+        self._executor = executor
+        self._config = config
+        self._listener = listener
+        self._clock = clock
+        self._wake = asyncio.Event()
+        self._pacer = StepPacer()
+        self._epoch = 0
+        self._incarnation = 0
+        self._last_done_step_id = 0
+        self._stream: PlanStream | None = None
+        self.connected = False
+
+    @property
+    def lane(self) -> Lane:
+        """The core's lane of this executor."""
+        return self._core.lanes[self._executor_id]
+
+    @property
+    def state(self) -> ExecutorState:
+        """The executor's current state."""
+        return ExecutorState(
+            target=self._executor.target,
+            connected=self.connected,
+            incarnation=self._incarnation,
+            epoch=self._epoch,
+            device=self.model.device,
+            block_size=self.model.block_size,
+            num_inflight_plans=len(self.lane.inflight),
+            last_step_id=self._last_done_step_id,
+            resident_bytes=self._stream.resident_bytes if self._stream is not None else 0,
+        )
+
+    async def describe(self) -> None:
+        """Wait for the executor's description and create its lane; raises LimitsError for limits that cannot work."""
+        self.model = await self._executor.describe()
+        self._core.add_executor(self._executor_id, _executor_spec(self.model, self._config))
+
+    def wake(self) -> None:
+        """Signal a change after which there may be something to plan."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Keep a session open, again and again; raises ExecutorFencedError, RuntimeError for a changed model."""
+        while True:
+            try:
+                await self._session()
+            except ExecutorFencedError:
+                raise
+            except ExecutorLostError as exc:
+                _LOG.warning("executor %s lost: %s; requests wait for it", self._executor.target, exc)
+            await self._clock.sleep(_RECONNECT_S)
+
+    async def _session(self) -> None:
+        """Open a session and run it until it breaks."""
+        self._check_model(await self._executor.describe())
+        # Larger at each open, and larger than the epochs of a scheduler that ran before this one.
+        self._epoch = max(self._epoch + 1, self._clock.wall_time_ns() // 1_000_000)
+        stream = await self._executor.open(self._epoch)
+        self._incarnation = stream.opened.incarnation
+        self._last_done_step_id = stream.opened.last_completed_step_id
+        self._core.session_opened(stream.opened.last_completed_step_id)
+        _LOG.info("executor %s: session %d is open", self._executor.target, self._epoch)
+        self._stream = stream
+        self._set_connected(True)
+        tasks = [asyncio.create_task(self._send_plans(stream)), asyncio.create_task(self._receive_results(stream))]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await stream.close()
+            self._stream = None
+            self._set_connected(False)
+            self._listener.on_outputs(self._core.executor_lost(self._executor_id, self._clock.monotonic()))
+
+    def _check_model(self, model: ModelDescription) -> None:
+        """Check that a reconnected executor runs the same model (RuntimeError if not); adopt new cache sizes."""
+        served = self.model
+        if (model.name, model.vocab_size, model.dtype) != (served.name, served.vocab_size, served.dtype):
+            raise RuntimeError(
+                f"executor {self._executor.target} came back with {model.name} ({model.dtype}), "
+                f"but {served.name} ({served.dtype}) is being served"
+            )
+        if model.fingerprint != served.fingerprint:
+            _LOG.warning("the executor's numerics fingerprint has changed: later tokens of running requests may differ")
+        spec = _executor_spec(model, self._config)
+        if spec != self.lane.spec:
+            self._core.add_executor(self._executor_id, spec)
+        self.model = model
+
+    async def _send_plans(self, stream: PlanStream) -> None:
+        while True:
+            await self._wait_until_due()
+            now = self._clock.monotonic()
+            plan = self._core.plan_step(self._executor_id, now)
+            self._listener.on_outputs(self._core.take_outputs())
+            if plan is None:
+                self._wake.clear()
+                await self._wait_for_outputs(self._core.wakes_at(self._executor_id, now))
+                continue
+            self._listener.on_planned(self.lane.inflight[-1])
+            if len(self.lane.inflight) == 1:
+                self._pacer.started(now)
+            await stream.send(plan)
+
+    async def _wait_until_due(self) -> None:
+        """Wait until the next plan is due: at once if the executor idles, late in its step if it is busy."""
+        inflight = self.lane.inflight
+        limit = min(self._config.max_inflight_plans, self.model.max_inflight_plans)
+        while True:
+            self._wake.clear()
+            delay: float | None = None
+            if len(inflight) < limit:
+                delay = self._pacer.due(inflight[0].total_tokens) - self._clock.monotonic() if inflight else 0.0
+                if delay <= 0:
+                    return
+            await self._wait_for_outputs(None if delay is None else self._clock.monotonic() + delay)
+
+    async def _wait_for_outputs(self, until: float | None) -> None:
+        """Wait until `wake` is called, or until this moment on the clock."""
+        delay = None if until is None else until - self._clock.monotonic()
+        try:
+            async with self._clock.timeout(delay):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    async def _receive_results(self, stream: PlanStream) -> None:
+        async for result in stream.results():
+            if result.status is not StepStatus.OK:
+                raise ExecutorLostError(f"step {result.step_id} ended {result.status.name}: {result.error_message}")
+            self._apply(result)
+            self._wake.set()
+        raise ExecutorLostError("the plan stream ended")
+
+    def _apply(self, result: StepResult) -> None:
+        now = self._clock.monotonic()
+        try:
+            step, outputs = self._core.apply_result(self._executor_id, result, now)
+        except InvariantError as exc:
+            _LOG.exception("a result contradicts its plan; the session is closed")
+            raise ExecutorLostError(str(exc)) from exc
+        self._last_done_step_id = result.step_id
+        self._pacer.observe(step.total_tokens, result.total_ns / 1e9)
+        self._pacer.started(now)
+        self._listener.on_outputs(outputs)
+        self._listener.on_applied(step, result, outputs, now)
+
+    def _set_connected(self, connected: bool) -> None:
+        self.connected = connected
+        self._listener.on_connected(connected)
+
+
+def _executor_spec(model: ModelDescription, config: SchedulerConfig) -> ExecutorSpec:
+    """The executor's limits, lowered by this scheduler's options."""
+    return ExecutorSpec(
+        block_size=model.block_size,
+        num_blocks=model.num_device_blocks,
+        num_slots=model.num_slots,
+        max_num_seqs=min(config.max_num_seqs or model.max_num_seqs, model.max_num_seqs),
+        max_num_batched_tokens=min(
+            config.max_num_batched_tokens or model.max_num_batched_tokens, model.max_num_batched_tokens
+        ),
+        max_model_len=min(config.max_model_len or model.max_model_len, model.max_model_len),
+        watermark=config.watermark,
+        num_host_blocks=model.num_host_blocks if model.can_swap else 0,
+        shares_prefixes=model.shares_prefixes,
+    )

@@ -1,0 +1,246 @@
+"""The engine's interfaces to executors, text streams and the front; free of gRPC and tokenizer libraries."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from scheduler_svc.core.types import RequestSpec, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """An executor's description: model, cache and limits."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    num_parameters: int
+    tokenizer: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    block_size: int
+    num_device_blocks: int
+    num_host_blocks: int
+    num_slots: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_logprobs: int
+    max_inflight_plans: int
+    device: str
+    incarnation: int
+    fingerprint: bytes
+    """The serialized NumericsFingerprint, opaque to the engine."""
+    gives_prompt_logprobs: bool = True
+    has_logits_processors: bool = True
+    """Whether it supports penalties, logit bias, allowed tokens and bad words."""
+    bytes_per_block: int = 0
+    """Bytes of KV per block, over all layers; 0: unknown."""
+    shares_prefixes: bool = True
+    """Whether a token's KV depends only on the tokens before it."""
+    can_copy: bool = True
+    """Whether it can copy blocks within the device pool."""
+    can_swap: bool = True
+    """Whether it can swap blocks to and from the host pool."""
+    can_fork: bool = True
+    """Whether several slots can sample from one row of logits."""
+    gives_candidates: bool = True
+    """Whether it returns candidate tokens and accepts given tokens, for beam search."""
+    gives_debug_digest: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """The executor's response to OpenSession."""
+
+    incarnation: int
+    last_completed_step_id: int
+
+
+class ExecutorLostError(Exception):
+    """The plan stream to an executor broke or was rejected; the message has the reason."""
+
+
+class ExecutorFencedError(ExecutorLostError):
+    """Another scheduler holds the executor: this one must stop, and never open a larger epoch."""
+
+
+class PlanStream(Protocol):
+    """One session with an executor."""
+
+    opened: SessionOpened
+
+    @property
+    def resident_bytes(self) -> int:
+        """Resident memory of the executor's process in bytes, as last reported; 0: unknown."""
+
+    async def send(self, plan: StepPlan) -> None:
+        """Send the next plan; raises ExecutorLostError."""
+
+    def results(self) -> AsyncIterator[StepResult]:
+        """Results in plan order; raises ExecutorLostError when the stream ends."""
+
+    async def close(self) -> None:
+        """End the session; safe to call twice."""
+
+
+class ExecutorPort(Protocol):
+    """The engine's interface to an executor."""
+
+    target: str
+
+    async def describe(self) -> ModelDescription:
+        """Wait until the executor answers, and return its description."""
+
+    async def open(self, epoch: int) -> PlanStream:
+        """Open a session; raises ExecutorLostError, ExecutorFencedError."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string was found."""
+
+    stop_string: str
+    num_tokens: int
+    """Number of the sample's tokens that are kept, including the one that completed the match."""
+
+
+class TextStream(Protocol):
+    """Detokenizes one sample incrementally."""
+
+    text: str
+    """Final text: without an incomplete character or a possible start of a stop string at its end."""
+    text_ends: list[int]
+    """text_ends[i]: length of `text` (code points) after i + 1 tokens; never decreases."""
+
+    def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> StopMatch | None:
+        """Add tokens; with ends_with_stop_token the last one adds no text unless stop strings are included."""
+
+    def finish(self) -> None:
+        """Release text that was held back, after the last token; nothing after a stop string."""
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone, for logprobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class BestOf:
+    """More samples are drawn than returned: the client gets those with the highest cumulative logprobs."""
+
+    num_returned: int
+    returns_logprobs: bool
+    """Whether the client gets the tokens' logprobs too; otherwise they only rank the samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A request from the front."""
+
+    spec: RequestSpec
+    make_text: Callable[[], TextStream] | None = None
+    """Creates the text stream of a sample; None: token ids only."""
+    deadline: float | None = None
+    """Seconds on the engine's clock (Clock.monotonic); None: none."""
+    body_digest: bytes = b""
+    """SHA-256 of the request's body: same id and same digest is the same request."""
+    resume_grace_s: float = 0.0
+    best_of: BestOf | None = None
+    """None: all samples are returned, as they are generated."""
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Nanoseconds on the engine's clock; 0: not reached yet."""
+
+    arrival_ns: int = 0
+    first_plan_ns: int = 0
+    first_token_ns: int = 0
+    end_ns: int = 0
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """Counts of one request."""
+
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The state of queues and memory; names as in SchedulerLoad."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_swapped: int = 0
+    num_device_blocks: int = 0
+    num_used_device_blocks: int = 0
+    num_cached_device_blocks: int = 0
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    num_stored_tokens: int = 0
+    num_unused_slots: int = 0
+    num_reserved_slots: int = 0
+    num_used_slots: int = 0
+    num_steps: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_shared_block_refs: int = 0
+    num_cached_host_blocks: int = 0
+    num_prefix_host_hits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One executed step, in columns; see StepRecord in admin.proto."""
+
+    step_id: int
+    executor_id: int
+    planned_ns: int
+    applied_ns: int
+    result: StepResult
+    joined: Sequence[tuple[int, str, int, int, int]] = ()
+    """(sequence_id, request_id, sample_index, num_prompt_tokens, slot)."""
+    sequence_ids: Sequence[int] = ()
+    num_tokens: Sequence[int] = ()
+    context_lens: Sequence[int] = ()
+    num_sampled: Sequence[int] = ()
+    left: Sequence[tuple[int, int]] = ()
+    """(sequence_id, num_output_tokens)."""
+    preempted_ids: Sequence[int] = ()
+    swapped_out_ids: Sequence[int] = ()
+    swapped_in_ids: Sequence[int] = ()
+    load: Load = field(default_factory=Load)
+    block_changes: Sequence[tuple[int, tuple[int, ...], bool]] = ()
+    """(sequence_id, appended block ids, whether the table was cleared first)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorState:
+    """The state of one executor; names as in ExecutorInfo."""
+
+    target: str
+    connected: bool
+    incarnation: int
+    epoch: int
+    device: str
+    block_size: int
+    num_inflight_plans: int
+    last_step_id: int
+    resident_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBlockTable:
+    """The current block table of one sequence; names as in SequenceBlocks."""
+
+    sample_index: int
+    block_ids: tuple[int, ...]
+    ref_counts: tuple[int, ...]
+    num_computed_tokens: int
+    swapped: bool

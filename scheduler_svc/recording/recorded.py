@@ -1,0 +1,157 @@
+"""planlog.proto: requests, executors and results as the core knows them, to the wire and back."""
+
+from __future__ import annotations
+
+from cadenza.v1 import execution_pb2, types_pb2
+from cadenza.v1 import planlog_pb2 as pb
+from scheduler_svc.core.types import (
+    BeamSpec,
+    Candidates,
+    ExecutorSpec,
+    PromptLogprobs,
+    RequestSpec,
+    StepResult,
+    TokenLogprobs,
+)
+from scheduler_svc.executors import convert as execution
+
+_STOPPING = {
+    True: types_pb2.EARLY_STOPPING_TRUE,
+    False: types_pb2.EARLY_STOPPING_FALSE,
+    None: types_pb2.EARLY_STOPPING_NEVER,
+}
+_EARLY_STOPPING = {number: value for value, number in _STOPPING.items()}
+
+
+def executor_message(spec: ExecutorSpec) -> pb.RecordedExecutor:
+    """What an executor can hold."""
+    return pb.RecordedExecutor(
+        block_size=spec.block_size,
+        num_blocks=spec.num_blocks,
+        num_host_blocks=spec.num_host_blocks,
+        num_slots=spec.num_slots,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        max_model_len=spec.max_model_len,
+        watermark=spec.watermark,
+        shares_prefixes=spec.shares_prefixes,
+    )
+
+
+def executor_spec(message: pb.RecordedExecutor) -> ExecutorSpec:
+    """What an executor can hold, from the log."""
+    return ExecutorSpec(
+        block_size=message.block_size,
+        num_blocks=message.num_blocks,
+        num_host_blocks=message.num_host_blocks,
+        num_slots=message.num_slots,
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        max_model_len=message.max_model_len,
+        watermark=message.watermark,
+        shares_prefixes=message.shares_prefixes,
+    )
+
+
+def request_message(spec: RequestSpec) -> pb.RecordedRequest:
+    """A request, whole."""
+    return pb.RecordedRequest(
+        request_id=spec.request_id,
+        tenant=spec.tenant,
+        prompt_token_ids=spec.prompt_token_ids,
+        sampling=execution.sequence_sampling(spec.sampling, 0),
+        max_tokens=spec.max_tokens,
+        eos_token_ids=sorted(spec.eos_token_ids),
+        num_samples=spec.num_samples,
+        beams=None if spec.beams is None else _beams_message(spec.beams),
+        cache_salt=spec.cache_salt,
+        uses_prefix_cache=spec.uses_prefix_cache,
+        priority=spec.priority,
+        expected_output_tokens=spec.expected_output_tokens,
+    )
+
+
+def request_spec(message: pb.RecordedRequest) -> RequestSpec:
+    """A request, from the log."""
+    return RequestSpec(
+        request_id=message.request_id,
+        tenant=message.tenant,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=execution.sampling_from_wire(message.sampling),
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        eos_token_ids=frozenset(message.eos_token_ids),
+        num_samples=message.num_samples,
+        beams=_beams(message.beams) if message.HasField("beams") else None,
+        cache_salt=message.cache_salt,
+        uses_prefix_cache=message.uses_prefix_cache,
+        priority=message.priority,
+        expected_output_tokens=message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
+    )
+
+
+def _beams_message(beams: BeamSpec) -> pb.RecordedBeams:
+    return pb.RecordedBeams(
+        width=beams.width, length_penalty=beams.length_penalty, early_stopping=_STOPPING[beams.early_stopping]
+    )
+
+
+def _beams(message: pb.RecordedBeams) -> BeamSpec:
+    return BeamSpec(message.width, message.length_penalty, _EARLY_STOPPING[message.early_stopping])
+
+
+def result_message(result: StepResult, epoch: int, incarnation: int) -> execution_pb2.StepResult:
+    """A result as it came, but for the start of logprobs of sampled tokens, which the core does not keep."""
+    return execution_pb2.StepResult(
+        step_id=result.step_id,
+        epoch=epoch,
+        incarnation=incarnation,
+        status=execution_pb2.StepStatus.ValueType(result.status),
+        error_message=result.error_message,
+        slots=result.slots,
+        num_tokens=result.num_tokens,
+        token_ids=result.token_ids,
+        error_slots=result.error_slots,
+        errors=[execution_pb2.SlotError.ValueType(error) for error in result.errors],
+        logprobs=[_token_logprobs(slot, logprobs) for slot, logprobs in result.logprobs.items()],
+        prompt_logprobs=[_prompt_logprobs(slot, logprobs) for slot, logprobs in result.prompt_logprobs.items()],
+        candidates=[_candidates(slot, candidates) for slot, candidates in result.candidates.items()],
+        timings=execution_pb2.StepTimings(
+            queue_ns=result.queue_ns,
+            device_ns=result.device_ns,
+            sample_ns=result.sample_ns,
+            moves_ns=result.moves_ns,
+            total_ns=result.total_ns,
+        ),
+        debug_digest=result.debug_digest,
+    )
+
+
+def _token_logprobs(slot: int, logprobs: TokenLogprobs) -> execution_pb2.SlotLogprobs:
+    return execution_pb2.SlotLogprobs(
+        slot=slot,
+        columns=types_pb2.LogprobColumns(
+            chosen_logprobs=[logprobs.logprob],
+            chosen_ranks=[logprobs.rank],
+            num_top=len(logprobs.top_token_ids),
+            top_token_ids=logprobs.top_token_ids,
+            top_logprobs=logprobs.top_logprobs,
+        ),
+    )
+
+
+def _prompt_logprobs(slot: int, logprobs: PromptLogprobs) -> execution_pb2.SlotLogprobs:
+    return execution_pb2.SlotLogprobs(
+        slot=slot,
+        start=logprobs.start,
+        columns=types_pb2.LogprobColumns(
+            chosen_logprobs=logprobs.logprobs,
+            chosen_ranks=logprobs.ranks,
+            num_top=logprobs.num_top,
+            top_token_ids=logprobs.top_token_ids,
+            top_logprobs=logprobs.top_logprobs,
+        ),
+    )
+
+
+def _candidates(slot: int, candidates: Candidates) -> execution_pb2.SlotCandidates:
+    return execution_pb2.SlotCandidates(slot=slot, token_ids=candidates.token_ids, logprobs=candidates.logprobs)

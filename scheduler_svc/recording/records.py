@@ -1,0 +1,204 @@
+"""planlog.proto: records of what happens to the core, in the order of scheduler.py, and what two plans differ in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+
+from cadenza.plan_log import FORMAT_VERSION, MAGIC
+from cadenza.transport import PROTOCOL_VERSION
+from cadenza.v1 import execution_pb2, types_pb2
+from cadenza.v1 import planlog_pb2 as pb
+from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, StepPlan, StepResult
+from scheduler_svc.executors.convert import step_plan
+from scheduler_svc.plan_loop.ports import ModelDescription
+from scheduler_svc.recording.recorded import executor_message, request_message, result_message
+
+MakeRecord = Callable[[], pb.PlanLogRecord]
+"""Makes a record when it is to be written."""
+_MOST_SHOWN = 20
+
+
+def header(
+    options: Mapping[str, object], model: ModelDescription, *, cadenza_version: str, started_unix_ns: int
+) -> pb.PlanLogRecord:
+    """The first record of a log. `options`: the scheduler's, by their names."""
+    return pb.PlanLogRecord(
+        header=pb.PlanLogHeader(
+            magic=MAGIC,
+            format_version=FORMAT_VERSION,
+            cadenza_version=cadenza_version,
+            started_unix_ns=started_unix_ns,
+            options=[pb.PlanLogOption(name=name, value=_option_text(value)) for name, value in options.items()],
+            executor=_description(model),
+        )
+    )
+
+
+def recorded_options(message: pb.PlanLogHeader) -> dict[str, str | None]:
+    """The scheduler's options as text, by their names; None for those without a value."""
+    return {option.name: option.value if option.HasField("value") else None for option in message.options}
+
+
+def with_error(record: pb.PlanLogRecord, error: str) -> pb.PlanLogRecord:
+    """The record of a call that raised this; empty: nothing."""
+    record.error = error
+    return record
+
+
+def error_text(error: Exception) -> str:
+    """What a record says of an exception."""
+    return f"{type(error).__name__}: {error}"
+
+
+def executor_described(executor_id: int, model: ModelDescription) -> pb.PlanLogRecord:
+    """An executor has described itself otherwise than before."""
+    return pb.PlanLogRecord(
+        executor_described=pb.ExecutorDescribed(executor_id=executor_id, executor=_description(model))
+    )
+
+
+def add_executor(executor_id: int, spec: ExecutorSpec) -> pb.PlanLogRecord:
+    """A lane is made."""
+    return pb.PlanLogRecord(add_executor=pb.AddExecutorCall(executor_id=executor_id, spec=executor_message(spec)))
+
+
+def session_opened(executor_id: int, last_completed_step_id: int, epoch: int, incarnation: int) -> pb.PlanLogRecord:
+    """A session stands."""
+    call = pb.SessionOpenedCall(
+        executor_id=executor_id, last_completed_step_id=last_completed_step_id, epoch=epoch, incarnation=incarnation
+    )
+    return pb.PlanLogRecord(session_opened=call)
+
+
+def executor_lost(executor_id: int, now: float) -> pb.PlanLogRecord:
+    """A session has ended."""
+    return pb.PlanLogRecord(executor_lost=pb.ExecutorLostCall(executor_id=executor_id, now=now))
+
+
+def add_request(spec: RequestSpec, now: float) -> pb.PlanLogRecord:
+    """A request came."""
+    return pb.PlanLogRecord(add_request=pb.AddRequestCall(request=request_message(spec), now=now))
+
+
+def abort(key: RequestKey, detail: FinishDetail) -> pb.PlanLogRecord:
+    """A request is ended from outside."""
+    tenant, request_id = key
+    number = types_pb2.FinishDetail.ValueType(detail)
+    return pb.PlanLogRecord(abort=pb.AbortCall(tenant=tenant, request_id=request_id, detail=number))
+
+
+def stop_sample(key: RequestKey, sample_index: int) -> pb.PlanLogRecord:
+    """A stop string was found."""
+    tenant, request_id = key
+    return pb.PlanLogRecord(
+        stop_sample=pb.StopSampleCall(tenant=tenant, request_id=request_id, sample_index=sample_index)
+    )
+
+
+def drain(draining: bool) -> pb.PlanLogRecord:
+    """A drain begins or ends."""
+    return pb.PlanLogRecord(drain=pb.DrainCall(draining=draining))
+
+
+def plan_step(executor_id: int, now: float, plan: StepPlan | None, epoch: int) -> pb.PlanLogRecord:
+    """A step was planned, or there was none to plan."""
+    message = None if plan is None else step_plan(plan, epoch)
+    return pb.PlanLogRecord(plan_step=pb.PlanStepCall(executor_id=executor_id, now=now, plan=message))
+
+
+def apply_result(executor_id: int, now: float, result: StepResult, epoch: int, incarnation: int) -> pb.PlanLogRecord:
+    """A result is taken in."""
+    message = result_message(result, epoch, incarnation)
+    return pb.PlanLogRecord(apply_result=pb.ApplyResultCall(executor_id=executor_id, now=now, result=message))
+
+
+def step_failed(executor_id: int, result: StepResult, epoch: int, incarnation: int) -> pb.PlanLogRecord:
+    """A step has failed; the core is not told of its result."""
+    message = result_message(result, epoch, incarnation)
+    return pb.PlanLogRecord(step_failed=pb.StepFailed(executor_id=executor_id, result=message))
+
+
+def differences(recorded: Message, made: Message, path: str = "") -> Iterator[str]:
+    """What differs between two messages of one type: `path: recorded …, now …`, for each field."""
+    for field in recorded.DESCRIPTOR.fields:
+        left, right, spot = getattr(recorded, field.name), getattr(made, field.name), path + field.name
+        if field.has_presence and recorded.HasField(field.name) != made.HasField(field.name):
+            yield f"{spot}: {'recorded only' if recorded.HasField(field.name) else 'now only'}"
+        elif left == right:
+            continue
+        elif field.message_type is None or (field.is_repeated and len(left) != len(right)):
+            yield f"{spot}: recorded {_shown(left)}, now {_shown(right)}"
+        elif field.is_repeated:
+            for index, pair in enumerate(zip(left, right, strict=True)):
+                yield from differences(*pair, f"{spot}[{index}].")
+        else:
+            yield from differences(left, right, f"{spot}.")
+
+
+def _shown(value: Any) -> str:
+    """A field's value in a line: numbers and text as they are, messages by their count."""
+    if isinstance(value, str | bytes | int | float):
+        return repr(value)
+    entries: Sequence[Any] = list(value)
+    if entries and isinstance(entries[0], Message):
+        return f"{len(entries)} entries"
+    more = f" … ({len(entries)} in all)" if len(entries) > _MOST_SHOWN else ""
+    return f"[{', '.join(map(str, entries[:_MOST_SHOWN]))}{more}]"
+
+
+def _option_text(value: object) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _description(model: ModelDescription) -> execution_pb2.DescribeResponse:
+    """What the scheduler keeps of an executor's description."""
+    features = {
+        execution_pb2.EXECUTOR_FEATURE_LOGPROBS: True,
+        execution_pb2.EXECUTOR_FEATURE_PROMPT_LOGPROBS: model.gives_prompt_logprobs,
+        execution_pb2.EXECUTOR_FEATURE_LOGITS_PROCESSORS: model.has_logits_processors,
+        execution_pb2.EXECUTOR_FEATURE_BLOCK_COPY: model.can_copy,
+        execution_pb2.EXECUTOR_FEATURE_SWAP: model.can_swap,
+        execution_pb2.EXECUTOR_FEATURE_SAMPLE_FORK: model.can_fork,
+        execution_pb2.EXECUTOR_FEATURE_BEAMS: model.gives_candidates,
+        execution_pb2.EXECUTOR_FEATURE_DEBUG_DIGEST: model.gives_debug_digest,
+        execution_pb2.EXECUTOR_FEATURE_SHARED_PREFIXES: model.shares_prefixes,
+    }
+    return execution_pb2.DescribeResponse(
+        protocol_version=PROTOCOL_VERSION,
+        incarnation=model.incarnation,
+        model=execution_pb2.ModelGeometry(
+            name=model.name,
+            architecture=model.architecture,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            dtype=model.dtype,
+            num_parameters=model.num_parameters,
+        ),
+        tokenizer=model.tokenizer,
+        eos_token_ids=model.eos_token_ids,
+        bos_token_id=model.bos_token_id,
+        kv=execution_pb2.KvGeometry(
+            block_size=model.block_size,
+            num_device_blocks=model.num_device_blocks,
+            num_host_blocks=model.num_host_blocks,
+            bytes_per_block=model.bytes_per_block,
+            num_groups=1,
+        ),
+        limits=execution_pb2.ExecutorLimits(
+            num_slots=model.num_slots,
+            max_num_seqs=model.max_num_seqs,
+            max_num_batched_tokens=model.max_num_batched_tokens,
+            max_logprobs=model.max_logprobs,
+            max_inflight_plans=model.max_inflight_plans,
+        ),
+        features=[feature for feature, has_it in features.items() if has_it],
+        fingerprint=types_pb2.NumericsFingerprint.FromString(model.fingerprint),
+        device=model.device,
+    )

@@ -1,0 +1,158 @@
+"""`python -m benchmarks.gpu` without a GPU: options, parts, the part `tests`, and wheels for an offline machine."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.common.rows import RESULTS, ROOT
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import offline
+from benchmarks.gpu.common.environment import Output
+from benchmarks.gpu.kernels.part import groups_of
+from benchmarks.gpu.options import PARTS, parse
+from benchmarks.gpu.testing import part, report
+
+
+def test_no_gpu_is_one_line_and_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.main([]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: PyTorch ")
+    assert printed.err.endswith("sees no GPU; this needs one of compute capability 8.0 or more\n")
+    assert printed.err.count("\n") == 1
+
+
+def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    assert command.gpu_problem() == "the GPU has compute capability 7.5, less than 8.0"
+
+
+def test_without_a_part_each_runs_in_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def start(arguments: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        started.append(arguments[2:])
+        return subprocess.CompletedProcess(arguments, int(arguments[3] == "tests"))
+
+    monkeypatch.setattr(command.subprocess, "run", start)
+    assert command.main(["--trial", "--seconds", "30"]) == 1
+    assert started == [["benchmarks.gpu", name, "--trial", "--seconds", "30"] for name in PARTS]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--groups", "decode,other"], ["--shapes", "other"], ["--requests", "0"], ["--seconds", "-1"]]
+)
+def test_wrong_options_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["kernels", *arguments])
+    assert ended.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_groups_follow_from_options() -> None:
+    def names(*arguments: str) -> list[str]:
+        return [group.name for group in groups_of(parse(["kernels", *arguments]))]
+
+    assert names("--groups", "linears") == ["ceilings", "linears"]
+    assert set(names()) - set(names("--shapes", "qwen3-0.6b")) == {"steps-8b"}
+
+
+def test_rows_of_a_trial_stay_out_of_the_results(tmp_path: Path) -> None:
+    files = ROOT / "benchmarks" / "scratch" / "gpu" / "kernels"
+    assert Output.of("kernels", None, trial=False) == Output(RESULTS, files)
+    assert Output.of("kernels", None, trial=True) == Output(files, files)
+    assert Output.of("kernels", tmp_path / "out", trial=False).rows == tmp_path / "out"
+    assert Output(RESULTS, files).places("gpu_kernels") == (
+        "rows: benchmarks/results/gpu_kernels.jsonl; tables and logs: benchmarks/scratch/gpu/kernels"
+    )
+
+
+# ---------------------------------------------------------------- tests
+
+
+JUNIT = """<testsuites><testsuite><testcase name="a[1]" time="0.5"/>
+<testcase name="b" time="2"><failure message="assert">CUDA error: an illegal memory access</failure></testcase>
+<testcase name="c" time="0"><skipped message="no fp8"/></testcase></testsuite></testsuites>"""
+
+
+def test_outcomes_are_read_and_summed_up(tmp_path: Path) -> None:
+    (tmp_path / "in.xml").write_text(JUNIT, encoding="utf-8")
+    found = report.read_junit(tmp_path / "in.xml", "tests/x.py::b")
+    assert [(test.file, test.name, test.status, test.has_device_error) for test in found] == [
+        ("tests/x.py", "a[1]", "passed", False),
+        ("tests/x.py", "b", "failed", True),
+        ("tests/x.py", "c", "skipped", False),
+    ]
+    report.write(found, tmp_path)
+    assert "== all: 1 passed, 1 failed, 1 skipped" in (tmp_path / "summary.txt").read_text(encoding="utf-8")
+    assert "illegal memory access" in (tmp_path / "failures.txt").read_text(encoding="utf-8")
+
+
+def test_files_and_command(tmp_path: Path) -> None:
+    files = part.test_files()
+    assert part.GOLDEN in files
+    assert "tests/executor_svc/gpu/kernels/attention/test_attention.py" in files
+    words = part.command("a.py", tmp_path, "fp8", 3)
+    assert words[3:5] == ["a.py", "-q"]
+    assert {"-W", "default", "-n", "3", "-k", "fp8"} <= set(words)
+
+
+def test_a_test_that_failed_after_another_may_pass_alone() -> None:
+    failed = report.Test("f.py", "t", "failed", 1.0, "CUDA error")
+    alone = report.Test("f.py", "t", "passed", 2.0)
+    assert report.after_rerun(failed, alone).status == "passed"
+    assert "note: f.py::t: failed after" in report.summary([report.after_rerun(failed, alone)])
+    assert report.after_rerun(failed, replace(alone, status="failed", text="wrong")).text == "(alone)\nwrong"
+
+
+@pytest.mark.slow
+def test_tests_are_the_projects_beside_a_package_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site" / "tests").mkdir(parents=True)
+    (tmp_path / "site" / "tests" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{ROOT}:{ROOT / 'client'}")
+    file = "tests/executor_svc/gpu/kernels/test_copy_blocks.py"
+    assert part.run(parse(["tests", "--trial", "--out", str(tmp_path), "--files", file, "-k", "any_dtype"])) == 0
+    assert '"failed": 0.0' in (tmp_path / "gpu_tests.jsonl").read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------- wheels
+
+
+def test_wheels_have_the_versions_of_the_constraints() -> None:
+    found = offline.pinned(offline.PACKAGES, (ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    assert len(found) == len(offline.PACKAGES)
+    assert "grpcio-status==1.76.0" in found
+    assert offline.pinned(["pydantic-core"], "# x\npydantic_core==2.50.4  # y\n") == ["pydantic_core==2.50.4"]
+    with pytest.raises(KeyError):
+        offline.pinned(["nothing-there"], "torch==2.13.0")
+
+
+def test_wheels_go_to_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = []
+
+    def start(words: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        started.append(words)
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(offline.subprocess, "run", start)
+    monkeypatch.setattr(offline, "versions", lambda: {"commit": "abc"})
+    assert offline.main([str(tmp_path)]) == 0
+    download, build = started
+    assert {"--no-deps", "--only-binary=:all:", "3.12", "manylinux2014_x86_64", "grpcio==1.76.0"} <= set(download)
+    assert build[-1] == str(ROOT)
+    printed = capsys.readouterr().out
+    assert f"{tmp_path}/*.whl" in printed
+    assert "BENCH_COMMIT=abc" in printed
+    (tmp_path / "old.whl").touch()
+    with pytest.raises(SystemExit):
+        offline.main([str(tmp_path)])
+    assert len(started) == 2

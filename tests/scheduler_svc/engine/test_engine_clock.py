@@ -1,0 +1,157 @@
+"""The engine, its plan loop and the core on virtual time: no wall-clock time decides anything there."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.types import FinishDetail, RequestSpec, Sampling
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.live_request import LiveRequest
+from scheduler_svc.plan_loop.clock import SystemClock
+from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription
+from tests.helpers.fake_clock import FakeClock, TimedExecutor
+from tests.helpers.paths import ROOT
+
+START_S = 1.0
+STEP_S = 0.010
+MODEL = ModelDescription(
+    name="virtual", architecture="none", vocab_size=64, max_model_len=4096, dtype="float32", num_parameters=0,
+    tokenizer="", eos_token_ids=(), bos_token_id=None, block_size=16, num_device_blocks=512, num_host_blocks=0,
+    num_slots=8, max_num_seqs=4, max_num_batched_tokens=256, max_logprobs=0, max_inflight_plans=2, device="none",
+    incarnation=1, fingerprint=b"",
+)  # fmt: skip
+
+
+class World:
+    """An engine with one executor, both on a fake clock."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.executor = TimedExecutor(self.clock, MODEL, STEP_S)
+        self.core = Scheduler()
+        self.engine = Engine(SchedulerConfig(), self.core, self.executor, self.clock)
+
+    def submit(self, max_tokens: int, *, deadline: float | None = None) -> LiveRequest:
+        spec = RequestSpec("r", (5, 6, 7), Sampling(), max_tokens)
+        return self.engine.submit(EngineRequest(spec, deadline=deadline))
+
+
+@contextlib.asynccontextmanager
+async def started() -> AsyncIterator[World]:
+    world = World()
+    starting = asyncio.create_task(world.engine.start())
+    await world.clock.advance(0)
+    await starting
+    world.executor.lane = world.core.lanes[0]
+    try:
+        yield world
+    finally:
+        await world.engine.stop()
+
+
+async def test_a_request_takes_its_steps_on_the_clock() -> None:
+    async with started() as world:
+        live = world.submit(4)
+        await world.clock.advance(10 * STEP_S)
+        times = live.times
+        assert live.ended
+        assert (times.arrival_ns, times.first_plan_ns) == (1_000_000_000, 1_000_000_000)
+        assert (times.first_token_ns, times.end_ns) == (1_010_000_000, 1_040_000_000)
+
+
+async def test_plans_are_sent_late_in_the_running_step() -> None:
+    """0.7 of the predicted 10 ms less a margin of 4 ms: 3 ms into each step, once one of a token was seen."""
+    async with started() as world:
+        world.submit(5)
+        await world.clock.advance(10 * STEP_S)
+        assert world.executor.stream is not None
+        planned_at = [moment - START_S for moment in world.executor.stream.planned_at[:5]]
+        assert planned_at == pytest.approx([0.0, 0.0, 0.010, 0.023, 0.033])
+
+
+async def test_a_deadline_ends_a_request_between_two_steps() -> None:
+    async with started() as world:
+        live = world.submit(100, deadline=START_S + 0.025)
+        await world.clock.advance(0.024)
+        assert not live.ended
+        await world.clock.advance(0.002)
+        assert live.ended
+        assert live.times.end_ns == 1_025_000_000
+        assert live.samples[0].finish is not None
+        assert live.samples[0].finish.detail is FinishDetail.DEADLINE
+        assert live.num_completion_tokens == 2
+
+
+async def test_a_lost_session_is_opened_again_after_a_pause() -> None:
+    async with started() as world:
+        live = world.submit(6)
+        await world.clock.advance(0.015)
+        assert world.executor.stream is not None
+        world.executor.stream.break_off()
+        await world.clock.advance(1.0)
+        assert world.executor.opened_at == pytest.approx([START_S, START_S + 0.215])
+        assert live.ended
+        # One token was in; the other five take a step each from the new session's begin.
+        assert live.times.end_ns == pytest.approx(1_265_000_000)
+
+
+async def test_a_drain_waits_as_long_as_it_may() -> None:
+    async with started() as world:
+        world.submit(100)
+        draining = asyncio.create_task(world.engine.drain(0.05))
+        await world.clock.advance(0.049)
+        assert not draining.done()
+        await world.clock.advance(0.002)
+        assert draining.result() == 1
+
+
+async def test_the_system_clock_goes_on_and_its_timers_run() -> None:
+    clock = SystemClock()
+    before = clock.monotonic_ns()
+    await clock.sleep(0.001)
+    assert clock.monotonic_ns() - before >= 1_000_000
+    assert clock.monotonic() == pytest.approx(clock.monotonic_ns() / 1e9, abs=1.0)
+    with pytest.raises(TimeoutError):
+        async with clock.timeout(0.001):
+            await asyncio.Event().wait()
+    async with clock.timeout(None):
+        assert clock.wall_time_ns() > 1_600_000_000_000_000_000
+
+
+_TIMED_CALLS = frozenset({"sleep", "timeout", "timeout_at", "wait_for", "call_later", "call_at", "time"})
+
+
+def timed_calls(source: str) -> list[str]:
+    """Uses of the operating system's or the event loop's time, as `line: what`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import) and any(alias.name == "time" for alias in node.names):
+            found.append(f"{node.lineno}: import time")
+        elif isinstance(node, ast.ImportFrom) and node.module == "time":
+            found.append(f"{node.lineno}: from time")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _TIMED_CALLS:
+            owner = ast.unparse(node.func.value)
+            if owner.startswith("asyncio") or owner.endswith("get_running_loop()"):
+                found.append(f"{node.lineno}: {owner}.{node.func.attr}")
+    return found
+
+
+def test_timed_calls_are_found() -> None:
+    source = "import time\nasyncio.sleep(1)\nasyncio.get_running_loop().call_later(1, f)\nself._clock.sleep(1)"
+    assert len(timed_calls(source)) == 3
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "scheduler_svc" / "engine").glob("*.py")), ids=lambda path: Path(path).name
+)
+def test_only_the_clock_reads_the_time(path: Path) -> None:
+    if path.name != "clock.py":
+        assert timed_calls(path.read_text()) == []

@@ -1,0 +1,142 @@
+"""Plans onto the wire, whole and read back by the executor; descriptions off it, and what a lane makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from cadenza.v1 import execution_pb2 as pb
+from executor_svc.config import ExecutorConfig
+from executor_svc.service.convert import description_to_wire, plan_from_wire
+from executor_svc.simulated.build import build_simulated
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.types import AdmittedSequence, StepPlan
+from scheduler_svc.executors.convert import model_description, step_plan
+from scheduler_svc.plan_loop.plan_loop import _executor_spec
+from scheduler_svc.plan_loop.ports import ModelDescription
+from tests.helpers.core_sampling import core_sampling
+
+FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "swapped_out": ({"swapped_out": [(3, 1), (5, 0)]}, {"swap_out": ([3, 5], [1, 0])}),
+    "copied": ({"copied": [(7, 8), (7, 9)]}, {"copies": ([7, 7], [8, 9])}),
+    "swapped_in": ({"swapped_in": [(2, 6)]}, {"swap_in": ([2], [6])}),
+    "appended": ({"append_slots": [1, 1], "append_block_ids": [4, 5]}, {"appends": ([1, 1], [4, 5])}),
+    "given": ({"given_slots": [4, 0], "given_token_ids": [0, 99]}, {"given": ([4, 0], [0, 99])}),
+    "forks": ({"fork_source_slots": [2, 2], "fork_slots": [3, 0]}, {"forks": ([3, 0], [2, 2])}),
+    "debug_digest": ({"debug_digest": True}, {"debug_digest": True}),
+    "held": ({"held_slots": [0, 3], "resumed_slots": [2]}, {"held_slots": [0, 3], "resumed_slots": [2]}),
+}
+"""Fields of the core's plan, and what the executor reads: (sources, destinations), (slots, values) or plain values."""
+
+
+def sent(**fields: Any) -> bytes:
+    return step_plan(StepPlan(step_id=7, executor_id=0, **fields), epoch=9).SerializeToString()
+
+
+def received(message: bytes) -> dict[str, Any]:
+    """What the executor reads, in plain lists."""
+    plan = plan_from_wire(pb.StepPlan.FromString(message))
+    assert not plan.reserved
+    found = {}
+    for field in dataclasses.fields(plan):
+        value = getattr(plan, field.name)
+        if dataclasses.is_dataclass(value):
+            columns = tuple(getattr(value, column.name).tolist() for column in dataclasses.fields(value))
+            found[field.name] = columns
+        else:
+            found[field.name] = value.tolist() if hasattr(value, "tolist") else value
+    return found
+
+
+NOTHING = received(sent())
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_each_part_arrives_and_nothing_else_does(name: str) -> None:
+    fields, read = FIELDS[name]
+    assert received(sent(**fields)) == NOTHING | read
+
+
+def test_all_parts_arrive_together() -> None:
+    fields = {key: value for fields, _ in FIELDS.values() for key, value in fields.items()}
+    read = {key: value for _, read in FIELDS.values() for key, value in read.items()}
+    fields |= {"scheduled_slots": [5], "scheduled_num_tokens": [17], "scheduled_samples": [True], "decode_ready": True}
+    read |= {"scheduled": ([5], [17], [True]), "decode_ready": True}
+    assert received(sent(**fields, released_slots=[6])) == NOTHING | read | {"released_slots": [6]}
+
+
+def test_a_decode_step_is_a_step_id_an_epoch_and_a_flag() -> None:
+    assert sent(decode_ready=True) == pb.StepPlan(step_id=7, epoch=9, decode_ready=True).SerializeToString()
+    assert len(sent(decode_ready=True)) == 6
+
+
+def test_candidates_are_asked_for_at_admission() -> None:
+    def admitted(**sampling: Any) -> bytes:
+        sequence = AdmittedSequence(3, (5, 6, 7), 2, 1, (4,), core_sampling(**sampling), sample_index=2)
+        return sent(admitted=[sequence])
+
+    (asking,) = plan_from_wire(pb.StepPlan.FromString(admitted(num_candidates=8))).admitted
+    assert asking.sampling.num_candidates == 8
+    assert (asking.slot, asking.token_ids.tolist(), asking.num_prompt_tokens) == (3, [5, 6, 7], 2)
+    assert (asking.num_computed_tokens, asking.block_ids.tolist()) == (1, [4])
+    (plain,) = plan_from_wire(pb.StepPlan.FromString(admitted())).admitted
+    assert plain.sampling.num_candidates == 0
+    assert len(admitted(num_candidates=8)) > len(admitted())
+
+
+# ---------------------------------------------------------------- descriptions
+
+
+def described(**options: Any) -> pb.DescribeResponse:
+    config = ExecutorConfig(simulate="instant", num_gpu_blocks=20, **options)
+    return description_to_wire(build_simulated(config)[1])
+
+
+def test_the_simulated_executor_does_all_that_its_pools_allow() -> None:
+    message = described(num_cpu_blocks=6)
+    model = model_description(message)
+    assert (model.num_device_blocks, model.num_host_blocks) == (20, 6)
+    assert model.bytes_per_block == message.kv.bytes_per_block > 0
+    assert model.can_swap
+    assert model.shares_prefixes
+    assert model.can_copy
+    assert model.can_fork
+    assert model.gives_candidates
+    assert model.gives_debug_digest
+    assert list(message.features) == sorted(set(message.features))
+    assert not model_description(described()).can_swap, "there is no host pool"
+
+
+@pytest.mark.parametrize(
+    ("feature", "field"),
+    [
+        (pb.EXECUTOR_FEATURE_PROMPT_LOGPROBS, "gives_prompt_logprobs"),
+        (pb.EXECUTOR_FEATURE_LOGITS_PROCESSORS, "has_logits_processors"),
+        (pb.EXECUTOR_FEATURE_BLOCK_COPY, "can_copy"),
+        (pb.EXECUTOR_FEATURE_SWAP, "can_swap"),
+        (pb.EXECUTOR_FEATURE_SAMPLE_FORK, "can_fork"),
+        (pb.EXECUTOR_FEATURE_BEAMS, "gives_candidates"),
+        (pb.EXECUTOR_FEATURE_DEBUG_DIGEST, "gives_debug_digest"),
+        (pb.EXECUTOR_FEATURE_SHARED_PREFIXES, "shares_prefixes"),
+    ],
+)
+def test_what_is_not_announced_is_not_there(feature: pb.ExecutorFeature.ValueType, field: str) -> None:
+    message = described(num_cpu_blocks=6)
+    whole = model_description(message)
+    message.features.remove(feature)
+    assert getattr(whole, field)
+    assert model_description(message) == dataclasses.replace(whole, **{field: False})
+
+
+def narrowed(**changes: Any) -> tuple[ModelDescription, Any]:
+    model = dataclasses.replace(model_description(described(num_cpu_blocks=6)), **changes)
+    return model, _executor_spec(model, SchedulerConfig(executor="127.0.0.1:1"))
+
+
+def test_a_lane_knows_host_pool_block_size_and_sharing() -> None:
+    _, spec = narrowed()
+    assert (spec.num_host_blocks, spec.shares_prefixes) == (6, True)
+    assert narrowed(shares_prefixes=False)[1] == dataclasses.replace(spec, shares_prefixes=False)
+    assert narrowed(can_swap=False)[1] == dataclasses.replace(spec, num_host_blocks=0)

@@ -24,11 +24,12 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 RUN_EXTRAS := scheduler,executor,cli
 DEV_EXTRAS := dev
 PYTEST_ARGS ?=
-# So many tests at a time, a file's one after the other; 0: in this process, for a debugger.
+# So many tests at a time; whichever ends first takes from the other; 0: in this process, for a debugger.
 TEST_WORKERS ?= 2
-PYTEST := -m pytest -n $(TEST_WORKERS) --dist loadfile
-# What `make check` runs, without those marked slow: one folder for each part of the product.
-FAST_TESTS := tests/cadenza tests/scheduler_svc tests/executor_svc tests/benchmarks tests/docs
+PYTEST := -m pytest -n $(TEST_WORKERS) --dist worksteal
+# What `make check` runs, without those marked slow: one folder for each part of the product, but for the kernels.
+FAST_TESTS := tests/cadenza tests/scheduler_svc tests/executor_svc tests/benchmarks tests/docs \
+  --ignore tests/executor_svc/cpu --ignore tests/executor_svc/gpu
 BENCH_ARGS ?=
 BENCH_GPU_ARGS ?=
 EXPERIMENTS_ARGS ?=

@@ -147,6 +147,7 @@ def test_latencies_in_milliseconds() -> None:
     assert latencies([StreamTimes(2.1, 2.3, 3, due_s=2.0)])["ttft_p50_ms"] == pytest.approx(100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("churn", [0.0, 0.05])
 def test_the_scheduler_benchmark_reaches_its_steady_state(churn: float, prefix_cache: bool) -> None:

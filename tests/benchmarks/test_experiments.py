@@ -36,6 +36,8 @@ from executor_svc.simulated.costs import StepCosts
 SEED = 7
 STEP_MS = ExecutorProfile(costs=StepCosts(step_us=1000), limits=ProfileLimits(max_num_seqs=4, max_model_len=64))
 """1 ms a step, whatever is in it, and 4 sequences."""
+REPEATED = [each for each in EXPERIMENTS if each.name in ("2-poisson", "4-sharing", "7-served-ratio")]
+"""All run on one simulator: drawn arrivals, drawn lengths, shared prefixes and several sizes are in these."""
 
 
 @pytest.fixture(scope="module", params=EXPERIMENTS, ids=lambda each: each.name)
@@ -116,6 +118,7 @@ def test_its_figures_can_be_drawn(ran: tuple[Experiment, ExperimentResult], tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ran", REPEATED, indirect=True, ids=lambda each: each.name)
 def test_the_same_seed_gives_the_same(ran: tuple[Experiment, ExperimentResult]) -> None:
     each, result = ran
     again = each.run(RunSettings("simulate", SEED, quick=True))
@@ -179,6 +182,7 @@ def test_an_unknown_experiment_is_refused(capsys: pytest.CaptureFixture[str]) ->
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -154,6 +154,12 @@ SETTINGS: dict[str, Setting] = {
     ),
 }  # fmt: skip
 
+IN_BFLOAT16 = (
+    "all at once", "small chunks, few at once", "long prompts in pieces, blocks of 64", "recompute", "swap",
+    "cached in the host pool",
+)  # fmt: skip
+"""One of each kind of chunk and of block moves: the scheduler knows nothing of the dtype."""
+
 
 # --- the test --------------------------------------------------------------------------------------------------------
 
@@ -203,7 +209,11 @@ def test_the_load_has_something_of_everything(golden: Golden) -> None:
     assert sum(1 for one in told if one.cumulative_logprob is not None) == 11
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("golden", "name"),
+    [*(("float32", name) for name in SETTINGS), *(("bfloat16", name) for name in IN_BFLOAT16)],
+    indirect=["golden"],
+)
 def test_same_request_same_bits(golden: Golden, name: str) -> None:
     check(golden, SETTINGS[name])
 

@@ -142,6 +142,7 @@ def test_a_window_in_which_nothing_was_due_is_no_failure_of_requests(
     assert "ended well" not in told.out + told.err
 
 
+@pytest.mark.slow
 def test_tables_show_what_was_swept_as_it_was_written(
     files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +156,7 @@ def test_tables_show_what_was_swept_as_it_was_written(
     assert max(map(len, told.splitlines())) > 100
 
 
+@pytest.mark.slow
 def test_a_simulation_is_run_again(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file has everything that is needed: executors, options and sweeps; a changed environment has no effect."""
     first, again, other = (str(tmp_path / name) for name in ("first.json", "again.json", "other.json"))

@@ -60,6 +60,7 @@ async def test_a_file_of_fewer_requests_than_a_warm_up_has(tmp_path: Path, monke
     assert file.points[0].runs[0].metrics.num_ok == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("server", "wanted"), [(STATIC, 8), (PLAIN, 4)])
 async def test_the_warm_up_fills_a_static_batch(
     server: ServerFacts, wanted: int, monkeypatch: pytest.MonkeyPatch

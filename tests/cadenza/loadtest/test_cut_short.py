@@ -20,6 +20,8 @@ from tests.helpers.driver_target import CampaignTarget
 from tests.helpers.load_views import SilentView
 from tests.helpers.loadtest_runs import made_up_file
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> CampaignTarget:

@@ -17,6 +17,8 @@ from cadenza.loadtest.live import LiveRequest, collect
 from cadenza.loadtest.timer import Timer
 from tests.helpers.driver_target import FakePrompts, FakeTarget, at, shape
 
+pytestmark = pytest.mark.slow
+
 # ---------------------------------------------------------------- open loop
 
 
@@ -65,7 +67,6 @@ async def test_requests_that_are_not_due_need_no_task() -> None:
     assert next(read) < 1000
 
 
-@pytest.mark.slow
 async def test_a_burst_goes_out_at_once_and_in_order() -> None:
     target = FakeTarget()
     target.going.clear()

@@ -12,6 +12,8 @@ from cadenza.loadtest.driver import Progress, drive
 from cadenza.loadtest.requests import LoadTestError
 from tests.helpers.driver_target import FakePrompts, FakeTarget, at, shape
 
+pytestmark = pytest.mark.slow
+
 
 async def test_a_request_that_takes_too_long_is_aborted() -> None:
     """The timeout counts from the due time, and the other requests continue."""

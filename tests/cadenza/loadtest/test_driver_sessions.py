@@ -10,6 +10,8 @@ from cadenza.loadtest.pacing import units
 from cadenza.loadtest.requests import RequestShape
 from tests.helpers.driver_target import FakePrompts, FakeTarget, shape
 
+pytestmark = pytest.mark.slow
+
 
 def conversation(first: int, turns: int, session: int, think_s: float = 0.0, **fields) -> list[RequestShape]:
     return [

@@ -102,7 +102,7 @@ def test_points_of_sweeps_and_executors(costs: str, tmp_path: Path) -> None:
 def test_a_search_ends_with_a_table_and_a_picture(
     costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["simulate", "--executor", costs, *SMALL, "--num-requests", "150", "--find-max-rate", "--max-num-seqs", "8"]
+    asked = ["simulate", "--executor", costs, *SMALL, "--num-requests", "60", "--find-max-rate", "--max-num-seqs", "8"]
     output = str(tmp_path / "day.json")
     assert run([*asked, "--slo", "ttft=0.2,tpot=0.02", "--executors", "1,2", "--output", output]) == 0
     told = capsys.readouterr().out
@@ -173,6 +173,7 @@ def test_prompts_are_made_where_they_may_be_alike() -> None:
     assert may_share(make_settings({"workload": "trace.csv"}))
 
 
+@pytest.mark.slow
 def test_shared_prefixes_are_found_in_the_cache(costs: str, tmp_path: Path) -> None:
     output = str(tmp_path / "day.json")
     asked = [

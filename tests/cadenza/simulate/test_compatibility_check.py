@@ -27,12 +27,14 @@ def of(**more: Any) -> LoadTestFile:
     return made_up_file("a", [1], **{"server": SERVER, **more})
 
 
+@pytest.mark.slow
 def test_its_own_load_test_is_taken(made: Recording) -> None:
     check_compatible(made, of(), "a.json")
     check_compatible(made, of(server=None), "a.json")
     check_compatible(replace(made, started_unix_s=1.7e9 + 5), of(), "a.json")
 
 
+@pytest.mark.slow
 def test_another_ones_is_not(made: Recording) -> None:
     cases = [
         (made, of(server={**SERVER, "model": "demo"}), "its server had the model demo, the recording has toy"),

@@ -168,6 +168,7 @@ def test_dynamic_batches_start_when_their_window_ends() -> None:
     assert queue_s == pytest.approx([0.05, 0.04, 0.05])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_every_request_ends_or_is_refused(seed: int) -> None:
     """In little memory, with preemptions; of every sort, under every way to preempt."""
@@ -191,6 +192,7 @@ def test_every_request_ends_or_is_refused(seed: int) -> None:
     assert not made._request_log._live
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_same_seed_gives_the_same_run(seed: int) -> None:
     schedule = random_schedule(seed, 80, rate=150.0, longest=40)

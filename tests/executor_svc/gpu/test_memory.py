@@ -26,7 +26,7 @@ from tests.helpers.allocations import taken_by
 from tests.helpers.plans import ints, plan, scheduled, sequence
 
 SIZES: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 16, "max_model_len": 96, "num_gpu_blocks": 64}
-VOCAB = {"llama": 600, "gpt2": 40000}
+VOCAB = {"llama": 600, "gpt2": 20000}
 """Of gpt2 so many that what is drawn for all sequences at once takes more than what is told of prompts in pieces."""
 SHAPES: dict[str, dict[str, int]] = {
     "llama": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 64},

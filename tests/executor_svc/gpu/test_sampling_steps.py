@@ -158,7 +158,7 @@ def random_plans(seed: int, num_steps: int) -> Plans:
     return plans
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_random_requests_never_wait_for_the_host(seed: int, cpu: Model, gpu: Model, waits: list[int]) -> None:
     plans = random_plans(seed, 12)
     expected = results(cpu, plans)

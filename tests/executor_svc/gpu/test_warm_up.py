@@ -119,7 +119,7 @@ def test_no_step_waits_for_a_compiler(
     enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
 ) -> None:
     folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
-    executor = started(folder, monkeypatch, enforce_eager=enforce_eager)
+    executor = started(folder, monkeypatch, enforce_eager=enforce_eager, max_num_batched_tokens=24)
     known = set(compiled)
     drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2, num_prompt_logprobs=0)
     first = sequence(0, list(range(30)), [3, 1, 9, 4], sampling=drawn)
@@ -168,7 +168,8 @@ def test_launches_are_as_kernels_were_compiled_ahead_of_time(
     """Warps, stages and FP fusion are said each time, and as the kernel's variants say them."""
     sizes = {"hidden_size": 1024, "intermediate_size": 32, "head_dim": 64, "num_hidden_layers": 1}
     folder = make_checkpoint(tmp_path, "llama", vocab_size=131, **sizes)
-    executor = started(folder, monkeypatch, quantization=quantization, dtype="bfloat16", num_cpu_blocks=2)
+    options: dict[str, Any] = {"dtype": "bfloat16", "num_cpu_blocks": 2, "max_num_batched_tokens": 18}
+    executor = started(folder, monkeypatch, quantization=quantization, **options)
     drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2)
     run(executor, [{"admitted": (sequence(0, [5, 6], [0], sampling=drawn),), "scheduled": scheduled((0, 2, True))}])
     # How many warps hangs on sizes too.

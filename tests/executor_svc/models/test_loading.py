@@ -22,6 +22,8 @@ from executor_svc.startup.fingerprint import fingerprint
 from tests.checkpoints import FAMILIES, edit_config, make_checkpoint, make_llama
 from tests.executor_svc.driver import Model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -130,7 +132,6 @@ def test_dummy_weights(folder: Path) -> None:
     assert load(folder, load_format="dummy", seed=1).weights_digest != first
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dummy_weights_of_every_family(tmp_path: Path, family: str) -> None:
     """config.json alone will do: the same sizes as with weights, seeded, finite logits."""

@@ -17,6 +17,8 @@ from tests.checkpoints import edit_config, make_llama
 from tests.executor_svc.driver import Model, Tokens
 from tests.helpers.golden import random_prompts
 
+pytestmark = pytest.mark.slow
+
 ORIGINAL = 64
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LONG = {"short_factor": [1.0] * 5, "long_factor": [2.0] * 5, "original_max_position_embeddings": 32}

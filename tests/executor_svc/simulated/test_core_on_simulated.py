@@ -34,6 +34,7 @@ def specs(count: int, seed: int) -> list[RequestSpec]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_tokens_are_as_known_in_advance(depth: int) -> None:
     bench = Bench(num_blocks=14, max_num_batched_tokens=16)

@@ -78,12 +78,12 @@ def _owners() -> dict[str, dict[str, Any]]:
 
 
 def _cells(name: str, owners: dict[str, Any]) -> list[str]:
-    def of_each(tell: Callable[[Any], str]) -> str:
+    def of_each(describe: Callable[[Any], str]) -> str:
         """What is said of both services alike, or of each by its name."""
-        told = {service: tell(field) for service, field in owners.items()}
-        if len(set(told.values())) == 1:
-            return next(iter(told.values()))
-        return "<br>".join(f"{service}: {text}" for service, text in told.items() if text)
+        texts = {service: describe(field) for service, field in owners.items()}
+        if len(set(texts.values())) == 1:
+            return next(iter(texts.values()))
+        return "<br>".join(f"{service}: {text}" for service, text in texts.items() if text)
 
     return [
         f"`{flag(name)}`",

@@ -190,13 +190,13 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _later_request_fields(message: pb.GenerateRequest) -> tuple[str, ...]:
-    asked = {
+    requested = {
         "resume": message.HasField("resume"),
         "adapter": bool(message.adapter),
         "speculation": message.speculation.num_draft_tokens > 0,
         "extra_hash_keys": bool(message.extra_hash_keys),
     }
-    return tuple(name for name, is_asked in asked.items() if is_asked)
+    return tuple(name for name, is_set in requested.items() if is_set)
 
 
 def _digest(message: pb.GenerateRequest) -> bytes:

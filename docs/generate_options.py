@@ -60,7 +60,7 @@ COLUMNS = ("option", "service", "default", "values", "unit", "meaning", "variabl
 
 
 def content() -> str:
-    """The whole file."""
+    """Return the contents of the file."""
     sections: dict[str, list[str]] = {group: [] for group in GROUPS}
     for name, owners in _owners().items():
         sections[group_of(next(iter(owners.values())))].append(_line(_cells(name, owners)))
@@ -69,7 +69,7 @@ def content() -> str:
 
 
 def _owners() -> dict[str, dict[str, Any]]:
-    """Every option, and its field in each service that has it."""
+    """Return every option, with its field in each service that has it."""
     owners: dict[str, dict[str, Any]] = {}
     for service, config in config_classes().items():
         for name, field in config.model_fields.items():
@@ -79,7 +79,7 @@ def _owners() -> dict[str, dict[str, Any]]:
 
 def _cells(name: str, owners: dict[str, Any]) -> list[str]:
     def of_each(describe: Callable[[Any], str]) -> str:
-        """What is said of both services alike, or of each by its name."""
+        """Return the text of both services if they agree, otherwise the text of each after its name."""
         texts = {service: describe(field) for service, field in owners.items()}
         if len(set(texts.values())) == 1:
             return next(iter(texts.values()))
@@ -101,10 +101,10 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Write the file, or with --check say whether it is what it should be."""
+    """Write the file; with --check, fail if it is out of date."""
     if sys.argv[1:] == ["--check"]:
         if not TARGET.exists() or TARGET.read_text(encoding="utf-8") != content():
-            raise SystemExit(f"{TARGET} is not what the configurations say: make docs")
+            raise SystemExit(f"{TARGET} does not match the configurations: run make docs")
     else:
         TARGET.write_text(content(), encoding="utf-8")
 

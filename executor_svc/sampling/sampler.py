@@ -219,5 +219,5 @@ def _race_prefix(rows: _Rows, size: int) -> tuple[IntArray, BoolArray]:
 
 
 def _total_mass(rows: _Rows, logits: Tensor) -> Tensor:
-    """Return the sum [n, 1] float64 of p / p of the most likely token; the order depends only on the vocabulary size."""
+    """Return the sum [n, 1] float64 of p / p of the most likely token, in an order that depends only on the width."""
     return fold_sum(rows.scaled(logits).exp_())

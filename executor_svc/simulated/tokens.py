@@ -72,7 +72,7 @@ def expected_tokens(
 def expected_candidates(
     prompt: Sequence[int], output: Sequence[int], sampling: SequenceSampling, count: int, vocab_size: int
 ) -> list[tuple[int, float]]:
-    """Return the `count` best candidates (token id, logprob) after prompt and output, best first; fewer if fewer exist."""
+    """Return the `count` best (token id, logprob) after prompt and output, best first; fewer if fewer are allowed."""
     value = SimulatedContext([*prompt, *output]).logits_hash()
     ranked = _allowed(value, sampling, output, vocab_size)
     return [(token, rank_logprob(value, rank, vocab_size)) for (token, rank), _ in zip(ranked, range(count))]  # noqa: B905

@@ -29,14 +29,14 @@ def check_counts(fields: SamplingFields, model: ModelDescription) -> None:
 
 
 def beam_spec(fields: SamplingFields) -> BeamSpec | None:
-    """The beam search of checked fields; None without beam_width."""
+    """Return the beam search of checked fields; None without beam_width."""
     if fields.beam_width is None or fields.early_stopping is None:
         return None
     return BeamSpec(fields.beam_width, fields.length_penalty, _EARLY_STOPPING[fields.early_stopping])
 
 
 def num_candidates(fields: SamplingFields, num_stop_ids: int, vocab_size: int) -> int:
-    """Number of candidates that the search needs per beam; 0 without beams.
+    """Return the number of candidates that the search needs per beam; 0 without beams.
 
     Raises RequestRejectedError if it exceeds what executors return.
     """

@@ -19,11 +19,12 @@ HEAD = """# Options
 
 One name everywhere: `--block-size` of `cadenza up`, `cadenza generate --model`, `cadenza chat --model` and of a service
 that is started alone is `block_size` in `LLM(model, block_size=32)`, `CADENZA_BLOCK_SIZE` in the environment, and
-`block_size = 32` (or `block-size`) in a TOML file. What starts both services gives each option to those that have it.
+`block_size = 32` (or `block-size`) in a TOML file. A command that starts both services passes each option
+to every service that has it.
 
-The command line (or the argument of `LLM`) goes before the environment, that before the file, that before the default.
-A wrong value is an error that names the option and, if it stood there, the variable or the file. An unknown option is
-an error on the command line and in a file, and a warning in the environment; all three suggest what was meant.
+The order of precedence is: command line (or argument of `LLM`), environment, file, default. An invalid value is an
+error that names the option and, if it came from there, the variable or the file. An unknown option is an error on the
+command line and in a file, and a warning in the environment; all three suggest the nearest known option.
 
 ## The file
 
@@ -37,13 +38,13 @@ port = 50051
 dtype = "float32"
 num_gpu_blocks = 2048
 
-[scheduler]                     # for one of the services only; goes before what stands above
+[scheduler]                     # for this service only; overrides the values above
 max_num_seqs = 16
 ```
 
-`cadenza up`, `generate` and `chat` take it, `LLM(model, config="cadenza.toml")` too, and both services when they
-are started alone (`python -m executor_svc --config cadenza.toml`). Alone, a service leaves what it does not have at the
-top of the file to the other and says so in its log.
+`cadenza up`, `generate` and `chat` accept it, so does `LLM(model, config="cadenza.toml")`, and both services when they
+are started alone (`python -m executor_svc --config cadenza.toml`). A service that is started alone ignores the
+top-level options of the other service and logs their names.
 
 ## `cadenza up` itself
 

@@ -56,7 +56,7 @@ class SlotSamplingState:
     """The sampling state of all slots: records, lists, allowed tokens and token counts."""
 
     def __init__(self, limits: Limits, slots: DeviceSlots) -> None:
-        """The state is in `slots.extra`, whose size is `extra_words`."""
+        """Place the state in `slots.extra`, which has `extra_words` words."""
         n, vocab, device = limits.num_slots, limits.vocab_size, slots.state.words.device
         parts = slots.extra.split(_extra_sizes(limits))
         self._slots, self._vocab = slots, vocab

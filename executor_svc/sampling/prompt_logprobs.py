@@ -53,9 +53,9 @@ def _fill(
     found = row_logprobs(logits, token_ids, np.arange(len(num_top)), num_top)
     columns.chosen[piece] = found.chosen
     columns.ranks[piece] = found.ranks
-    wanted = np.arange(found.top.shape[1]) < num_top[:, None]
-    columns.top_ids[best] = found.top_ids[wanted]
-    columns.top[best] = found.top[wanted]
+    is_requested = np.arange(found.top.shape[1]) < num_top[:, None]
+    columns.top_ids[best] = found.top_ids[is_requested]
+    columns.top[best] = found.top[is_requested]
     # The maximum is NaN if any logit is; a single -inf is a token that the model masks.
     finite: BoolArray = logits.amax(dim=1).isfinite().cpu().numpy()
     return finite

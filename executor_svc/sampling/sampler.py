@@ -207,10 +207,10 @@ def _race_prefix(rows: _Rows, size: int) -> tuple[IntArray, BoolArray]:
     # Sums over the vocabulary only if some row has top_p without top_k.
     total = running[:, -1:] if bool(limited.all()) else torch.where(limited, running[:, -1:], _total_mass(rows, logits))
     # top_p keeps every token with less than top_p of the mass before it.
-    wanted = torch.where(rows.top_p < 1, rows.top_p * total, float("inf"))
-    kept = (running - mass < wanted) & (mass > 0)
+    target = torch.where(rows.top_p < 1, rows.top_p * total, float("inf"))
+    kept = (running - mass < target) & (mass > 0)
     kept[:, 0] = True
-    decided = limited | (running[:, -1:] >= wanted) | (mass[:, -1:] == 0)
+    decided = limited | (running[:, -1:] >= target) | (mass[:, -1:] == 0)
     score = y.masked_fill_(~kept, float("-inf")).add_(gumbel(rows.key, ids))
     highest = score.amax(dim=1, keepdim=True)
     tokens = torch.where(score == highest, ids, vocab).amin(dim=1)

@@ -100,7 +100,7 @@ def _beams(message: pb.RecordedBeams) -> BeamSpec:
 
 
 def result_message(result: StepResult, epoch: int, incarnation: int) -> execution_pb2.StepResult:
-    """Return the wire form of a result as received, without the start of sampled logprobs: the core does not keep it."""
+    """Return the wire form of a received result, without the start of sampled logprobs: the core does not keep it."""
     return execution_pb2.StepResult(
         step_id=result.step_id,
         epoch=epoch,

@@ -43,14 +43,14 @@ def num_candidates(fields: SamplingFields, num_stop_ids: int, vocab_size: int) -
     if fields.beam_width is None:
         return 0
     # All stop tokens may be among the best, and `beam_width` others must remain.
-    wanted = min(fields.beam_width + num_stop_ids, vocab_size)
-    if wanted > MAX_CANDIDATES:
+    needed = min(fields.beam_width + num_stop_ids, vocab_size)
+    if needed > MAX_CANDIDATES:
         raise _refuse(
             "beam_width",
-            f"{fields.beam_width} beams with {num_stop_ids} EOS and stop tokens need {wanted} candidates "
+            f"{fields.beam_width} beams with {num_stop_ids} EOS and stop tokens need {needed} candidates "
             f"of each beam; executors return at most {MAX_CANDIDATES}",
         )
-    return wanted
+    return needed
 
 
 def _check_samples(fields: SamplingFields, model: ModelDescription) -> None:

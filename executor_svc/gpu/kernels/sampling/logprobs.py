@@ -84,10 +84,10 @@ def _sum(
 ):  # fmt: skip
     """For a chunk of each row with logprobs: mass, tokens before the chosen one, and the largest key of each block."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    x_row, token, wanted = _requesting_row(
+    x_row, token, requested = _requested_row(
         logits, logits_stride, rows, sources, tokens, num_logprobs, num_logprobs_stride, row
     )
-    if wanted >= 0:
+    if requested >= 0:
         peak = key_value(joined_key(best_of_row(best, row, 0, num_chunks, CHUNKS)))
         ids = chunk * CHUNK + tl.arange(0, CHUNK // SUB)[:, None] * SUB + tl.arange(0, SUB)[None, :]
         x = tl.load(x_row + ids, ids < vocab, other=float("-inf"))
@@ -97,7 +97,7 @@ def _sum(
         at = row * num_chunks + chunk
         tl.store(sums + at, tl.sum(tl.sum(tl.exp(x - peak), axis=1), axis=0))
         tl.store(ahead + at, tl.sum(tl.sum(before.to(tl.int32), axis=1), axis=0))
-        if wanted > 0:
+        if requested > 0:
             block = chunk * (CHUNK // SUB) + tl.arange(0, CHUNK // SUB)
             tl.store(tops + row * num_blocks + block, tl.max(key, axis=1), block < num_blocks)
 
@@ -110,10 +110,10 @@ def _report(
 ):  # fmt: skip
     """Write the logprob and rank of each row's token, then its best tokens one after the other."""
     row = tl.program_id(0).to(tl.int64)
-    x_row, token, wanted = _requesting_row(
+    x_row, token, requested = _requested_row(
         logits, logits_stride, rows, sources, tokens, num_logprobs, num_logprobs_stride, row
     )
-    if wanted >= 0:
+    if requested >= 0:
         peak = key_value(joined_key(best_of_row(best, row, 0, num_chunks, CHUNKS)))
         chunk = tl.arange(0, CHUNKS)
         there = chunk < num_chunks
@@ -122,11 +122,11 @@ def _report(
         tl.store(out_chosen + row, (tl.load(x_row + token).to(tl.float64) - log_total).to(tl.float32))
         tl.store(out_ranks + row, tl.sum(tl.load(ahead + row * num_chunks + chunk, there, other=0), axis=0) + 1)
         index = tl.arange(0, BLOCKS)
-        keys = tl.load(tops + row * num_blocks + index, (index < num_blocks) & (wanted > 0), other=NO_KEY)
+        keys = tl.load(tops + row * num_blocks + index, (index < num_blocks) & (requested > 0), other=NO_KEY)
         last = tl.full((), _ANYTHING, tl.int64)
         number = tl.full((), 0, tl.int32)
-        wanted = tl.minimum(tl.minimum(wanted, num_top), vocab)
-        while number < wanted:
+        requested = tl.minimum(tl.minimum(requested, num_top), vocab)
+        while number < requested:
             # The first of equal blocks: all of its ids are lower.
             block = joined_id(tl.max(join(keys, index), axis=0))
             ids = block * SUB + tl.arange(0, SUB)
@@ -143,12 +143,12 @@ def _report(
 
 
 @triton.jit
-def _requesting_row(logits, logits_stride, rows, sources, tokens, num_logprobs, num_logprobs_stride, row):
+def _requested_row(logits, logits_stride, rows, sources, tokens, num_logprobs, num_logprobs_stride, row):
     """Return (pointer to the row's logits, its token, its number of best tokens requested; -1: no logprobs)."""
     slot = tl.load(rows + row).to(tl.int64)
     token = tl.load(tokens + row).to(tl.int32)
-    wanted = tl.load(num_logprobs + slot * num_logprobs_stride, (slot >= 0) & (token >= 0), other=-1)
-    return logits + tl.load(sources + row).to(tl.int64) * logits_stride, token, wanted
+    requested = tl.load(num_logprobs + slot * num_logprobs_stride, (slot >= 0) & (token >= 0), other=-1)
+    return logits + tl.load(sources + row).to(tl.int64) * logits_stride, token, requested
 
 
 def row_logprobs(

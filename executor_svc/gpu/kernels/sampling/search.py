@@ -55,15 +55,15 @@ def draw_from_best(
         num_ties = top_k - above
         whole = above_mass + num_ties.to(tl.float64) * mass(key_value(cut), peak, temperature, floor).to(tl.float64)
     if nucleus:
-        wanted = top_p * whole
+        target = top_p * whole
         limit, cut = cut, _threshold(
-            x_row, vocab, blocks, num_listed, cut, peak_key, wanted, peak, temperature, floor,
+            x_row, vocab, blocks, num_listed, cut, peak_key, target, peak, temperature, floor,
             True, TILE, SUB, PIVOTS,
         )  # fmt: skip
         _, above_mass = _above(x_row, vocab, blocks, num_listed, cut, peak, temperature, floor, TILE, SUB)
         each = mass(key_value(cut), peak, temperature, floor).to(tl.float64)
-        # The nucleus keeps every token with less than the wanted mass before it.
-        needed = tl.ceil(tl.minimum((wanted - above_mass) / tl.maximum(each, 1e-300), 1e9)).to(tl.int32)
+        # The nucleus keeps every token with less than the target mass before it.
+        needed = tl.ceil(tl.minimum((target - above_mass) / tl.maximum(each, 1e-300), 1e9)).to(tl.int32)
         needed = tl.maximum(needed, 1)
         num_ties = tl.where(cut == limit, tl.minimum(needed, num_ties), needed)
     return _race(
@@ -73,12 +73,12 @@ def draw_from_best(
 
 @triton.jit
 def _list_blocks(
-    x_row, vocab, tops_row, blocks, num_blocks, peak_key, temperature, floor, limited, top_k, wanted,
+    x_row, vocab, tops_row, blocks, num_blocks, peak_key, temperature, floor, limited, top_k, target,
     BLOCKS: tl.constexpr, TILE: tl.constexpr, SUB: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks with all tokens left to `blocks`, ascending; return their number, and a key that excludes none.
 
-    Without top_k there are enough blocks to hold more than the wanted mass above the lowest of their maxima.
+    Without top_k there are enough blocks to hold more than the target mass above the lowest of their maxima.
     """
     peak = key_value(peak_key)
     index = tl.arange(0, BLOCKS)
@@ -99,7 +99,7 @@ def _list_blocks(
         if listing:
             _, above_mass = _above(x_row, vocab, blocks, num_listed, low, peak, temperature, floor, TILE, SUB)
             rest = mass(key_value(low), peak, temperature, floor)
-            listing = (above_mass < wanted) & (rest > 0)
+            listing = (above_mass < target) & (rest > 0)
             num_listed = tl.where(listing, tl.minimum(num_listed * _GROWTH, num_blocks), num_listed)
     return num_listed, low
 
@@ -119,10 +119,10 @@ def _kth_largest(keys, k, highest, PIVOTS: tl.constexpr):
 
 @triton.jit
 def _threshold(
-    x_row, vocab, blocks, num_listed, lowest, highest, wanted, peak, temperature, floor,
+    x_row, vocab, blocks, num_listed, lowest, highest, target, peak, temperature, floor,
     BY_MASS: tl.constexpr, TILE: tl.constexpr, SUB: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest key from which on there is the wanted mass (or number of tokens); `lowest` without one."""
+    """Return the largest key from which on there is the target mass (or number of tokens); `lowest` without one."""
     low, high = lowest.to(tl.int64), highest.to(tl.int64)
     while low < high:
         pivots = low + 1 + tl.arange(0, PIVOTS) * (high - low) // PIVOTS
@@ -138,7 +138,7 @@ def _threshold(
             counted = tl.where(key[:, None] >= pivots.to(tl.int32)[None, :], weight[:, None], 0.0)
             reached += tl.sum(counted, axis=0).to(tl.float64)
             start += TILE // SUB
-        enough = reached >= wanted
+        enough = reached >= target
         low = tl.max(tl.where(enough, pivots, low), axis=0)
         high = tl.min(tl.where(enough, high, pivots - 1), axis=0)
     return low.to(tl.int32)

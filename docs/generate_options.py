@@ -19,11 +19,12 @@ HEAD = """# Options
 
 One name everywhere: `--block-size` of `cadenza up`, `cadenza generate --model`, `cadenza chat --model` and of a service
 that is started alone is `block_size` in `LLM(model, block_size=32)`, `CADENZA_BLOCK_SIZE` in the environment, and
-`block_size = 32` (or `block-size`) in a TOML file. What starts both services gives each option to those that have it.
+`block_size = 32` (or `block-size`) in a TOML file. A command that starts both services passes each option
+to every service that has it.
 
-The command line (or the argument of `LLM`) goes before the environment, that before the file, that before the default.
-A wrong value is an error that names the option and, if it stood there, the variable or the file. An unknown option is
-an error on the command line and in a file, and a warning in the environment; all three suggest what was meant.
+The order of precedence is: command line (or argument of `LLM`), environment, file, default. An invalid value is an
+error that names the option and, if it came from there, the variable or the file. An unknown option is an error on the
+command line and in a file, and a warning in the environment; all three suggest the nearest known option.
 
 ## The file
 
@@ -37,13 +38,13 @@ port = 50051
 dtype = "float32"
 num_gpu_blocks = 2048
 
-[scheduler]                     # for one of the services only; goes before what stands above
+[scheduler]                     # for this service only; overrides the values above
 max_num_seqs = 16
 ```
 
-`cadenza up`, `generate` and `chat` take it, `LLM(model, config="cadenza.toml")` too, and both services when they
-are started alone (`python -m executor_svc --config cadenza.toml`). Alone, a service leaves what it does not have at the
-top of the file to the other and says so in its log.
+`cadenza up`, `generate` and `chat` accept it, so does `LLM(model, config="cadenza.toml")`, and both services when they
+are started alone (`python -m executor_svc --config cadenza.toml`). A service that is started alone ignores the
+top-level options of the other service and logs their names.
 
 ## `cadenza up` itself
 
@@ -60,7 +61,7 @@ COLUMNS = ("option", "service", "default", "values", "unit", "meaning", "variabl
 
 
 def content() -> str:
-    """The whole file."""
+    """Return the contents of the file."""
     sections: dict[str, list[str]] = {group: [] for group in GROUPS}
     for name, owners in _owners().items():
         sections[group_of(next(iter(owners.values())))].append(_line(_cells(name, owners)))
@@ -69,7 +70,7 @@ def content() -> str:
 
 
 def _owners() -> dict[str, dict[str, Any]]:
-    """Every option, and its field in each service that has it."""
+    """Return every option, with its field in each service that has it."""
     owners: dict[str, dict[str, Any]] = {}
     for service, config in config_classes().items():
         for name, field in config.model_fields.items():
@@ -78,12 +79,12 @@ def _owners() -> dict[str, dict[str, Any]]:
 
 
 def _cells(name: str, owners: dict[str, Any]) -> list[str]:
-    def of_each(tell: Callable[[Any], str]) -> str:
-        """What is said of both services alike, or of each by its name."""
-        told = {service: tell(field) for service, field in owners.items()}
-        if len(set(told.values())) == 1:
-            return next(iter(told.values()))
-        return "<br>".join(f"{service}: {text}" for service, text in told.items() if text)
+    def of_each(describe: Callable[[Any], str]) -> str:
+        """Return the text of both services if they agree, otherwise the text of each after its name."""
+        texts = {service: describe(field) for service, field in owners.items()}
+        if len(set(texts.values())) == 1:
+            return next(iter(texts.values()))
+        return "<br>".join(f"{service}: {text}" for service, text in texts.items() if text)
 
     return [
         f"`{flag(name)}`",
@@ -101,10 +102,10 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Write the file, or with --check say whether it is what it should be."""
+    """Write the file; with --check, fail if it is out of date."""
     if sys.argv[1:] == ["--check"]:
         if not TARGET.exists() or TARGET.read_text(encoding="utf-8") != content():
-            raise SystemExit(f"{TARGET} is not what the configurations say: make docs")
+            raise SystemExit(f"{TARGET} does not match the configurations: run make docs")
     else:
         TARGET.write_text(content(), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Wire <-> client objects, and nothing else."""
+"""Converts client objects to their wire form and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cadenza.v1 import generation_pb2, types_pb2
 _DEFAULTS = SamplingParams()
 _LISTS = "stop stop_token_ids allowed_token_ids bad_words".split()
 _OF_THEIR_OWN = (*_LISTS, "max_tokens", "logit_bias", "early_stopping")
-# Absent means the same as the default for these; max_tokens is not among them: absent there means without limit.
+# For these fields absent means the default. max_tokens is not among them: absent means no limit.
 _SCALARS = [each.name for each in fields(SamplingParams) if each.name not in _OF_THEIR_OWN]
 _EARLY_STOPPING = {
     True: types_pb2.EARLY_STOPPING_TRUE,
@@ -29,7 +29,7 @@ _FINISH_REASONS: dict[int, FinishReason] = {
 
 
 def params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
-    """Only what differs from what the server takes for an absent field is set."""
+    """Return the wire form, in which only fields that differ from the server's defaults are set."""
     message = types_pb2.SamplingParams()
     for name in _SCALARS:
         value = getattr(params, name)
@@ -47,7 +47,7 @@ def params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
 
 
 def prompt_to_proto(prompt: Prompt) -> types_pb2.PromptPart:
-    """The prompt as its only part."""
+    """Return the prompt as a single prompt part."""
     if prompt.token_ids is not None:
         return types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=prompt.token_ids))
     if prompt.messages is not None:
@@ -63,13 +63,13 @@ def prompt_to_proto(prompt: Prompt) -> types_pb2.PromptPart:
 def request_to_proto(
     request_id: str, prompt: Prompt, params: SamplingParams, *, final_only: bool, enable_prefix_caching: bool = True
 ) -> generation_pb2.GenerateRequest:
-    """A new request; `final_only` asks for one response per sample in place of deltas."""
+    """Return a new request; with `final_only` the server sends one response per sample instead of deltas."""
     return generation_pb2.GenerateRequest(
         request_id=request_id,
         prompt=[prompt_to_proto(prompt)],
         sampling_params=params_to_proto(params),
         output_mode=generation_pb2.OUTPUT_MODE_FINAL if final_only else generation_pb2.OUTPUT_MODE_DELTA,
-        # Token ids that the client gave need not come back, unless the server may cut them.
+        # Token ids that the client sent need not be returned, unless the server may truncate them.
         return_prompt_token_ids=prompt.token_ids is None or params.truncate_prompt_tokens is not None,
         cache_salt=(prompt.cache_salt or "").encode(),
         enable_prefix_caching=None if enable_prefix_caching else False,
@@ -77,9 +77,9 @@ def request_to_proto(
 
 
 def delta_from_proto(response: generation_pb2.GenerateResponse, prompt_token_ids: list[int] | None) -> Delta:
-    """What one response says; its stats mark the end of the request.
+    """Return the contents of one response; stats mark the end of the request.
 
-    `prompt_token_ids` are the prompt's as far as they are known from earlier: prompt logprobs come without them.
+    `prompt_token_ids`: the prompt's token ids if already known; the wire form of prompt logprobs does not include them.
     """
     output = RequestOutput(response.request_id)
     if response.HasField("info"):
@@ -90,7 +90,7 @@ def delta_from_proto(response: generation_pb2.GenerateResponse, prompt_token_ids
         start, columns = response.prompt_logprobs_start, response.prompt_logprobs
         known = output.prompt_token_ids or prompt_token_ids or []
         rows = _rows(columns, known[start : start + len(columns.chosen_logprobs)])
-        # The first prompt token has none; as vLLM has it, its place holds None.
+        # The first prompt token has no logprobs; its place holds None, as in vLLM.
         output.prompt_logprobs = [None, *rows] if start == 1 else list(rows)
     if response.HasField("stats"):
         output.finished = True
@@ -106,7 +106,7 @@ def delta_from_proto(response: generation_pb2.GenerateResponse, prompt_token_ids
 
 
 def model_info_from_proto(message: generation_pb2.GetModelInfoResponse) -> ModelInfo:
-    """The model's description."""
+    """Return the model's description."""
     return ModelInfo(
         model=message.model,
         architecture=message.architecture,
@@ -124,7 +124,7 @@ def model_info_from_proto(message: generation_pb2.GetModelInfoResponse) -> Model
 
 
 def server_info_from_proto(message: generation_pb2.GetServerInfoResponse) -> ServerInfo:
-    """The server's options and state."""
+    """Return the server's options and state."""
     return ServerInfo(
         version=message.version,
         protocol_version=message.protocol_version,
@@ -158,7 +158,7 @@ def _sample(message: generation_pb2.SampleOutput) -> CompletionOutput:
 
 
 def _rows(columns: types_pb2.LogprobColumns, token_ids: list[int]) -> list[LogprobRow]:
-    """One row per token: the chosen token, then the top ones; as vLLM has it, a token is in a row once."""
+    """Return one row per token: the chosen token, then the top ones; a token is in a row once, as in vLLM."""
     rows: list[LogprobRow] = []
     width = columns.num_top
     for index, (token_id, logprob) in enumerate(zip(token_ids, columns.chosen_logprobs, strict=True)):

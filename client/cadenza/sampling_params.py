@@ -1,4 +1,4 @@
-"""How tokens are chosen and when a request ends; names, defaults and meanings are vLLM's where vLLM has them."""
+"""Parameters for choosing tokens and ending requests; names, defaults and meanings are vLLM's if vLLM has them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MAX_UINT64 = 2**64 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request; immutable, `dataclasses.replace` makes a changed copy.
+    """Sampling parameters of one request; immutable, `dataclasses.replace` returns a changed copy.
 
-    Every value is checked on construction; a ValueError names the field. What needs the model (token ids below the
-    vocabulary size, length limits, features not built yet), and what goes together with what, is checked by the server.
+    Every value is checked on construction; a ValueError names the field. The server checks the rest: values that depend
+    on the model (token ids below the vocabulary size, length limits, unsupported features), and combinations of fields.
     """
 
-    n: int = 1  # samples of one prompt, or of the best beams, that are returned
+    n: int = 1  # number of samples of one prompt, or of the best beams, to return
     best_of: int | None = None  # samples drawn, of which the n most likely are returned, best first
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # in (0, 1]
@@ -35,10 +35,10 @@ class SamplingParams:
     seed: int | None = None  # 64 bits; None or -1: drawn by the server and returned
     max_tokens: int | None = 16  # output tokens; None: as many as max_model_len allows
     min_tokens: int = 0
-    stop: list[str] = field(default_factory=list)  # a single str, an iterable or None are taken too
+    stop: list[str] = field(default_factory=list)  # a single str, an iterable or None are accepted too
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
-    logprobs: int | None = None  # top logprobs per output token; 0: the chosen one alone; -1: all; None: none
+    logprobs: int | None = None  # top logprobs per output token; 0: only the chosen one; -1: all; None: none
     prompt_logprobs: int | None = None  # the same for prompt tokens
     logit_bias: dict[int, float] | None = None  # added to logits, each in [-100, 100]
     allowed_token_ids: list[int] | None = None  # only these may be chosen
@@ -46,11 +46,11 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    truncate_prompt_tokens: int | None = None  # keep the last this many; -1: what max_model_len allows
-    beam_width: int | None = None  # 2 or more: beam search in place of sampling
+    truncate_prompt_tokens: int | None = None  # number of last tokens to keep; -1: what max_model_len allows
+    beam_width: int | None = None  # 2 or more: beam search instead of sampling
     length_penalty: float = 1.0  # exponent of the output's length in a beam's score
     early_stopping: bool | Literal["never"] = False  # when a beam search ends, as in transformers
-    priority: int = 0  # smaller goes first under --order priority
+    priority: int = 0  # smaller is scheduled first with --order priority
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -143,7 +143,7 @@ def _bad(name: str, why: str, value: object) -> ValueError:
 
 
 def _finite(value: object) -> float | None:
-    """The value as a float, if it is a number that is one: not NaN, infinite or too large."""
+    """Return the value as a finite float; None if it is no number, NaN, infinite or too large."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
@@ -185,7 +185,7 @@ def _logit_bias(value: object) -> dict[int, float]:
         raise _bad("logit_bias", "must map token ids to numbers", value)
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        # The OpenAI API has the ids as strings.
+        # The ids are strings in the OpenAI API.
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
         (checked,) = _token_ids("logit_bias", [token_id])
         number = _finite(bias)

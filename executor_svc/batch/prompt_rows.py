@@ -42,17 +42,17 @@ def prompt_rows(slots: Slots, scheduled: Scheduled) -> PromptRows | None:
     context = slots.num_computed_tokens[scheduled.slots]
     left = slots.num_prompt_tokens[scheduled.slots] - 1 - context
     counts = np.where(num_top >= 0, np.minimum(scheduled.num_tokens, left), 0)
-    wanted = np.flatnonzero(counts > 0)
-    if not len(wanted):
+    requested = np.flatnonzero(counts > 0)
+    if not len(requested):
         return None
-    first_rows = (np.cumsum(scheduled.num_tokens) - scheduled.num_tokens)[wanted]
-    chosen, starts, counts = scheduled.slots[wanted], context[wanted] + 1, counts[wanted]
+    first_rows = (np.cumsum(scheduled.num_tokens) - scheduled.num_tokens)[requested]
+    chosen, starts, counts = scheduled.slots[requested], context[requested] + 1, counts[requested]
     owner, positions = spans(starts, counts)
     return PromptRows(
         slots=chosen,
         starts=starts,
         counts=counts,
-        num_top=np.minimum(num_top[wanted], slots.limits.vocab_size),
+        num_top=np.minimum(num_top[requested], slots.limits.vocab_size),
         rows=spans(first_rows, counts)[1],
         token_ids=slots.token_ids[chosen[owner], positions].astype(np.int64),
     )
@@ -68,21 +68,21 @@ class PromptColumns:
     top: FloatArray
 
 
-def by_slot(wanted: PromptRows, columns: PromptColumns) -> tuple[SlotLogprobs, ...]:
-    """Return one entry for each slot of `wanted`."""
-    ends = np.cumsum(wanted.counts)
-    top_ends = np.cumsum(wanted.counts * wanted.num_top)
+def by_slot(requested: PromptRows, columns: PromptColumns) -> tuple[SlotLogprobs, ...]:
+    """Return one entry for each slot of `requested`."""
+    ends = np.cumsum(requested.counts)
+    top_ends = np.cumsum(requested.counts * requested.num_top)
     entries = []
-    for i, slot in enumerate(wanted.slots.tolist()):
-        rows = slice(int(ends[i] - wanted.counts[i]), int(ends[i]))
-        best = slice(int(top_ends[i] - wanted.counts[i] * wanted.num_top[i]), int(top_ends[i]))
+    for i, slot in enumerate(requested.slots.tolist()):
+        rows = slice(int(ends[i] - requested.counts[i]), int(ends[i]))
+        best = slice(int(top_ends[i] - requested.counts[i] * requested.num_top[i]), int(top_ends[i]))
         entries.append(
             SlotLogprobs(
                 slot=slot,
-                start=int(wanted.starts[i]),
+                start=int(requested.starts[i]),
                 chosen_logprobs=columns.chosen[rows],
                 chosen_ranks=columns.ranks[rows],
-                num_top=int(wanted.num_top[i]),
+                num_top=int(requested.num_top[i]),
                 top_token_ids=columns.top_ids[best],
                 top_logprobs=columns.top[best],
             )

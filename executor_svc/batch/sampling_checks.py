@@ -8,12 +8,12 @@ from executor_svc.batch.column_checks import check_range, check_unique
 from executor_svc.plan.plan import InvalidPlan, Limits
 from executor_svc.plan.sampling import COLUMNS, SequenceSampling
 
-# A beam search of width w asks for 2 w: beams that end with EOS leave w others.
+# A beam search of width w needs 2 w candidates: if w end with EOS, w others remain.
 MAX_CANDIDATES = 2 * 128
 
 
 def check_sampling(sampling: SequenceSampling, limits: Limits, where: str) -> None:
-    """Check every field; `where` begins the messages."""
+    """Check every field; messages begin with `where`."""
     most = min(MAX_CANDIDATES, limits.vocab_size)
     if not 0 <= sampling.num_candidates <= most:
         raise InvalidPlan(f"{where}: num_candidates {sampling.num_candidates} is not 0 to {most}")

@@ -14,7 +14,7 @@ import numpy as np
 
 from executor_svc.batch.column_checks import check_range, check_unique
 from executor_svc.batch.plan_checks import check_admission, check_block_moves, check_supported
-from executor_svc.batch.sampling_columns import SlotSampling
+from executor_svc.batch.slot_sampling import SlotSampling
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import AdmittedSequence, InvalidPlan, Limits, ScheduledTokens, SlotColumns, StepPlan
 

@@ -52,9 +52,9 @@ class SampledTokens:
     """The sampled tokens of R rows."""
 
     token_ids: IntArray
-    """[R]; without meaning for rows with candidates."""
+    """[R]; undefined for rows with candidates."""
     errors: IntArray
-    """[R] SlotError of rows that cannot be sampled, whose token has no meaning; 0 for the others."""
+    """[R] SlotError of rows that cannot be sampled, which have no valid token; 0 for the others."""
     logprobs: RowLogprobs | None
     candidates: RowCandidates | None = None
 
@@ -79,7 +79,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A step that was done when its launch returned; implements `worker.Launched`."""
+    """A step that was already done when its launch returned; implements `worker.Launched`."""
 
     outcome: StepResult
 

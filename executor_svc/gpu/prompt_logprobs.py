@@ -23,17 +23,17 @@ from executor_svc.plan.plan import SlotLogprobs
 class PendingPrompts:
     """Logprobs of prompt tokens that are being copied to the host, in pieces."""
 
-    def __init__(self, wanted: PromptRows, pieces: list[tuple[Fetched, int]], most: int) -> None:
+    def __init__(self, requested: PromptRows, pieces: list[tuple[Fetched, int]], most: int) -> None:
         """pieces: each with its number of rows; most: maximum number of top tokens per row."""
-        self._wanted, self._pieces, self._most = wanted, pieces, most
+        self._requested, self._pieces, self._most = requested, pieces, most
 
     def wait(self) -> tuple[SlotLogprobs, ...]:
-        """Wait for the copies; return one entry for each slot of `wanted`."""
+        """Wait for the copies; return one entry for each slot of `requested`."""
         found = [
             DeviceLogprobs.over(torch.from_numpy(fetched.wait()), num_rows, self._most)
             for fetched, num_rows in self._pieces
         ]
-        num_top = np.repeat(self._wanted.num_top, self._wanted.counts)
+        num_top = np.repeat(self._requested.num_top, self._requested.counts)
         there = np.arange(self._most) < num_top[:, None]
         columns = PromptColumns(
             torch.cat([one.chosen for one in found]).numpy(),
@@ -41,7 +41,7 @@ class PendingPrompts:
             torch.cat([one.top_ids for one in found]).numpy()[there].astype(np.int64),
             torch.cat([one.top for one in found]).numpy()[there],
         )
-        return by_slot(self._wanted, columns)
+        return by_slot(self._requested, columns)
 
 
 class GpuPromptLogprobs:
@@ -53,18 +53,18 @@ class GpuPromptLogprobs:
         self._max_rows = workspace.best.shape[0]
         self._download = Download(DeviceLogprobs.num_words(self._max_rows, most_top(1)), prompt_failed.device)
 
-    def compute(self, wanted: PromptRows) -> PendingPrompts:
-        """Enqueue the computation of all wanted logprobs, and their copy to the host."""
-        most = most_top(int(wanted.num_top.max()))
-        owners, num_top = np.repeat(wanted.slots, wanted.counts), np.repeat(wanted.num_top, wanted.counts)
+    def compute(self, requested: PromptRows) -> PendingPrompts:
+        """Enqueue the computation of the requested logprobs, and their copy to the host."""
+        most = most_top(int(requested.num_top.max()))
+        owners, num_top = np.repeat(requested.slots, requested.counts), np.repeat(requested.num_top, requested.counts)
         pieces = []
-        for start in range(0, len(wanted.rows), self._max_rows):
+        for start in range(0, len(requested.rows), self._max_rows):
             piece = slice(start, start + self._max_rows)
             found = self._compute_piece(
-                wanted.rows[piece], wanted.token_ids[piece], owners[piece], num_top[piece], most
+                requested.rows[piece], requested.token_ids[piece], owners[piece], num_top[piece], most
             )
             pieces.append((self._download.fetch(found.words), len(found.chosen)))
-        return PendingPrompts(wanted, pieces, most)
+        return PendingPrompts(requested, pieces, most)
 
     def _compute_piece(
         self, rows: np.ndarray, token_ids: np.ndarray, owners: np.ndarray, num_top: np.ndarray, most: int
@@ -72,8 +72,8 @@ class GpuPromptLogprobs:
         device = self._prompt_failed.device
         logits = self._logits(sent(rows, device))
         out, index = DeviceLogprobs.empty(len(rows), most, device), torch.arange(len(rows), device=device).int()
-        wanted = sent(num_top.astype(np.int32), device)
-        row_logprobs(logits, index, index, sent(token_ids, device), wanted, self._workspace, out, after_sampling=False)
+        tokens, num_logprobs = sent(token_ids, device), sent(num_top.astype(np.int32), device)
+        row_logprobs(logits, index, index, tokens, num_logprobs, self._workspace, out, after_sampling=False)
         # The maximum is NaN if any logit is.
         failed = ~logits.amax(dim=1).isfinite()
         self._prompt_failed.index_add_(0, sent(owners, device), failed.int())

@@ -1,4 +1,4 @@
-"""Choosing a step's tokens on the device, and telling their logprobs: everything is enqueued, nothing waited for."""
+"""Samples a step's tokens and their logprobs on the device; everything is enqueued without waiting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor_svc.batch.sampling_columns import SlotSampling
+from executor_svc.batch.slot_sampling import SlotSampling
 from executor_svc.batch.step_result import RowLogprobs
 from executor_svc.gpu.kernels.sampling.logits import take_best
 from executor_svc.gpu.kernels.sampling.logprobs import DeviceLogprobs, row_logprobs
@@ -24,7 +24,7 @@ from executor_svc.plan.plan import Limits
 from executor_svc.plan.sampling import Need
 
 _LIKELY_TOP = 32
-"""Best tokens beside each, up to which logprobs come by buffers that are kept."""
+"""Steps with at most this many best tokens per row return logprobs through preallocated buffers."""
 
 
 def _no_rows() -> IntArray:
@@ -32,36 +32,41 @@ def _no_rows() -> IntArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What the R slots that sample in a step ask for."""
+class SamplingMetadata:
+    """The sampling requirements of the R slots that sample in a step."""
 
     slots: IntArray
-    """[R]."""
+    """[R] slots."""
     edited: bool = False
-    """May any of their logits have to be edited."""
+    """Whether any slot may need edits of its logits."""
     drawn: bool = False
-    """Has any a temperature above 0."""
+    """Whether any slot has a temperature above 0."""
     filtered: bool = False
-    """Do any of those draw from their most likely tokens."""
+    """Whether any of the drawn slots draws from its most likely tokens."""
     floored: bool = False
-    """Have any of those a floor."""
+    """Whether any of the drawn slots has a floor."""
     counted: bool = False
-    """Does any count its tokens."""
-    here: IntArray = field(default_factory=_no_rows)
-    """Rows whose token, or candidates for it, the host chooses, ascending."""
-    told: IntArray = field(default_factory=_no_rows)
-    """Rows whose logprobs are told, ascending."""
+    """Whether any slot needs counts of its tokens."""
+    host_rows: IntArray = field(default_factory=_no_rows)
+    """Rows for which the host chooses the token or the candidates, ascending."""
+    logprob_rows: IntArray = field(default_factory=_no_rows)
+    """Rows with logprobs, ascending."""
     num_top: IntArray = field(default_factory=_no_rows)
-    """Best tokens that each of these wants beside."""
+    """Number of best tokens requested for each of logprob_rows."""
 
     @classmethod
-    def by(cls, slots: IntArray, sampling: SlotSampling, without_room: BoolArray, vocab: int) -> Wanted:
-        """Of these slots [R], by the parameters of all slots; without_room: [n], as `SlotSamplingState` has it."""
-        waits = sampling["num_candidates"][slots] > 0
+    def of_slots(
+        cls, slots: IntArray, sampling: SlotSampling, lists_on_host: BoolArray, vocab: int
+    ) -> SamplingMetadata:
+        """Return the metadata of these slots [R].
+
+        sampling: the parameters of all slots; lists_on_host: [n], as in `SlotSamplingState`.
+        """
+        with_candidates = sampling["num_candidates"][slots] > 0
         drawn = sampling["temperature"][slots] > 0
         filtered = drawn & sampling.on(Need.SEARCH)[slots]
         floored = drawn & sampling.on(Need.FLOOR)[slots]
-        told = np.flatnonzero((sampling["num_logprobs"][slots] >= 0) & ~waits)
+        logprob_rows = np.flatnonzero((sampling["num_logprobs"][slots] >= 0) & ~with_candidates)
         return cls(
             slots=slots,
             edited=bool(sampling.processed[slots].any()),
@@ -69,36 +74,36 @@ class Wanted:
             filtered=bool(filtered.any()),
             floored=bool(floored.any()),
             counted=bool(sampling.on(Need.COUNTS)[slots].any()),
-            here=np.flatnonzero(waits | without_room[slots]),
-            told=told,
-            num_top=np.minimum(sampling["num_logprobs"][slots[told]], vocab),
+            host_rows=np.flatnonzero(with_candidates | lists_on_host[slots]),
+            logprob_rows=logprob_rows,
+            num_top=np.minimum(sampling["num_logprobs"][slots[logprob_rows]], vocab),
         )
 
 
 class PendingLogprobs:
-    """Logprobs on their way to the host."""
+    """Logprobs that are being copied to the host."""
 
-    def __init__(self, fetched: Fetched, num_rows: int, most: int, wanted: Wanted) -> None:
-        """most: best tokens that there is room for beside each of num_rows, padded."""
-        self._fetched, self._num_rows, self._most, self._wanted = fetched, num_rows, most, wanted
+    def __init__(self, fetched: Fetched, num_rows: int, most: int, metadata: SamplingMetadata) -> None:
+        """most: padded number of best tokens in the buffer for each of num_rows."""
+        self._fetched, self._num_rows, self._most, self._metadata = fetched, num_rows, most, metadata
 
     def wait(self, kept: BoolArray) -> RowLogprobs:
-        """Wait for them; of the rows [R] that are kept, by their place among these."""
+        """Wait for the copy; return logprobs of the kept rows, numbered among the kept ones. kept: [R]."""
         found = DeviceLogprobs.over(torch.from_numpy(self._fetched.wait()), self._num_rows, self._most)
-        there = kept[self._wanted.told]
-        told = self._wanted.told[there]
+        is_kept = kept[self._metadata.logprob_rows]
+        rows = self._metadata.logprob_rows[is_kept]
         return RowLogprobs(
-            rows=(np.cumsum(kept) - 1)[told],
-            chosen=found.chosen.numpy()[told],
-            ranks=found.ranks.numpy()[told].astype(np.int64),
-            num_top=self._wanted.num_top[there],
-            top_ids=found.top_ids.numpy()[told].astype(np.int64),
-            top=found.top.numpy()[told],
+            rows=(np.cumsum(kept) - 1)[rows],
+            chosen=found.chosen.numpy()[rows],
+            ranks=found.ranks.numpy()[rows].astype(np.int64),
+            num_top=self._metadata.num_top[is_kept],
+            top_ids=found.top_ids.numpy()[rows].astype(np.int64),
+            top=found.top.numpy()[rows],
         )
 
 
 class GpuSampler:
-    """The tokens of steps of at most `max_num_seqs` rows, for one stream."""
+    """Samples the tokens of steps of at most `max_num_seqs` rows, on one stream."""
 
     def __init__(self, limits: Limits, slots: SlotSamplingState) -> None:
         self.slots = slots
@@ -107,49 +112,52 @@ class GpuSampler:
         self.workspace = SamplingWorkspace.empty(limits.max_num_seqs, limits.vocab_size, device)
         self._tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._errors = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
-        self._asked = records[:, place("num_logprobs")]
+        self._num_logprobs = records[:, place("num_logprobs")]
         self._download = Download(DeviceLogprobs.num_words(limits.max_num_seqs, _LIKELY_TOP), device)
 
     def rows(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Where a step's tokens [R] int64 and errors [R] int32 are written."""
+        """Return the tensors that receive a step's tokens [R] int64 and errors [R] int32."""
         return self._tokens[: inputs.sizes.num_rows], self._errors[: inputs.sizes.num_rows]
 
-    def choose(self, logits: Tensor, best: Tensor, inputs: StepInputs, wanted: Wanted) -> None:
-        """Enqueue choosing for all rows; logits [L, vocab] float32, best [L] their likeliest tokens."""
+    def choose(self, logits: Tensor, best: Tensor, inputs: StepInputs, metadata: SamplingMetadata) -> None:
+        """Enqueue sampling for all rows; logits [L, vocab] float32, best [L] their most likely tokens."""
         tokens, errors = self.rows(inputs)
-        if not (wanted.edited or wanted.drawn):
+        if not (metadata.edited or metadata.drawn):
             take_best(best, inputs.rows, inputs.sources, tokens, errors)
             return
         sample(
             logits, inputs.rows, inputs.sources, self.slots.state, self.workspace, tokens, errors,
-            edited=wanted.edited, drawn=wanted.drawn, filtered=wanted.filtered, floored=wanted.floored,
+            edited=metadata.edited, drawn=metadata.drawn, filtered=metadata.filtered, floored=metadata.floored,
         )  # fmt: skip
 
-    def tell(self, logits: Tensor, inputs: StepInputs, wanted: Wanted) -> PendingLogprobs | None:
-        """Enqueue logprobs of what was chosen for rows of these logits, and their copy; None if nobody asks."""
-        if not len(wanted.told):
+    def compute_logprobs(
+        self, logits: Tensor, inputs: StepInputs, metadata: SamplingMetadata
+    ) -> PendingLogprobs | None:
+        """Enqueue logprobs of the chosen tokens of rows of these logits, and their copy; None if none are requested."""
+        if not len(metadata.logprob_rows):
             return None
         tokens, _ = self.rows(inputs)
-        most = most_top(int(wanted.num_top.max()))
+        most = most_top(int(metadata.num_top.max()))
         out = DeviceLogprobs.empty(len(tokens), most, tokens.device)
         row_logprobs(
-            logits, inputs.rows, inputs.sources, tokens, self._asked, self.workspace, out,
-            after_sampling=wanted.edited or wanted.drawn,
+            logits, inputs.rows, inputs.sources, tokens, self._num_logprobs, self.workspace, out,
+            after_sampling=metadata.edited or metadata.drawn,
         )  # fmt: skip
-        return PendingLogprobs(self._download.fetch(out.words), len(tokens), most, wanted)
+        return PendingLogprobs(self._download.fetch(out.words), len(tokens), most, metadata)
 
     def warm_up(self, inputs: StepInputs) -> None:
-        """Compile all that choosing may launch, so that no step waits for that; inputs: of one row."""
-        logits, nobody = torch.zeros(1, self._vocab, device=self._tokens.device), _no_rows()
+        """Compile all kernels that sampling may launch, so that no step waits for it; inputs: of one row."""
+        logits, no_slots = torch.zeros(1, self._vocab, device=self._tokens.device), _no_rows()
         best = torch.zeros_like(self._tokens[:1])
         for edited, (drawn, filtered) in product((False, True), ((False, False), (True, False), (True, True))):
-            self.choose(logits, best, inputs, Wanted(nobody, edited, drawn, filtered, floored=drawn))
+            self.choose(logits, best, inputs, SamplingMetadata(no_slots, edited, drawn, filtered, floored=drawn))
         for drawn in (False, True):
-            told, num_top = np.zeros(1, np.int64), np.ones(1, np.int64)
-            self.tell(logits, inputs, Wanted(nobody, drawn=drawn, told=told, num_top=num_top))
+            rows, num_top = np.zeros(1, np.int64), np.ones(1, np.int64)
+            metadata = SamplingMetadata(no_slots, drawn=drawn, logprob_rows=rows, num_top=num_top)
+            self.compute_logprobs(logits, inputs, metadata)
         self.slots.count_taken(inputs)
 
 
 def most_top(num_top: int) -> int:
-    """Round up what logprobs have room for beside each token: kernels are compiled for multiples of 16."""
+    """Round up the number of best tokens per row: kernels are compiled for multiples of 16."""
     return padded(max(1, num_top))

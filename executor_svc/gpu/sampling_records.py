@@ -1,4 +1,4 @@
-"""A sequence's sampling parameters as kernels read them: a record of numbers, bits of allowed tokens, lists."""
+"""A sequence's sampling parameters in the form of the kernels: a record of numbers, bits of allowed tokens, lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from executor_svc.plan.sampling import Need, SequenceSampling
 
 
 def pack_bits(token_ids: NDArray[np.int64], vocab: int) -> NDArray[np.int32]:
-    """A slot's row of `SamplingState.allowed_bits`."""
+    """Return a slot's row of `SamplingState.allowed_bits`."""
     bits = np.zeros(num_words(vocab) * 32, np.bool_)
     bits[token_ids] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -19,7 +19,7 @@ def pack_bits(token_ids: NDArray[np.int64], vocab: int) -> NDArray[np.int32]:
 def pack_record(
     sampling: SequenceSampling, bias_start: int = 0, word_start: int = 0, stop_start: int = 0
 ) -> np.ndarray:
-    """A [1] array of RECORD for a slot whose lists begin at these places of the columns."""
+    """Return a [1] array of RECORD for a slot with lists that begin at these places of the columns."""
     record, needs = np.zeros(1, RECORD), sampling.needs()
     for name, value in sampling.stored().items():
         if name in (RECORD.names or ()):
@@ -34,6 +34,6 @@ def pack_record(
 
 
 def following(words: tuple[NDArray[np.int64], ...]) -> NDArray[np.int32]:
-    """A slot's part of `SamplingLists.word_following`."""
+    """Return a slot's part of `SamplingLists.word_following`."""
     parts = [np.arange(len(word), dtype=np.int32)[::-1] for word in words]
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)

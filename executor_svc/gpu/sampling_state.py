@@ -1,4 +1,4 @@
-"""Sampling parameters of the slots on the device: who admits writes them, kernels of `sampling_edits` read them."""
+"""Sampling parameters of the slots on the device: admissions write them, the sampling kernels read them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import Limits, StepPlan
 from executor_svc.plan.sampling import Need, SequenceSampling
 
-LIST_ROOM = 65536
-"""Entries of biases, bad words or early stop ids that all slots have together."""
+LIST_CAPACITY = 65536
+"""Total entries of all slots in each list column: biases, bad words, early stop ids."""
 
 _NO_IDS = np.zeros(0, np.int64)
 
 
-class ListRooms:
-    """Ranges of a column of lists, one for a slot at most: the first that is large enough."""
+class ListRanges:
+    """Allocates ranges of a list column, at most one per slot: the first free range that is large enough."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._taken: dict[int, tuple[int, int]] = {}
 
     def take(self, slot: int, length: int) -> int | None:
-        """Return where the slot's range begins, in the place of the one that it had; None: no room."""
+        """Replace the slot's range; return where the new one begins, None if no free range is large enough."""
         self._taken.pop(slot, None)
         start = 0
         for first, end in sorted(self._taken.values()):
@@ -46,21 +46,21 @@ class ListRooms:
         return start
 
     def free(self, slots: IntArray) -> None:
-        """Take these slots' ranges back."""
+        """Free the ranges of these slots."""
         if self._taken:
             for slot in slots.tolist():
                 self._taken.pop(slot, None)
 
 
 class SlotSamplingState:
-    """Records, lists, allowed tokens and token counts of all slots."""
+    """The sampling state of all slots: records, lists, allowed tokens and token counts."""
 
     def __init__(self, limits: Limits, slots: DeviceSlots) -> None:
-        """Take `slots.extra`, of the size that `extra_words` gives."""
+        """Place the state in `slots.extra`, which has `extra_words` words."""
         n, vocab, device = limits.num_slots, limits.vocab_size, slots.state.words.device
         parts = slots.extra.split(_extra_sizes(limits))
         self._slots, self._vocab = slots, vocab
-        self._rooms = ListRooms(LIST_ROOM)
+        self._ranges = ListRanges(LIST_CAPACITY)
         bias_ids, biases, word_ids, word_following, stop_ids = parts[2:]
         self.state = SamplingState(
             records=parts[0].view(n, RECORD_WORDS),
@@ -73,29 +73,29 @@ class SlotSamplingState:
         )
         self._columns = parts[2:]
         self._applied: Applied | None = None
-        self.without_room: BoolArray = np.zeros(n, np.bool_)
-        """[n]: the slot's lists are not on the device, for want of room."""
+        self.lists_on_host: BoolArray = np.zeros(n, np.bool_)
+        """[n]: whether the slot's lists exceeded the device's free ranges, so that only the host has them."""
 
     @staticmethod
     def extra_words(limits: Limits) -> int:
-        """Words by slot that it needs."""
+        """Return the number of words that the state needs in `DeviceSlots.extra`."""
         return sum(_extra_sizes(limits))
 
     def clear(self) -> None:
-        """Forget what all slots have."""
-        self._rooms = ListRooms(LIST_ROOM)
+        """Free the ranges of all slots."""
+        self._ranges = ListRanges(LIST_CAPACITY)
         self._applied = None
 
     def apply(self, plan: StepPlan, applied: Applied) -> None:
-        """Have the parameters of a plan's sequences written with its other changes; applied: what they were."""
-        self._rooms.free(plan.released_slots)
+        """Write the sampling parameters of a plan's admissions with its other slot changes, which are `applied`."""
+        self._ranges.free(plan.released_slots)
         for sequence in plan.admitted:
             self._admit(sequence.slot, sequence.sampling)
         counted = any(Need.COUNTS in sequence.sampling.needs() for sequence in plan.admitted)
         self._applied = applied if counted else None
 
     def count_admitted(self) -> None:
-        """Enqueue counting the tokens of the sequences admitted by the plan applied last, whose changes were sent."""
+        """Enqueue counting the tokens of the sequences that the last plan admitted, after its changes were sent."""
         applied, self._applied = self._applied, None
         if applied is not None:
             s = self.state
@@ -104,15 +104,15 @@ class SlotSamplingState:
             )
 
     def count_taken(self, inputs: StepInputs) -> None:
-        """Enqueue counting the tokens that a step's slots have taken."""
+        """Enqueue counting the tokens that a step's slots have accepted."""
         add_tokens(self.state.counts, inputs.rows, inputs.taken, self.state.records)
 
     def _admit(self, slot: int, sampling: SequenceSampling) -> None:
         lists = _lists(sampling)
-        start = self._rooms.take(slot, max(map(len, lists)))
-        self.without_room[slot] = start is None
+        start = self._ranges.take(slot, max(map(len, lists)))
+        self.lists_on_host[slot] = start is None
         if start is None:
-            # The host chooses this slot's tokens; only what is told of them is the device's.
+            # The host chooses this slot's tokens; the device computes only their logprobs.
             sampling, start, lists = SequenceSampling(num_logprobs=sampling.num_logprobs), 0, ()
         self._slots.write(self.state.records[slot], pack_record(sampling, start, start, start).view(np.int32))
         for column, values in zip(self._columns, lists, strict=False):
@@ -122,17 +122,17 @@ class SlotSamplingState:
 
 
 def _lists(sampling: SequenceSampling) -> tuple[NDArray[Any], ...]:
-    """What a slot has of each column of `SamplingLists`, as 32-bit words."""
+    """Return a slot's entries of each column of `SamplingLists`, as 32-bit words."""
     return (
         sampling.bias_token_ids,
         sampling.biases.astype(np.float32).view(np.int32),
         np.concatenate(sampling.bad_words) if sampling.bad_words else _NO_IDS,
         following(sampling.bad_words),
-        # Read before min_tokens only.
+        # Kernels read stop ids only before min_tokens.
         sampling.stop_token_ids if sampling.min_tokens else _NO_IDS,
     )
 
 
 def _extra_sizes(limits: Limits) -> list[int]:
     n, vocab = limits.num_slots, limits.vocab_size
-    return [n * RECORD_WORDS, padded(n * num_words(vocab)), *[LIST_ROOM] * 5]
+    return [n * RECORD_WORDS, padded(n * num_words(vocab)), *[LIST_CAPACITY] * 5]

@@ -26,7 +26,7 @@ from executor_svc.gpu.device_slots import DeviceSlots, PendingTokens
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.gpu.prompt_logprobs import GpuPromptLogprobs, PendingPrompts
 from executor_svc.gpu.runner import GpuRunner
-from executor_svc.gpu.sampling import GpuSampler, PendingLogprobs, Wanted
+from executor_svc.gpu.sampling import GpuSampler, PendingLogprobs, SamplingMetadata
 from executor_svc.gpu.sampling_state import SlotSamplingState
 from executor_svc.gpu.staging import sent
 from executor_svc.gpu.timing import StepClock
@@ -131,7 +131,7 @@ class GpuStepExecutor:
             self._runner.logits, self._sampler.workspace, self._device_slots.state.prompt_failed
         )
         self._pending: deque[GpuStep] = deque()
-        self._wanted: Wanted | None = None
+        self._metadata: SamplingMetadata | None = None
         pools.warm_up()
         self._warm_up()
 
@@ -174,7 +174,7 @@ class GpuStepExecutor:
         moves_ns = move_blocks(self._pools, plan)
         self._sampling.apply(plan, self._device_slots.apply(plan))
         if plan.admitted:
-            self._wanted = None
+            self._metadata = None
         clock = StepClock(self._device)
         enqueued = self._compute(scheduled, clock)
         generations = self.slots.advance(scheduled)
@@ -193,17 +193,19 @@ class GpuStepExecutor:
 
     def _needs_settled_mirror(self, plan: StepPlan) -> bool:
         """Return whether the plan needs a mirror with all tokens."""
-        here = self.slots.admitted & (self._sampling.without_room | (self.slots.sampling["num_candidates"] > 0))
-        return bool(here.any()) or bool(len(plan.forks.slots) or len(plan.given.slots) or plan.debug_digest)
+        on_host = self.slots.admitted & (self._sampling.lists_on_host | (self.slots.sampling["num_candidates"] > 0))
+        return bool(on_host.any()) or bool(len(plan.forks.slots) or len(plan.given.slots) or plan.debug_digest)
 
-    def _wanted_by(self, slots: IntArray) -> Wanted:
-        """Return the sampling needs of these slots.
+    def _metadata_of(self, slots: IntArray) -> SamplingMetadata:
+        """Return the sampling metadata of these slots.
 
-        Reuses the last step's needs for the same slots without admissions since.
+        Reuses the metadata of the last step for the same slots without admissions since.
         """
-        if self._wanted is None or not np.array_equal(self._wanted.slots, slots):
-            self._wanted = Wanted.by(slots, self.slots.sampling, self._sampling.without_room, self.limits.vocab_size)
-        return self._wanted
+        if self._metadata is None or not np.array_equal(self._metadata.slots, slots):
+            self._metadata = SamplingMetadata.of_slots(
+                slots, self.slots.sampling, self._sampling.lists_on_host, self.limits.vocab_size
+            )
+        return self._metadata
 
     def _compute(self, scheduled: Scheduled, clock: StepClock) -> _Enqueued | None:
         """Enqueue the scheduled work; return None if there is none."""
@@ -225,15 +227,16 @@ class GpuStepExecutor:
 
     def _sample(self, scheduled: Scheduled, sizes: StepSizes, logits: Tensor, best: Tensor) -> _Enqueued:
         """Enqueue sampling from a step's logits [L, vocab] and their most likely tokens [L]."""
-        inputs, wanted = self._device_slots.inputs(sizes), self._wanted_by(scheduled.sampling_slots)
+        inputs, metadata = self._device_slots.inputs(sizes), self._metadata_of(scheduled.sampling_slots)
         wanted_prompts = prompt_rows(self.slots, scheduled)
         # Logits of prompts have their own memory; those of sampling rows stay.
         prompts = None if wanted_prompts is None else self._prompts.compute(wanted_prompts)
-        self._sampler.choose(logits, best, inputs, wanted)
-        candidates = self._choose_on_host(scheduled, wanted.here, inputs, logits) if len(wanted.here) else None
-        logprobs = self._sampler.tell(logits, inputs, wanted)
+        self._sampler.choose(logits, best, inputs, metadata)
+        on_host = metadata.host_rows
+        candidates = self._choose_on_host(scheduled, on_host, inputs, logits) if len(on_host) else None
+        logprobs = self._sampler.compute_logprobs(logits, inputs, metadata)
         pending = self._device_slots.commit(scheduled, sizes, *self._sampler.rows(inputs))
-        if wanted.counted:
+        if metadata.counted:
             self._sampling.count_taken(inputs)
         return _Enqueued(pending, logprobs, prompts, candidates)
 

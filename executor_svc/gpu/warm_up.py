@@ -1,6 +1,6 @@
-"""What happens on a GPU before the first step: the largest ones before KV pools are sized, then some of each kind.
+"""Warm-up of a GPU before the first step: the largest steps before KV pools are sized, then steps of each kind.
 
-A kernel is compiled when it is first launched, which takes a second or more: no request is to wait for that.
+A kernel is compiled when it is first launched, which takes a second or more: no request should wait for that.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from executor_svc.plan.sampling import Need, SequenceSampling, in_warm_up
 from executor_svc.worker.worker import Executor
 
 _LENGTH = 2
-"""Tokens of the sequences in steps of each kind: with those they sample they fit into one block."""
+"""Tokens of the sequences in steps of each kind: together with the sampled tokens they fit into one block."""
 _FIRST = np.zeros(1, np.int64)
 _EVERYTHING = in_warm_up()
 _DRAWN = in_warm_up(Need.SEARCH, Need.NOTHING)
 _NUCLEUS = replace(in_warm_up(Need.FLOOR, Need.NOTHING), temperature=1e3, top_k=0, top_p=0.999)
-"""From the whole vocabulary, and from nearly all of it, sorted: most memory where PyTorch's operations sample."""
+"""Draws from the whole vocabulary and, sorted, from nearly all of it: both need most memory in PyTorch's sampling."""
 _CANDIDATES = SequenceSampling(repetition_penalty=2.0, num_candidates=2)
-"""As beams ask for."""
+"""The parameters of beam search."""
 
 
 def run_largest_steps(executor: Executor) -> None:
-    """Run the steps that take the most memory, all of them in the first block; all slots are free again.
+    """Run the steps that need the most memory, all of them in the first block; afterwards all slots are free.
 
-    They compute max_num_batched_tokens tokens, of one sequence and of max_num_seqs, and choose a token for each.
+    They compute max_num_batched_tokens tokens, of one sequence and of max_num_seqs, and sample a token for each.
     """
     for plan in _largest(executor.limits):
         executor.launch(plan, 0).result()
@@ -39,10 +39,10 @@ def run_largest_steps(executor: Executor) -> None:
 
 
 def run_steps(executor: Executor) -> None:
-    """Run a step of each kind that launches kernels of its own, in the first slot and block; all slots are free again.
+    """Run a step of each kind with its own kernels, in the first slot and block; afterwards all slots are free.
 
-    Kernels of samplers and of decodes that are graphs are compiled where these are made. To be called before anybody
-    keeps anything in a block.
+    Samplers and decode graphs compile their own kernels when they are created. Must be called before any block holds
+    KV.
     """
     for plan in _each_kind(executor.limits):
         executor.launch(plan, 0).result()
@@ -51,7 +51,7 @@ def run_steps(executor: Executor) -> None:
 
 def _largest(limits: Limits) -> Iterator[StepPlan]:
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
-    # Smaller ones first, for linears that have other kernels for few rows.
+    # Shorter prompts first: linears have other kernels for few rows.
     for length in (*(rows for rows in TILE_ROWS if rows < longest), longest):
         yield _prompts(np.array([length]), _EVERYTHING, limits.block_size)
     num_seqs = limits.max_num_seqs
@@ -62,7 +62,7 @@ def _largest(limits: Limits) -> Iterator[StepPlan]:
 
 
 def _prompts(counts: IntArray, sampling: SequenceSampling, block_size: int) -> StepPlan:
-    """A step of sequences of so many tokens each, in slots from 0 on; all their blocks are the first."""
+    """Return a step of sequences with counts[i] tokens in slot i; all their block table entries are the first block."""
     admitted = tuple(
         AdmittedSequence(
             slot, np.zeros(count, np.int64), count, 0, np.zeros(-(-count // block_size), np.int64), sampling
@@ -76,16 +76,16 @@ def _prompts(counts: IntArray, sampling: SequenceSampling, block_size: int) -> S
 def _each_kind(limits: Limits) -> Iterator[StepPlan]:
     if limits.max_num_batched_tokens < _LENGTH or limits.max_model_len <= _LENGTH:
         return
-    # A prompt whose tokens are told, drawn, counted; then a decode, by a graph.
+    # A prompt with logprobs, draws and counts; then a decode, by a graph.
     yield _prompts(np.array([_LENGTH]), _EVERYTHING, limits.block_size)
     yield StepPlan(2, 1, decode_ready=True)
-    # One token of a short sequence, and of one whose keys are cut, in steps without logits: by no graph.
+    # One token of a short sequence, and of one with split keys, in steps without logits: by no graph.
     for length in (_LENGTH, min(LEAST_KEYS + 2, limits.max_model_len)):
         yield _one_token(length, limits.block_size)
 
 
 def _one_token(length: int, block_size: int) -> StepPlan:
-    """The last but one of a prompt of so many tokens, in the first slot, which has been in use."""
+    """Return a step of the last but one token of a prompt of `length` tokens, in the first slot, which was in use."""
     whole = _prompts(np.array([length]), SequenceSampling(), block_size)
     (prompt,) = whole.admitted
     return replace(

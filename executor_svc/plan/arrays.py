@@ -1,4 +1,4 @@
-"""The arrays that plans and batches are made of."""
+"""The array types of plans and batches."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ BoolArray = NDArray[np.bool_]
 
 
 def no_ints() -> IntArray:
-    """An array of no integers."""
+    """Return an empty array of integers."""
     return np.zeros(0, np.int64)
 
 
 def no_floats() -> FloatArray:
-    """An array of no floats."""
+    """Return an empty array of floats."""
     return np.zeros(0, np.float32)
 
 
 def no_bools() -> BoolArray:
-    """An array of no flags."""
+    """Return an empty array of flags."""
     return np.zeros(0, np.bool_)

@@ -1,7 +1,7 @@
-"""What a plan asks of the executor and what a step gives back: execution.proto as plain data, without its stubs.
+"""Step plans and step results: execution.proto as plain data, without its stubs.
 
-Per-token data travels in numpy columns. Numbers of the enums are the protocol's. Fields that no executor builds yet
-(drafts, transfers, grammars, ...) are carried as names in `reserved`, so that they can be refused by name.
+Per-token data is in numpy columns. Enums have the protocol's numbers. Fields that no executor supports yet
+(drafts, transfers, grammars, ...) are listed by name in `reserved`, so that an executor can refuse them by name.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from executor_svc.plan.sampling import SequenceSampling
 
 
 class InvalidPlan(ValueError):
-    """The plan contradicts the executor's state or limits; the message says how."""
+    """The plan contradicts the executor's state or limits; the message gives the contradiction."""
 
 
 class StepStatus(IntEnum):
-    """How a step ended: `cadenza.v1.StepStatus`."""
+    """The status of a step: `cadenza.v1.StepStatus`."""
 
     OK = 1
     FAILED = 2
@@ -28,7 +28,7 @@ class StepStatus(IntEnum):
 
 
 class SlotError(IntEnum):
-    """Why one slot failed: `cadenza.v1.SlotError`."""
+    """The error of a slot: `cadenza.v1.SlotError`."""
 
     NON_FINITE_LOGITS = 1
     GRAMMAR = 2
@@ -38,7 +38,7 @@ class SlotError(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the executor can hold and what one plan may ask for."""
+    """The executor's capacity, and the limits of one plan."""
 
     num_slots: int
     max_num_seqs: int
@@ -53,13 +53,13 @@ class Limits:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Block table entries of a sequence of max_model_len tokens."""
+        """The number of block table entries of a sequence of max_model_len tokens."""
         return -(-self.max_model_len // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedSequence:
-    """All that the executor needs to know of a sequence."""
+    """A sequence's admission: all that the executor needs for it."""
 
     slot: int
     token_ids: IntArray
@@ -73,7 +73,7 @@ class AdmittedSequence:
 
 @dataclass(frozen=True, slots=True)
 class BlockMoves:
-    """Block i goes from sources[i] to destinations[i]; [n] each."""
+    """Moves of blocks: block i moves from sources[i] to destinations[i]; [n] each."""
 
     sources: IntArray = field(default_factory=no_ints)
     destinations: IntArray = field(default_factory=no_ints)
@@ -81,7 +81,7 @@ class BlockMoves:
 
 @dataclass(frozen=True, slots=True)
 class SlotColumns:
-    """A value for each slot named: a block to append, a given token, a fork's source; [n] each."""
+    """A value for each of n slots: a block to append, a given token, or a fork's source; [n] each."""
 
     slots: IntArray = field(default_factory=no_ints)
     values: IntArray = field(default_factory=no_ints)
@@ -98,7 +98,7 @@ class ScheduledTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All that changes for one step; execution.proto states the order in which its parts take effect."""
+    """All changes for one step; execution.proto states the order in which its parts take effect."""
 
     step_id: int
     epoch: int
@@ -137,7 +137,7 @@ class SlotLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SlotCandidates:
-    """The best next tokens of one slot that asked for candidates."""
+    """The best next tokens of one slot that requested candidates."""
 
     slot: int
     token_ids: IntArray
@@ -160,23 +160,23 @@ class StepTimings:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step made, in columns, slots ascending."""
+    """The results of a step, in columns, slots ascending."""
 
     step_id: int
     status: StepStatus
     error_message: str = ""
     slots: IntArray = field(default_factory=no_ints)
-    """[n] slots that were to sample."""
+    """[n] slots that the plan scheduled for sampling."""
     num_tokens: IntArray = field(default_factory=no_ints)
-    """[n] tokens that each sampled; empty: one each."""
+    """[n] number of tokens that each slot sampled; empty: one each."""
     token_ids: IntArray = field(default_factory=no_ints)
     error_slots: IntArray = field(default_factory=no_ints)
     errors: tuple[SlotError, ...] = ()
     logprobs: tuple[SlotLogprobs, ...] = ()
-    """Of sampled tokens, for slots that asked."""
+    """Logprobs of sampled tokens, for slots that requested them."""
     prompt_logprobs: tuple[SlotLogprobs, ...] = ()
-    """Of the prompt tokens that the step's chunks predict, for slots that asked."""
+    """Logprobs of the prompt tokens that the step's chunks predict, for slots that requested them."""
     candidates: tuple[SlotCandidates, ...] = ()
-    """For slots that asked; they sample no token."""
+    """Candidates of slots that requested them; these sample no token."""
     timings: StepTimings = field(default_factory=StepTimings)
     debug_digest: bytes = b""

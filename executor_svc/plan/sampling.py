@@ -1,6 +1,6 @@
-"""The table of sampling parameters: one row for each number that steers how a sequence's tokens are chosen.
+"""The table of sampling parameters: one row for each numeric parameter of a sequence's sampling.
 
-Plans off the wire, checks, slots' columns, rows of a batch, records on the device and warm-up steps read this table.
+Readers of the table: plan conversion, checks, slots' columns, rows of a batch, records on the device, warm-up steps.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from executor_svc.plan.arrays import FloatArray, IntArray, no_floats, no_ints
 
 
 class Need(Enum):
-    """What a parameter that is on needs of a step."""
+    """What a parameter needs of a step while it is on."""
 
     NOTHING = auto()
     """The sampler does not read it."""
     DRAW = auto()
     """A draw from the row's distribution."""
     FLOOR = auto()
-    """The least scaled logit that a draw keeps: `sampling.floors`."""
+    """The smallest scaled logit that a draw keeps: `sampling.floors`."""
     SEARCH = auto()
     """A search for the row's most likely tokens."""
     COUNTS = auto()
-    """Counts of the tokens that the sequence has: `sampling.logits_processors`."""
+    """Counts of the sequence's tokens: `sampling.logits_processors`."""
     REPORT = auto()
-    """Logprobs beside the token."""
+    """Logprobs in addition to the token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One row of the table: how a parameter is checked and kept."""
+    """One row of the table: the check of a parameter and its stored form."""
 
     dtype: type[np.generic]
     need: Need
     must_be: str
-    """What a value has to be, for the error message."""
+    """The requirement on a value, for the error message."""
     is_valid: Callable[[Any], bool]
     off: float
-    """As it is stored while it has no effect, and in slots that nobody has."""
+    """The stored value of a parameter without effect, and of free slots."""
     in_warm_up: float | None = None
-    """A value that is on, for the steps at start; None: steps at start do without."""
+    """A value with an effect, for warm-up steps; None: warm-up steps leave the parameter off."""
     stored: Callable[[Any], Any] = lambda value: value
-    """From the plan's value to the stored one."""
+    """Converts the plan's value to the stored one."""
     name: str = ""
-    """Of the column; by default the parameter's."""
+    """The name of the column; by default that of the parameter."""
 
 
 def _finite(is_valid: Callable[[float], bool] = lambda value: True) -> Callable[[float], bool]:
@@ -62,7 +62,7 @@ def _anything(_: Any) -> bool:
 
 
 def _log(share: float) -> float:
-    """The natural logarithm, -inf of 0."""
+    """Return the natural logarithm; -inf for 0."""
     return float(np.log(share)) if share > 0 else -np.inf
 
 
@@ -72,7 +72,7 @@ def _row(default: Any, column: Column) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSampling:
-    """How a sequence's tokens are chosen: `cadenza.v1.SequenceSampling`. temperature 0 is greedy; None: no logprobs."""
+    """Sampling parameters of a sequence: `cadenza.v1.SequenceSampling`. temperature 0 is greedy; None: no logprobs."""
 
     temperature: float = _row(
         0.0,
@@ -121,7 +121,7 @@ class SequenceSampling:
         ),
     )  # fmt: skip
     num_candidates: int = _row(0, Column(np.int64, Need.NOTHING, "0 or more", _anything, off=0))
-    """Best next tokens returned in place of a sampled one; 0: sample."""
+    """Number of best next tokens returned instead of a sampled one; 0: sample."""
     stop_token_ids: IntArray = field(default_factory=no_ints)
     bias_token_ids: IntArray = field(default_factory=no_ints)
     biases: FloatArray = field(default_factory=no_floats)
@@ -129,11 +129,11 @@ class SequenceSampling:
     bad_words: tuple[IntArray, ...] = ()
 
     def stored(self) -> dict[str, Any]:
-        """Every parameter as its column holds it, by the column's name."""
+        """Return the stored value of every parameter, by the column's name."""
         return {column.name: column.stored(getattr(self, name)) for name, column in COLUMNS.items()}
 
     def needs(self) -> set[Need]:
-        """What the parameters that are on need."""
+        """Return the needs of the parameters that are on."""
         return {column.need for name, column in COLUMNS.items() if column.stored(getattr(self, name)) != column.off}
 
 
@@ -142,16 +142,16 @@ COLUMNS: dict[str, Column] = {
     for each in dataclasses.fields(SequenceSampling)
     if (column := each.metadata.get("column")) is not None
 }
-"""By the parameter's name, in the order of the table."""
+"""Columns by the parameter's name, in the order of the table."""
 
 
 def column_names(*needs: Need) -> list[str]:
-    """The names of the columns whose parameters have one of these needs."""
+    """Return the names of the columns whose parameters have one of these needs."""
     return [column.name for column in COLUMNS.values() if column.need in needs]
 
 
 def in_warm_up(*without: Need) -> SequenceSampling:
-    """Parameters that are on together, but for those with these needs: what the steps at start are made of."""
+    """Return parameters for warm-up steps: all are on together, except those with these needs."""
     return SequenceSampling(
         **{
             name: column.in_warm_up

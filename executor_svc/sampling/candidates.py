@@ -1,7 +1,8 @@
-"""The best next tokens of rows, for beams: a pure function of each logits row and its edits, like the sampler.
+"""The best next tokens of rows, for beam search: a pure function of each logits row and its edits, like the sampler.
 
-As transformers' beam search has it (generation/utils.py, `_beam_search`): log_softmax of the raw logits first, then the
-logits processors on these log-probabilities, then the best of them. Temperature, filters and seed play no part.
+The order is that of transformers' beam search (generation/utils.py, `_beam_search`): log_softmax of the raw logits,
+then the logits processors on these log-probabilities, then the best of them. Temperature, filters and seed have no
+effect.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from executor_svc.sampling.row_math import chunks, log_sum_exp, take_rows, top_i
 
 @dataclass(frozen=True, slots=True)
 class CandidateColumns:
-    """What C rows ask for, in columns."""
+    """The parameters of C rows that need candidates, in columns."""
 
     sources: IntArray
-    """[C] the row of the logits that each reads."""
+    """[C] the logits row that each row reads."""
     num_candidates: IntArray
-    """[C], one or more and at most the vocabulary."""
+    """[C] number of candidates requested: from 1 to the vocabulary size."""
     edits: LogitsEdits | None = None
-    """What changes the log-probabilities of some of the C rows."""
+    """Changes to the log-probabilities of some of the C rows."""
 
 
 def best_candidates(logits: Tensor, columns: CandidateColumns) -> RowCandidates:
-    """The best tokens by edited log-probability of rows of logits [L, vocab] float32, which are not changed.
+    """Return the best tokens by edited log-probability of rows of logits [L, vocab] float32, which are not changed.
 
-    Ties go to the lowest id. What has -inf is no candidate, so a row may have fewer than it asks for. A row whose
-    logits hold NaN, +inf or nothing but -inf fails with NON_FINITE_LOGITS, one that is left without a candidate with
+    Ties go to the lowest id. A token at -inf is no candidate, so a row may have fewer candidates than requested. A row
+    whose logits contain NaN, +inf or only -inf fails with NON_FINITE_LOGITS; a row without any candidate fails with
     NO_ALLOWED_TOKEN.
     """
     num_rows, vocab = len(columns.sources), logits.shape[1]
@@ -55,7 +56,7 @@ def best_candidates(logits: Tensor, columns: CandidateColumns) -> RowCandidates:
     widest = int(columns.num_candidates.max())
     best = torch.cat([top_ids(scores[few], widest) for few in pieces])
     values = scores.gather(1, best)
-    # What is ruled out comes last.
+    # Masked tokens come last.
     found = np.minimum(values.isfinite().sum(dim=1).cpu().numpy(), columns.num_candidates)
     errors = np.where(found > 0, 0, int(SlotError.NO_ALLOWED_TOKEN))
     errors[~finite] = int(SlotError.NON_FINITE_LOGITS)

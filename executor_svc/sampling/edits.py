@@ -1,4 +1,4 @@
-"""What changes in rows of logits before a token is chosen, as flat lists. `logits_processors` says what each means."""
+"""Edits of logits rows before a token is chosen, as flat lists. `logits_processors` defines the meaning of each."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from executor_svc.plan.arrays import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """Tokens of rows as a flat list of pairs, in no particular order; no pair twice where a value belongs to it."""
+    """Tokens of rows as a flat list of (row, id) pairs in any order; a pair that has a value occurs once."""
 
     rows: IntArray
-    """[n]."""
+    """[n] the row of each pair."""
     ids: IntArray
-    """[n]."""
+    """[n] the token id of each pair."""
 
     @classmethod
     def none(cls) -> RowTokens:
-        """No pair."""
+        """Return an empty list of pairs."""
         return cls(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsEdits:
-    """What changes in the logits of P rows of a batch. The rows of pairs are indices into `rows`."""
+    """Edits of the logits of P rows of a batch. The rows of pairs are indices into `rows`."""
 
     rows: IntArray
     """[P] rows of the batch, ascending."""
     allowed: RowTokens
-    """All that may be chosen, in those rows that occur here."""
+    """The only tokens that may be chosen, for the rows that occur in this list."""
     forbidden: RowTokens
-    """Must not be chosen."""
+    """Tokens that must not be chosen."""
     biased: RowTokens
     biases: FloatArray
-    """One for each pair of `biased`."""
+    """The bias of each pair of `biased`."""
     counted: RowTokens
-    """The distinct tokens of penalised histories."""
+    """The distinct tokens in the histories of rows with penalties."""
     counts: FloatArray
-    """Of each pair of `counted`: occurrences in the output."""
+    """For each pair of `counted`: the token's occurrences in the output."""
     repetition_penalty: FloatArray
-    """Of each pair of `counted`; the next two alike."""
+    """For each pair of `counted`, as are the next two."""
     frequency_penalty: FloatArray
     presence_penalty: FloatArray

@@ -1,11 +1,11 @@
-"""Floors: the least scaled logit, log(p / p of the most likely token) under temperature, that a draw keeps.
+"""Floors: the smallest scaled logit, log(p / p of the most likely token) under temperature, that a draw keeps.
 
-A parameter that drops what is too unlikely is a floor. A row with several of them keeps what all of them keep.
+A parameter that drops unlikely tokens is a floor. A row with several floors keeps the tokens that all of them keep.
 
-min_p: a token is kept whose probability is at least min_p times that of the most likely one.
-top_n_sigma (Tang et al., "Top-nσ: Not All Logits Are You Need", arXiv 2411.07641): a token is kept whose logit, before
-temperature, is at most n standard deviations below the highest. The deviation is that of all logits that are not ruled
-out, in float64, summed in the order of `row_math.fold_sum`.
+min_p keeps tokens with a probability of at least min_p times that of the most likely one.
+top_n_sigma (Tang et al., "Top-nσ: Not All Logits Are You Need", arXiv 2411.07641) keeps tokens with a logit, before
+temperature, of at most n standard deviations below the highest. The deviation is that of all logits above -inf,
+in float64, summed in the order of `row_math.fold_sum`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from executor_svc.sampling.row_math import chunks, fold_sum
 
 
 def row_floors(logits: Tensor, rows: IntArray, peak: Tensor, numbers: Mapping[str, Any]) -> Tensor | None:
-    """[n, 1] float32, at most 0, the floors of n rows of logits [L, vocab] float32; None if no row has one.
+    """Return the floors [n, 1] float32, at most 0, of n rows of logits [L, vocab] float32; None if no row has one.
 
-    rows: [n] which of the L; peak: [n, 1] their largest logits; numbers: [n] columns of the rows by name.
+    rows: [n] indices into the L; peak: [n, 1] their largest logits; numbers: [n] columns of the rows by name.
     """
     by_min_p: FloatArray = numbers["log_min_p"]
     by_deviation = np.flatnonzero(numbers["top_n_sigma"])
@@ -40,7 +40,7 @@ def row_floors(logits: Tensor, rows: IntArray, peak: Tensor, numbers: Mapping[st
 
 
 def _deviations(x: Tensor, peak: Tensor) -> Tensor:
-    """[n, 1] float64: the standard deviations of rows x [n, vocab] float32 over what is not -inf; peak: [n, 1]."""
+    """Return the standard deviations [n, 1] float64 of rows x [n, vocab] float32 without -inf; peak: [n, 1]."""
     kept = x > float("-inf")
     below = x.to(torch.float64) - peak
     count = kept.sum(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What the slots that sample want changed in their logits, gathered from arrays by slot into flat lists."""
+"""Gathers the logits edits of the slots that sample, from arrays by slot into flat lists."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from executor_svc.sampling.edits import LogitsEdits, RowTokens
 
 
 def logits_edits(slots: Slots, rows: IntArray) -> LogitsEdits | None:
-    """The edits of these slots [R] for their next token, before `commit`; None if there are none.
+    """Return the edits of these slots [R] for their next token, before `commit`; None if there are none.
 
-    A function of each slot's parameters and token ids alone.
+    They depend only on each slot's parameters and token ids.
     """
     sampling = slots.sampling
     candidates = np.flatnonzero(sampling.processed[rows])
@@ -41,7 +41,7 @@ def logits_edits(slots: Slots, rows: IntArray) -> LogitsEdits | None:
 
 
 def _without_idle_rows(edits: LogitsEdits) -> LogitsEdits | None:
-    """Leave out rows with nothing to change in this step (min_tokens reached, no word begun): they need no copy."""
+    """Remove rows without changes in this step (min_tokens reached, no word begun): they need no copy."""
     lists = (edits.allowed, edits.forbidden, edits.biased, edits.counted)
     touched = np.zeros(len(edits.rows), np.bool_)
     for tokens in lists:
@@ -58,7 +58,7 @@ def _without_idle_rows(edits: LogitsEdits) -> LogitsEdits | None:
 
 
 def _listed(lists: SlotLists, rows: IntArray) -> tuple[RowTokens, IntArray]:
-    """The token ids in the first column of these slots' lists, and their places."""
+    """Return the token ids in the first column of these slots' lists, and their places."""
     owner, places = lists.locate(rows)
     return RowTokens(owner, lists.columns[0][places].astype(np.int64)), places
 
@@ -68,7 +68,7 @@ def _joined(*parts: RowTokens) -> RowTokens:
 
 
 def _early_stops(slots: Slots, rows: IntArray) -> RowTokens:
-    """The stop tokens of slots that have fewer output tokens than min_tokens."""
+    """Return the stop tokens of slots with fewer output tokens than min_tokens."""
     num_output = slots.num_tokens[rows] - slots.num_prompt_tokens[rows]
     early = np.flatnonzero(num_output < slots.sampling["min_tokens"][rows])
     stops, _ = _listed(slots.sampling.stop_ids, rows[early])
@@ -76,13 +76,13 @@ def _early_stops(slots: Slots, rows: IntArray) -> RowTokens:
 
 
 def _bad_words(slots: Slots, rows: IntArray) -> RowTokens:
-    """The last token of every bad word whose other tokens are what the output ends with."""
+    """Return the last token of every bad word whose other tokens end the output."""
     words = slots.sampling.bad_words
     owner, places = words.locate(rows)
     if not len(owner):
         return RowTokens.none()
     token_ids, following = (column[places].astype(np.int64) for column in words.columns)
-    # Where each token of a word would stand, were the word's last one next. All but the last must be there already.
+    # The position of each token of a word if the word's last token came next. All tokens but the last must be present.
     slot = rows[owner]
     position = slots.num_tokens[slot] - following
     in_output = position >= slots.num_prompt_tokens[slot]

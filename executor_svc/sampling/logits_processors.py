@@ -1,20 +1,20 @@
-"""What changes logits before a token is chosen: allowed tokens, bad words, min_tokens, logit bias, penalties.
+"""Edits logits before a token is chosen: allowed tokens, bad words, min_tokens, logit bias, penalties.
 
 The definitions are vLLM's (vllm/v1/sample/sampler.py), in its order:
 
-1. allowed_token_ids: every other token is ruled out.
-2. bad_words: the last token of a word is ruled out where the output ends with the rest of it; a word of one token
+1. allowed_token_ids: every other token is masked.
+2. bad_words: the last token of a word is masked where the output ends with the rest of it; a word of one token
    always. Only the output is matched, not the prompt.
-3. min_tokens: stop tokens are ruled out before that many output tokens.
+3. min_tokens: stop tokens are masked before that many output tokens.
 4. logit_bias is added.
 5. repetition_penalty (Keskar et al., "CTRL", 2019), for tokens of prompt and output: positive logits are divided by it,
-   others multiplied. Then frequency_penalty times the token's count in the output is taken off, then
-   presence_penalty once if it is there at all (both as OpenAI's API defines them).
+   others multiplied. Then frequency_penalty times the token's count in the output is subtracted, then
+   presence_penalty once if the output contains the token (both as OpenAI's API defines them).
 
-Temperature, min_p, top_k and top_p come after, in the sampler. What is ruled out has the logit -inf, which no bias or
-penalty changes, so steps 1 to 3 can be done last. Everything is an elementwise operation in fp32 on single logits, so
-a row's bits do not depend on its company. No sum or quotient becomes infinite: it ends at the largest finite number,
-so that a bias or penalty however large neither rules a token out nor makes a row impossible to sample.
+Temperature, min_p, top_k and top_p come after, in the sampler. A masked token has the logit -inf, which no bias or
+penalty changes, so steps 1 to 3 can run last. Every step is an elementwise operation in fp32 on single logits, so
+a row's bits do not depend on the other rows of the batch. No sum or quotient becomes infinite: it is clamped to the
+largest finite number, so that no bias or penalty, however large, masks a token or makes a row impossible to sample.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _RULED_OUT = float("-inf")
 
 
 def process(logits: Tensor, edits: LogitsEdits, sources: IntArray | None = None) -> Tensor:
-    """The edited logits [P, vocab] of the rows `edits.rows`, which read logits [L, vocab] fp32 that stay as they are.
+    """Return the edited logits [P, vocab] of the rows `edits.rows`; the logits [L, vocab] fp32 are not changed.
 
-    sources: [R] the row of the logits that each row of the batch reads; None: its own.
+    sources: [R] the logits row that each row of the batch reads; None: its own.
     """
     x = logits.index_select(0, _on(logits, source_rows(edits.rows, sources)))
     flat = x.view(-1)
@@ -55,7 +55,7 @@ def process(logits: Tensor, edits: LogitsEdits, sources: IntArray | None = None)
 
 
 def _penalise(value: Tensor, edits: LogitsEdits) -> Tensor:
-    """The logits [h] of counted tokens under their three penalties."""
+    """Return the logits [h] of counted tokens with their three penalties applied."""
     repetition, counts = _on(value, edits.repetition_penalty), _on(value, edits.counts)
     penalised = torch.where(value > 0, value / repetition, value * repetition)
     penalised = _bounded(value, penalised) - _on(value, edits.frequency_penalty) * counts
@@ -64,7 +64,7 @@ def _penalise(value: Tensor, edits: LogitsEdits) -> Tensor:
 
 
 def _bounded(before: Tensor, after: Tensor) -> Tensor:
-    """The new logits, finite where they overflowed; what was ruled out stays so."""
+    """Return the new logits, clamped where they overflowed; masked tokens stay masked."""
     return torch.where(before == _RULED_OUT, before, after.clamp(-_LARGEST, _LARGEST))
 
 
@@ -73,5 +73,5 @@ def _flat_index(x: Tensor, tokens: RowTokens) -> Tensor:
 
 
 def _on(x: Tensor, values: IntArray | FloatArray) -> Tensor:
-    """These values on the device of x."""
+    """Return these values on the device of x."""
     return torch.from_numpy(values).to(x.device)

@@ -1,4 +1,4 @@
-"""Logprobs, ranks and best tokens of rows of logits: of sampled tokens, and of prompt tokens."""
+"""Logprobs, ranks and best tokens of rows of logits, for sampled tokens and for prompt tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from executor_svc.sampling.row_math import chunks, log_sum_exp, source_rows, tak
 def row_logprobs(
     logits: Tensor, tokens: IntArray, rows: IntArray, num_top: IntArray, sources: IntArray | None = None
 ) -> RowLogprobs:
-    """Logprobs, ranks and best tokens of these of R rows, which read raw logits [L, vocab].
+    """Return logprobs, ranks and best tokens of n of R rows, which read raw logits [L, vocab].
 
     Args:
         logits: [L, vocab] float32.
-        tokens: [R].
-        rows: [n] of the R rows.
-        num_top: [n] best tokens wanted beside each.
-        sources: [R] the row of the logits that each reads; None: its own.
+        tokens: [R] the token of each row.
+        rows: [n] indices into the R rows.
+        num_top: [n] number of best tokens requested for each.
+        sources: [R] the logits row that each row reads; None: its own.
     """
     vocab = logits.shape[1]
     widest = min(int(num_top.max()), vocab)
@@ -34,7 +34,7 @@ def row_logprobs(
 
 
 def _logprobs_of_few(x: Tensor, tokens: IntArray, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logprob and rank [n] of each row's token, ids and logprobs [n, num_top] of its best."""
+    """Return logprob and rank [n] of each row's token, ids and logprobs [n, num_top] of its best tokens."""
     device = x.device
     chosen = torch.from_numpy(tokens)[:, None].to(device)
     log_total = log_sum_exp(x)

@@ -1,4 +1,4 @@
-"""Random numbers as pure functions: Philox4x32-10 makes a key for each row, splitmix64 spreads it over token ids.
+"""Random numbers as pure functions: Philox4x32-10 returns a key for each row, splitmix64 spreads it over token ids.
 
 Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11; constants and known answers
 from the authors' Random123 library. splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
@@ -24,7 +24,7 @@ _BELOW_ONE = 1.0 - 2.0**-24
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of this uint64."""
+    """Return the int64 with the bits of this uint64."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -34,7 +34,7 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 class Purpose(IntEnum):
-    """What a draw is for: draws for different purposes are independent."""
+    """The purpose of a draw: draws for different purposes are independent."""
 
     SAMPLE = 0
 
@@ -55,7 +55,7 @@ def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[
 def row_keys(
     seeds: NDArray[np.uint64], sample_indices: NDArray[np.int64], positions: NDArray[np.int64], purpose: Purpose
 ) -> NDArray[np.int64]:
-    """A 64-bit key per row, [n] int64, from its seed, sample index, the new token's absolute position, and purpose."""
+    """Return a 64-bit key per row, [n] int64, of seed, sample index, the new token's absolute position and purpose."""
     counter = np.zeros((4, len(seeds)), np.uint64)
     counter[0] = positions
     counter[1] = sample_indices
@@ -66,10 +66,10 @@ def row_keys(
 
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32, for each (key, token id), which broadcast against each other; both int64.
+    """Return standard Gumbel noise, float32, for each (key, token id), which broadcast against each other; both int64.
 
-    A value is a function of its key and its id alone: all steps are elementwise. With v uniform in (0, 1), -log1p(-v)
-    is exponential and exact for the small values that win a race; minus its log is Gumbel.
+    A value depends only on its key and its id: all steps are elementwise. With v uniform in (0, 1), -log1p(-v) has an
+    exponential distribution and is exact for the small values that win a race; minus its log has a Gumbel one.
     """
     z = keys + token_ids * GOLDEN_GAMMA
     # >> is arithmetic: the mask makes it logical.

@@ -1,4 +1,4 @@
-"""Logprobs of prompt tokens, computed chunk by chunk as the prompt is, and never with all their logits at once."""
+"""Logprobs of prompt tokens, computed with each chunk of the prompt, in pieces that bound the memory for logits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _PIECE_BYTES = 64 << 20
 
 
 def prompt_logprobs(
-    asked: PromptRows, vocab_size: int, logits: Callable[[IntArray], Tensor]
+    requested: PromptRows, vocab_size: int, logits: Callable[[IntArray], Tensor]
 ) -> tuple[tuple[SlotLogprobs, ...], IntArray]:
-    """One entry for each slot that asked, and the slots whose logits were not finite.
+    """Return one entry for each slot that requested prompt logprobs, and the slots whose logits were not finite.
 
     Args:
-        asked: what to tell.
+        requested: the prompt tokens of this step.
         vocab_size: width of the logits.
-        logits: gives the logits [n, vocab_size] float32 of n of `asked.rows`; a row's bits must not depend on n.
+        logits: returns the logits [n, vocab_size] float32 of n of `requested.rows`; a row's bits must not depend on n.
     """
-    num_top = np.repeat(asked.num_top, asked.counts)
+    num_top = np.repeat(requested.num_top, requested.counts)
     top_ends = np.cumsum(num_top)
     num_rows, num_best = len(num_top), int(top_ends[-1])
     columns = PromptColumns(
@@ -40,21 +40,22 @@ def prompt_logprobs(
     for start in range(0, num_rows, step):
         piece = slice(start, start + step)
         best = slice(int(top_ends[start] - num_top[start]), int(top_ends[piece][-1]))
-        finite[piece] = _fill(columns, piece, best, logits(asked.rows[piece]), asked.token_ids[piece], num_top[piece])
-    owner = np.repeat(asked.slots, asked.counts)
-    return by_slot(asked, columns), np.unique(owner[~finite])
+        token_ids = requested.token_ids[piece]
+        finite[piece] = _fill(columns, piece, best, logits(requested.rows[piece]), token_ids, num_top[piece])
+    owner = np.repeat(requested.slots, requested.counts)
+    return by_slot(requested, columns), np.unique(owner[~finite])
 
 
 def _fill(
     columns: PromptColumns, piece: slice, best: slice, logits: Tensor, token_ids: IntArray, num_top: IntArray
 ) -> BoolArray:
-    """Write the logprobs of a piece of rows to its place in the columns; returns [n]: are a row's logits finite."""
+    """Write the logprobs of a piece of rows into the columns; return [n], whether each row's logits are finite."""
     found = row_logprobs(logits, token_ids, np.arange(len(num_top)), num_top)
     columns.chosen[piece] = found.chosen
     columns.ranks[piece] = found.ranks
-    wanted = np.arange(found.top.shape[1]) < num_top[:, None]
-    columns.top_ids[best] = found.top_ids[wanted]
-    columns.top[best] = found.top[wanted]
-    # The largest is NaN if any is; -inf alone is a token that the model rules out.
+    is_requested = np.arange(found.top.shape[1]) < num_top[:, None]
+    columns.top_ids[best] = found.top_ids[is_requested]
+    columns.top[best] = found.top[is_requested]
+    # The maximum is NaN if any logit is; a single -inf is a token that the model masks.
     finite: BoolArray = logits.amax(dim=1).isfinite().cpu().numpy()
     return finite

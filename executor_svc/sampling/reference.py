@@ -1,4 +1,4 @@
-"""What sampling parameters mean, spelled out in float64 for one row: what tests hold both devices to."""
+"""The sampling distribution of one row in float64: the reference that tests compare both devices with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def probabilities(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> Row:
-    """[vocab] the distribution of a draw from edited logits [vocab]: filters in this order, ties to the lowest id."""
+    """Return the distribution [vocab] of a draw from edited logits [vocab].
+
+    Filters apply in the order of the arguments; ties go to the lowest id.
+    """
     x = logits.astype(np.float64)
     if top_n_sigma > 0:
         x[x < x.max() - top_n_sigma * x[np.isfinite(x)].std()] = -np.inf

@@ -1,4 +1,4 @@
-"""Operations over rows of logits that give a row the same bits whatever other rows are there; see `sampler`."""
+"""Operations over rows of logits; a row's bits do not depend on the other rows of the batch, see `sampler`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from executor_svc.plan.arrays import IntArray
 
-# Elements of rows from which candidates or logprobs are taken at once. Measured: above about 2 MB every temporary costs
-# fresh pages, and an exp of 10 x 49152 took 8.8 ms where four rows took 0.13 ms.
+# Elements of rows that are processed at once for candidates or logprobs. Measured: above about 2 MB every temporary
+# costs fresh pages, and an exp of 10 x 49152 took 8.8 ms where four rows took 0.13 ms.
 _CHUNK_ELEMENTS = 1 << 17
-# Width from which a folded sum goes on in float64.
+# Width at which a folded sum changes to float64.
 _NARROW = 4096
 
 
 def argmax(x: Tensor) -> IntArray:
-    """[R] the lowest id among the largest of each row; -1 for a row with NaN or +inf, or nothing but -inf."""
-    # A NaN counts as largest, so the value that is found is finite exactly if the row can be sampled.
+    """Return the lowest id of the maximum of each row, [R]; -1 for a row with NaN or +inf, or only -inf."""
+    # A NaN counts as largest, so the maximum is finite exactly if the row can be sampled.
     if x.device.type == "cpu":
         # numpy's argmax is vectorized and needs no thread barrier: 64 x 49152 took 0.15 ms, torch's 2 to 8 ms.
         ids: IntArray = x.numpy().argmax(axis=1)
@@ -30,37 +30,37 @@ def argmax(x: Tensor) -> IntArray:
 
 
 def chunks(rows: IntArray, vocab: int) -> Iterator[IntArray]:
-    """The rows in pieces that stay in cache."""
+    """Split the rows into pieces that stay in cache."""
     step = max(1, _CHUNK_ELEMENTS // vocab)
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
 
 
 def are_all(rows: IntArray, num_rows: int) -> bool:
-    """Are these all of so many rows, each once and in order."""
+    """Return whether these are all `num_rows` rows, each once and in order."""
     return len(rows) == num_rows and bool((rows == np.arange(num_rows)).all())
 
 
 def take_rows(x: Tensor, rows: IntArray) -> Tensor:
-    """These rows, in any order and as often as named; x itself if they are all, each once and in order."""
+    """Return these rows, in any order and with repetitions; x itself if they are all rows, each once and in order."""
     return x if are_all(rows, x.shape[0]) else x.index_select(0, torch.from_numpy(rows).to(x.device))
 
 
 def source_rows(rows: IntArray, sources: IntArray | None) -> IntArray:
-    """The rows of logits that these rows read; sources None: their own."""
+    """Return the logits rows that these rows read; sources None: their own."""
     return rows if sources is None else sources[rows]
 
 
 def log_sum_exp(x: Tensor) -> Tensor:
-    """[n, w] float32 -> [n, 1] float64: the log of the sum of exp(x)."""
+    """Return the log of the sum of exp(x) of each row: [n, w] float32 -> [n, 1] float64."""
     peak = x.amax(dim=1, keepdim=True)
     return fold_sum((x - peak).exp_()).log_() + peak
 
 
 def fold_sum(x: Tensor) -> Tensor:
-    """[n, w] float32 -> [n, 1] float64: sums by folding rows in halves, in float64 once they are narrow.
+    """Return the sum of each row, [n, w] float32 -> [n, 1] float64, by folding rows in halves, the last in float64.
 
-    These are elementwise additions, so a row's bits are its own.
+    Folds are elementwise additions, so a row's bits do not depend on the other rows.
     """
     while x.shape[1] > 1:
         if x.shape[1] <= _NARROW:
@@ -75,7 +75,7 @@ def fold_sum(x: Tensor) -> Tensor:
 
 
 def top_ids(logits: Tensor, size: int) -> Tensor:
-    """[n, size] ids of the largest logits, best first, ties to the lowest id, whatever top-k does with ties."""
+    """Return the ids of the largest logits, [n, size], best first, ties to the lowest id, unlike torch's top-k."""
     vocab = logits.shape[1]
     # A float's bits, sign undone, order like the float; -0.0 becomes 0.0 first. The id breaks ties from below.
     bits = (logits + 0.0).view(torch.int32)
@@ -85,7 +85,7 @@ def top_ids(logits: Tensor, size: int) -> Tensor:
 
 
 def _largest(keys: Tensor, size: int) -> Tensor:
-    """[n, size] the largest of each row of int64 keys, largest first; all keys of a row differ."""
+    """Return the largest int64 keys of each row, [n, size], largest first; all keys of a row differ."""
     if keys.device.type != "cpu":
         return keys.topk(size, dim=1).values
     # numpy's partition and sort are vectorized: 64 x 4096 took 0.15 and 0.6 ms, torch's topk and sort 5.5 and 32 ms.

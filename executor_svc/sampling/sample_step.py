@@ -1,4 +1,4 @@
-"""What a step makes of its logits: a token for each slot that samples, candidates for each that asks for them."""
+"""Computes a step's tokens from its logits: a token for each slot that samples, or the candidates that it requested."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from executor_svc.batch.slots import Scheduled, Slots
 from executor_svc.batch.step_result import SampledTokens
 from executor_svc.plan.arrays import IntArray
 from executor_svc.sampling.candidates import best_candidates
-from executor_svc.sampling.row_columns import candidate_columns, sampling_columns
+from executor_svc.sampling.columns import candidate_columns, sampling_columns
 from executor_svc.sampling.sampler import sample, sample_greedy
 
 
 def choose(logits: Tensor, best: IntArray, slots: Slots, scheduled: Scheduled) -> SampledTokens:
-    """Read the logits [L, vocab] float32, contiguous, for each of scheduled.sampling_slots [R]; before `commit`.
+    """Choose a token or candidates for each of scheduled.sampling_slots [R]; before `commit`.
 
-    best: [L] the most likely token of each row, -1 where it can not be sampled.
+    logits: [L, vocab] float32, contiguous; best: [L] the most likely token of each row, -1 if it cannot be sampled.
     """
     if slots.sampling.greedy[scheduled.sampling_slots].all():
         return sample_greedy(best.copy() if scheduled.sources is None else best[scheduled.sources])

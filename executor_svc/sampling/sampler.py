@@ -1,20 +1,18 @@
 """Choosing tokens: a pure function of each logits row, its parameters, seed, sample index, position and token history.
 
-A row's token and logprobs have the same bits whatever it is sampled with. Only these are applied to whole rows:
+A row's token and logprobs have the same bits in every batch. Only these operations are applied to whole rows:
 elementwise operations (measured on torch 2.13, 1 to 7 threads, odd widths and offsets: no value of exp, log or log1p
-depends on its place), maxima and integer counts (exact in any order), sums folded in an order that the width alone
-fixes (torch's own `sum` has other bits for one row than for several), and running sums, which go one by one.
+depends on its place), maxima and integer counts (exact in any order), sums folded in an order that depends only on the
+width (torch's own `sum` has other bits for one row than for several), and running sums, which add one by one.
 
-First come the changes of `logits_processors`, then filters in vLLM's order: temperature, floors (`floors`), top_k,
+The edits of `logits_processors` come first, then filters in vLLM's order: temperature, floors (`floors`), top_k,
 top_p; ties go to the lowest id everywhere. The draw is the Gumbel-max trick with noise keyed per token id, so a filter
-can shrink the candidates first and the noise is made for those alone. Only rows whose logits change are copied.
+can reduce the candidates first and noise is computed only for the rest. Only rows whose logits change are copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,64 +21,37 @@ from torch import Tensor
 from executor_svc.batch.step_result import SampledTokens
 from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
 from executor_svc.plan.plan import SlotError
-from executor_svc.plan.sampling import Need
-from executor_svc.sampling.edits import LogitsEdits
+from executor_svc.sampling.columns import SamplingColumns
 from executor_svc.sampling.floors import row_floors
 from executor_svc.sampling.logits_processors import process
 from executor_svc.sampling.logprobs import row_logprobs
 from executor_svc.sampling.noise import Purpose, gumbel, row_keys
 from executor_svc.sampling.row_math import are_all, argmax, chunks, fold_sum, source_rows, top_ids
 
-# Candidates looked at before falling back on more; a row's prefix depends on its own parameters and logits only.
+# Numbers of candidates to try, in order; a row's number depends on its own parameters and logits only.
 _PREFIXES = (128, 2048)
 # Elements of a full-vocabulary draw held at once, for each thread: small enough for the L2 cache.
 _TILE_ELEMENTS = 32768
 
 
-SAMPLER_NEEDS = (Need.DRAW, Need.FLOOR, Need.SEARCH, Need.REPORT)
-"""Parameters with these needs are columns of the sampler."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingColumns:
-    """Parameters of R rows, in columns."""
-
-    numbers: Mapping[str, Any]
-    """[R] each: the columns of the table (`plan.sampling`) with SAMPLER_NEEDS, by name."""
-    position: IntArray
-    """[R], of the token to be chosen."""
-    edits: LogitsEdits | None = None
-    """What changes the logits of some rows first."""
-    sources: IntArray | None = None
-    """[R] the row of the logits that each reads, in any order; None: its own."""
-
-    def __getitem__(self, name: str) -> Any:
-        """[R] the column of this name."""
-        return self.numbers[name]
-
-    def take(self, rows: IntArray) -> SamplingColumns:
-        """The columns of these rows, for filters and draws: without edits and sources."""
-        return SamplingColumns({name: values[rows] for name, values in self.numbers.items()}, self.position[rows])
-
-
 def sample_greedy(best: IntArray) -> SampledTokens:
-    """Take the most likely token of each of R rows whose logits stay as they are; best: [R], as `row_math.argmax`."""
+    """Choose the most likely token of each of R rows without edits; best: [R], as from `row_math.argmax`."""
     return SampledTokens(best, np.where(best < 0, int(SlotError.NON_FINITE_LOGITS), 0), None)
 
 
 def sample(logits: Tensor, columns: SamplingColumns, best: IntArray | None = None) -> SampledTokens:
     """Choose a token for each of R rows, which read logits [L, vocab] float32, contiguous; these are not changed.
 
-    best: [L], as `row_math.argmax` finds it in the logits, where that is known.
+    best: [L], as `row_math.argmax` returns it for the logits, if already known.
 
-    Several rows may read the same logits: each has the token that it has alone. A row whose logits hold NaN, +inf or
-    nothing but -inf fails with NON_FINITE_LOGITS, one whose edits rule every token out with NO_ALLOWED_TOKEN; the
-    others do not notice.
+    Several rows may read the same logits: each gets the token that it gets alone. A row whose logits contain NaN, +inf
+    or only -inf fails with NON_FINITE_LOGITS, a row whose edits mask every token with NO_ALLOWED_TOKEN; other rows are
+    not affected.
     """
     tokens, sources = argmax(logits) if best is None else best.copy(), columns.sources
     if sources is not None:
         tokens = tokens[sources]
-    # Edits hide no NaN: a row is judged by its raw logits first.
+    # The raw logits decide first whether a row fails, so edits hide no NaN.
     errors = sample_greedy(tokens).errors
     drawn = columns["temperature"] > 0
     edits = columns.edits
@@ -90,14 +61,14 @@ def sample(logits: Tensor, columns: SamplingColumns, best: IntArray | None = Non
     plain = np.flatnonzero(drawn & (errors == 0))
     if len(plain):
         tokens[plain] = _draw(logits, source_rows(plain, sources), tokens[plain], columns.take(plain))
-    asked = np.flatnonzero((columns["num_logprobs"] >= 0) & (errors == 0))
-    num_top = columns["num_logprobs"][asked]
-    logprobs = row_logprobs(logits, tokens, asked, num_top, sources) if len(asked) else None
+    requested = np.flatnonzero((columns["num_logprobs"] >= 0) & (errors == 0))
+    num_top = columns["num_logprobs"][requested]
+    logprobs = row_logprobs(logits, tokens, requested, num_top, sources) if len(requested) else None
     return SampledTokens(tokens, errors, logprobs)
 
 
 def _choose_edited(x: Tensor, rows: IntArray, columns: SamplingColumns, tokens: IntArray, errors: IntArray) -> None:
-    """Choose for the rows [P] of the batch whose edited logits are x [P, vocab], into tokens and errors [R]."""
+    """Choose tokens for the rows [P] of the batch with edited logits x [P, vocab]; write tokens and errors [R]."""
     best = argmax(x)
     nothing_left = (best < 0) & (errors[rows] == 0)
     errors[rows[nothing_left]] = int(SlotError.NO_ALLOWED_TOKEN)
@@ -108,9 +79,9 @@ def _choose_edited(x: Tensor, rows: IntArray, columns: SamplingColumns, tokens: 
 
 
 def _draw(logits: Tensor, rows: IntArray, best: IntArray, columns: SamplingColumns) -> IntArray:
-    """A token for each of the n rows named of logits [L, vocab]; all have a temperature above 0.
+    """Draw a token for each of n rows [n] of logits [L, vocab]; all have a temperature above 0.
 
-    best: [n] ids of their largest logits; columns: of these rows.
+    best: [n] ids of their largest logits; columns: those of these n rows.
     """
     drawn = _Rows.of(logits, rows, best, columns)
     top_k, vocab = columns["top_k"], logits.shape[1]
@@ -136,21 +107,21 @@ def _draw(logits: Tensor, rows: IntArray, best: IntArray, columns: SamplingColum
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """n rows of some logits and what is needed to filter and draw from them, as [n, 1] tensors beside them."""
+    """n rows of logits, and the parameters to filter and draw from them, as [n, 1] tensors."""
 
     source: Tensor
-    """[L, vocab] logits that hold these rows among others, and are copied only as far as `logits` is asked."""
+    """[L, vocab] logits that contain these rows; `logits` copies only the part that it returns."""
     index: Tensor | None
-    """[n] which rows of source; None: all."""
+    """[n] indices into the rows of source; None: all rows."""
     peak: Tensor
     """Largest logit."""
     temperature: Tensor
     floor: Tensor | None
-    """Least scaled logit that is kept, at most 0; None: all are."""
+    """Smallest scaled logit that is kept, at most 0; None: all are kept."""
     top_k: Tensor
-    """vocab: off."""
+    """The vocabulary size means off."""
     top_p: Tensor
-    """float64; 1: off."""
+    """float64; 1 means off."""
     key: Tensor
     """int64 keys of the noise."""
 
@@ -176,7 +147,7 @@ class _Rows:
         )
 
     def take(self, rows: IntArray) -> _Rows:
-        """These of the n rows, ascending."""
+        """Return a subset of the n rows; rows: ascending."""
         if len(rows) == len(self.peak):
             return self
         index = torch.from_numpy(rows).to(self.peak.device)
@@ -192,18 +163,18 @@ class _Rows:
         )
 
     def logits(self, start: int = 0, end: int | None = None) -> Tensor:
-        """The logits of token ids start to end - 1, [n, end - start]."""
+        """Return the logits of token ids start to end - 1, [n, end - start]."""
         part = self.source[:, start:end]
         return part if self.index is None else part.index_select(0, self.index)
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """log(p / p of the most likely token) of these rows' logits [n, any] at temperature; -inf below the floor."""
+        """Return log(p / p of the most likely token) of these rows' logits [n, any]; -inf below the floor."""
         y = (logits - self.peak).div_(self.temperature)
         return y if self.floor is None else y.masked_fill_(y < self.floor, float("-inf"))
 
 
 def _race_all(rows: _Rows) -> Tensor:
-    """[n] int64: a draw from the whole vocabulary, in tiles of token ids that stay in cache."""
+    """Draw a token [n] int64 from the whole vocabulary, in tiles of token ids that stay in cache."""
     n, vocab = len(rows.peak), rows.source.shape[1]
     device = rows.source.device
     width = max(64, _TILE_ELEMENTS * torch.get_num_threads() // n) if device.type == "cpu" else vocab
@@ -221,9 +192,9 @@ def _race_all(rows: _Rows) -> Tensor:
 
 
 def _race_prefix(rows: _Rows, size: int) -> tuple[IntArray, BoolArray]:
-    """A draw from the candidates that top_k and top_p leave, looked for among each row's `size` most likely tokens.
+    """Draw from the candidates that top_k and top_p leave among each row's `size` most likely tokens.
 
-    Returns tokens [n] and whether `size` was enough [n]; where it was not the token means nothing.
+    Returns tokens [n], and whether `size` was enough [n]; otherwise the token is undefined.
     """
     logits = rows.logits()
     vocab = logits.shape[1]
@@ -233,13 +204,13 @@ def _race_prefix(rows: _Rows, size: int) -> tuple[IntArray, BoolArray]:
     mass.masked_fill_(torch.arange(size, device=ids.device) >= rows.top_k, 0.0)
     running = mass.cumsum(dim=1)
     limited = rows.top_k < vocab
-    # A fold over the vocabulary, if any row's nucleus is one of the whole distribution.
+    # Sums over the vocabulary only if some row has top_p without top_k.
     total = running[:, -1:] if bool(limited.all()) else torch.where(limited, running[:, -1:], _total_mass(rows, logits))
-    # Kept: what is needed to reach top_p, so every token before which less than that has been gathered.
-    wanted = torch.where(rows.top_p < 1, rows.top_p * total, float("inf"))
-    kept = (running - mass < wanted) & (mass > 0)
+    # top_p keeps every token with less than top_p of the mass before it.
+    target = torch.where(rows.top_p < 1, rows.top_p * total, float("inf"))
+    kept = (running - mass < target) & (mass > 0)
     kept[:, 0] = True
-    decided = limited | (running[:, -1:] >= wanted) | (mass[:, -1:] == 0)
+    decided = limited | (running[:, -1:] >= target) | (mass[:, -1:] == 0)
     score = y.masked_fill_(~kept, float("-inf")).add_(gumbel(rows.key, ids))
     highest = score.amax(dim=1, keepdim=True)
     tokens = torch.where(score == highest, ids, vocab).amin(dim=1)
@@ -248,5 +219,5 @@ def _race_prefix(rows: _Rows, size: int) -> tuple[IntArray, BoolArray]:
 
 
 def _total_mass(rows: _Rows, logits: Tensor) -> Tensor:
-    """[n, 1] float64: the sum over the vocabulary of p / p of the most likely token, in an order fixed by the width."""
+    """Return the sum [n, 1] float64 of p / p of the most likely token, in an order that depends only on the width."""
     return fold_sum(rows.scaled(logits).exp_())

@@ -1,4 +1,4 @@
-"""The wire and the plan, one into the other, and nothing else: no check beyond what columns need to be read."""
+"""Converts plans from and results to their wire form; checks only what is needed to read columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from executor_svc.plan.sampling import SequenceSampling
 
 
 def _ints(values: Any) -> IntArray:
-    """A packed repeated field as [n] int64."""
+    """Return a packed repeated field as [n] int64."""
     return np.fromiter(values, np.int64, len(values))
 
 
@@ -32,7 +32,7 @@ def _same_length(part: str, *columns: Sequence[Any] | np.ndarray[Any, Any]) -> N
 
 
 def plan_from_wire(message: pb.StepPlan) -> p.StepPlan:
-    """Read a plan; raises InvalidPlan if its columns do not belong together."""
+    """Read a plan; raises InvalidPlan if its columns differ in length."""
     reserved: list[str] = []
     if message.HasField("drafts"):
         reserved.append("drafts")
@@ -70,7 +70,7 @@ def _slot_columns(part: str, slots: Any, values: Any) -> p.SlotColumns:
 
 
 def _first_group(part: str, groups: Iterable[int], reserved: list[str]) -> None:
-    """Note KV groups other than 0, which only hybrid models have."""
+    """Add KV groups other than 0, which only hybrid models have, to the reserved fields."""
     reserved.extend(f"{part}.kv_group {group}" for group in groups if group)
 
 
@@ -120,7 +120,7 @@ def _admitted(message: pb.AdmittedSequence, reserved: list[str]) -> p.AdmittedSe
 
 
 def sampling_from_wire(message: types_pb2.SequenceSampling) -> SequenceSampling:
-    """Read every field that is set, by its name in the table; the others are off."""
+    """Read every field that is set, by its name in the table; other fields are off."""
     _same_length("biases", message.bias_token_ids, message.biases)
     return SequenceSampling(
         **{field.name: _READERS.get(field.name, _number)(value) for field, value in message.ListFields()}
@@ -141,13 +141,13 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def result_to_wire(result: p.StepResult, epoch: int, incarnation: int) -> pb.StepResult:
-    """Write a result of this session."""
+    """Return the wire form of a result of this session."""
     timings = result.timings
     return pb.StepResult(
         step_id=result.step_id,
         epoch=epoch,
         incarnation=incarnation,
-        # The enums of plan.py have the protocol's numbers.
+        # The enums of plan.py have the numbers of the protocol.
         status=cast(pb.StepStatus.ValueType, int(result.status)),
         error_message=result.error_message,
         slots=result.slots.tolist(),
@@ -188,7 +188,7 @@ def _slot_candidates(item: p.SlotCandidates) -> pb.SlotCandidates:
 
 
 def description_to_wire(description: Description) -> pb.DescribeResponse:
-    """Write the description."""
+    """Return the wire form of the description."""
     loaded, limits, geometry = description.loaded, description.limits, description.loaded.geometry
     features = [
         pb.EXECUTOR_FEATURE_LOGPROBS,

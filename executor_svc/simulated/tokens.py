@@ -1,7 +1,7 @@
-"""What the simulated executor must answer, known in advance: from the tokens alone, one by one, without any KV.
+"""The expected tokens of the simulated executor, computed from the sequence's tokens alone, one by one, without KV.
 
-Written apart from the executor's arrays, in plain integers: the same model said twice, so that one checks the other.
-A token costs O(1) by the two running sums of `hashing`.
+An independent implementation of the same model in plain integers, without the executor's arrays: tests compare the
+two. A token costs O(1) by the two running sums of `hashing`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MASK = (1 << 64) - 1
 
 
 class SimulatedContext:
-    """A sequence so far, as the simulated model knows it."""
+    """The state of the simulated model after a sequence of tokens."""
 
     def __init__(self, token_ids: Sequence[int] = ()) -> None:
         self.length = 0
@@ -28,14 +28,14 @@ class SimulatedContext:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
-        """The next token."""
+        """Append the next token."""
         token = _mix((int(token_id) + GAMMA) & _MASK)
         self._digest = (self._digest + _mix((token + self.length * GAMMA) & _MASK)) & _MASK
         self._sum = (self._sum + _mix((self._digest + _position_key(self.length)) & _MASK)) & _MASK
         self.length += 1
 
     def logits_hash(self) -> int:
-        """What stands for the logits of the token that follows; there must be one before it."""
+        """Return the hash that represents the logits of the next token; the sequence must not be empty."""
         return _mix((self._sum + GAMMA) & _MASK)
 
 
@@ -48,9 +48,9 @@ def expected_tokens(
     sample_index: int = 0,
     output: Sequence[int] = (),
 ) -> list[int]:
-    """The next `count` tokens after prompt and output; the last is a stop token, or what none may follow.
+    """Return the next `count` tokens after prompt and output; fewer after a stop token or if no token is allowed.
 
-    Of which sample is said by `sample_index` here, whatever `sampling` says of it.
+    `sample_index` selects the sample; the one in `sampling` is ignored.
     """
     context, tokens = SimulatedContext([*prompt, *output]), [int(token) for token in output]
     stops = set(map(int, sampling.stop_token_ids))
@@ -72,7 +72,7 @@ def expected_tokens(
 def expected_candidates(
     prompt: Sequence[int], output: Sequence[int], sampling: SequenceSampling, count: int, vocab_size: int
 ) -> list[tuple[int, float]]:
-    """The `count` best candidates (token id, logprob) after prompt and output, best first; fewer if fewer are left."""
+    """Return the `count` best (token id, logprob) after prompt and output, best first; fewer if fewer are allowed."""
     value = SimulatedContext([*prompt, *output]).logits_hash()
     ranked = _allowed(value, sampling, output, vocab_size)
     return [(token, rank_logprob(value, rank, vocab_size)) for (token, rank), _ in zip(ranked, range(count))]  # noqa: B905
@@ -81,7 +81,7 @@ def expected_candidates(
 def expected_logprobs(
     token_ids: Sequence[int], index: int, num_top: int, vocab_size: int
 ) -> tuple[float, int, list[int], list[float]]:
-    """Of token_ids[index], 1 or more: logprob, rank from 1, the best token ids, and their logprobs."""
+    """Return logprob and rank, from 1, of token_ids[index], the best token ids and their logprobs; index: from 1."""
     value = SimulatedContext(token_ids[:index]).logits_hash()
     ranks = range(min(num_top, vocab_size))
     rank = _rank(value, int(token_ids[index]), vocab_size)
@@ -94,7 +94,7 @@ def expected_logprobs(
 
 
 def rank_logprob(logits_hash: int, rank: int, vocab_size: int) -> float:
-    """The logprob at a rank, from 0: the best has 0.5 to 0.9, rank r shares the rest by 1 / (r (r + 1))."""
+    """Return the logprob at a rank, from 0: the best has 0.5 to 0.9, rank r 1 / (r (r + 1)) of the rest."""
     first = 0.5 + 0.4 * ((logits_hash >> 40) + 1) / 2.0**24
     if rank == 0:
         return math.log(first)
@@ -104,7 +104,7 @@ def rank_logprob(logits_hash: int, rank: int, vocab_size: int) -> float:
 def _allowed(
     value: int, sampling: SequenceSampling, output: Sequence[int], vocab_size: int
 ) -> Iterator[tuple[int, int]]:
-    """(token, rank) from the best on, without those that are ruled out."""
+    """Yield (token, rank) of the allowed tokens, best first."""
     ruled_out = _ruled_out(sampling, [int(token) for token in output])
     only = set(map(int, sampling.allowed_token_ids))
     if only:
@@ -117,7 +117,7 @@ def _allowed(
 
 
 def _ruled_out(sampling: SequenceSampling, output: list[int]) -> set[int]:
-    """Stop tokens that come too early, and the last tokens of bad words that have begun."""
+    """Return stop tokens before min_tokens, and the last tokens of bad words that the output has begun."""
     tokens = set(map(int, sampling.stop_token_ids)) if len(output) < sampling.min_tokens else set()
     for word in sampling.bad_words:
         *begin, last = map(int, word)
@@ -135,7 +135,7 @@ def _rank(value: int, token_id: int, vocab_size: int) -> int:
 
 
 def _stride(value: int, vocab_size: int) -> tuple[int, int]:
-    """The ranking's stride and its inverse."""
+    """Return the ranking's stride and its inverse."""
     choices = _strides(vocab_size)
     return choices[(value >> 32) % len(choices)]
 

@@ -1,4 +1,4 @@
-"""generation.proto: requests to plain fields, what a reader takes to responses."""
+"""generation.proto: converts requests to plain fields, and chunks of output to responses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DEFAULTS = SamplingFields()
 
 
 def request_fields(message: pb.GenerateRequest) -> RequestFields:
-    """A GenerateRequest, unpacked; nothing is checked here."""
+    """Return the fields of a GenerateRequest, without checks."""
     return RequestFields(
         request_id=message.request_id,
         tenant=message.tenant,
@@ -57,18 +57,18 @@ def request_fields(message: pb.GenerateRequest) -> RequestFields:
         enable_prefix_caching=message.enable_prefix_caching if message.HasField("enable_prefix_caching") else True,
         expected_output_tokens=message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
         later_fields=_later_request_fields(message),
-        # A drawn id is never sent twice, so its body needs no digest.
+        # An id that the service drew is never sent twice, so its body needs no digest.
         body_digest=_digest(message) if message.request_id else b"",
     )
 
 
 def prompt_fields(parts: Iterable[types_pb2.PromptPart]) -> tuple[PromptFields, ...]:
-    """The parts of a prompt."""
+    """Return the parts of a prompt."""
     return tuple(_part_fields(part) for part in parts)
 
 
 def fill_response(message: pb.GenerateResponse, live: LiveRequest, chunk: Chunk, *, with_prompt_ids: bool) -> None:
-    """Fill in what a reader took: with info in the first response, with stats in the last."""
+    """Fill in a chunk of output; the first response includes info, the last one stats."""
     message.request_id = live.request.spec.request_id
     token_text = live.samples[0].text.token_text if live.samples[0].text is not None else None
     if chunk.prompt_logprobs is not None:
@@ -88,7 +88,7 @@ def fill_response(message: pb.GenerateResponse, live: LiveRequest, chunk: Chunk,
 def model_info(
     model: ModelDescription, *, max_model_len: int, has_tokenizer: bool, has_chat_template: bool
 ) -> pb.GetModelInfoResponse:
-    """The model, as clients see it."""
+    """Return the model's description for clients."""
     return pb.GetModelInfoResponse(
         model=model.name,
         architecture=model.architecture,
@@ -105,7 +105,7 @@ def model_info(
 
 
 def load(value: Load, *, num_client_tasks: int) -> pb.SchedulerLoad:
-    """Queues and memory."""
+    """Return the load of queues and memory."""
     return pb.SchedulerLoad(
         num_waiting=value.num_waiting,
         num_running=value.num_running,
@@ -132,7 +132,7 @@ def load(value: Load, *, num_client_tasks: int) -> pb.SchedulerLoad:
 
 
 def executor_info(state: ExecutorState) -> pb.ExecutorInfo:
-    """One executor, as the scheduler sees it."""
+    """Return the scheduler's state of one executor."""
     return pb.ExecutorInfo(
         target=state.target,
         connected=state.connected,
@@ -172,14 +172,14 @@ def _part_fields(part: types_pb2.PromptPart) -> PromptFields:
 
 
 def _sampling_fields(params: types_pb2.SamplingParams) -> SamplingFields:
-    """Every field that the client has set, by its name in the table; the others have their defaults."""
-    given = {field.name: _READERS.get(field.name, _as_it_is)(value) for field, value in params.ListFields()}
+    """Return every field that the client has set, by its name in the table; other fields have their defaults."""
+    given = {field.name: _READERS.get(field.name, _unchanged)(value) for field, value in params.ListFields()}
     known = {name: value for name, value in given.items() if name in FIELD_RULES}
     return SamplingFields(**known, later_fields=tuple(given.keys() - known.keys()))
 
 
-def _as_it_is(value: Any) -> Any:
-    """A number or a text; of a list a tuple."""
+def _unchanged(value: Any) -> Any:
+    """Return a number or a text unchanged, a list as a tuple."""
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
@@ -190,13 +190,13 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _later_request_fields(message: pb.GenerateRequest) -> tuple[str, ...]:
-    asked = {
+    requested = {
         "resume": message.HasField("resume"),
         "adapter": bool(message.adapter),
         "speculation": message.speculation.num_draft_tokens > 0,
         "extra_hash_keys": bool(message.extra_hash_keys),
     }
-    return tuple(name for name, is_asked in asked.items() if is_asked)
+    return tuple(name for name, is_set in requested.items() if is_set)
 
 
 def _digest(message: pb.GenerateRequest) -> bytes:

@@ -104,7 +104,7 @@ class GrpcPlanStream:
 
     def __init__(self, call: _Call, epoch: int, *, silence_s: float) -> None:
         self.last_heartbeat: pb.Heartbeat | None = None
-        """The executor's last heartbeat: its running step, and for how long it runs."""
+        """The executor's last heartbeat: its running step, and the time since that step began."""
         self.resident_bytes = 0
         """Resident memory of the executor's process in bytes, as last reported; 0: unknown."""
         self._call = call
@@ -141,7 +141,7 @@ class GrpcPlanStream:
         await self._write(pb.ExecuteRequest(plan=step_plan(plan, self._epoch)))
 
     async def results(self) -> AsyncIterator[StepResult]:
-        """Results in plan order; raises ExecutorLostError when the stream ends."""
+        """Yield results in plan order; raises ExecutorLostError when the stream ends."""
         while True:
             message = await self._read()
             if message.WhichOneof("message") == "result":

@@ -1,4 +1,4 @@
-"""execution.proto: plans to the wire, results and descriptions from it."""
+"""execution.proto: converts plans to the wire form, results and descriptions from it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ProtocolError(Exception):
 
 
 def model_description(message: pb.DescribeResponse) -> ModelDescription:
-    """What Describe says."""
+    """Return the description from a DescribeResponse."""
     model, kv, limits = message.model, message.kv, message.limits
     return ModelDescription(
         name=model.name,
@@ -65,7 +65,7 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
 
 
 def step_plan(plan: StepPlan, epoch: int) -> pb.StepPlan:
-    """A plan; what did not change is left out, so a decode-only step is a few bytes."""
+    """Return a plan's wire form; unchanged parts are omitted, so a decode-only step takes a few bytes."""
     message = pb.StepPlan(
         step_id=plan.step_id,
         epoch=epoch,
@@ -99,7 +99,7 @@ def step_plan(plan: StepPlan, epoch: int) -> pb.StepPlan:
 
 
 def step_result(message: pb.StepResult) -> StepResult:
-    """A result; raises ProtocolError when its columns do not fit each other."""
+    """Return a result; raises ProtocolError if its columns differ in length."""
     try:
         status = StepStatus(message.status)
     except ValueError as exc:
@@ -154,7 +154,7 @@ def _admitted(sequence: AdmittedSequence) -> pb.AdmittedSequence:
 
 
 def sequence_sampling(sampling: Sampling, sample_index: int) -> types_pb2.SequenceSampling:
-    """How one sequence's tokens are chosen."""
+    """Return the wire form of one sequence's sampling parameters."""
     return types_pb2.SequenceSampling(
         seed=sampling.seed,
         sample_index=sample_index,
@@ -168,7 +168,7 @@ def sequence_sampling(sampling: Sampling, sample_index: int) -> types_pb2.Sequen
 
 
 def sampling_from_wire(message: types_pb2.SequenceSampling) -> Sampling:
-    """The reverse of `sequence_sampling`, without the sample index; numbers have the precision of the wire."""
+    """Reverse `sequence_sampling`, without the sample index; numbers have the precision of the wire."""
     return Sampling(
         seed=message.seed,
         stop_token_ids=tuple(message.stop_token_ids),
@@ -186,7 +186,7 @@ _READ_BY_CORE = frozenset({each.name for each in dataclasses.fields(Sampling)} |
 
 
 def _wire_value(value: SamplingValue) -> Any:
-    """A list of words is a list of messages."""
+    """Return a value's wire form: a list of words is a list of messages."""
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
         return [types_pb2.TokenIds(ids=word) for word in value]
     return value
@@ -199,7 +199,7 @@ def _plain_value(value: Any) -> SamplingValue:
 
 
 def _token_logprobs(entry: pb.SlotLogprobs) -> TokenLogprobs:
-    """In compact arrays, as `_prompt_columns`: a whole vocabulary in Python numbers would take eight times as much."""
+    """Return logprobs in compact arrays, as `_prompt_columns`: Python numbers would take eight times the memory."""
     columns = entry.columns
     if len(columns.chosen_logprobs) != 1 or len(columns.chosen_ranks) != 1:
         raise ProtocolError(f"slot {entry.slot}: logprobs of {len(columns.chosen_logprobs)} tokens for one")
@@ -242,7 +242,7 @@ def _prompt_logprobs(message: pb.StepResult) -> dict[int, PromptLogprobs]:
 
 
 def _prompt_columns(entry: pb.SlotLogprobs) -> PromptLogprobs:
-    """In compact arrays: they are kept as long as the request lives."""
+    """Return prompt logprobs in compact arrays, since they are kept as long as the request lives."""
     columns = entry.columns
     num_tokens, num_top = len(columns.chosen_logprobs), len(columns.top_token_ids)
     if entry.start < 1 or num_tokens < 1 or len(columns.chosen_ranks) != num_tokens:

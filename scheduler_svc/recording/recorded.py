@@ -1,4 +1,4 @@
-"""planlog.proto: requests, executors and results as the core knows them, to the wire and back."""
+"""planlog.proto: converts the core's requests, executors and results to their wire form and back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EARLY_STOPPING = {number: value for value, number in _STOPPING.items()}
 
 
 def executor_message(spec: ExecutorSpec) -> pb.RecordedExecutor:
-    """What an executor can hold."""
+    """Return the wire form of an executor's capacity."""
     return pb.RecordedExecutor(
         block_size=spec.block_size,
         num_blocks=spec.num_blocks,
@@ -39,7 +39,7 @@ def executor_message(spec: ExecutorSpec) -> pb.RecordedExecutor:
 
 
 def executor_spec(message: pb.RecordedExecutor) -> ExecutorSpec:
-    """What an executor can hold, from the log."""
+    """Return an executor's capacity from the log."""
     return ExecutorSpec(
         block_size=message.block_size,
         num_blocks=message.num_blocks,
@@ -54,7 +54,7 @@ def executor_spec(message: pb.RecordedExecutor) -> ExecutorSpec:
 
 
 def request_message(spec: RequestSpec) -> pb.RecordedRequest:
-    """A request, whole."""
+    """Return the wire form of a complete request."""
     return pb.RecordedRequest(
         request_id=spec.request_id,
         tenant=spec.tenant,
@@ -72,7 +72,7 @@ def request_message(spec: RequestSpec) -> pb.RecordedRequest:
 
 
 def request_spec(message: pb.RecordedRequest) -> RequestSpec:
-    """A request, from the log."""
+    """Return a request from the log."""
     return RequestSpec(
         request_id=message.request_id,
         tenant=message.tenant,
@@ -100,7 +100,7 @@ def _beams(message: pb.RecordedBeams) -> BeamSpec:
 
 
 def result_message(result: StepResult, epoch: int, incarnation: int) -> execution_pb2.StepResult:
-    """A result as it came, but for the start of logprobs of sampled tokens, which the core does not keep."""
+    """Return the wire form of a received result, without the start of sampled logprobs: the core does not keep it."""
     return execution_pb2.StepResult(
         step_id=result.step_id,
         epoch=epoch,

@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 @contextmanager
 def core_and_executor(config: SchedulerConfig, executor: ExecutorPort) -> Iterator[tuple[Scheduler, ExecutorPort]]:
-    """A core with these options, and its executor; with --record both are wrapped to be recorded until the end."""
+    """Yield a core with these options, and its executor; with --record both are wrapped and recorded until exit."""
     if config.record is None:
         yield Scheduler(policies_from_options(config)), executor
         return
@@ -179,7 +179,7 @@ class _RecordedStream:
 
     @property
     def resident_bytes(self) -> int:
-        """Resident memory of the executor's process in bytes."""
+        """Return the resident memory of the executor's process in bytes."""
         return self._stream.resident_bytes
 
     async def send(self, plan: StepPlan) -> None:
@@ -187,7 +187,7 @@ class _RecordedStream:
         await self._stream.send(plan)
 
     async def results(self) -> AsyncIterator[StepResult]:
-        """Results in plan order."""
+        """Yield results in plan order."""
         log = self._log
         async for result in self._stream.results():
             if result.status is not StepStatus.OK:

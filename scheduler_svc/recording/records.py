@@ -1,4 +1,4 @@
-"""planlog.proto: records of what happens to the core, in the order of scheduler.py, and what two plans differ in."""
+"""planlog.proto: records of the calls into the core, in the order of scheduler.py, and the differences of two plans."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.recording.recorded import executor_message, request_message, result_message
 
 MakeRecord = Callable[[], pb.PlanLogRecord]
-"""Makes a record when it is to be written."""
+"""Builds a record; called only if the record is written."""
 _MOST_SHOWN = 20
 
 
 def header(
     options: Mapping[str, object], model: ModelDescription, *, cadenza_version: str, started_unix_ns: int
 ) -> pb.PlanLogRecord:
-    """The first record of a log. `options`: the scheduler's, by their names."""
+    """Return the first record of a log. `options`: the scheduler's options by name."""
     return pb.PlanLogRecord(
         header=pb.PlanLogHeader(
             magic=MAGIC,
@@ -38,35 +38,35 @@ def header(
 
 
 def recorded_options(message: pb.PlanLogHeader) -> dict[str, str | None]:
-    """The scheduler's options as text, by their names; None for those without a value."""
+    """Return the scheduler's options as text, by name; None for options without a value."""
     return {option.name: option.value if option.HasField("value") else None for option in message.options}
 
 
 def with_error(record: pb.PlanLogRecord, error: str) -> pb.PlanLogRecord:
-    """The record of a call that raised this; empty: nothing."""
+    """Return the record of a call that raised this error; empty: no error."""
     record.error = error
     return record
 
 
 def error_text(error: Exception) -> str:
-    """What a record says of an exception."""
+    """Return the text of an exception in a record."""
     return f"{type(error).__name__}: {error}"
 
 
 def executor_described(executor_id: int, model: ModelDescription) -> pb.PlanLogRecord:
-    """An executor has described itself otherwise than before."""
+    """Return the record of an executor's changed description."""
     return pb.PlanLogRecord(
         executor_described=pb.ExecutorDescribed(executor_id=executor_id, executor=_description(model))
     )
 
 
 def add_executor(executor_id: int, spec: ExecutorSpec) -> pb.PlanLogRecord:
-    """A lane is made."""
+    """Return the record of a new lane."""
     return pb.PlanLogRecord(add_executor=pb.AddExecutorCall(executor_id=executor_id, spec=executor_message(spec)))
 
 
 def session_opened(executor_id: int, last_completed_step_id: int, epoch: int, incarnation: int) -> pb.PlanLogRecord:
-    """A session stands."""
+    """Return the record of an opened session."""
     call = pb.SessionOpenedCall(
         executor_id=executor_id, last_completed_step_id=last_completed_step_id, epoch=epoch, incarnation=incarnation
     )
@@ -74,24 +74,24 @@ def session_opened(executor_id: int, last_completed_step_id: int, epoch: int, in
 
 
 def executor_lost(executor_id: int, now: float) -> pb.PlanLogRecord:
-    """A session has ended."""
+    """Return the record of an ended session."""
     return pb.PlanLogRecord(executor_lost=pb.ExecutorLostCall(executor_id=executor_id, now=now))
 
 
 def add_request(spec: RequestSpec, now: float) -> pb.PlanLogRecord:
-    """A request came."""
+    """Return the record of a new request."""
     return pb.PlanLogRecord(add_request=pb.AddRequestCall(request=request_message(spec), now=now))
 
 
 def abort(key: RequestKey, detail: FinishDetail) -> pb.PlanLogRecord:
-    """A request is ended from outside."""
+    """Return the record of an aborted request."""
     tenant, request_id = key
     number = types_pb2.FinishDetail.ValueType(detail)
     return pb.PlanLogRecord(abort=pb.AbortCall(tenant=tenant, request_id=request_id, detail=number))
 
 
 def stop_sample(key: RequestKey, sample_index: int) -> pb.PlanLogRecord:
-    """A stop string was found."""
+    """Return the record of a sample that a stop string ended."""
     tenant, request_id = key
     return pb.PlanLogRecord(
         stop_sample=pb.StopSampleCall(tenant=tenant, request_id=request_id, sample_index=sample_index)
@@ -99,30 +99,30 @@ def stop_sample(key: RequestKey, sample_index: int) -> pb.PlanLogRecord:
 
 
 def drain(draining: bool) -> pb.PlanLogRecord:
-    """A drain begins or ends."""
+    """Return the record of the start or end of a drain."""
     return pb.PlanLogRecord(drain=pb.DrainCall(draining=draining))
 
 
 def plan_step(executor_id: int, now: float, plan: StepPlan | None, epoch: int) -> pb.PlanLogRecord:
-    """A step was planned, or there was none to plan."""
+    """Return the record of a planned step, or of no step to plan."""
     message = None if plan is None else step_plan(plan, epoch)
     return pb.PlanLogRecord(plan_step=pb.PlanStepCall(executor_id=executor_id, now=now, plan=message))
 
 
 def apply_result(executor_id: int, now: float, result: StepResult, epoch: int, incarnation: int) -> pb.PlanLogRecord:
-    """A result is taken in."""
+    """Return the record of an applied result."""
     message = result_message(result, epoch, incarnation)
     return pb.PlanLogRecord(apply_result=pb.ApplyResultCall(executor_id=executor_id, now=now, result=message))
 
 
 def step_failed(executor_id: int, result: StepResult, epoch: int, incarnation: int) -> pb.PlanLogRecord:
-    """A step has failed; the core is not told of its result."""
+    """Return the record of a failed step, whose result the core does not receive."""
     message = result_message(result, epoch, incarnation)
     return pb.PlanLogRecord(step_failed=pb.StepFailed(executor_id=executor_id, result=message))
 
 
 def differences(recorded: Message, made: Message, path: str = "") -> Iterator[str]:
-    """What differs between two messages of one type: `path: recorded …, now …`, for each field."""
+    """Yield the differences between two messages of one type: `path: recorded …, now …`, for each field."""
     for field in recorded.DESCRIPTOR.fields:
         left, right, spot = getattr(recorded, field.name), getattr(made, field.name), path + field.name
         if field.has_presence and recorded.HasField(field.name) != made.HasField(field.name):
@@ -139,7 +139,7 @@ def differences(recorded: Message, made: Message, path: str = "") -> Iterator[st
 
 
 def _shown(value: Any) -> str:
-    """A field's value in a line: numbers and text as they are, messages by their count."""
+    """Return a field's value on one line: numbers and text in full, messages as their count."""
     if isinstance(value, str | bytes | int | float):
         return repr(value)
     entries: Sequence[Any] = list(value)
@@ -158,7 +158,7 @@ def _option_text(value: object) -> str | None:
 
 
 def _description(model: ModelDescription) -> execution_pb2.DescribeResponse:
-    """What the scheduler keeps of an executor's description."""
+    """Return the wire form of an executor's description, as far as the scheduler keeps it."""
     features = {
         execution_pb2.EXECUTOR_FEATURE_LOGPROBS: True,
         execution_pb2.EXECUTOR_FEATURE_PROMPT_LOGPROBS: model.gives_prompt_logprobs,

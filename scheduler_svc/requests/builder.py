@@ -64,15 +64,15 @@ class RequestBuilder:
         _check_token_ids(token_ids, path, self._model.vocab_size)
 
     def prompt_chars(self, prompt: Sequence[PromptFields]) -> int:
-        """Number of characters to tokenize."""
+        """Return the number of characters to tokenize."""
         return sum(_num_chars(part) for part in prompt)
 
     def is_short(self, fields: RequestFields) -> bool:
-        """Whether `build` is fast enough for the event loop."""
+        """Return whether `build` is fast enough for the event loop."""
         return self.tokenizer is None or self.tokenizer.is_short(self._num_chars(fields))
 
     async def build_off_loop(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
-        """`build` in a thread if the prompt is long."""
+        """Run `build`, in a thread if the prompt is long."""
         if self.tokenizer is None:
             return self.build(fields, now=now, time_left_s=time_left_s)
         work = functools.partial(self.build, fields, now=now, time_left_s=time_left_s)
@@ -114,7 +114,7 @@ class RequestBuilder:
         )
 
     def tokenize(self, prompt: Sequence[PromptFields], *, add_special_tokens: bool = True) -> list[int]:
-        """Joined token ids of checked parts; special tokens are added to the first part if it is text.
+        """Return the joined token ids of checked parts; special tokens are added to the first part if it is text.
 
         Raises RequestRejectedError for text with a token that the model does not have.
         """
@@ -201,7 +201,7 @@ class RequestBuilder:
         return prompt
 
     def _max_prompt_tokens(self, max_tokens: int | None) -> int:
-        """Prompt tokens that max_model_len allows in addition to max_tokens, or to one output token."""
+        """Return the prompt tokens that max_model_len allows in addition to max_tokens, or to one output token."""
         num_output = max_tokens or 1
         if num_output >= self.max_model_len:
             raise RequestRejectedError(
@@ -211,7 +211,7 @@ class RequestBuilder:
         return self.max_model_len - num_output
 
     def _num_chars(self, fields: RequestFields) -> int:
-        """Characters to tokenize; bad words are tokenized twice."""
+        """Return the number of characters to tokenize; bad words are tokenized twice."""
         return self.prompt_chars(fields.prompt) + 2 * sum(map(len, fields.sampling.bad_words))
 
     def _bad_words(self, sampling: SamplingFields) -> BadWords:

@@ -24,17 +24,17 @@ class TokenDecoder(Protocol):
     special_ids: frozenset[int]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of tokens; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of tokens; invalid UTF-8 becomes U+FFFD."""
 
     def token_text(self, token_id: int) -> str:
-        """Text of a single token."""
+        """Return the text of a single token."""
 
 
 class IncrementalDecoder:
     """Decodes one token at a time, in O(1) tokens each, by decoding a sliding window and returning the new text.
 
     The window keeps some tokens whose text was returned already, as in TGI and vLLM, since a token's text depends on
-    those before it (leading spaces, bytes of one character). `_returned` is the returned part of the window's text.
+    its predecessors (leading spaces, bytes of one character). `_returned` is the returned part of the window's text.
     """
 
     def __init__(self, tokenizer: TokenDecoder, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
@@ -63,7 +63,7 @@ class IncrementalDecoder:
         return self._take_new(text)
 
     def flush(self) -> str:
-        """The remaining text; an incomplete character becomes U+FFFD."""
+        """Return the remaining text; an incomplete character becomes U+FFFD."""
         text = self._decode(self._window)
         if not text.startswith(self._returned):
             text = self._restart()
@@ -177,7 +177,7 @@ class TextStream:
             self._held = ""
 
     def token_text(self, token_id: int) -> str:
-        """The text of a single token."""
+        """Return the text of a single token."""
         return self._tokenizer.token_text(token_id)
 
     def _take(self, piece: str) -> str | None:
@@ -206,7 +206,7 @@ class TextStream:
         return None
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """The start of the first stop string in the text, and the string."""
+        """Return the start of the first stop string in the text, and the string."""
         best: tuple[int, str] | None = None
         floor = self._min_match_end - len(self.text)
         for stop_string in self._stop:
@@ -224,7 +224,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop_string: str, limit: int) -> int:
-    """Length of the longest suffix of `text`, up to `limit`, that is a proper prefix of `stop_string`."""
+    """Return the length of the longest suffix of `text`, up to `limit`, that is a proper prefix of `stop_string`."""
     longest = min(limit, len(stop_string) - 1)
     if stop_string[0] not in text[len(text) - longest :]:
         return 0

@@ -1,4 +1,4 @@
-"""What the table of sampling fields is made of: how a field is checked, and in which form it travels to an executor."""
+"""The parts of the table of sampling fields: the check of a field, and its form in messages to executors."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ PATH = "sampling_params."
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """What checks depend on beside the request."""
+class CheckContext:
+    """The properties of the service that checks depend on."""
 
     model: ModelDescription
     has_tokenizer: bool
 
 
-Check = Callable[[str, Any, Served], None]
-"""(path, value, served): raises RequestRejectedError or PreconditionError, which name the path."""
+Check = Callable[[str, Any, CheckContext], None]
+"""(path, value, context): raises RequestRejectedError or PreconditionError, which name the path."""
 Form = Callable[[Any, ModelDescription], Any]
 """(value, model): the value of the SequenceSampling field of the same name."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """One row of the table: all that the scheduler knows of a sampling field beside its default."""
+    """One row of the table: the rule of a sampling field; its default is in the dataclass field."""
 
     check: Check | None = None
-    """None: every value of its type is fine."""
+    """None: every value of its type is valid."""
     form: Form | None = None
-    """None: the field does not travel by its own name; `requests.sampling` says what becomes of it."""
+    """None: the field is not sent under its own name; `requests.sampling` converts it."""
     is_off: Callable[[Any], bool] | None = None
-    """Has this value no effect: then it is not sent to executors. None: only the default has no effect."""
+    """Whether a value has no effect and is not sent to executors. None: only the default has no effect."""
     needs_draw: bool = False
-    """It steers a draw, which a beam search has not: there only the default and values without effect are accepted."""
+    """Whether only a draw reads the field: beam search accepts only its default and values without effect."""
     edits_logits: bool = False
-    """It needs an executor with logits processors."""
+    """Whether the field needs an executor with logits processors."""
 
 
 def finite(path: str, value: float) -> float:
-    """The value; raises RequestRejectedError for NaN and infinities."""
+    """Return the value; raises RequestRejectedError for NaN and infinities."""
     if not math.isfinite(value):
         raise RequestRejectedError(path, f"must be a finite number, not {value}")
     return value
 
 
-def any_finite(path: str, value: float, _: Served) -> None:
+def any_finite(path: str, value: float, _: CheckContext) -> None:
     """Check that a number is finite."""
     finite(path, value)
 
 
 def between(low: float, high: float) -> Check:
-    """A finite number from low to high."""
+    """Return a check for a finite number from low to high."""
 
-    def check(path: str, value: float, _: Served) -> None:
+    def check(path: str, value: float, _: CheckContext) -> None:
         if not low <= finite(path, value) <= high:
             raise RequestRejectedError(path, f"must be {low:g} to {high!r}, not {value}")
 
@@ -66,10 +66,10 @@ def between(low: float, high: float) -> Check:
 
 
 def over_zero(high: float = math.inf) -> Check:
-    """A finite number over 0, at most `high`."""
+    """Return a check for a finite number over 0, at most `high`."""
     limit = "" if math.isinf(high) else f" and at most {high:g}"
 
-    def check(path: str, value: float, _: Served) -> None:
+    def check(path: str, value: float, _: CheckContext) -> None:
         if not 0 < finite(path, value) <= high:
             raise RequestRejectedError(path, f"must be over 0{limit}, not {value}")
 
@@ -77,9 +77,9 @@ def over_zero(high: float = math.inf) -> Check:
 
 
 def at_least(low: int) -> Check:
-    """An integer of at least `low`."""
+    """Return a check for an integer of at least `low`."""
 
-    def check(path: str, value: int, _: Served) -> None:
+    def check(path: str, value: int, _: CheckContext) -> None:
         if value < low:
             raise RequestRejectedError(path, f"must be {low} or more, not {value}")
 
@@ -87,47 +87,47 @@ def at_least(low: int) -> Check:
 
 
 def words(instead: str) -> Check:
-    """Texts that are not empty, which need a tokenizer; `instead`: what to do without one."""
+    """Return a check for non-empty texts, which need a tokenizer; `instead`: the alternative without a tokenizer."""
 
-    def check(path: str, value: Sequence[str], served: Served) -> None:
+    def check(path: str, value: Sequence[str], context: CheckContext) -> None:
         for index, word in enumerate(value):
             if not word:
                 raise RequestRejectedError(f"{path}[{index}]", "must not be empty")
-        if value and not served.has_tokenizer:
+        if value and not context.has_tokenizer:
             name = path.removeprefix(PATH)
             raise PreconditionError(path, f"{name} needs a tokenizer, and the service has none: {instead}")
 
     return check
 
 
-def token_ids(path: str, value: Sequence[int], served: Served) -> None:
+def token_ids(path: str, value: Sequence[int], context: CheckContext) -> None:
     """Check that token ids are below the vocabulary size."""
     for index, token_id in enumerate(value):
-        _check_token_id(f"{path}[{index}]", token_id, served)
+        _check_token_id(f"{path}[{index}]", token_id, context)
 
 
-def biases(path: str, value: Sequence[tuple[int, float]], served: Served) -> None:
+def biases(path: str, value: Sequence[tuple[int, float]], context: CheckContext) -> None:
     """Check pairs of a token id and a bias from -100 to 100."""
     for token_id, bias in value:
         of_token = f"{path}[{token_id}]"
-        _check_token_id(of_token, token_id, served)
-        between(-100, 100)(of_token, bias, served)
+        _check_token_id(of_token, token_id, context)
+        between(-100, 100)(of_token, bias, context)
 
 
-def top_logprobs(path: str, value: int | None, served: Served) -> None:
+def top_logprobs(path: str, value: int | None, context: CheckContext) -> None:
     """Check a number of logprobs against the executor's limit."""
-    resolve_logprobs(path, value, served.model)
+    resolve_logprobs(path, value, context.model)
 
 
 def resolve_logprobs(path: str, value: int | None, model: ModelDescription) -> int | None:
-    """Number of top logprobs per token; -1 means the whole vocabulary. Raises RequestRejectedError."""
+    """Return the number of top logprobs per token; -1 means the whole vocabulary. Raises RequestRejectedError."""
     if value is None:
         return None
     limit = min(model.max_logprobs, model.vocab_size)
     if value == -1:
         if limit < model.vocab_size:
             raise RequestRejectedError(
-                path, f"-1 asks for all {model.vocab_size} token ids, but the executor returns at most {limit}"
+                path, f"-1 requests all {model.vocab_size} token ids, but the executor returns at most {limit}"
             )
         return model.vocab_size
     if not 0 <= value <= limit:
@@ -135,21 +135,21 @@ def resolve_logprobs(path: str, value: int | None, model: ModelDescription) -> i
     return value
 
 
-def as_it_is(value: Any, _: ModelDescription) -> Any:
-    """The form of a number that travels unchanged."""
+def unchanged(value: Any, _: ModelDescription) -> Any:
+    """Return a number that is sent unchanged."""
     return value
 
 
 def at_least_if_on(low: float) -> Form:
-    """0, or a number that is raised to `low`: 32-bit floats must not make 0 of it."""
+    """Return a form that keeps 0 and raises other numbers to `low`, so that 32-bit floats do not round them to 0."""
     return lambda value, _: max(value, low) if value else 0.0
 
 
 def clamped(low: float, high: float) -> Form:
-    """A number within these bounds."""
+    """Return a form that clamps a number to these bounds."""
     return lambda value, _: min(max(value, low), high)
 
 
-def _check_token_id(path: str, token_id: int, served: Served) -> None:
-    if token_id >= served.model.vocab_size:
-        raise RequestRejectedError(path, f"{token_id} is not below the vocabulary size {served.model.vocab_size}")
+def _check_token_id(path: str, token_id: int, context: CheckContext) -> None:
+    if token_id >= context.model.vocab_size:
+        raise RequestRejectedError(path, f"{token_id} is not below the vocabulary size {context.model.vocab_size}")

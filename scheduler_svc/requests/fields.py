@@ -1,4 +1,4 @@
-"""A GenerateRequest as it came, in plain values: None where the client was silent and that means something else."""
+"""A GenerateRequest as received, in plain values; None for unset fields where the default differs from unset."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scheduler_svc.requests.sampling_fields import SamplingFields
 
 
 class OutputMode(Enum):
-    """What a stream carries."""
+    """The contents of a response stream."""
 
     DELTA = auto()
     FINAL = auto()
@@ -18,7 +18,7 @@ class OutputMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChatFields:
-    """A chat, as role and content of each turn."""
+    """A chat: role and content of each turn."""
 
     messages: tuple[tuple[str, str], ...]
     add_generation_prompt: bool | None = None
@@ -27,7 +27,7 @@ class ChatFields:
 
 @dataclass(frozen=True, slots=True)
 class PromptFields:
-    """One part of a prompt: at most one of these is set."""
+    """One part of a prompt: at most one of these fields is set."""
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
@@ -37,7 +37,7 @@ class PromptFields:
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
-    """A GenerateRequest as it came."""
+    """A GenerateRequest as received."""
 
     request_id: str = ""
     tenant: str = ""
@@ -46,11 +46,11 @@ class RequestFields:
     timeout_s: float | None = None
     resume_grace_s: float | None = None
     output_mode: OutputMode | None = OutputMode.DELTA
-    """None: a number that is none of the modes."""
+    """None: an unknown number."""
     return_prompt_token_ids: bool = False
     cache_salt: bytes = b""
     enable_prefix_caching: bool = True
     expected_output_tokens: int | None = None
     later_fields: tuple[str, ...] = ()
-    """Fields of later waves that are set."""
+    """Fields that are set but not supported yet."""
     body_digest: bytes = b""

@@ -29,28 +29,28 @@ def check_counts(fields: SamplingFields, model: ModelDescription) -> None:
 
 
 def beam_spec(fields: SamplingFields) -> BeamSpec | None:
-    """The beam search of checked fields; None without beam_width."""
+    """Return the beam search of checked fields; None without beam_width."""
     if fields.beam_width is None or fields.early_stopping is None:
         return None
     return BeamSpec(fields.beam_width, fields.length_penalty, _EARLY_STOPPING[fields.early_stopping])
 
 
 def num_candidates(fields: SamplingFields, num_stop_ids: int, vocab_size: int) -> int:
-    """Number of candidates that the search needs per beam; 0 without beams.
+    """Return the number of candidates that the search needs per beam; 0 without beams.
 
     Raises RequestRejectedError if it exceeds what executors return.
     """
     if fields.beam_width is None:
         return 0
     # All stop tokens may be among the best, and `beam_width` others must remain.
-    wanted = min(fields.beam_width + num_stop_ids, vocab_size)
-    if wanted > MAX_CANDIDATES:
+    needed = min(fields.beam_width + num_stop_ids, vocab_size)
+    if needed > MAX_CANDIDATES:
         raise _refuse(
             "beam_width",
-            f"{fields.beam_width} beams with {num_stop_ids} EOS and stop tokens need {wanted} candidates "
+            f"{fields.beam_width} beams with {num_stop_ids} EOS and stop tokens need {needed} candidates "
             f"of each beam; executors return at most {MAX_CANDIDATES}",
         )
-    return wanted
+    return needed
 
 
 def _check_samples(fields: SamplingFields, model: ModelDescription) -> None:

@@ -1,4 +1,4 @@
-"""Checked SamplingParams in the form that executors take: every field as numbers and token ids."""
+"""Converts checked SamplingParams to the form for executors: every field as numbers and token ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BadWords = tuple[tuple[int, ...], ...]
 def resolve_sampling(
     fields: SamplingFields, model: ModelDescription, *, seed: int, bad_words: BadWords = ()
 ) -> Sampling:
-    """What the executor needs of checked fields; raises RequestRejectedError if they leave no token to choose."""
+    """Return the executor's sampling parameters; raises RequestRejectedError if the fields allow no first token."""
     stop_token_ids = _stop_token_ids(fields, model)
     _check_leaves_a_token(fields, model, stop_token_ids, bad_words)
     return Sampling(
@@ -32,7 +32,7 @@ def resolve_sampling(
 
 
 def _values(fields: SamplingFields, model: ModelDescription, bad_words: BadWords) -> dict[str, SamplingValue]:
-    """The fields that only executors read, where they have an effect."""
+    """Return the fields that only executors read and that have an effect."""
     values: dict[str, SamplingValue] = {
         name: rule.form(getattr(fields, name), model)
         for name, rule in FIELD_RULES.items()
@@ -47,10 +47,10 @@ def _values(fields: SamplingFields, model: ModelDescription, bad_words: BadWords
 
 
 def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], list[int]]) -> BadWords:
-    """The token sequences to ban, as vLLM finds them; raises RequestRejectedError for a word without tokens.
+    """Return the token sequences to ban, as in vLLM; raises RequestRejectedError for a word without tokens.
 
-    A word is banned as it stands at the start of a text and, where a space before it gives another first token and
-    as many tokens, as it stands within one. `encode` adds no special tokens.
+    A word is banned with its tokens at the start of a text and also with its tokens after a space, if these are as
+    many and begin with another token. `encode` adds no special tokens.
     """
     sequences: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
@@ -65,21 +65,21 @@ def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], list[int]])
 
 
 def _stop_token_ids(fields: SamplingFields, model: ModelDescription) -> tuple[int, ...]:
-    """Every id that ends the sequence."""
+    """Return every id that ends the sequence."""
     eos = () if fields.ignore_eos else model.eos_token_ids
     return tuple(sorted({*eos, *fields.stop_token_ids}))
 
 
 def _num_logprobs(fields: SamplingFields, model: ModelDescription) -> int | None:
-    """As asked; where the best samples are to be chosen the logprobs of their tokens are needed in any case."""
-    asked = resolve_logprobs(PATH + "logprobs", fields.logprobs, model)
-    return 0 if asked is None and fields.num_drawn > fields.n else asked
+    """Return the requested number of top logprobs, or 0 if best_of needs the logprobs of tokens to choose samples."""
+    num_logprobs = resolve_logprobs(PATH + "logprobs", fields.logprobs, model)
+    return 0 if num_logprobs is None and fields.num_drawn > fields.n else num_logprobs
 
 
 def _check_leaves_a_token(
     fields: SamplingFields, model: ModelDescription, stop_token_ids: Sequence[int], bad_words: BadWords
 ) -> None:
-    """Refuse what can never choose its first token; the path is that of the narrowest field."""
+    """Reject parameters that allow no first token; the error names the most restrictive field."""
     stops = set(stop_token_ids) if fields.min_tokens else set()
     banned = stops | {word[0] for word in bad_words if len(word) == 1}
     allowed = set(fields.allowed_token_ids)

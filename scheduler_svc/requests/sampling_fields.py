@@ -1,6 +1,6 @@
 """The table of sampling fields: one row for each field of SamplingParams, with its default and its rule.
 
-Converters, checks, refusals and plans read this table. Ranges as in types.proto.
+Converters, checks and plans read this table. Ranges as in types.proto.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.field_rules import (
     PATH,
+    CheckContext,
     FieldRule,
-    Served,
     any_finite,
-    as_it_is,
     at_least,
     at_least_if_on,
     between,
@@ -26,22 +25,23 @@ from scheduler_svc.requests.field_rules import (
     over_zero,
     token_ids,
     top_logprobs,
+    unchanged,
     words,
 )
 
 _FLOAT32_MAX = 3.4028234e38
 _MIN_TEMPERATURE = 0.01
-"""As in vLLM: a smaller one would overflow the logits, and is raised to this."""
+"""Minimum, as in vLLM: a smaller temperature would overflow the logits, and is raised to this."""
 _MIN_TOP_P = 1e-6
-"""Keeps the most likely token alone, as any smaller one would."""
+"""Minimum: it keeps only the most likely token, as any smaller value would."""
 _SMALLEST = 1e-37
-"""What is over 0 stays over 0 as a 32-bit float."""
+"""Minimum of values over 0, so that they stay over 0 as 32-bit floats."""
 _MAX_REPETITION_PENALTY = 1e30
-"""And its inverse is the smallest: beyond, logits would overflow, and the order of tokens would be no other."""
+"""Maximum; the minimum is its inverse. Values beyond would overflow the logits without changing the tokens' order."""
 
 
 class EarlyStopping(Enum):
-    """When a beam search is done."""
+    """The condition that ends a beam search."""
 
     FALSE = auto()
     TRUE = auto()
@@ -49,13 +49,13 @@ class EarlyStopping(Enum):
 
 
 def _row(default: Any = dataclasses.MISSING, **rule: Any) -> Any:
-    """A field with its default and its FieldRule."""
+    """Return a field with its default and its FieldRule."""
     return dataclasses.field(default=default, metadata={"rule": FieldRule(**rule)})
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingFields:
-    """SamplingParams of one request as they came; None where 0 or silence means something else."""
+    """SamplingParams of one request as received; None for unset fields where 0 or the default differs from unset."""
 
     temperature: float = _row(
         1.0,
@@ -80,8 +80,8 @@ class SamplingFields:
     repetition_penalty: float = _row(
         1.0, check=over_zero(), form=clamped(1 / _MAX_REPETITION_PENALTY, _MAX_REPETITION_PENALTY), edits_logits=True
     )
-    presence_penalty: float = _row(0.0, check=between(-2, 2), form=as_it_is, edits_logits=True)
-    frequency_penalty: float = _row(0.0, check=between(-2, 2), form=as_it_is, edits_logits=True)
+    presence_penalty: float = _row(0.0, check=between(-2, 2), form=unchanged, edits_logits=True)
+    frequency_penalty: float = _row(0.0, check=between(-2, 2), form=unchanged, edits_logits=True)
     seed: int | None = _row(None)
     max_tokens: int | None = _row(None)
     min_tokens: int | None = _row(None)
@@ -106,13 +106,13 @@ class SamplingFields:
     beam_width: int | None = _row(None)
     length_penalty: float = _row(1.0, check=any_finite)
     early_stopping: EarlyStopping | None = _row(EarlyStopping.FALSE)  # noqa: RUF009
-    """None: a number that is none of the enum's."""
+    """None: an unknown number."""
     later_fields: tuple[str, ...] = ()
-    """Fields that are set and not built yet."""
+    """Fields that are set but not supported yet."""
 
     @property
     def num_drawn(self) -> int:
-        """Samples that are drawn, of which `n` are returned; with beams nothing is drawn, and it is `n`."""
+        """Return the number of samples drawn, of which `n` are returned; with beams `n`, although nothing is drawn."""
         return self.n if self.best_of is None else self.best_of
 
 
@@ -120,26 +120,26 @@ _DEFAULTS = SamplingFields()
 FIELD_RULES: dict[str, FieldRule] = {
     each.name: each.metadata["rule"] for each in dataclasses.fields(SamplingFields) if "rule" in each.metadata
 }
-"""By name, in the order of the table."""
+"""Rules by the field's name, in the order of the table."""
 
 
 def is_off(fields: SamplingFields, name: str) -> bool:
-    """Has this field a value without effect."""
+    """Return whether this field has a value without effect."""
     is_off = FIELD_RULES[name].is_off
     return is_default(fields, name) if is_off is None else is_off(getattr(fields, name))
 
 
 def is_default(fields: SamplingFields, name: str) -> bool:
-    """Has this field its default value."""
+    """Return whether this field has its default value."""
     return bool(getattr(fields, name) == getattr(_DEFAULTS, name))
 
 
 def check_sampling(fields: SamplingFields, model: ModelDescription, *, has_tokenizer: bool) -> None:
     """Check each field; raises RequestRejectedError or PreconditionError with the field's path."""
-    served = Served(model, has_tokenizer)
+    context = CheckContext(model, has_tokenizer)
     for name, rule in FIELD_RULES.items():
         if rule.check is not None:
-            rule.check(PATH + name, getattr(fields, name), served)
+            rule.check(PATH + name, getattr(fields, name), context)
     _check_counts(fields)
     if fields.stop and not fields.detokenize:
         raise RequestRejectedError(PATH + "stop", "stop strings are looked for in the text: detokenize must be on")
@@ -162,7 +162,7 @@ def _check_counts(fields: SamplingFields) -> None:
 
 
 def _check_features(fields: SamplingFields, model: ModelDescription) -> None:
-    """Refuse here what the executor lacks: it could only refuse the plan, with all other requests in it."""
+    """Reject features that the executor lacks: it would have to refuse the whole plan with all its requests."""
     if fields.prompt_logprobs is not None and not model.gives_prompt_logprobs:
         raise PreconditionError(PATH + "prompt_logprobs", "the executor gives no prompt logprobs")
     if model.has_logits_processors:

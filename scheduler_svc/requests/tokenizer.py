@@ -103,7 +103,7 @@ class Tokenizer:
         _LOG.warning("%d added tokens are beyond the model's vocabulary: %s", len(ids), names)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of text, with special tokens such as BOS if the model has them."""
+        """Return the token ids of text, with special tokens such as BOS if the model has them."""
         if self._fast is None:
             return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
         # The batch form without offsets takes a quarter of the time, and releases the GIL.
@@ -113,7 +113,7 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
     ) -> list[int]:
-        """Token ids of a chat, rendered with the chat template. Raises NoChatTemplateError, ChatTemplateError."""
+        """Return the token ids of a chat rendered with its template. Raises NoChatTemplateError, ChatTemplateError."""
         if not self.has_chat_template:
             raise NoChatTemplateError(f"the tokenizer {self.source!r} has no chat template: send text or token ids")
         try:
@@ -128,7 +128,7 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; invalid UTF-8 becomes U+FFFD, ids without a token are skipped."""
+        """Return the text of token ids; invalid UTF-8 becomes U+FFFD, ids without a token are skipped."""
         if self._fast is not None:
             return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
         known = [token_id for token_id in token_ids if token_id < self.vocab_size]
@@ -137,7 +137,7 @@ class Tokenizer:
         )
 
     def token_text(self, token_id: int) -> str:
-        """Text of a single token, including special ones; a word's leading space is kept."""
+        """Return the text of a single token, including special ones; a word's leading space is kept."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self.decode([token_id], skip_special_tokens=False)
@@ -148,14 +148,14 @@ class Tokenizer:
         return text
 
     async def run(self, work: Callable[[], _T], num_chars: int) -> _T:
-        """Run work on this many characters: here if it is short, otherwise in a thread."""
+        """Run work on `num_chars` characters: on the event loop if it is short, otherwise in a thread."""
         if num_chars <= _INLINE_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     @staticmethod
     def is_short(num_chars: int) -> bool:
-        """Whether `run` would do the work here."""
+        """Return whether `run` would do the work on the event loop."""
         return num_chars <= _INLINE_CHARS
 
     def close(self) -> None:

@@ -13,9 +13,9 @@ from transformers.generation import logits_process as theirs
 
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.sampling.columns import sampling_columns
 from executor_svc.sampling.logits_edits import logits_edits
 from executor_svc.sampling.logits_processors import process
-from executor_svc.sampling.row_columns import sampling_columns
 from executor_svc.sampling.row_math import argmax
 from executor_svc.sampling.sample_step import choose
 from executor_svc.sampling.sampler import sample

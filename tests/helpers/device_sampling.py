@@ -18,6 +18,7 @@ from executor_svc.gpu.sampling_records import following, pack_bits, pack_record
 from executor_svc.plan.plan import AdmittedSequence, Limits, StepPlan
 from executor_svc.plan.sampling import SequenceSampling
 from executor_svc.sampling import sampler
+from executor_svc.sampling.columns import SAMPLER_NEEDS, SamplingColumns
 from executor_svc.sampling.logits_edits import logits_edits
 
 MAX_MODEL_LEN = 48
@@ -54,8 +55,8 @@ class World:
     def on_cpu(self, logits: torch.Tensor, rows: Sequence[int], sources: Sequence[int] | None = None) -> SampledTokens:
         """What the CPU's sampler chooses for these slots."""
         index, sampling = np.array(rows, np.int64), self.slots.sampling
-        columns = sampler.SamplingColumns(
-            sampling.rows(index, *sampler.SAMPLER_NEEDS),
+        columns = SamplingColumns(
+            sampling.rows(index, *SAMPLER_NEEDS),
             position=self.slots.num_tokens[index],
             edits=logits_edits(self.slots, index),
             sources=None if sources is None else np.array(sources, np.int64),

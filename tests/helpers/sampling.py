@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from executor_svc.plan.sampling import COLUMNS
+from executor_svc.sampling.columns import SAMPLER_NEEDS, SamplingColumns
 from executor_svc.sampling.edits import LogitsEdits, RowTokens
-from executor_svc.sampling.sampler import SAMPLER_NEEDS, SamplingColumns
 
 
 def columns(n: int, edits: LogitsEdits | None = None, **given: Any) -> SamplingColumns:

@@ -18,8 +18,8 @@ from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.plan import AdmittedSequence, ScheduledTokens, StepPlan
 from executor_svc.plan.sampling import SequenceSampling
+from executor_svc.sampling.columns import candidate_columns, sampling_columns
 from executor_svc.sampling.edits import LogitsEdits
-from executor_svc.sampling.row_columns import candidate_columns, sampling_columns
 from tests.helpers.fake_executor import LIMITS
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence
 

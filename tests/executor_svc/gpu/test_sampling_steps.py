@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from executor_svc.gpu import sampling_state as gpu_sampling_state
-from executor_svc.gpu.sampling_state import ListRooms
+from executor_svc.gpu.sampling_state import ListRanges
 from executor_svc.gpu.step import GpuStep, GpuStepExecutor
 from executor_svc.plan.plan import SlotError, SlotLogprobs, StepResult
 from executor_svc.plan.sampling import SequenceSampling
@@ -167,25 +167,25 @@ def test_random_requests_never_wait_for_the_host(seed: int, cpu: Model, gpu: Mod
     assert waits == []
 
 
-def test_lists_without_room_are_the_hosts(
+def test_lists_that_do_not_fit_stay_on_the_host(
     cpu: Model, gpu: Model, waits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = random_plans(4, 10)
     expected = results(cpu, plans)
-    monkeypatch.setattr(gpu_sampling_state, "LIST_ROOM", 16)
+    monkeypatch.setattr(gpu_sampling_state, "LIST_CAPACITY", 16)
     assert_same(results(gpu, plans), expected)
     assert waits
 
 
 def test_ranges_of_lists_are_used_again() -> None:
-    rooms = ListRooms(10)
-    assert [rooms.take(0, 4), rooms.take(1, 4), rooms.take(2, 0)] == [0, 4, 0]
-    assert rooms.take(3, 3) is None
-    assert rooms.take(0, 2) == 0
-    assert rooms.take(3, 2) == 2
-    rooms.free(ints(1, 2))
-    assert rooms.take(4, 6) == 4
-    assert rooms.take(1, 1) is None
+    ranges = ListRanges(10)
+    assert [ranges.take(0, 4), ranges.take(1, 4), ranges.take(2, 0)] == [0, 4, 0]
+    assert ranges.take(3, 3) is None
+    assert ranges.take(0, 2) == 0
+    assert ranges.take(3, 2) == 2
+    ranges.free(ints(1, 2))
+    assert ranges.take(4, 6) == 4
+    assert ranges.take(1, 1) is None
 
 
 # --- what is rarer --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What kernels over logits share: floats ordered as integers, scaled logits, races, and tiles of listed blocks."""
+"""Arithmetic of the kernels over logits: floats ordered as integers, scaled logits, races, tiles of listed blocks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import triton.language as tl
 from executor_svc.gpu.kernels.sampling.noise import exponential, uniform
 
 SUB = 64
-"""Token ids of a block: for each block the largest logit is kept, and a search reads the best blocks alone."""
+"""Token ids per block: kernels store the largest logit of each block, and a search reads only the best blocks."""
 CHUNK = 4096
-"""Token ids that one program takes where several share a row: sums are folded within a chunk, so it is fixed."""
+"""Token ids per program where several share a row; fixed, because sums are folded within a chunk."""
 MAX_VOCAB = 8192 * SUB
-"""The largest vocabulary: a program holds the largest logit of each block in registers."""
+"""The maximum vocabulary: a program holds the largest logit of each block in registers."""
 
 INF_KEY = tl.constexpr(0x7F800000)
 NEG_INF_KEY = tl.constexpr(-0x7F800001)
@@ -23,7 +23,7 @@ NO_ID = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def ordered_key(x):
-    """int32 that orders like the float32, -0.0 like 0.0, NaN above all."""
+    """Return an int32 that orders like the float32, -0.0 like 0.0, NaN above all."""
     x = tl.where(x == 0.0, 0.0, x)
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x != x, NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
@@ -31,37 +31,37 @@ def ordered_key(x):
 
 @triton.jit
 def key_value(key):
-    """The float32 of an ordered key."""
+    """Return the float32 of an ordered key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def join(key, token_id):
-    """int64 that orders by key, then by the id from below."""
+    """Return an int64 that orders by key; of equal keys the lower id is larger."""
     return (key.to(tl.int64) << 32) | (token_id ^ NO_ID).to(tl.int64)
 
 
 @triton.jit
 def joined_key(joined):
-    """The ordered key of a joined one."""
+    """Return the ordered key of a joined key."""
     return (joined >> 32).to(tl.int32)
 
 
 @triton.jit
 def joined_id(joined):
-    """The token id of a joined key."""
+    """Return the token id of a joined key."""
     return (joined & 0x7FFFFFFF).to(tl.int32) ^ NO_ID
 
 
 @triton.jit
 def is_finite_key(key):
-    """Is the float of this ordered key finite."""
+    """Return whether the float of this ordered key is finite."""
     return (key < INF_KEY) & (key > NEG_INF_KEY)
 
 
 @triton.jit
 def best_of_row(best, row, which, num_chunks, CHUNKS: tl.constexpr):
-    """The largest joined key of a row from those of its chunks; best: [rows, 2, num_chunks], which: 0 raw, 1 edited."""
+    """Return the largest joined key of a row's chunks; best: [rows, 2, num_chunks], which: 0 raw, 1 edited."""
     chunk = tl.arange(0, CHUNKS)
     found = tl.load(best + (row * 2 + which) * num_chunks + chunk, chunk < num_chunks, other=-0x8000000000000000)
     return tl.max(found, axis=0)
@@ -69,32 +69,32 @@ def best_of_row(best, row, which, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def scaled(x, peak, temperature):
-    """log(p / p of the most likely token) under temperature, each operation rounded as on the CPU."""
+    """Return log(p / p of the most likely token) under temperature, each operation rounded as on the CPU."""
     return tl.div_rn(x - peak, temperature)
 
 
 @triton.jit
 def mass(x, peak, temperature, floor):
-    """p / p of the most likely token, 0 below the floor."""
+    """Return p / p of the most likely token, 0 below the floor."""
     y = scaled(x, peak, temperature)
     return tl.where(y < floor, 0.0, tl.exp(y))
 
 
 @triton.jit
 def race_value(x, ids, peak, temperature, floor, key):
-    """An exponential number over p: the smallest wins, as the largest of log p plus Gumbel noise does on the CPU."""
+    """Return an exponential number over p: the smallest wins, like the largest log p plus Gumbel noise on the CPU."""
     y = scaled(x, peak, temperature)
-    # The most likely token's value is below 17: what is bounded here wins no race.
+    # The most likely token's value is below 17, so a bounded value wins no race.
     value = exponential(uniform(key, ids)) * tl.exp(tl.minimum(-y, 80.0))
     return tl.where(y < floor, float("inf"), value)
 
 
 @triton.jit
 def race_winner(x, ids, there, peak, temperature, floor, key):
-    """(value, id) of the token that wins the race among those that are there; infinite if none can.
+    """Return (value, id) of the token in `there` that wins the race; infinite if none can.
 
-    A standard exponential number is above the uniform one that it is made of, so of most tokens that is enough to know
-    that they lose: the logarithms are taken for all only where more than one may win.
+    A standard exponential number is larger than the uniform number that it is computed from. This bound excludes most
+    tokens, so logarithms of all are computed only where more than one may win.
     """
     y = scaled(x, peak, temperature)
     v = uniform(key, ids)
@@ -116,7 +116,7 @@ def race_winner(x, ids, there, peak, temperature, floor, key):
 
 @triton.jit
 def listed_tile(x_row, vocab, blocks, num_listed, start, TILE: tl.constexpr, SUB: tl.constexpr):
-    """(ids, logits, is there one) [TILE] of the listed blocks from the start-th on; ids ascend."""
+    """Return (ids, logits, is valid) [TILE] of the listed blocks from the start-th on; ids ascend."""
     lane = tl.arange(0, TILE)
     place = start + lane // SUB
     block = tl.load(blocks + place, place < num_listed, other=0)
@@ -135,10 +135,10 @@ def edited_row(
     logits, logits_stride, sources, edited, edited_stride, edited_rows, best, row, num_chunks,
     EDITS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """(where the row's edited logits are, their best joined key)."""
+    """Return (pointer to the row's edited logits, their best joined key)."""
     x_row = logits + tl.load(sources + row).to(tl.int64) * logits_stride
     which = 0
-    # Nested, since EDITS is known when it is compiled: without edits there is no load.
+    # Nested, since EDITS is a compile-time constant: without edits there is no load.
     if EDITS:  # noqa: SIM102
         if tl.load(edited_rows + row) != 0:
             x_row = edited + row * edited_stride

@@ -1,4 +1,4 @@
-"""The draw: races over whole rows in chunks, and what makes of the chunks' results a token for each row."""
+"""Draws tokens: races over whole rows in chunks, and a token for each row from the results of its chunks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def race(
     floors, race_values, race_ids, sums, vocab, num_chunks,
     EDITS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk of each drawn row: the winner without top_k and top_p; the mass with top_p and without top_k."""
+    """For a chunk of each drawn row: the winner without top_k and top_p; the mass with top_p but without top_k."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(rows + row).to(tl.int64)
     if slot >= 0:
@@ -75,7 +75,7 @@ def finish(
     EDITS: tl.constexpr, DRAWN: tl.constexpr, FILTERED: tl.constexpr, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr,
     TILE: tl.constexpr, SUB: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """Token and error of each row: of the highest logit, the race's winner, or a draw from the best tokens."""
+    """Write each row's token and error; the token has the highest logit, won the race, or is a filtered draw."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + row).to(tl.int64)
     if slot >= 0:
@@ -95,7 +95,7 @@ def finish(
                 at = row * num_chunks + chunk
                 if limited | nucleus:
                     if FILTERED:
-                        # Where top_k is on too, the mass is that of the best k, which the search finds.
+                        # If top_k is on too, the mass is that of the best k, which the search computes.
                         whole = tl.sum(
                             tl.load(sums + at, (chunk < num_chunks) & ~limited, other=0.0).to(tl.float64), axis=0
                         )
@@ -115,7 +115,7 @@ def finish(
 
 @triton.jit
 def _filters(record, vocab):
-    """(is top_k on, is top_p on)."""
+    """Return (whether top_k is on, whether top_p is on)."""
     top_k = tl.load(record + _TOP_K)
     return (top_k > 0) & (top_k < vocab), as_float(record + _TOP_P) < 1.0
 

@@ -1,7 +1,7 @@
-"""Peaks of logits rows, and logits edited before: allowed tokens, bad words, min_tokens, bias, penalties.
+"""Computes the peaks of logits rows after edits: allowed tokens, bad words, min_tokens, bias, penalties.
 
-The meaning is that of `logits_processors`, operation by operation in fp32, so edited logits have the CPU's bits. Each
-program takes a chunk of one row: dense steps first, then the entries of the slot's lists that fall into the chunk.
+The operations are those of `logits_processors`, in the same order in fp32, so edited logits have the CPU's bits. Each
+program processes a chunk of one row: dense steps first, then the slot's list entries in the chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def find_peaks(
     logits, logits_stride, rows, sources, best, tops, vocab, num_chunks, num_blocks,
     TOPS: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """The best joined key of each chunk of each row's raw logits; with TOPS also the largest key of each block."""
+    """Write the best joined key of each chunk of the rows' raw logits; with TOPS also the largest key of each block."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if tl.load(rows + row) >= 0:
         ids = _chunk_ids(chunk, CHUNK, SUB)
@@ -50,7 +50,7 @@ def edit(
     bias_ids, biases, word_ids, word_following, stop_ids, edited, edited_stride, edited_rows,
     TOPS: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """As `find_peaks`, of raw logits and of edited ones, which are written where a slot has any to edit."""
+    """As `find_peaks`, for raw and for edited logits; edited logits are written for slots with edits."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(rows + row).to(tl.int64)
     if slot >= 0:
@@ -82,11 +82,11 @@ def edit(
             while at < num_biases:
                 lane = at + tl.arange(0, LANES)
                 token = tl.load(bias_ids + start + lane, lane < num_biases, other=-1)
-                here = (token >= first) & (token < last)
-                raw = tl.load(x_row + token, here, other=0.0)
-                biased = _bounded(raw, raw + tl.load(biases + start + lane, here, other=0.0))
-                biased = _penalise(biased, token, here, record, count_row, penalised)
-                tl.store(out_row + token, _mask_others(biased, token, here, bits_row, has_allowed), here)
+                in_chunk = (token >= first) & (token < last)
+                raw = tl.load(x_row + token, in_chunk, other=0.0)
+                biased = _bounded(raw, raw + tl.load(biases + start + lane, in_chunk, other=0.0))
+                biased = _penalise(biased, token, in_chunk, record, count_row, penalised)
+                tl.store(out_row + token, _mask_others(biased, token, in_chunk, bits_row, has_allowed), in_chunk)
                 at += LANES
             tl.debug_barrier()
             start = tl.load(record + _WORD_START)
@@ -142,7 +142,7 @@ def _bounded(before, after):
 
 @triton.jit
 def _penalise(x, ids, there, record, count_row, penalised):
-    """`logits_processors._penalise`, for tokens that have been counted."""
+    """As `logits_processors._penalise`, for tokens with counts."""
     count = tl.load(count_row + ids, there & (penalised != 0), other=0)
     number = (count >> 1).to(tl.float32)
     repetition = tl.load(record + _REPETITION).to(tl.float32, bitcast=True)
@@ -156,21 +156,21 @@ def _penalise(x, ids, there, record, count_row, penalised):
 
 @triton.jit
 def _mask_others(x, ids, there, bits_row, has_allowed):
-    """-inf for tokens that are not allowed, where only some are."""
+    """Return x with -inf for tokens that are not allowed, if has_allowed."""
     word = tl.load(bits_row + (ids >> 5), there & (has_allowed != 0), other=-1)
     return tl.where((word >> (ids & 31)) & 1 != 0, x, _RULED_OUT)
 
 
 @triton.jit
 def _completed_words(lane, length, ids, following, history, known, prompt):
-    """[lanes]: is this entry the last token of a bad word whose other tokens are what the output ends with."""
+    """Return [lanes]: whether this entry is the last token of a bad word whose other tokens end the output."""
     fits = tl.load(following + lane, lane < length, other=-1) == 0
     walking = fits
     back = 1
     while tl.max(walking.to(tl.int32), axis=0) > 0:
         before = lane - back
         inside = walking & (before >= 0)
-        # Entries of the word before this one have other distances to their end.
+        # Entries of the preceding word have other distances to their end.
         walking = inside & (tl.load(following + before, inside, other=-1) == back)
         position = known - back
         token = tl.load(ids + before, walking, other=-1)

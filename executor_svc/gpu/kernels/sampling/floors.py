@@ -1,6 +1,6 @@
-"""Floors of drawn rows: the least scaled logit that is kept. The meaning is that of `sampling.floors`.
+"""Floors of drawn rows: the smallest scaled logit that is kept, as in `sampling.floors`.
 
-Deviations are summed in float64, tile by tile of the vocabulary, in an order that its size alone fixes.
+Deviations are summed in float64, tile by tile of the vocabulary, in an order that depends only on its size.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TEMPERATURE = tl.constexpr(field("temperature"))
 _TILE = 4096
 _NUM_WARPS = 8
 _VOCABS = (32768, 65536, 131072, 262144)
-"""Vocabularies up to these are compiled ahead of time: the launcher takes any, by the next power of two."""
+"""Kernels are compiled ahead of time up to these vocabularies; the launcher rounds any up to a power of two."""
 
 
 @triton.jit
 def row_floor(record, floors, row):
-    """The floor of a row, -inf if it has none."""
+    """Return the floor of a row, -inf if it has none."""
     return tl.load(floors + row, tl.load(record + _HAS_FLOOR) != 0, other=float("-inf"))
 
 
@@ -58,7 +58,7 @@ def _floors(
 
 @triton.jit
 def _deviation(x_row, peak, vocab, TILE: tl.constexpr):
-    """The standard deviation in float64 of a row's logits that are not -inf."""
+    """Return the standard deviation in float64 of a row's logits above -inf."""
     number = tl.full((), 0, tl.int32)
     total = tl.full((), 0.0, tl.float64)
     start = tl.full((), 0, tl.int32)
@@ -79,7 +79,7 @@ def _deviation(x_row, peak, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _below(x_row, peak, start, vocab, TILE: tl.constexpr):
-    """(logits less the peak in float64, are they not -inf) [TILE] from a token id on."""
+    """Return (logits minus the peak in float64, whether they are above -inf) [TILE] from a token id on."""
     ids = start + tl.arange(0, TILE)
     x = tl.load(x_row + ids, ids < vocab, other=float("-inf"))
     return x.to(tl.float64) - peak.to(tl.float64), x > float("-inf")
@@ -88,7 +88,7 @@ def _below(x_row, peak, start, vocab, TILE: tl.constexpr):
 def find_floors(
     logits: Tensor, rows: Tensor, sources: Tensor, state: SamplingState, workspace: SamplingWorkspace, *, edited: bool
 ) -> None:
-    """Write the floors of rows that have one to `workspace.floors`; arguments as `sampling.sample` has them."""
+    """Write the floors of rows that have one to `workspace.floors`; arguments as in `sampling.sample`."""
     vocab, w = logits.shape[1], workspace
     _floors[(rows.shape[0],)](
         logits, logits.stride(0), rows, sources, state.records, w.edited, w.edited.stride(0), w.edited_rows, w.best,

@@ -1,4 +1,4 @@
-"""The likeliest token of each row of logits: a maximum for each chunk of a row, then one of these; and taking it."""
+"""The most likely token of each row of logits: a maximum of each chunk of a row, then of these; and choosing it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from executor_svc.gpu.kernels.variant import Variant
 from executor_svc.plan.plan import SlotError
 
 VOCAB_SIZES = (32000, 49152, 128256, 151936, 256000)
-"""Widths of the variants that are compiled ahead of time; the launchers take any."""
+"""Widths of the variants that are compiled ahead of time; the launchers accept any width."""
 
 _CHUNKS = 64
-"""About so many programs share a row, so that one row alone is read by half of a GPU's processors."""
+"""Approximate number of programs that share a row, so that half of a GPU's processors read a single row."""
 _SMALLEST_CHUNK = 1024
 _LARGEST_CHUNK = 4096
 _ROWS = 128
@@ -27,7 +27,7 @@ _NON_FINITE = tl.constexpr(int(SlotError.NON_FINITE_LOGITS))
 
 @triton.jit
 def _largest(values, ids):
-    """The largest of values and the lowest of ids that have it; +inf where one is NaN."""
+    """Return the largest of values and the lowest id with it; +inf if a value is NaN."""
     values = tl.where(values == values, values, float("inf"))
     best = tl.max(values, 0)
     return best, tl.min(tl.where(values == best, ids, _NOWHERE), 0)
@@ -49,7 +49,7 @@ def _argmax_rows(scratch, out, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     part = tl.arange(0, BLOCK)
     places = scratch + row * (2 * PARTS) + 2 * part
-    bits = tl.load(places, part < PARTS, other=-8388608)  # those of -inf
+    bits = tl.load(places, part < PARTS, other=-8388608)  # the bits of -inf
     best, where = _largest(bits.to(tl.float32, bitcast=True), tl.load(places + 1, part < PARTS, other=_NOWHERE))
     finite = (best > float("-inf")) & (best < float("inf"))
     tl.store(out + row, tl.where(finite, where, -1).to(tl.int64))
@@ -65,13 +65,13 @@ def _take_best(best, rows, sources, tokens, errors, num_rows, ROWS: tl.constexpr
 
 
 def argmax(logits: Tensor, scratch: Tensor, out: Tensor) -> None:
-    """Write the lowest id among the largest of each row of logits [R, vocab] float32 to out [R] int64.
+    """Write the lowest id of the maximum of each row of logits [R, vocab] float32 to out [R] int64.
 
-    It is -1 where a row's largest is not finite: NaN, which counts as the largest, +inf, or nothing but -inf. Rows may
-    lie apart.
+    The id is -1 if the row's maximum is not finite: NaN, which counts as the largest, +inf, or only -inf. Rows may
+    have a stride.
 
     Args:
-        scratch: int32, at least `argmax_scratch(R, vocab)` numbers; what they are does not matter.
+        scratch: int32, at least `argmax_scratch(R, vocab)` numbers with any content.
     """
     check_rows("logits", logits, torch.float32)
     rows, vocab = logits.shape
@@ -89,12 +89,12 @@ def argmax(logits: Tensor, scratch: Tensor, out: Tensor) -> None:
 
 
 def take_best(best: Tensor, rows: Tensor, sources: Tensor, out_tokens: Tensor, out_errors: Tensor) -> None:
-    """Choose for each of R rows the likeliest token of the logits that it reads: all that greedy decoding needs.
+    """Choose for each of R rows the most likely token of the logits that it reads: complete greedy decoding.
 
     Args:
         best: [L] int64, as `argmax` writes it.
         rows: [R] int32; -1: padding, for which nothing is written.
-        sources: [R] int32, the row of the logits that each reads.
+        sources: [R] int32, the logits row that each row reads.
         out_tokens: [R] int64; -1 where there is an error.
         out_errors: [R] int32: 0, or the SlotError.
     """
@@ -111,17 +111,17 @@ def take_best(best: Tensor, rows: Tensor, sources: Tensor, out_tokens: Tensor, o
 
 
 def argmax_scratch(rows: int, vocab: int) -> int:
-    """Return how many int32 `argmax` needs for its scratch."""
+    """Return the number of int32 in the scratch of `argmax`."""
     return 2 * rows * chunks(vocab, _chunk(vocab))
 
 
 def chunk_constants(vocab: int, stride: int) -> dict[str, int]:
-    """Return what the maxima of chunks are compiled with for rows of vocab logits, `stride` apart."""
+    """Return the compile-time constants for the maxima of chunks, for rows of vocab logits, `stride` apart."""
     return {"WIDTH": vocab, "STRIDE": stride, "CHUNK": _chunk(vocab)}
 
 
 def row_constants(vocab: int) -> dict[str, int]:
-    """Return what the maxima of rows are compiled with."""
+    """Return the compile-time constants for the maxima of rows."""
     parts = chunks(vocab, _chunk(vocab))
     return {"PARTS": parts, "BLOCK": triton.next_power_of_2(parts)}
 

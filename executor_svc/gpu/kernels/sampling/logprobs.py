@@ -1,6 +1,6 @@
 """Logprobs, ranks and best tokens of rows of logits on the device: of sampled tokens, and of prompt tokens.
 
-The meaning is that of `sampling.logprobs`: the model's own distribution, before all that sampling does to it.
+Computes the same as `sampling.logprobs`: the model's own distribution, before sampling edits or filters it.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ _NOTHING = tl.constexpr(-0x8000000000000000)
 _ANYTHING = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 _VOCABS = (32768, 65536, 131072, 262144)
 _SUM_WARPS = 8
-_TELL_WARPS = 4
+_REPORT_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLogprobs:
-    """Logprobs of R tokens; rows that have not asked, or have no token, are left as they were."""
+    """Logprobs of R tokens; rows without a request or without a token are not written."""
 
     words: Tensor
-    """[`num_words`] int32: the others are views of it, each at a multiple of 16 words."""
+    """[`num_words`] int32: the other fields are views of it, each at a multiple of 16 words."""
     chosen: Tensor
     """[R] float32."""
     ranks: Tensor
     """[R] int32, from 1."""
     top_ids: Tensor
-    """[R, N] int32, best first, ties to the lowest id; a row that asked for n has n, at most N and the vocabulary."""
+    """[R, N] int32, best first, ties to the lowest id; a row that requested n has n, at most N and the vocabulary."""
     top: Tensor
     """[R, N] float32."""
 
     @classmethod
     def empty(cls, num_rows: int, num_top: int, device: torch.device) -> DeviceLogprobs:
-        """Room for so many rows with at most so many best tokens each."""
+        """Return buffers for `num_rows` rows with at most `num_top` best tokens each."""
         words = torch.zeros(cls.num_words(num_rows, num_top), dtype=torch.int32, device=device)
         return cls.over(words, num_rows, num_top)
 
     @staticmethod
     def num_words(num_rows: int, num_top: int) -> int:
-        """Of so many rows with at most so many best tokens each."""
+        """Return the words for `num_rows` rows with at most `num_top` best tokens each."""
         return 2 * padded(num_rows) * (1 + num_top)
 
     @classmethod
     def over(cls, words: Tensor, num_rows: int, num_top: int) -> DeviceLogprobs:
-        """The same over words, as those of another that were copied."""
+        """Return views of existing words, such as a copy of another object's words."""
         rows = padded(num_rows)
         chosen, ranks, ids, top = words.split((rows, rows, rows * num_top, rows * num_top))
         return cls(
@@ -79,13 +79,15 @@ class DeviceLogprobs:
 
 @triton.jit
 def _sum(
-    logits, logits_stride, rows, sources, tokens, asked, asked_stride, best, tops, sums, ahead, vocab, num_chunks,
-    num_blocks, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr,
+    logits, logits_stride, rows, sources, tokens, num_logprobs, num_logprobs_stride, best, tops, sums, ahead, vocab,
+    num_chunks, num_blocks, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk of each row that asks: mass, tokens before the chosen one, and the largest key of each block."""
+    """For a chunk of each row with logprobs: mass, tokens before the chosen one, and the largest key of each block."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    x_row, token, wanted = _asking_row(logits, logits_stride, rows, sources, tokens, asked, asked_stride, row)
-    if wanted >= 0:
+    x_row, token, requested = _requested_row(
+        logits, logits_stride, rows, sources, tokens, num_logprobs, num_logprobs_stride, row
+    )
+    if requested >= 0:
         peak = key_value(joined_key(best_of_row(best, row, 0, num_chunks, CHUNKS)))
         ids = chunk * CHUNK + tl.arange(0, CHUNK // SUB)[:, None] * SUB + tl.arange(0, SUB)[None, :]
         x = tl.load(x_row + ids, ids < vocab, other=float("-inf"))
@@ -95,21 +97,23 @@ def _sum(
         at = row * num_chunks + chunk
         tl.store(sums + at, tl.sum(tl.sum(tl.exp(x - peak), axis=1), axis=0))
         tl.store(ahead + at, tl.sum(tl.sum(before.to(tl.int32), axis=1), axis=0))
-        if wanted > 0:
+        if requested > 0:
             block = chunk * (CHUNK // SUB) + tl.arange(0, CHUNK // SUB)
             tl.store(tops + row * num_blocks + block, tl.max(key, axis=1), block < num_blocks)
 
 
 @triton.jit
-def _tell(
-    logits, logits_stride, rows, sources, tokens, asked, asked_stride, best, tops, sums, ahead, vocab, num_chunks,
-    num_blocks, out_chosen, out_ranks, out_top_ids, out_top, num_top,
+def _report(
+    logits, logits_stride, rows, sources, tokens, num_logprobs, num_logprobs_stride, best, tops, sums, ahead, vocab,
+    num_chunks, num_blocks, out_chosen, out_ranks, out_top_ids, out_top, num_top,
     CHUNKS: tl.constexpr, BLOCKS: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """Logprob and rank of each row's token; then its best tokens, one after the other."""
+    """Write the logprob and rank of each row's token, then its best tokens one after the other."""
     row = tl.program_id(0).to(tl.int64)
-    x_row, token, wanted = _asking_row(logits, logits_stride, rows, sources, tokens, asked, asked_stride, row)
-    if wanted >= 0:
+    x_row, token, requested = _requested_row(
+        logits, logits_stride, rows, sources, tokens, num_logprobs, num_logprobs_stride, row
+    )
+    if requested >= 0:
         peak = key_value(joined_key(best_of_row(best, row, 0, num_chunks, CHUNKS)))
         chunk = tl.arange(0, CHUNKS)
         there = chunk < num_chunks
@@ -118,12 +122,12 @@ def _tell(
         tl.store(out_chosen + row, (tl.load(x_row + token).to(tl.float64) - log_total).to(tl.float32))
         tl.store(out_ranks + row, tl.sum(tl.load(ahead + row * num_chunks + chunk, there, other=0), axis=0) + 1)
         index = tl.arange(0, BLOCKS)
-        keys = tl.load(tops + row * num_blocks + index, (index < num_blocks) & (wanted > 0), other=NO_KEY)
+        keys = tl.load(tops + row * num_blocks + index, (index < num_blocks) & (requested > 0), other=NO_KEY)
         last = tl.full((), _ANYTHING, tl.int64)
         number = tl.full((), 0, tl.int32)
-        wanted = tl.minimum(tl.minimum(wanted, num_top), vocab)
-        while number < wanted:
-            # Of equal blocks the first: all of its ids are lower.
+        requested = tl.minimum(tl.minimum(requested, num_top), vocab)
+        while number < requested:
+            # The first of equal blocks: all of its ids are lower.
             block = joined_id(tl.max(join(keys, index), axis=0))
             ids = block * SUB + tl.arange(0, SUB)
             x = tl.load(x_row + ids, ids < vocab, other=float("-inf"))
@@ -139,12 +143,12 @@ def _tell(
 
 
 @triton.jit
-def _asking_row(logits, logits_stride, rows, sources, tokens, asked, asked_stride, row):
-    """(where the row's logits are, its token, best tokens that it asks for, -1: asks for nothing)."""
+def _requested_row(logits, logits_stride, rows, sources, tokens, num_logprobs, num_logprobs_stride, row):
+    """Return (pointer to the row's logits, its token, its number of best tokens requested; -1: no logprobs)."""
     slot = tl.load(rows + row).to(tl.int64)
     token = tl.load(tokens + row).to(tl.int32)
-    wanted = tl.load(asked + slot * asked_stride, (slot >= 0) & (token >= 0), other=-1)
-    return logits + tl.load(sources + row).to(tl.int64) * logits_stride, token, wanted
+    requested = tl.load(num_logprobs + slot * num_logprobs_stride, (slot >= 0) & (token >= 0), other=-1)
+    return logits + tl.load(sources + row).to(tl.int64) * logits_stride, token, requested
 
 
 def row_logprobs(
@@ -152,7 +156,7 @@ def row_logprobs(
     rows: Tensor,
     sources: Tensor,
     tokens: Tensor,
-    asked: Tensor,
+    num_logprobs: Tensor,
     workspace: SamplingWorkspace,
     out: DeviceLogprobs,
     *,
@@ -162,16 +166,16 @@ def row_logprobs(
 
     Args:
         logits: [L, vocab] float32 with adjacent columns, finite where they are read.
-        rows: [R] int32, which number of `asked` is each row's; -1: padding.
-        sources: [R] int32, the row of the logits that each reads.
-        tokens: [R] int64; -1: none, as of a row that cannot be sampled.
-        asked: [n] int32, may be strided: best tokens wanted, 0: the chosen one alone, -1: nothing. Of sampled rows
-            these are the records' num_logprobs.
-        workspace: for R rows or more.
-        out: of R rows.
-        after_sampling: has `sample` just been called with these logits, rows, sources and workspace.
+        rows: [R] int32, each row's index into `num_logprobs`; -1: padding.
+        sources: [R] int32, the logits row that each row reads.
+        tokens: [R] int64; -1: none, as for a row that cannot be sampled.
+        num_logprobs: [n] int32, may be strided: number of best tokens, 0: only the chosen one, -1: no logprobs. For
+            sampled rows this is the num_logprobs of the records.
+        workspace: for at least R rows.
+        out: buffers of R rows.
+        after_sampling: whether `sample` was called last with these logits, rows, sources and workspace.
     """
-    num_rows, num_top = _check(logits, rows, sources, tokens, asked, workspace, out)
+    num_rows, num_top = _check(logits, rows, sources, tokens, num_logprobs, workspace, out)
     if not num_rows:
         return
     w, vocab = workspace, logits.shape[1]
@@ -181,14 +185,15 @@ def row_logprobs(
             logits, logits.stride(0), rows, sources, w.best, w.tops, vocab, chunks, blocks,
             TOPS=False, CHUNK=CHUNK, SUB=SUB, **_options(_SUM_WARPS),
         )  # fmt: skip
-    given = (
-        logits, logits.stride(0), rows, sources, tokens, asked, asked.stride(0), w.best, w.tops, w.sums, w.race_ids,
-        vocab, chunks, blocks,
+    inputs = (
+        logits, logits.stride(0), rows, sources, tokens, num_logprobs, num_logprobs.stride(0), w.best, w.tops, w.sums,
+        w.race_ids, vocab, chunks, blocks,
     )  # fmt: skip
-    _sum[chunks, num_rows](*given, **_sum_constants(vocab), **_options(_SUM_WARPS))
-    _tell[(num_rows,)](
-        *given, out.chosen, out.ranks, out.top_ids, out.top, num_top, **_tell_constants(vocab), **_options(_TELL_WARPS)
-    )
+    _sum[chunks, num_rows](*inputs, **_sum_constants(vocab), **_options(_SUM_WARPS))
+    _report[(num_rows,)](
+        *inputs, out.chosen, out.ranks, out.top_ids, out.top, num_top,
+        **_report_constants(vocab), **_options(_REPORT_WARPS),
+    )  # fmt: skip
 
 
 def _check(
@@ -196,11 +201,11 @@ def _check(
     rows: Tensor,
     sources: Tensor,
     tokens: Tensor,
-    asked: Tensor,
+    num_logprobs: Tensor,
     workspace: SamplingWorkspace,
     out: DeviceLogprobs,
 ) -> tuple[int, int]:
-    """(R, N); raises ValueError, naming the argument."""
+    """Return (R, N); raises ValueError, which names the argument."""
     if logits.dim() != 2 or logits.dtype != torch.float32 or (logits.stride(1) != 1 and logits.shape[1] > 1):
         raise ValueError(
             f"logits must be a float32 matrix with adjacent columns, is {logits.dtype} {list(logits.shape)}"
@@ -214,8 +219,8 @@ def _check(
     check("rows", rows, (num_rows,), torch.int32)
     check("sources", sources, (num_rows,), torch.int32)
     check("tokens", tokens, (num_rows,), torch.int64)
-    if asked.dim() != 1 or asked.dtype != torch.int32:
-        raise ValueError(f"asked must be an int32 vector, is {asked.dtype} {list(asked.shape)}")
+    if num_logprobs.dim() != 1 or num_logprobs.dtype != torch.int32:
+        raise ValueError(f"num_logprobs must be an int32 vector, is {num_logprobs.dtype} {list(num_logprobs.shape)}")
     num_top = out.top_ids.shape[1]
     check("out.chosen", out.chosen, (num_rows,), torch.float32)
     check("out.ranks", out.ranks, (num_rows,), torch.int32)
@@ -228,7 +233,7 @@ def _sum_constants(vocab: int) -> dict[str, Any]:
     return {"CHUNKS": triton.next_power_of_2(num_chunks(vocab)), "CHUNK": CHUNK, "SUB": SUB}
 
 
-def _tell_constants(vocab: int) -> dict[str, Any]:
+def _report_constants(vocab: int) -> dict[str, Any]:
     return {
         "CHUNKS": triton.next_power_of_2(num_chunks(vocab)),
         "BLOCKS": triton.next_power_of_2(num_blocks(vocab)),
@@ -242,12 +247,12 @@ def _options(num_warps: int) -> dict[str, Any]:
 
 def variants() -> list[Variant]:
     """Return the configurations compiled ahead of time, for vocabularies up to each of some powers of two."""
-    given = {
+    inputs = {
         "logits": "*fp32", "logits_stride": "i32", "rows": "*i32", "sources": "*i32", "tokens": "*i64",
-        "asked": "*i32", "asked_stride": "i32", "best": "*i64", "tops": "*i32", "sums": "*fp32", "ahead": "*i32",
-        "vocab": "i32", "num_chunks": "i32", "num_blocks": "i32",
+        "num_logprobs": "*i32", "num_logprobs_stride": "i32", "best": "*i64", "tops": "*i32", "sums": "*fp32",
+        "ahead": "*i32", "vocab": "i32", "num_chunks": "i32", "num_blocks": "i32",
     }  # fmt: skip
-    told = {"out_chosen": "*fp32", "out_ranks": "*i32", "out_top_ids": "*i32", "out_top": "*fp32", "num_top": "i32"}
+    outputs = {"out_chosen": "*fp32", "out_ranks": "*i32", "out_top_ids": "*i32", "out_top": "*fp32", "num_top": "i32"}
     return [
         Variant(
             name=f"logprobs {name} vocab{vocab}{'' if divisible else ' odd'}",
@@ -257,18 +262,18 @@ def variants() -> list[Variant]:
             divisible=tuple(
                 n
                 for n, kind in signature.items()
-                if (kind[0] == "*" and n != "asked") or (divisible and n in ("logits_stride", "vocab"))
+                if (kind[0] == "*" and n != "num_logprobs") or (divisible and n in ("logits_stride", "vocab"))
             ),
             num_warps=num_warps,
             num_stages=1,
             fp_fusion=False,
             no_spills=True,
-            quick=name == "tell" and vocab == 131072 and divisible,
+            quick=name == "report" and vocab == 131072 and divisible,
         )
         for vocab in _VOCABS
         for divisible in ((True, False) if vocab == _VOCABS[1] else (True,))
         for name, kernel, signature, constants, num_warps in (
-            ("sum", _sum, given, _sum_constants(vocab), _SUM_WARPS),
-            ("tell", _tell, {**given, **told}, _tell_constants(vocab), _TELL_WARPS),
+            ("sum", _sum, inputs, _sum_constants(vocab), _SUM_WARPS),
+            ("report", _report, {**inputs, **outputs}, _report_constants(vocab), _REPORT_WARPS),
         )
     ]

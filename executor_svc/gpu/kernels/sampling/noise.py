@@ -1,4 +1,4 @@
-"""The sampler's random numbers inside Triton kernels: the bits of `kernels.philox`, which names their sources."""
+"""The sampler's random numbers in Triton kernels: the same bits as `sampling.noise`, which names the sources."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCALE = tl.constexpr(2.0**-53)
 
 @triton.jit
 def row_key(seed_low, seed_high, sample_index, position, PURPOSE: tl.constexpr):
-    """A 64-bit key, uint64, as `philox.row_keys` makes it; arguments are int32 words, scalars."""
+    """Return a 64-bit key, uint64, as `sampling.noise.row_keys`; arguments are scalar int32 words."""
     seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True).to(
         tl.uint64
     )
@@ -24,7 +24,7 @@ def row_key(seed_low, seed_high, sample_index, position, PURPOSE: tl.constexpr):
 
 @triton.jit
 def uniform(key, ids):
-    """Uniform numbers in (0, 1), float32, for ids int32 under one key: what `philox.gumbel` makes its noise of."""
+    """Return uniform numbers in (0, 1), float32, for ids int32 with one key, as used by `sampling.noise.gumbel`."""
     z = key + ids.to(tl.uint64) * GOLDEN_GAMMA
     z = (z ^ (z >> 30)) * MIX_1
     z = (z ^ (z >> 27)) * MIX_2
@@ -36,9 +36,9 @@ def uniform(key, ids):
 
 @triton.jit
 def exponential(v):
-    """-log1p(-v) of uniform v: a standard exponential number, exact for the small ones that win a race.
+    """Return -log1p(-v) of uniform v: a standard exponential number, exact for the small values that win a race.
 
-    log1p from log by the quotient that cancels the rounding of 1 - v (Kahan; in Goldberg, "What every computer
+    log1p is log times the quotient that cancels the rounding of 1 - v (Kahan; in Goldberg, "What every computer
     scientist should know about floating-point arithmetic", 1991, theorem 4).
     """
     rest = 1.0 - v

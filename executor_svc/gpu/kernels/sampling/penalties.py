@@ -1,6 +1,6 @@
-"""Token counts on the device, from which penalties are reckoned: restarted on admission, added to after each step.
+"""Token counts on the device, for penalties: restarted on admission, increased after each step.
 
-A count is a function of the slot's token ids alone: additions of integers give the same sum in any order.
+A count depends only on the slot's token ids: additions of integers have the same sum in any order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _count(
 
 @triton.jit
 def _is_penalised(records, slot):
-    """Are the tokens of slots counted; -1: padding, whose are not."""
+    """Return whether the tokens of a slot are counted; slot -1 is padding, without counts."""
     return tl.load(records + slot * _RECORD_WORDS + _PENALISED, slot >= 0, other=0) != 0
 
 
@@ -69,13 +69,13 @@ def restart_counts(
     num_prompt_tokens: Tensor,
     max_tokens: int,
 ) -> None:
-    """Count the known tokens of these slots anew, those of them that are penalised.
+    """Recount the known tokens of those of these slots that have penalties.
 
     Args:
-        counts: [n, vocab] int32, as in SamplingState, whose are the next ones by slot too.
-        slots: [S] int32, none twice; -1: padding.
+        counts: [n, vocab] int32, as in SamplingState.
+        slots: [S] int32, distinct; -1: padding.
         records, token_ids, num_tokens, num_prompt_tokens: as in SamplingState.
-        max_tokens: none of these slots has more.
+        max_tokens: upper bound of the slots' numbers of tokens.
     """
     check("slots", slots, (slots.shape[0],), torch.int32)
     _check_counts(counts, records)
@@ -96,12 +96,12 @@ def restart_counts(
 
 
 def add_tokens(counts: Tensor, rows: Tensor, tokens: Tensor, records: Tensor) -> None:
-    """Add an output token to each of R slots that is penalised.
+    """Count an output token of those of R slots that have penalties.
 
     Args:
         counts: [n, vocab] int32, as in SamplingState.
-        rows: [R] int32, slots, none twice; -1: padding.
-        tokens: [R] int64; -1: none.
+        rows: [R] int32, distinct slots; -1: padding.
+        tokens: [R] int64; -1: no token.
         records: as in SamplingState.
     """
     check("rows", rows, (rows.shape[0],), torch.int32)

@@ -1,9 +1,9 @@
-"""Choosing tokens on the device, without a sort: launches the kernels of `edits`, `floors` and `draw`.
+"""Samples tokens on the device, without a sort: launches the kernels of `edits`, `floors` and `draw`.
 
-The meaning is that of `sampling.sampler`: the same logits, parameters, seeds and histories give the same tokens,
-unless two tokens' race values, or a sum of probabilities and top_p, differ by less than the rounding of exp and log. A
-row's token does not depend on the rows beside it: sums are folded within chunks of the vocabulary that are the same for
-every row and every number of rows.
+Samples the same tokens as `sampling.sampler` from the same logits, parameters, seeds and histories, unless two
+tokens' race values, or a sum of probabilities and top_p, differ by less than the rounding of exp and log. A row's token
+does not depend on the other rows: sums are folded within chunks of the vocabulary that are the same for every row and
+every number of rows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from executor_svc.gpu.kernels.sampling.state import (
 )
 from executor_svc.gpu.kernels.variant import Variant
 
-# Entries of a slot's lists that are looked at together.
+# Entries of a slot's lists that are processed together.
 _LANES = 128
-# Tokens of the listed blocks that are looked at together, and pivots that are tried at once.
+# Tokens of the listed blocks that are processed together, and pivots that are tried at once.
 _TILE = 2048
 _PIVOTS = 8
 _PEAK_WARPS = 8
@@ -40,7 +40,7 @@ _EDIT_WARPS = 16
 _RACE_WARPS = 16
 _FINISH_WARPS = 16
 VOCABS = (32768, 65536, 131072, 262144)
-"""Vocabularies up to these are compiled ahead of time: the launcher takes any, by the next power of two."""
+"""Kernels are compiled ahead of time up to these vocabularies; the launcher rounds any up to a power of two."""
 
 
 def sample(
@@ -62,15 +62,15 @@ def sample(
     Args:
         logits: [L, vocab] float32 with adjacent columns; not changed.
         rows: [R] int32, slot of each row; -1: padding, for which nothing is written.
-        sources: [R] int32, the row of the logits that each reads.
-        state: by slot; token ids are read for bad words only.
-        workspace: for R rows or more.
+        sources: [R] int32, the logits row that each row reads.
+        state: the slots' state; token ids are read only for bad words.
+        workspace: for at least R rows.
         out_tokens: [R] int64; -1 where there is an error.
         out_errors: [R] int32: 0, or the SlotError.
-        edited: may any row's logits have to be edited, by lists or penalties.
-        drawn: may any row have a temperature above 0.
-        filtered: may any of those draw from its most likely tokens.
-        floored: may any of those have a floor.
+        edited: whether any row may need edits of its logits, by lists or penalties.
+        drawn: whether any row may have a temperature above 0.
+        filtered: whether any of the drawn rows may draw from its most likely tokens.
+        floored: whether any of the drawn rows may have a floor.
     """
     num_rows, vocab = _check(logits, rows, sources, state, workspace, out_tokens, out_errors)
     if not num_rows:
@@ -106,7 +106,7 @@ def sample(
 
 
 def finish_constants(vocab: int, edited: bool, drawn: bool, filtered: bool) -> dict[str, Any]:
-    """Return what the last kernel is compiled with."""
+    """Return the compile-time constants of the last kernel."""
     return {
         "EDITS": edited, "DRAWN": drawn, "FILTERED": filtered, "CHUNKS": triton.next_power_of_2(num_chunks(vocab)),
         "BLOCKS": triton.next_power_of_2(num_blocks(vocab)) if filtered else 1, "TILE": _TILE, "SUB": SUB,
@@ -128,7 +128,7 @@ def _check(
     out_tokens: Tensor,
     out_errors: Tensor,
 ) -> tuple[int, int]:
-    """(R, vocab); raises ValueError, naming the argument."""
+    """Return (R, vocab); raises ValueError, which names the argument."""
     if logits.dim() != 2 or logits.dtype != torch.float32 or (logits.stride(1) != 1 and logits.shape[1] > 1):
         raise ValueError(
             f"logits must be a float32 matrix with adjacent columns, is {logits.dtype} {list(logits.shape)}"
@@ -157,7 +157,7 @@ def variants() -> list[Variant]:
     """Return the configurations compiled ahead of time: for vocabularies up to each of some powers of two."""
     found = [_peaks(tops, True) for tops in (False, True)] + [_edit(tops, True) for tops in (False, True)]
     found += [_peaks(True, False), _edit(True, False)]
-    # An odd one such as GPT-2's 50257 cannot be read 16 bytes at once.
+    # Rows of an odd vocabulary, such as GPT-2's 50257, cannot be read 16 bytes at once.
     for vocab, divisible in [(vocab, True) for vocab in VOCABS] + [(VOCABS[1], False)]:
         for edited in (False, True):
             found.append(_race(vocab, divisible, edited))

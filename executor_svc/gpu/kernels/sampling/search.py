@@ -1,9 +1,9 @@
-"""Drawing from the tokens that top_k and top_p leave, without a sort.
+"""Draws from the tokens that top_k and top_p leave, without a sort.
 
-The tokens that are left are those above a threshold on the ordered key of their logit, and the lowest ids at it. The
-thresholds are found by narrowing an interval of keys with several pivots at a time, as the sorting-free samplers of
-FlashInfer (Ye et al., 2025) and vLLM do. Only blocks of ids with the largest logits are read: the k best tokens lie in
-the k blocks with the largest maxima.
+The tokens left are those above a threshold on the ordered key of their logit, and the lowest ids at the threshold. The
+search narrows an interval of keys with several pivots at a time, like the sorting-free samplers of FlashInfer (Ye et
+al., 2025) and vLLM. Only the blocks of ids with the largest logits are read: the k best tokens are in the k blocks with
+the largest maxima.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from executor_svc.gpu.kernels.sampling.arithmetic import (
     race_value,
 )
 
-# Blocks that a search for a nucleus reads at first, and by how much that grows while they hold too little.
+# Blocks that a search for a nucleus reads first, and the growth factor while their mass is too small.
 _FIRST_BLOCKS = tl.constexpr(64)
 _GROWTH = tl.constexpr(16)
 
@@ -32,9 +32,9 @@ def draw_from_best(
     x_row, vocab, tops_row, blocks, num_blocks, peak_key, temperature, floor, limited, top_k, nucleus, top_p, whole,
     noise, BLOCKS: tl.constexpr, TILE: tl.constexpr, SUB: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The token that wins the race among those left by top_k (if limited) and top_p (if nucleus); scalars all.
+    """Return the token that wins the race among those left by top_k (if limited) and top_p (if nucleus).
 
-    whole: float64 mass of the vocabulary, if not limited; top_p: float64.
+    All arguments are scalars. whole: float64 mass of the vocabulary, if not limited; top_p: float64.
     """
     peak = key_value(peak_key)
     num_listed, low = _list_blocks(
@@ -42,7 +42,7 @@ def draw_from_best(
         BLOCKS, TILE, SUB, PIVOTS,
     )  # fmt: skip
     cut = low
-    # How many tokens at the cut are left, lowest ids first.
+    # The number of tokens left at the threshold, lowest ids first.
     num_ties = vocab
     if limited:
         cut = _threshold(
@@ -55,15 +55,15 @@ def draw_from_best(
         num_ties = top_k - above
         whole = above_mass + num_ties.to(tl.float64) * mass(key_value(cut), peak, temperature, floor).to(tl.float64)
     if nucleus:
-        wanted = top_p * whole
+        target = top_p * whole
         limit, cut = cut, _threshold(
-            x_row, vocab, blocks, num_listed, cut, peak_key, wanted, peak, temperature, floor,
+            x_row, vocab, blocks, num_listed, cut, peak_key, target, peak, temperature, floor,
             True, TILE, SUB, PIVOTS,
         )  # fmt: skip
         _, above_mass = _above(x_row, vocab, blocks, num_listed, cut, peak, temperature, floor, TILE, SUB)
         each = mass(key_value(cut), peak, temperature, floor).to(tl.float64)
-        # Every one before which less than what is wanted has been gathered.
-        needed = tl.ceil(tl.minimum((wanted - above_mass) / tl.maximum(each, 1e-300), 1e9)).to(tl.int32)
+        # The nucleus keeps every token with less than the target mass before it.
+        needed = tl.ceil(tl.minimum((target - above_mass) / tl.maximum(each, 1e-300), 1e9)).to(tl.int32)
         needed = tl.maximum(needed, 1)
         num_ties = tl.where(cut == limit, tl.minimum(needed, num_ties), needed)
     return _race(
@@ -73,12 +73,12 @@ def draw_from_best(
 
 @triton.jit
 def _list_blocks(
-    x_row, vocab, tops_row, blocks, num_blocks, peak_key, temperature, floor, limited, top_k, wanted,
+    x_row, vocab, tops_row, blocks, num_blocks, peak_key, temperature, floor, limited, top_k, target,
     BLOCKS: tl.constexpr, TILE: tl.constexpr, SUB: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """Write to `blocks` those, ascending, that hold all tokens left; returns how many, and a key that cuts none off.
+    """Write the blocks with all tokens left to `blocks`, ascending; return their number, and a key that excludes none.
 
-    Without top_k they are as many as are needed to hold more than the mass wanted above the lowest of their maxima.
+    Without top_k there are enough blocks to hold more than the target mass above the lowest of their maxima.
     """
     peak = key_value(peak_key)
     index = tl.arange(0, BLOCKS)
@@ -99,14 +99,14 @@ def _list_blocks(
         if listing:
             _, above_mass = _above(x_row, vocab, blocks, num_listed, low, peak, temperature, floor, TILE, SUB)
             rest = mass(key_value(low), peak, temperature, floor)
-            listing = (above_mass < wanted) & (rest > 0)
+            listing = (above_mass < target) & (rest > 0)
             num_listed = tl.where(listing, tl.minimum(num_listed * _GROWTH, num_blocks), num_listed)
     return num_listed, low
 
 
 @triton.jit
 def _kth_largest(keys, k, highest, PIVOTS: tl.constexpr):
-    """The k-th largest of int32 keys in registers, none above `highest`."""
+    """Return the k-th largest of int32 keys in registers, none above `highest`."""
     low, high = tl.full((), NEG_INF_KEY, tl.int64), highest.to(tl.int64)
     while low < high:
         pivots = low + 1 + tl.arange(0, PIVOTS) * (high - low) // PIVOTS
@@ -119,10 +119,10 @@ def _kth_largest(keys, k, highest, PIVOTS: tl.constexpr):
 
 @triton.jit
 def _threshold(
-    x_row, vocab, blocks, num_listed, lowest, highest, wanted, peak, temperature, floor,
+    x_row, vocab, blocks, num_listed, lowest, highest, target, peak, temperature, floor,
     BY_MASS: tl.constexpr, TILE: tl.constexpr, SUB: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The largest key from which on there is so much mass (or so many tokens), `lowest` if there is none."""
+    """Return the largest key from which on there is the target mass (or number of tokens); `lowest` without one."""
     low, high = lowest.to(tl.int64), highest.to(tl.int64)
     while low < high:
         pivots = low + 1 + tl.arange(0, PIVOTS) * (high - low) // PIVOTS
@@ -138,7 +138,7 @@ def _threshold(
             counted = tl.where(key[:, None] >= pivots.to(tl.int32)[None, :], weight[:, None], 0.0)
             reached += tl.sum(counted, axis=0).to(tl.float64)
             start += TILE // SUB
-        enough = reached >= wanted
+        enough = reached >= target
         low = tl.max(tl.where(enough, pivots, low), axis=0)
         high = tl.min(tl.where(enough, high, pivots - 1), axis=0)
     return low.to(tl.int32)
@@ -146,7 +146,7 @@ def _threshold(
 
 @triton.jit
 def _above(x_row, vocab, blocks, num_listed, cut, peak, temperature, floor, TILE: tl.constexpr, SUB: tl.constexpr):
-    """(number, mass in float64) of listed tokens with a key above the cut."""
+    """Return (number, mass in float64) of listed tokens with a key above the threshold `cut`."""
     number = tl.full((), 0, tl.int32)
     gathered = tl.full((), 0.0, tl.float64)
     start = tl.full((), 0, tl.int32)
@@ -164,7 +164,7 @@ def _race(
     x_row, vocab, blocks, num_listed, cut, num_ties, peak, temperature, floor, noise,
     TILE: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """The winner among listed tokens above the cut and the first so many at it."""
+    """Return the winner among listed tokens above the threshold `cut` and the first `num_ties` at it."""
     winner = tl.full((), NO_ID, tl.int32)
     best = tl.full((), float("inf"), tl.float32)
     tied_before = tl.full((), 0, tl.int32)

@@ -1,4 +1,4 @@
-"""What sampling on the device reads: a record of parameters per slot, lists, token histories, counts; its scratch."""
+"""The state of sampling on the device: a record of parameters per slot, lists, token histories, counts; scratch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLACES = "has_floor penalised has_allowed bias_start bias_length word_start wor
 
 
 def _record() -> np.dtype[Any]:
-    """Columns of the table that kernels read, widest first, then flags and places of lists, filled up to 128 bytes."""
+    """Return the type of a record: the table's columns that kernels read, widest first, flags, list places, padding."""
     columns = sorted(
         (column for column in COLUMNS.values() if column.need is not Need.NOTHING or column.name == "min_tokens"),
         key=lambda column: -np.dtype(_TYPES[column.dtype]).itemsize,
@@ -32,17 +32,17 @@ def _record() -> np.dtype[Any]:
 RECORD = _record()
 """Sampling parameters of one slot, as `plan.sampling` stores them, in 128 bytes.
 
-has_floor: has it a floor for a draw. penalised: are the slot's tokens counted. has_allowed: its row of allowed bits
-counts. *_start and *_length: its list in the columns of `SamplingLists`.
+has_floor: whether the slot has a floor for a draw. penalised: whether its tokens are counted. has_allowed: whether its
+row of allowed bits is used. *_start and *_length: its list in the columns of `SamplingLists`.
 """
 RECORD_WORDS = RECORD.itemsize // 4
 
 MAX_INT32 = 2**31 - 1
-"""What larger limits are told as: none is ever reached."""
+"""The stored value of larger limits, which no sequence reaches."""
 
 
 def field(name: str) -> int:
-    """Place of a field in a record, in 32-bit words."""
+    """Return the place of a field in a record, in 32-bit words."""
     fields = RECORD.fields
     assert fields is not None
     return int(fields[name][1]) // 4
@@ -50,49 +50,49 @@ def field(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SamplingLists:
-    """Lists of all slots one behind the other, where each record says; contiguous."""
+    """Columns with the lists of all slots, at the places in the slots' records; contiguous."""
 
     bias_ids: Tensor
-    """int32, no id twice in a slot's list."""
+    """int32, distinct ids in a slot's list."""
     biases: Tensor
     """float32, one for each of bias_ids."""
     word_ids: Tensor
     """int32, the tokens of bad words."""
     word_following: Tensor
-    """int32, how many tokens of its word follow each of word_ids."""
+    """int32, the number of tokens of the word that follow each of word_ids."""
     stop_ids: Tensor
     """int32."""
 
     @classmethod
     def empty(cls, length: int, device: torch.device) -> SamplingLists:
-        """Room for so many entries in each column."""
+        """Return columns of `length` entries each."""
         ints = torch.zeros((4, length), dtype=torch.int32, device=device)
         return cls(ints[0], torch.zeros(length, device=device), ints[1], ints[2], ints[3])
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingState:
-    """What there is by slot, n slots; all contiguous and on one device."""
+    """The state of n slots; all tensors are contiguous and on one device."""
 
     records: Tensor
     """[n, RECORD_WORDS] int32: the bytes of a RECORD each."""
     token_ids: Tensor
     """[n, max_model_len + 1] int32, known tokens."""
     num_tokens: Tensor
-    """[n] int32, how many are known: the position of the token to be chosen."""
+    """[n] int32, number of known tokens, which is the position of the token to be chosen."""
     num_prompt_tokens: Tensor
     """[n] int32."""
     counts: Tensor
-    """[n, vocab] int32: of slots that are penalised, twice the token's count in the output, plus 1 if in the prompt."""
+    """[n, vocab] int32: for slots with penalties, twice the token's count in the output, plus 1 if in the prompt."""
     allowed_bits: Tensor
-    """[n, ceil(vocab / 32)] int32: bit i % 32 of word i / 32 is token i's."""
+    """[n, ceil(vocab / 32)] int32: bit i % 32 of word i / 32 is the bit of token i."""
     lists: SamplingLists
 
     @classmethod
     def empty(
         cls, num_slots: int, vocab: int, max_model_len: int, list_length: int, device: torch.device
     ) -> SamplingState:
-        """All slots greedy, without tokens."""
+        """Return the state of slots that are greedy and without tokens."""
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -110,15 +110,15 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class SamplingWorkspace:
-    """Scratch for R rows of vocab logits; its content means nothing between calls."""
+    """Scratch for R rows of vocab logits; its content is undefined between calls."""
 
     vocab: int
     edited: Tensor
     """[R, vocab rounded up to 64] float32."""
     edited_rows: Tensor
-    """[R] int32: are this row's logits in `edited`."""
+    """[R] int32: whether the row's logits are in `edited`."""
     best: Tensor
-    """[R, 2, chunks] int64, joined keys: of raw logits, of edited ones."""
+    """[R, 2, chunks] int64, joined keys of raw and of edited logits."""
     tops: Tensor
     """[R, blocks] int32: ordered key of each block's largest logit."""
     blocks: Tensor
@@ -130,11 +130,11 @@ class SamplingWorkspace:
     sums: Tensor
     """[R, chunks] float32."""
     floors: Tensor
-    """[R] float32: least scaled logit that a draw keeps, of rows that have a floor."""
+    """[R] float32: smallest scaled logit that a draw keeps, for rows with a floor."""
 
     @classmethod
     def empty(cls, max_rows: int, vocab: int, device: torch.device) -> SamplingWorkspace:
-        """Scratch for at most so many rows."""
+        """Return scratch for at most `max_rows` rows."""
         check_vocab(vocab)
         chunks, blocks = num_chunks(vocab), num_blocks(vocab)
 
@@ -156,21 +156,21 @@ class SamplingWorkspace:
 
 
 def num_chunks(vocab: int) -> int:
-    """Programs that share a row."""
+    """Return the number of programs that share a row."""
     return -(-vocab // CHUNK)
 
 
 def num_blocks(vocab: int) -> int:
-    """Blocks of token ids."""
+    """Return the number of blocks of token ids."""
     return -(-vocab // SUB)
 
 
 def num_words(vocab: int) -> int:
-    """32-bit words that hold a bit for each token id."""
+    """Return the number of 32-bit words with a bit for each token id."""
     return -(-vocab // 32)
 
 
 def check_vocab(vocab: int) -> None:
-    """Raise ValueError unless the kernels can take a vocabulary of this size."""
+    """Raise ValueError unless the kernels support a vocabulary of this size."""
     if not 1 <= vocab <= MAX_VOCAB:
         raise ValueError(f"vocab {vocab} is not 1 to {MAX_VOCAB}")

@@ -1,4 +1,4 @@
-"""How each slot's tokens are chosen: parameters in arrays with a row per slot, lists and counts beside them."""
+"""Sampling parameters of each slot, in arrays with a row per slot; token lists and token counts of the slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from executor_svc.plan.sampling import COLUMNS, Need, column_names
 
 
 class SlotSampling:
-    """Sampling parameters of all slots, and of their token histories what penalties need."""
+    """Sampling parameters of all slots, and the token counts that penalties need."""
 
     def __init__(self, limits: Limits) -> None:
         n = limits.num_slots
@@ -22,18 +22,18 @@ class SlotSampling:
         self._numbers = {column.name: np.full(n, column.off, column.dtype) for column in COLUMNS.values()}
         self._on = {need: np.zeros(n, np.bool_) for need in Need}
         self.processed = np.zeros(n, np.bool_)
-        """Can this slot's logits be changed before a token is chosen: the others are not looked at."""
+        """Whether a slot's logits may be edited before a token is chosen; other slots are skipped."""
         self.greedy = np.zeros(n, np.bool_)
-        """Is this slot's token the most likely one of its logits as they are, with nothing reported beside it."""
+        """Whether a slot's token is the most likely one of its unedited logits, without logprobs or candidates."""
         self.stop_ids = SlotLists(n, np.int32)
         self.allowed_ids = SlotLists(n, np.int32)
         self.biases = SlotLists(n, np.int32, np.float32)
-        # The tokens of a slot's words one after the other, and how many tokens of the word follow each.
+        # The concatenated tokens of a slot's words, and the number of tokens of the word that follow each.
         self.bad_words = SlotLists(n, np.int32, np.int32)
         self._counts: TokenCounts | None = None
 
     def admit(self, sequence: AdmittedSequence) -> None:
-        """Take a sequence's parameters, checked before, and count its tokens if they are penalised."""
+        """Store a sequence's parameters, which are checked already, and count its tokens if it has penalties."""
         slot, sampling = sequence.slot, sequence.sampling
         for name, value in sampling.stored().items():
             self._numbers[name][slot] = value
@@ -57,37 +57,37 @@ class SlotSampling:
         self.greedy[slot] = sampling.temperature == 0 and not self.processed[slot] and not reports
 
     def __getitem__(self, name: str) -> Any:
-        """[num_slots] the column of this name."""
+        """Return the column [num_slots] of this name."""
         return self._numbers[name]
 
     def rows(self, slots: IntArray, *needs: Need) -> dict[str, Any]:
-        """The columns of parameters with these needs, by name, for these slots; [n] each."""
+        """Return the columns of parameters with these needs, by name, for these slots; [n] each."""
         return {name: self._numbers[name][slots] for name in column_names(*needs)}
 
     def on(self, need: Need) -> BoolArray:
-        """[num_slots]: has the slot a parameter with this need that has an effect."""
+        """Return [num_slots]: whether the slot has a parameter with this need that is on."""
         return self._on[need]
 
     def _count_tokens(self, sequence: AdmittedSequence) -> None:
         if self._counts is None:
             self._counts = TokenCounts(self._limits)
         prompt, output = np.split(sequence.token_ids, [sequence.num_prompt_tokens])
-        # The prompt counts for the repetition penalty alone.
+        # Only the repetition penalty counts prompt tokens.
         counts_prompt = sequence.sampling.repetition_penalty != 1
         self._counts.restart(sequence.slot, prompt if counts_prompt else prompt[:0], output)
 
     def release(self, slots: IntArray) -> None:
-        """Forget the lists of sequences that have ended."""
+        """Discard the lists of sequences that have ended."""
         for lists in (self.stop_ids, self.allowed_ids, self.biases, self.bad_words):
             lists.forget(slots)
 
     def add_tokens(self, slots: IntArray, token_ids: IntArray) -> None:
-        """Note an output token of each of these slots, no slot twice; [n] each."""
+        """Count an output token of each of these slots, no slot twice; [n] each."""
         if self._counts is not None and (counted := self._on[Need.COUNTS][slots]).any():
             self._counts.add(slots[counted], token_ids[counted])
 
     def are_stop_ids(self, slots: IntArray, token_ids: IntArray) -> BoolArray:
-        """[n]: is this token one of its slot's stop ids."""
+        """Return [n]: whether each token is one of its slot's stop ids."""
         found = np.zeros(len(slots), np.bool_)
         if not self.stop_ids.any_of(slots):
             return found
@@ -96,7 +96,7 @@ class SlotSampling:
         return found
 
     def read_counts(self, slots: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """(index into slots, token id, occurrences in the output) of what the penalties of these slots apply to."""
+        """Return (index into slots, token id, occurrences in the output) of the tokens that these slots penalise."""
         counted = np.flatnonzero(self._on[Need.COUNTS][slots])
         if self._counts is None or not len(counted):
             return counted[:0], counted[:0], counted[:0]
@@ -105,7 +105,7 @@ class SlotSampling:
 
 
 def _joined(words: tuple[IntArray, ...]) -> tuple[IntArray, IntArray]:
-    """The tokens of all words, and how many tokens of its word follow each."""
+    """Return the tokens of all words, and the number of tokens of the word that follow each."""
     if not words:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     return np.concatenate(words), np.concatenate([np.arange(len(word))[::-1] for word in words])

@@ -1,0 +1,70 @@
+"""The sampling parameters of the rows of a step, in columns, gathered from the slots that sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.sampling import Need
+from executor_svc.sampling.candidates import CandidateColumns
+from executor_svc.sampling.edits import LogitsEdits
+from executor_svc.sampling.logits_edits import logits_edits
+
+SAMPLER_NEEDS = (Need.DRAW, Need.FLOOR, Need.SEARCH, Need.REPORT)
+"""The sampler has a column for each parameter with one of these needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """Sampling parameters of R rows, in columns."""
+
+    numbers: Mapping[str, Any]
+    """[R] each: the columns of the table (`plan.sampling`) that have SAMPLER_NEEDS, by name."""
+    position: IntArray
+    """[R] position of the token to be chosen."""
+    edits: LogitsEdits | None = None
+    """Changes to the logits of some rows."""
+    sources: IntArray | None = None
+    """[R] the logits row that each row reads, in any order; None: its own."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the column [R] of this name."""
+        return self.numbers[name]
+
+    def take(self, rows: IntArray) -> SamplingColumns:
+        """Return the columns of these rows, for filters and draws: without edits and sources."""
+        return SamplingColumns({name: values[rows] for name, values in self.numbers.items()}, self.position[rows])
+
+
+def sampling_columns(slots: Slots, scheduled: Scheduled) -> SamplingColumns:
+    """Return the parameters of the slots that sample a token, in columns, slots ascending; before `commit`."""
+    rows, sources, sampling = scheduled.sampling_slots, scheduled.sources, slots.sampling
+    if len(scheduled.candidates):
+        sources = np.delete(_sources(scheduled), scheduled.candidates)
+        rows = np.delete(rows, scheduled.candidates)
+    return SamplingColumns(
+        numbers=sampling.rows(rows, *SAMPLER_NEEDS),
+        position=slots.num_tokens[rows],
+        edits=logits_edits(slots, rows),
+        sources=sources,
+    )
+
+
+def candidate_columns(slots: Slots, scheduled: Scheduled) -> CandidateColumns:
+    """Return the parameters of the slots that requested candidates [C], slots ascending; before `commit`."""
+    rows = scheduled.sampling_slots[scheduled.candidates]
+    return CandidateColumns(
+        sources=_sources(scheduled)[scheduled.candidates],
+        num_candidates=slots.sampling["num_candidates"][rows],
+        edits=logits_edits(slots, rows),
+    )
+
+
+def _sources(scheduled: Scheduled) -> IntArray:
+    """Return the logits row [R] that each of sampling_slots reads."""
+    return np.arange(len(scheduled.sampling_slots)) if scheduled.sources is None else scheduled.sources

@@ -77,7 +77,9 @@ def load() -> list[Chat]:
         chat("drawn, cut down", text(7), with_fields(asked, top_p=0.9, top_k=40, min_p=0.02, stop_token_ids=STOPS[:4])),
         chat("ends by itself", text(17), with_fields(DRAWN, stop_token_ids=STOPS)),
         chat("penalties", text(31), punished),
-        chat("bad words, late", text(16), with_fields(asked, bad_words=words, stop_token_ids=STOPS, min_tokens=9)),
+        chat(
+            "bad words, late stops", text(16), with_fields(asked, bad_words=words, stop_token_ids=STOPS, min_tokens=9)
+        ),
         chat("bias", text(33), with_fields(asked, bias_token_ids=(5, 60, 99), biases=(2.5, 3.0, -100.0))),
         chat("allowed", text(12), with_fields(asked, allowed_token_ids=tuple(range(3, 90, 4)))),
         chat("prompt logprobs", text(65), with_fields(asked, num_prompt_logprobs=2)),

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.common.checkpoints import DEMO_MODEL
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.experiments import memory, preemption, served, served_ratio, served_ratio_runs
+from benchmarks.experiments import memory, preemption, preemption_cpu, served, served_ratio, served_ratio_runs
 from benchmarks.experiments.experiment import Experiment, ExperimentResult, RunSettings
 from benchmarks.experiments.figures import draw
 from benchmarks.experiments.memory_cpu import held, in_blocks
@@ -21,7 +21,7 @@ from benchmarks.experiments.simulated import fixed
 from cadenza import LocalServices
 from cadenza.v1.admin_pb2 import SequenceJoined, SequenceLeft, StepLoad, StepRecord
 
-COSTS = {"step_us": 500, "token_us": 5, "moved_block_us": 20}
+COSTS = {"step_us": 200, "token_us": 5, "moved_block_us": 20}
 """Costs of the executor in place of the CPU's: only the times are synthetic."""
 
 
@@ -140,6 +140,10 @@ def made_up_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(served, "LocalServices", services)
     monkeypatch.setattr(served_ratio_runs, "random_checkpoint", lambda shape: DEMO_MODEL)
+    short = {"input_len": "uniform:16:112", "output_len": "exponential:48:8:128"}
+    for module, name in ((preemption_cpu, "_LOAD"), (served_ratio_runs, "_CPU_LOAD")):
+        assert getattr(module, name)["output_len"] != short["output_len"]
+        monkeypatch.setattr(module, name, short)
 
 
 @pytest.mark.slow

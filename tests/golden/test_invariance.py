@@ -8,6 +8,7 @@ decoding algorithms in one load; fp32 and bf16.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -60,33 +61,41 @@ def chat(name: str, prompt: tuple[int, ...], sampling: Sampling, turns: int = 0,
     return Chat(spec, tuple(text(3 + 6 * turn, seed=turn) for turn in range(turns)))
 
 
+def with_fields(sampling: Sampling, **fields: Any) -> Sampling:
+    """The same but for these fields, whether the core reads them or not."""
+    own = {each.name: getattr(sampling, each.name) for each in dataclasses.fields(sampling) if each.name != "values"}
+    return core_sampling(**{**own, **sampling.values, **fields})
+
+
 def load() -> list[Chat]:
-    asked = replace(DRAWN, num_logprobs=3)
-    punished = replace(asked, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7)
+    asked = with_fields(DRAWN, num_logprobs=3)
+    punished = with_fields(asked, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7)
     words = ((17,), (23, 42), *((i, i) for i in range(50, 131)))
     return [
         chat("one token", text(1), GREEDY),
-        chat("greedy", text(64), replace(GREEDY, num_logprobs=2)),
-        chat("drawn, cut down", text(7), replace(asked, top_p=0.9, top_k=40, min_p=0.02, stop_token_ids=STOPS[:4])),
-        chat("ends by itself", text(17), replace(DRAWN, stop_token_ids=STOPS)),
+        chat("greedy", text(64), with_fields(GREEDY, num_logprobs=2)),
+        chat("drawn, cut down", text(7), with_fields(asked, top_p=0.9, top_k=40, min_p=0.02, stop_token_ids=STOPS[:4])),
+        chat("ends by itself", text(17), with_fields(DRAWN, stop_token_ids=STOPS)),
         chat("penalties", text(31), punished),
-        chat("bad words, late stops", text(16), replace(asked, bad_words=words, stop_token_ids=STOPS, min_tokens=9)),
-        chat("bias", text(33), replace(asked, bias_token_ids=(5, 60, 99), biases=(2.5, 3.0, -100.0))),
-        chat("allowed", text(12), replace(asked, allowed_token_ids=tuple(range(3, 90, 4)))),
-        chat("prompt logprobs", text(65), replace(asked, num_prompt_logprobs=2)),
+        chat(
+            "bad words, late stops", text(16), with_fields(asked, bad_words=words, stop_token_ids=STOPS, min_tokens=9)
+        ),
+        chat("bias", text(33), with_fields(asked, bias_token_ids=(5, 60, 99), biases=(2.5, 3.0, -100.0))),
+        chat("allowed", text(12), with_fields(asked, allowed_token_ids=tuple(range(3, 90, 4)))),
+        chat("prompt logprobs", text(65), with_fields(asked, num_prompt_logprobs=2)),
         chat("three", text(32), asked, num_samples=3),
-        chat("three, punished", text(21), replace(punished, stop_token_ids=STOPS, min_tokens=3), num_samples=3),
+        chat("three, punished", text(21), with_fields(punished, stop_token_ids=STOPS, min_tokens=3), num_samples=3),
         chat("two beams", text(25), GREEDY, num_samples=2, beams=BeamSpec(2)),
         chat("four beams", text(8), BEAMS, num_samples=3, beams=BeamSpec(4, 2.0, None)),
         chat(
-            "beams, edited", text(19), replace(BEAMS, min_tokens=5, repetition_penalty=1.2, num_prompt_logprobs=1),
+            "beams, edited", text(19), with_fields(BEAMS, min_tokens=5, repetition_penalty=1.2, num_prompt_logprobs=1),
             num_samples=4, beams=BeamSpec(4, 0.6, True),
         ),
         chat("first question", SYSTEM + text(5), GREEDY, turns=2),
-        chat("second question", SYSTEM + text(9), replace(asked, stop_token_ids=STOPS[:3]), turns=2),
+        chat("second question", SYSTEM + text(9), with_fields(asked, stop_token_ids=STOPS[:3]), turns=2),
         chat("three answers", SYSTEM + text(6), asked, turns=1, num_samples=3),
         chat("beams over it", SYSTEM + text(3), BEAMS, turns=1, num_samples=1, beams=BeamSpec(4)),
-        chat("its prompt told", SYSTEM + text(7), replace(DRAWN, num_prompt_logprobs=0)),
+        chat("its prompt told", SYSTEM + text(7), with_fields(DRAWN, num_prompt_logprobs=0)),
         chat("opted out", SYSTEM + text(11), asked, uses_prefix_cache=False),
         chat("salted", SYSTEM + text(2), asked, cache_salt=b"salt"),
     ]  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.mutants.draw import Mutant
 
-_BATCHES = (4.0, 12.0, 40.0)
+_BATCHES = (4.0, 12.0, 24.0)
 """Seconds of tests in the first batches; the last one takes the rest. Each has a process of its own."""
 _TURN = 3.0
 """Seconds of tests taken from a file before the next file has its turn."""

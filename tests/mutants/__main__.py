@@ -3,12 +3,15 @@
     python -m tests.mutants draw --seed 1 --number 300 --mutants OUT.jsonl
     python -m tests.mutants map --tests TREE --map MAP.jsonl
     python -m tests.mutants run --tests TREE --map MAP.jsonl --mutants OUT.jsonl --results ROWS.jsonl
+    python -m tests.mutants carry --tests TREE --mutants OUT.jsonl --carried OTHER.jsonl
 
-`draw` needs cosmic-ray and `map` needs coverage: install both beside the development tools, in a virtual environment
-of your own. A TREE is a checkout; two trees with one product and different tests are compared with one list of mutants.
-Each worker has a copy of the tree, which is the only place where a mutant is written. The map says which tests run
-which lines, and is made once for a tree; a test that fails without a mutant is not in it. `map` and `run` go on where
-they were stopped, and may be started again beside themselves: each piece of work is taken once.
+`draw` and `carry` need cosmic-ray and `map` needs coverage: install both in a virtual environment of your own; its
+site-packages may be named by PYTHONPATH, and by MUTANTS_PATH for the workers. A TREE is a checkout: two trees with one
+product and different tests are compared with one list of mutants; if the product of one has got other words since,
+`carry` finds the places of the list's mutants in it. Each worker has a copy of the tree, which is the only place where
+a mutant is written. The map says which tests run which lines, and is made once for a tree; a test that fails without a
+mutant is not in it. `map` and `run` go on where they were stopped, and may be started again beside themselves: each
+piece of work is taken once.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.mutants.carry import carry_mutants
 from tests.mutants.draw import PACKAGES, draw_mutants, read_mutants, write_mutants
 from tests.mutants.worker import read_rows
 
@@ -108,10 +112,12 @@ def _outcome(rows: list[dict[str, Any]]) -> str:
 def _parser() -> argparse.ArgumentParser:
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__, formatter_class=kind)
-    parser.add_argument("command", choices=("draw", "map", "run"))
+    parser.add_argument("command", choices=("draw", "map", "run", "carry"))
     parser.add_argument("--tests", type=Path, default=Path(), help="the tree whose tests run (default: this one)")
     parser.add_argument("--name", help="what the tree is called in the row (default: its folder)")
     parser.add_argument("--mutants", type=Path, default=Path("mutants.jsonl"))
+    parser.add_argument("--carried", type=Path, default=Path("carried.jsonl"))
+    parser.add_argument("--drawn-from", type=Path, default=Path(), help="carry: the mutants' tree (default: this one)")
     parser.add_argument("--map", type=Path, default=Path("map.jsonl"))
     parser.add_argument("--results", type=Path, default=Path("results.jsonl"))
     parser.add_argument("--seed", type=int, default=1)
@@ -135,6 +141,12 @@ def main() -> None:
     mutants, map_path, results = options.mutants.resolve(), options.map.resolve(), options.results.resolve()
     if options.command == "draw":
         write_mutants(draw_mutants(tree, options.seed, options.number), mutants)
+    elif options.command == "carry":
+        carried, lost = carry_mutants(read_mutants(mutants), options.drawn_from.resolve(), tree)
+        write_mutants(carried, options.carried)
+        print(f"{len(carried)} carried, {len(lost)} lost")
+        for mutant in lost:
+            print(f"{mutant.number} {mutant.module}:{mutant.line} {mutant.operator}")
     elif options.command == "map":
         work_in_copies(tree, options.workers, ["map", str(map_path), *_test_files(tree, options.only)])
     else:

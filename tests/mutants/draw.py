@@ -79,7 +79,7 @@ def draw_mutants(tree: Path, seed: int, number: int) -> list[Mutant]:
     drawn: list[tuple[str, Span, str, int, str]] = []
     for module, span in order:
         operator, occurrence = rng.choice(places[module, span])
-        text = _mutated(tree / module, operator, occurrence)
+        text = mutated_text(tree / module, operator, occurrence)
         if text is not None:
             drawn.append((module, span, operator, occurrence, text))
         if len(drawn) == number:
@@ -87,7 +87,7 @@ def draw_mutants(tree: Path, seed: int, number: int) -> list[Mutant]:
     else:
         raise ValueError(f"the packages have {len(drawn)} places to change, not {number}")
     drawn.sort()
-    return [_mutant(tree, index, *change) for index, change in enumerate(drawn)]
+    return [described(tree, index, *change) for index, change in enumerate(drawn)]
 
 
 def _places(tree: Path) -> dict[tuple[str, Span], list[tuple[str, int]]]:
@@ -164,7 +164,7 @@ def _name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def _mutated(path: Path, operator: str, occurrence: int) -> str | None:
+def mutated_text(path: Path, operator: str, occurrence: int) -> str | None:
     """The module's text after the change; None if it is no Python, or the same program."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
@@ -180,7 +180,8 @@ def _mutated(path: Path, operator: str, occurrence: int) -> str | None:
     return mutated if ast.dump(program) != ast.dump(ast.parse(text)) else None
 
 
-def _mutant(tree: Path, number: int, module: str, span: Span, operator: str, occurrence: int, text: str) -> Mutant:
+def described(tree: Path, number: int, module: str, span: Span, operator: str, occurrence: int, text: str) -> Mutant:
+    """The mutant that makes this text of the module."""
     original = (tree / module).read_text(encoding="utf-8")
     old, new = original.split("\n"), text.split("\n")
     head = next(i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b)

@@ -86,11 +86,11 @@ def help_text(usage: str, purpose: str, fields: Mapping[str, FieldInfo], end: st
     for name, field in fields.items():
         value = value_name(field.annotation)
         shown = f"{flag(name)} {value}" if value else f"{flag(name)}, {flag('no-' + name)}"
-        meaning = textwrap.indent(textwrap.fill(described(field), width - 8), " " * 8)
+        meaning = textwrap.indent(textwrap.fill(described(field), width - 8, break_on_hyphens=False), " " * 8)
         sections.setdefault(group_of(field), []).append(f"  {shown}\n{meaning}")
     blocks = [f"usage: {usage}", purpose]
     blocks += ["\n".join([f"{group}:", *entries]) for group, entries in sections.items() if entries]
-    return "\n\n".join([*blocks, textwrap.fill(end, width)])
+    return "\n\n".join([*blocks, textwrap.fill(end, width, break_on_hyphens=False)])
 
 
 def _extra(field: FieldInfo, name: str) -> str:

@@ -10,7 +10,7 @@ from executor_svc.batch.ragged import SlotLists
 from executor_svc.batch.token_counts import TokenCounts
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.plan import AdmittedSequence, Limits
-from executor_svc.plan.sampling import COLUMNS, Need, column_names
+from executor_svc.plan.sampling import COLUMNS, Need, column_names, needs_of
 
 
 class SlotSampling:
@@ -35,9 +35,10 @@ class SlotSampling:
     def admit(self, sequence: AdmittedSequence) -> None:
         """Store a sequence's parameters, which are checked already, and count its tokens if it has penalties."""
         slot, sampling = sequence.slot, sequence.sampling
-        for name, value in sampling.stored().items():
+        stored = sampling.stored()
+        for name, value in stored.items():
             self._numbers[name][slot] = value
-        needs = sampling.needs()
+        needs = needs_of(stored)
         for need, on in self._on.items():
             on[slot] = need in needs
         self.stop_ids.put(slot, sampling.stop_token_ids)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from executor_svc.gpu.kernels.sampling.state import MAX_INT32, RECORD, num_words
-from executor_svc.plan.sampling import Need, SequenceSampling
+from executor_svc.plan.sampling import Need, SequenceSampling, needs_of
 
 
 def pack_bits(token_ids: NDArray[np.int64], vocab: int) -> NDArray[np.int32]:
@@ -20,8 +20,9 @@ def pack_record(
     sampling: SequenceSampling, bias_start: int = 0, word_start: int = 0, stop_start: int = 0
 ) -> np.ndarray:
     """Return a [1] array of RECORD for a slot with lists that begin at these places of the columns."""
-    record, needs = np.zeros(1, RECORD), sampling.needs()
-    for name, value in sampling.stored().items():
+    record, stored = np.zeros(1, RECORD), sampling.stored()
+    needs = needs_of(stored)
+    for name, value in stored.items():
         if name in (RECORD.names or ()):
             record[name] = min(value, MAX_INT32) if RECORD[name] == np.int32 else value
     record["has_floor"] = Need.FLOOR in needs

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -134,7 +134,7 @@ class SequenceSampling:
 
     def needs(self) -> set[Need]:
         """Return the needs of the parameters that are on."""
-        return {column.need for name, column in COLUMNS.items() if column.stored(getattr(self, name)) != column.off}
+        return needs_of(self.stored())
 
 
 COLUMNS: dict[str, Column] = {
@@ -143,6 +143,11 @@ COLUMNS: dict[str, Column] = {
     if (column := each.metadata.get("column")) is not None
 }
 """Columns by the parameter's name, in the order of the table."""
+
+
+def needs_of(stored: Mapping[str, Any]) -> set[Need]:
+    """Return the needs of the parameters that are on, from their stored values by the column's name."""
+    return {column.need for column in COLUMNS.values() if stored[column.name] != column.off}
 
 
 def column_names(*needs: Need) -> list[str]:

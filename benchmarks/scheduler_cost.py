@@ -88,7 +88,7 @@ def _steady(case: Case) -> Case:
 
 def _measure(case: Case, options: argparse.Namespace, peer: PeerProcess | None) -> dict[str, float]:
     if peer is not None:
-        return peer.ask({"case": asdict(case), "steps": options.steps, "seed": options.seed})
+        return peer.call({"case": asdict(case), "steps": options.steps, "seed": options.seed})
     core = empty_core(case, options.steps)
     start(core, case.prompts(options.seed))
     return measure(core, case, options.steps, options.seed).metrics()

@@ -33,7 +33,7 @@ class PeerProcess:
         """The peer's process; it may have children."""
         return self._process.pid
 
-    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+    def call(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Send a question and return the answer; if the peer failed, raises BenchmarkError with the end of its log."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # then reading the answer fails with a better message

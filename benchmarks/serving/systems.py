@@ -94,7 +94,7 @@ class Peer:
     def serve(self, requests: Sequence[Request], arrivals: Arrivals = None) -> Served:
         """Seconds and, from drivers that have them, times of each request: [first, last, tokens, due]."""
         question = [{"prompt": each.prompt, "output_len": each.output_len} for each in requests]
-        found = self.process.ask({"requests": question, "arrivals": arrivals, **self.settings})
+        found = self.process.call({"requests": question, "arrivals": arrivals, **self.settings})
         times = found.get("times")
         return Served(found["wall_s"], [StreamTimes(*each) for each in times] if times else None)
 

@@ -262,10 +262,10 @@ def fake_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 def test_a_peer_answers_case_by_case(fake_peer: str) -> None:
     with peer_process(Path(sys.executable), fake_peer) as peer:
         assert peer.version == "1.2"
-        assert peer.ask({"case": asdict(Case(3)), "steps": 5}) == {"us_per_step": 30.0, "steps": 5}
-        assert peer.ask({"case": asdict(Case(4)), "steps": 6}) == {"us_per_step": 40.0, "steps": 6}
+        assert peer.call({"case": asdict(Case(3)), "steps": 5}) == {"us_per_step": 30.0, "steps": 5}
+        assert peer.call({"case": asdict(Case(4)), "steps": 6}) == {"us_per_step": 40.0, "steps": 6}
         with pytest.raises(BenchmarkError, match="13 is too many"):
-            peer.ask({"case": asdict(Case(13)), "steps": 5})
+            peer.call({"case": asdict(Case(13)), "steps": 5})
 
 
 @pytest.mark.slow

@@ -51,8 +51,8 @@ def _measure_peer(run: Run, model: Path, left_out: int) -> Metrics:
     longest = [max(len(each.prompt) for each in requests), max(each.output_len for each in requests)]
     arguments = [str(model), run.device, *map(str, (left_out, len(requests), *longest))]
     with peer_process(Path(sys.executable), _PEER, arguments) as peer:
-        peer.ask(_message([replace(each, output_len=8) for each in requests[:16]]))
-        answer = peer.ask(_message(requests))
+        peer.call(_message([replace(each, output_len=8) for each in requests[:16]]))
+        answer = peer.call(_message(requests))
     print(f"transformers {peer.version} with {peer.about['settings'] or 'its own settings'}", flush=True)
     num_tokens = sum(each.output_len for each in requests)
     return {"tokens_per_s": num_tokens / answer["wall_s"], "wall_s": answer["wall_s"]}

@@ -68,22 +68,22 @@ def with_fields(sampling: Sampling, **fields: Any) -> Sampling:
 
 
 def load() -> list[Chat]:
-    with_logprobs = with_fields(DRAWN, num_logprobs=3)
-    punished = with_fields(with_logprobs, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7)
+    scored = with_fields(DRAWN, num_logprobs=3)
+    punished = with_fields(scored, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7)
     words = ((17,), (23, 42), *((i, i) for i in range(50, 131)))
     return [
         chat("one token", text(1), GREEDY),
         chat("greedy", text(64), with_fields(GREEDY, num_logprobs=2)),
-        chat("drawn, cut down", text(7), with_fields(with_logprobs, top_p=0.9, top_k=40, min_p=0.02, stop_token_ids=STOPS[:4])),
+        chat("drawn, cut down", text(7), with_fields(scored, top_p=0.9, top_k=40, min_p=0.02, stop_token_ids=STOPS[:4])),
         chat("ends by itself", text(17), with_fields(DRAWN, stop_token_ids=STOPS)),
         chat("penalties", text(31), punished),
         chat(
-            "bad words, late stops", text(16), with_fields(with_logprobs, bad_words=words, stop_token_ids=STOPS, min_tokens=9)
+            "bad words, late stops", text(16), with_fields(scored, bad_words=words, stop_token_ids=STOPS, min_tokens=9)
         ),
-        chat("bias", text(33), with_fields(with_logprobs, bias_token_ids=(5, 60, 99), biases=(2.5, 3.0, -100.0))),
-        chat("allowed", text(12), with_fields(with_logprobs, allowed_token_ids=tuple(range(3, 90, 4)))),
-        chat("prompt logprobs", text(65), with_fields(with_logprobs, num_prompt_logprobs=2)),
-        chat("three", text(32), with_logprobs, num_samples=3),
+        chat("bias", text(33), with_fields(scored, bias_token_ids=(5, 60, 99), biases=(2.5, 3.0, -100.0))),
+        chat("allowed", text(12), with_fields(scored, allowed_token_ids=tuple(range(3, 90, 4)))),
+        chat("prompt logprobs", text(65), with_fields(scored, num_prompt_logprobs=2)),
+        chat("three", text(32), scored, num_samples=3),
         chat("three, punished", text(21), with_fields(punished, stop_token_ids=STOPS, min_tokens=3), num_samples=3),
         chat("two beams", text(25), GREEDY, num_samples=2, beams=BeamSpec(2)),
         chat("four beams", text(8), BEAMS, num_samples=3, beams=BeamSpec(4, 2.0, None)),
@@ -92,12 +92,12 @@ def load() -> list[Chat]:
             num_samples=4, beams=BeamSpec(4, 0.6, True),
         ),
         chat("first question", SYSTEM + text(5), GREEDY, turns=2),
-        chat("second question", SYSTEM + text(9), with_fields(with_logprobs, stop_token_ids=STOPS[:3]), turns=2),
-        chat("three answers", SYSTEM + text(6), with_logprobs, turns=1, num_samples=3),
+        chat("second question", SYSTEM + text(9), with_fields(scored, stop_token_ids=STOPS[:3]), turns=2),
+        chat("three answers", SYSTEM + text(6), scored, turns=1, num_samples=3),
         chat("beams over it", SYSTEM + text(3), BEAMS, turns=1, num_samples=1, beams=BeamSpec(4)),
-        chat("its prompt scored", SYSTEM + text(7), with_fields(DRAWN, num_prompt_logprobs=0)),
-        chat("opted out", SYSTEM + text(11), with_logprobs, uses_prefix_cache=False),
-        chat("salted", SYSTEM + text(2), with_logprobs, cache_salt=b"salt"),
+        chat("its prompt told", SYSTEM + text(7), with_fields(DRAWN, num_prompt_logprobs=0)),
+        chat("opted out", SYSTEM + text(11), scored, uses_prefix_cache=False),
+        chat("salted", SYSTEM + text(2), scored, cache_salt=b"salt"),
     ]  # fmt: skip
 
 

@@ -74,7 +74,10 @@ def load() -> list[Chat]:
     return [
         chat("one token", text(1), GREEDY),
         chat("greedy", text(64), with_fields(GREEDY, num_logprobs=2)),
-        chat("drawn, cut down", text(7), with_fields(scored, top_p=0.9, top_k=40, min_p=0.02, stop_token_ids=STOPS[:4])),
+        chat(
+            "drawn, cut down", text(7),
+            with_fields(scored, top_p=0.9, top_k=40, min_p=0.02, stop_token_ids=STOPS[:4]),
+        ),
         chat("ends by itself", text(17), with_fields(DRAWN, stop_token_ids=STOPS)),
         chat("penalties", text(31), punished),
         chat(

@@ -141,7 +141,7 @@ def test_any_number_of_best_tokens(model: Model, expected: Tensor, num_top: int)
 
 
 def test_output_tokens_are_not_scored_after_a_preemption(model: Model) -> None:
-    """A sequence that comes back computes prompt and output again: it reports the prompt's logprobs again, no others."""
+    """A sequence that comes back computes prompt and output again; it reports the prompt's logprobs only."""
     whole = joined(compute(model, [LENGTH]))
     stepper = Stepper(model)
     tokens = [*prompt(0), 9, 8, 7, 6]

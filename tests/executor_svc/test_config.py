@@ -46,7 +46,7 @@ def test_a_simulated_model_needs_no_name() -> None:
     assert ExecutorConfig(model="m", simulate="costs.json").model == "m"
 
 
-def test_every_wrong_value_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_wrong_value_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert read_config(["--model", "m", "--block-size", "5", "--max-num-seqs", "0"]) is None
     assert len(capsys.readouterr().err.splitlines()) == 2
 
@@ -77,14 +77,14 @@ def test_the_token_budget_covers_every_sequence() -> None:
         (["--max-num-seqs", "4096"], "cuda", (4096, 4096)),
     ],
 )
-def test_steps_suit_the_device_unless_told(arguments: list[str], device: str, sizes: tuple[int, int]) -> None:
+def test_step_sizes_default_to_those_of_the_device(arguments: list[str], device: str, sizes: tuple[int, int]) -> None:
     config = read_config(["--model", "m", *arguments])
     assert config is not None
     sized = config.sized_for(device)
     assert (sized.max_num_seqs, sized.max_num_batched_tokens) == sizes
 
 
-def test_sizes_of_the_environment_are_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_of_the_environment_count_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CADENZA_MAX_NUM_SEQS", "64")
     config = read_config(["--model", "m"])
     assert config is not None

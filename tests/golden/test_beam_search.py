@@ -1,7 +1,7 @@
 """The core's beam search against transformers' generate: token by token, and the scores to the last bit.
 
 transformers computes the logits of its beams without a cache, so that each is seen with all its tokens; the core's
-search is given those same logits, and fails if it asks for a beam that transformers did not have.
+search is given those same logits, and fails if it needs a beam that transformers did not have.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_CASES = 40
 EARLY_STOPPING: dict[bool | None, bool | str] = {True: True, False: False, None: "never"}
 """What transformers calls each of ours."""
 
-Told = Callable[[list[int], int], Candidates]
+CandidatesOf = Callable[[list[int], int], Candidates]
 """Candidates of a text: its tokens, how many."""
 
 
@@ -112,20 +112,20 @@ def by_transformers(model: Any, case: Case, **options: Any) -> Reference:
     )
 
 
-def by_core(case: Case, told: Told) -> list[Hypothesis]:
+def by_core(case: Case, candidates_of: CandidatesOf) -> list[Hypothesis]:
     search = case.search()
     outputs: list[list[int]] = [[]]
     while not search.done:
-        candidates = [told(case.prompt + output, search.num_candidates) for output in outputs]
+        candidates = [candidates_of(case.prompt + output, search.num_candidates) for output in outputs]
         children = search.advance(outputs, candidates)
         outputs = [[*outputs[parent], token_id] for parent, token_id in children]
     return search.best(case.num_returned)
 
 
-def told_of(logits: dict[tuple[int, ...], Tensor], case: Case) -> Told:
+def told_of(logits: dict[tuple[int, ...], Tensor], case: Case) -> CandidatesOf:
     """Candidates by torch's own log_softmax and a stable sort, stop ids ruled out where transformers does it."""
 
-    def told(tokens: list[int], count: int) -> Candidates:
+    def candidates_of(tokens: list[int], count: int) -> Candidates:
         logprobs = logits[tuple(tokens)].log_softmax(dim=-1)
         if len(tokens) < len(case.prompt) + case.min_tokens:
             logprobs[list(case.stop_ids)] = -torch.inf
@@ -133,7 +133,7 @@ def told_of(logits: dict[tuple[int, ...], Tensor], case: Case) -> Told:
         count = min(count, int(best.values.isfinite().sum()))
         return Candidates(best.indices[:count].tolist(), best.values[:count].tolist())
 
-    return told
+    return candidates_of
 
 
 def recorded(model: Any, case: Case) -> tuple[Reference, dict[tuple[int, ...], Tensor]]:
@@ -211,11 +211,11 @@ def test_the_executors_candidates_lead_to_the_same_beams(checkpoint: Path, refer
     model = Model(checkpoint)
     case = replace(random_case(seed, reference.config.vocab_size), min_tokens=0, max_tokens=12)
 
-    def told(tokens: list[int], count: int) -> Candidates:
+    def candidates_of(tokens: list[int], count: int) -> Candidates:
         columns = CandidateColumns(np.zeros(1, np.int64), np.full(1, count))
         found = best_candidates(model.whole(tokens)[-1:], columns)
         return Candidates(found.token_ids[0, :count].tolist(), found.logprobs[0, :count].tolist())
 
-    ours, theirs = by_core(case, told), by_transformers(reference, case)
+    ours, theirs = by_core(case, candidates_of), by_transformers(reference, case)
     assert [found.token_ids for found in ours] == theirs.outputs, case
     assert [found.score for found in ours] == pytest.approx(theirs.scores, abs=1e-4)

@@ -50,8 +50,8 @@ def demo() -> Demo:
 def exact_share(demo: Demo, cases: list[Any], form: str) -> tuple[float, list[str]]:
     """Return the share of cases answered exactly and ended by EOS, with the failures."""
     scores, failures = demo.evaluation.evaluate(demo.model, demo.tokenizer, cases, form)
-    asked = sum(count for _, count in scores.values())
-    return sum(exact for exact, _ in scores.values()) / asked, failures
+    total = sum(count for _, count in scores.values())
+    return sum(exact for exact, _ in scores.values()) / total, failures
 
 
 def test_folder_is_small_and_complete() -> None:
@@ -66,7 +66,7 @@ def test_checkpoint_is_a_small_bf16_llama(demo: Demo) -> None:
     """Stored in bfloat16, grouped-query attention, tied embeddings."""
     config = demo.model.config
     assert config.model_type == "llama"
-    assert config.dtype == torch.float32  # as asked for by load(); the file itself holds bfloat16
+    assert config.dtype == torch.float32  # as requested by load(); the file itself holds bfloat16
     assert config.num_key_value_heads < config.num_attention_heads
     assert config.tie_word_embeddings
     assert sum(parameter.numel() for parameter in demo.model.parameters()) < 6_000_000
@@ -133,7 +133,7 @@ def test_long_story_ends_by_itself(demo: Demo) -> None:
 
 
 def test_chat_uses_history(demo: Demo) -> None:
-    """A name told in an earlier turn is remembered."""
+    """A name given in an earlier turn is remembered."""
     messages = [
         {"role": "system", "content": "You are a helpful assistant."},
         {"role": "user", "content": "My name is Lucy."},

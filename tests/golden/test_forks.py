@@ -29,7 +29,7 @@ SAMPLINGS = [
 """Of slots 0 to 4; those from 1 on are forks of slot 0."""
 
 Outcome = tuple[list[int], list[bytes]]
-"""Tokens, and the bits of their logprobs if they were asked for."""
+"""Tokens, and the bits of their logprobs if they were requested."""
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -193,10 +193,10 @@ def test_a_broken_row_fails_its_forks_and_nobody_else(stepper: Stepper, monkeypa
 
 
 def test_forks_that_ask_for_candidates(model: Model, stepper: Stepper) -> None:
-    """The source samples, its forks are told candidates of the same row; and the other way round."""
+    """The source samples, its forks get candidates of the same row; and the other way round."""
     prompt = prompt_of(9)
     asking = SequenceSampling(num_candidates=6)
-    told = []
+    reported = []
     for of_source, of_fork in ((DRAWN, asking), (asking, DRAWN)):
         result = stepper.step(
             released_slots=ints(*np.flatnonzero(stepper.executor.slots.admitted)),
@@ -212,6 +212,6 @@ def test_forks_that_ask_for_candidates(model: Model, stepper: Stepper) -> None:
         assert result.token_ids.tolist() == alone(model, prompt, DRAWN, 1)[0]
         (item,) = result.candidates
         assert item.slot == (1 if of_fork is asking else 3)
-        told.append((item.token_ids.tolist(), item.logprobs.tobytes()))
-    assert told[0] == told[1]
-    assert len(told[0][0]) == 6
+        reported.append((item.token_ids.tolist(), item.logprobs.tobytes()))
+    assert reported[0] == reported[1]
+    assert len(reported[0][0]) == 6

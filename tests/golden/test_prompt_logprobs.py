@@ -60,7 +60,7 @@ def asking(num_top: int | None, **fields: Any) -> SequenceSampling:
 
 
 def compute(model: Model, chunks: list[int], num_top: int = 4, company: bool = False) -> list[SlotLogprobs]:
-    """What each chunk of `prompt(0)` tells; company: beside decodes, and another prompt that asks for more."""
+    """What each chunk of `prompt(0)` reports; company: beside decodes, and another prompt that requests more."""
     stepper = Stepper(model)
     admitted = [sequence(1, prompt(0), stepper.blocks(1), sampling=asking(num_top))]
     others: list[tuple[int, int, bool]] = []
@@ -68,7 +68,7 @@ def compute(model: Model, chunks: list[int], num_top: int = 4, company: bool = F
         admitted.append(sequence(0, prompt(1, 5), stepper.blocks(0), sampling=asking(None, num_logprobs=2)))
         admitted.append(sequence(4, prompt(2, 90), stepper.blocks(4), sampling=asking(9)))
         others = [(0, 5, True)]
-    told = []
+    reported = []
     for index, count in enumerate(chunks):
         is_last = index == len(chunks) - 1
         rows = [(1, count, is_last), *others]
@@ -76,22 +76,22 @@ def compute(model: Model, chunks: list[int], num_top: int = 4, company: bool = F
             rows.append((4, 30, index == 2))
         result = stepper.step(admitted=tuple(admitted), scheduled=scheduled(*rows))
         admitted, others = [], [(0, 1, True)] if company else []
-        told += [item for item in result.prompt_logprobs if item.slot == 1]
-    return told
+        reported += [item for item in result.prompt_logprobs if item.slot == 1]
+    return reported
 
 
-def joined(told: list[SlotLogprobs]) -> tuple[bytes, ...]:
+def joined(reported: list[SlotLogprobs]) -> tuple[bytes, ...]:
     """Every column over all chunks, to the bit."""
     columns = ("chosen_logprobs", "chosen_ranks", "top_token_ids", "top_logprobs")
-    return tuple(np.concatenate([getattr(item, name) for item in told]).tobytes() for name in columns)
+    return tuple(np.concatenate([getattr(item, name) for item in reported]).tobytes() for name in columns)
 
 
 @pytest.mark.parametrize("name", CHUNKINGS)
 @pytest.mark.parametrize("company", [False, True], ids=["alone", "in company"])
 def test_every_chunking_gives_transformers_logprobs(model: Model, expected: Tensor, name: str, company: bool) -> None:
-    told = compute(model, CHUNKINGS[name], company=company)
+    reported = compute(model, CHUNKINGS[name], company=company)
     position, tokens = 1, prompt(0)
-    for item in told:
+    for item in reported:
         assert item.start == position
         assert item.num_top == 4
         for i, logprob in enumerate(item.chosen_logprobs):
@@ -104,7 +104,7 @@ def test_every_chunking_gives_transformers_logprobs(model: Model, expected: Tens
             position += 1
     # The last token of the prompt predicts output, and the first is predicted by nothing.
     assert position == LENGTH
-    assert joined(told) == joined(compute(model, [LENGTH]))
+    assert joined(reported) == joined(compute(model, [LENGTH]))
 
 
 def test_bfloat16_chunks_change_no_bit(checkpoint: Path) -> None:
@@ -140,20 +140,20 @@ def test_any_number_of_best_tokens(model: Model, expected: Tensor, num_top: int)
     np.testing.assert_allclose(item.top_logprobs, best.values.flatten(), atol=2e-4)
 
 
-def test_output_tokens_are_not_told_after_a_preemption(model: Model) -> None:
-    """A sequence that comes back computes prompt and output again: the prompt's logprobs are told again, no others."""
+def test_output_tokens_are_not_scored_after_a_preemption(model: Model) -> None:
+    """A sequence that comes back computes prompt and output again; it reports the prompt's logprobs only."""
     whole = joined(compute(model, [LENGTH]))
     stepper = Stepper(model)
     tokens = [*prompt(0), 9, 8, 7, 6]
     back = sequence(2, tokens, stepper.blocks(2), prompt=LENGTH, sampling=asking(4))
-    told = stepper.step(admitted=(back,), scheduled=scheduled((2, 40, False))).prompt_logprobs
-    told += stepper.step(scheduled=scheduled((2, 14, True))).prompt_logprobs
-    assert [item.start for item in told] == [1, 41]
-    assert joined(list(told)) == whole
+    reported = stepper.step(admitted=(back,), scheduled=scheduled((2, 40, False))).prompt_logprobs
+    reported += stepper.step(scheduled=scheduled((2, 14, True))).prompt_logprobs
+    assert [item.start for item in reported] == [1, 41]
+    assert joined(list(reported)) == whole
     assert not stepper.step(decode_ready=True).prompt_logprobs
 
 
-def test_a_prompt_that_is_computed_in_part_is_told_in_part(model: Model) -> None:
+def test_a_prompt_that_is_computed_in_part_is_scored_in_part(model: Model) -> None:
     stepper = Stepper(model)
     stepper.step(admitted=(sequence(0, prompt(0), stepper.blocks(0)),), scheduled=scheduled((0, 20, False)))
     back = sequence(0, prompt(0), stepper.blocks(0), 20, sampling=asking(4))

@@ -147,8 +147,8 @@ def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = make_checkpoint(tmp_path_factory.mktemp("beams"), **CHECKPOINTS[request.param])
     model = transformers_model(folder)
     model.generation_config.eos_token_id = None
-    asked = searches(model.config.vocab_size)
-    return Golden(folder, asked, [by_transformers(model, search) for search in asked])
+    requests = searches(model.config.vocab_size)
+    return Golden(folder, requests, [by_transformers(model, search) for search in requests])
 
 
 @asynccontextmanager
@@ -198,7 +198,7 @@ def check(golden: Golden, outputs: list[RequestOutput]) -> None:
                 assert sample.finish_detail == min(search.limits, key=search.limits.__getitem__)
 
 
-def told(output: RequestOutput) -> list[Any]:
+def reported(output: RequestOutput) -> list[Any]:
     return [(sample.token_ids, sample.logprobs, sample.cumulative_logprob) for sample in output.outputs]
 
 
@@ -237,7 +237,7 @@ async def test_preempted(golden: Golden, preemption: str) -> None:
         # They came after all the others had left.
         await watch.wait_left(sum(search.params.beam_width or 0 for search in golden.searches), 10.0)
     check(golden, outputs)
-    assert [told(output) for output in others] == [told(output) for output in alone]
+    assert [reported(output) for output in others] == [reported(output) for output in alone]
     assert num_preemptions(outputs) > 0
     assert num_preemptions(alone) == 0
     num_swapped = num_searches_swapped(watch, outputs)

@@ -45,7 +45,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints by the name of their shape, made when first asked for."""
+    """Checkpoints by the name of their shape, made when first needed."""
     root = tmp_path_factory.mktemp("hosted")
 
     class Folders(dict[str, Path]):

@@ -248,12 +248,12 @@ class SlotsMachine(RuleBasedStateMachine):
     ) -> list[tuple[int, int]]:
         """(slot, source): of those that sample or would had they not stopped, forks of equal length, new and old."""
         named = {row[0] for row in explicit}
-        asked = [slot for slot, _, samples in explicit if samples]
+        sampling = [slot for slot, _, samples in explicit if samples]
         if decode_ready:
-            asked += [s for s, n in self.naive.items() if s not in named and not n.held and (n.ready or n.stopped)]
-        sources = [s for s in asked if draw(st.booleans())]
+            sampling += [s for s, n in self.naive.items() if s not in named and not n.held and (n.ready or n.stopped)]
+        sources = [s for s in sampling if draw(st.booleans())]
         others = [s for s, n in self.naive.items() if s not in (*named, *sources) and not n.stopped]
-        room = LIMITS.max_num_seqs - sum(not self.naive[s].stopped for s in asked)
+        room = LIMITS.max_num_seqs - sum(not self.naive[s].stopped for s in sampling)
         forks: list[tuple[int, int]] = []
         for source in sources:
             state = self.naive[source]
@@ -319,9 +319,9 @@ class SlotsMachine(RuleBasedStateMachine):
         assert list(zip(drawn["sample_index"], drawn["seed"].tolist(), drawn.position, strict=True)) == seeds
         self._check_sources_and_edits(drawn, drawing, readers)
         if asking:
-            told = candidate_columns(self.slots, got)
-            assert told.num_candidates.tolist() == [4] * len(asking)
-            self._check_sources_and_edits(told, asking, readers)
+            columns = candidate_columns(self.slots, got)
+            assert columns.num_candidates.tolist() == [4] * len(asking)
+            self._check_sources_and_edits(columns, asking, readers)
 
     def _check_sources_and_edits(self, columns: Any, slots: list[int], readers: dict[int, int]) -> None:
         sources = range(len(slots)) if columns.sources is None else columns.sources.tolist()
@@ -368,17 +368,17 @@ class SlotsMachine(RuleBasedStateMachine):
                 if state.sampling.num_prompt_logprobs is not None and position + 1 < state.prompt:
                     wanted.append((slot, position + 1, row, state.tokens[position + 1]))
             first += count
-        asked = prompt_rows(self.slots, got)
-        if asked is None:
+        prompt = prompt_rows(self.slots, got)
+        if prompt is None:
             assert not wanted
             return
-        assert asked.num_top.tolist() == [self.naive[slot].sampling.num_prompt_logprobs for slot in asked.slots]
-        told = [
+        assert prompt.num_top.tolist() == [self.naive[slot].sampling.num_prompt_logprobs for slot in prompt.slots]
+        slots_and_starts = [
             (slot, start + i)
-            for slot, start, count in zip(asked.slots, asked.starts, asked.counts, strict=True)
+            for slot, start, count in zip(prompt.slots, prompt.starts, prompt.counts, strict=True)
             for i in range(count)
         ]
-        rows = zip(told, asked.rows, asked.token_ids, strict=True)
+        rows = zip(slots_and_starts, prompt.rows, prompt.token_ids, strict=True)
         assert [(*place, row, token) for place, row, token in rows] == wanted
 
     @invariant()

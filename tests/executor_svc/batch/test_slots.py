@@ -186,7 +186,7 @@ def test_a_fork_of_a_stopped_slot_stops(slots: Slots, named: bool) -> None:
     ],
     ids=["held", "not to sample", "not to sample, nobody ready", "not named"],
 )
-def test_a_stopped_source_must_have_been_asked_to_sample(slots: Slots, step: StepPlan) -> None:
+def test_a_stopped_source_must_have_been_scheduled_to_sample(slots: Slots, step: StepPlan) -> None:
     run(slots, plan(admitted=(sequence(3, [8], [4], sampling=STOPPING),), decode_ready=True), [20, 9])
     with pytest.raises(InvalidPlan, match="forks: the source 3 of slot 2 does not sample in this step"):
         run(slots, step, [7])
@@ -259,8 +259,8 @@ def test_lists_of_slots_follow_every_change() -> None:
         gone = rng.permutation(20)[:2]
         lists.forget(gone)
         naive.update({int(slot): [] for slot in gone})
-        asked = rng.permutation(20)[:7]
-        owner, places = lists.locate(asked)
-        expected = [(i, v, v / 2) for i, slot in enumerate(asked) for v in naive.get(int(slot), [])]
+        slots = rng.permutation(20)[:7]
+        owner, places = lists.locate(slots)
+        expected = [(i, v, v / 2) for i, slot in enumerate(slots) for v in naive.get(int(slot), [])]
         assert list(zip(owner, lists.columns[0][places], lists.columns[1][places], strict=True)) == expected
     assert len(lists.columns[0]) <= 2 * 20 * 30

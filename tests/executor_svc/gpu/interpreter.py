@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+INT32 = range(-(2**31), 2**31)
+WIDE_INTS = {"int32", "int64"}
 FP8_LARGEST = 448.0
 """Of e4m3: what a GPU makes of all that is larger, where PyTorch makes NaN."""
 
@@ -23,9 +25,9 @@ def mended_interpreter() -> Iterator[None]:
     """Loops to a number that a kernel worked out, bfloat16 and fp8 e4m3 as on a GPU; and faster.
 
     Such loops fail since numpy 2.4, products of bfloat16 always. Rounding to these types cuts digits off, and fp8 has
-    neither NaN nor what is below its normal numbers. And the language's own functions are prepared once for each
-    file, not at every call of every helper; types and shapes are built once; operands of one shape are not broadcast;
-    integers are not checked for overflow. Together these took most of the time.
+    neither NaN nor what is below its normal numbers. And the language's own functions are prepared once, not at every
+    launch and every call of every helper; types, shapes and constants are built once; operands of one type are taken
+    as they are; integers are not checked for overflow. Together these took most of the time.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
@@ -37,14 +39,27 @@ def mended_interpreter() -> Iterator[None]:
         patch.setattr(interpreter, "_patch_lang_tensor", _with_index(interpreter._patch_lang_tensor))
         patch.setattr(interpreter, "_convert_float", _with_rounding(interpreter._convert_float))
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", _with_floats(interpreter))
-        patch.setattr(interpreter.InterpretedFunction, "__call__", _ready_once(interpreter))
+        # Tensors lie on the CPU as it is: none is copied there and back.
+        patch.setattr(interpreter.GridExecutor, "_init_args_hst", lambda _, args, kwargs: (args, kwargs))
+        patch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+        patch.setattr(interpreter.TensorHandle, "__post_init__", lambda _: None)  # compares sizes, of every result
+        patch.setattr(interpreter, "_patch_attr", _patch_attr)
+        scopes: list[Any] = []
+        patch.setattr(interpreter, "_patch_lang", _patched_once(interpreter._patch_lang, scopes))
+        patch.setattr(interpreter.InterpretedFunction, "__call__", _called_at_once(interpreter))
         # Its finding is dropped unless options.debug is set, which the interpreter never does.
         patch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *_: None)
         patch.setattr(TritonSemantic, "broadcast_impl_value", _broadcast_if_needed(TritonSemantic))
+        patch.setattr(TritonSemantic, "scalar_constant", _constants_once(TritonSemantic))
+        patch.setattr(TritonSemantic, "binary_op_type_checking_impl", _operands(TritonSemantic))
         _build_types_once(patch, interpreter)
         if not _scales_rows():
             patch.setattr(torch, "_scaled_mm", _scaled_mm)
-        yield
+        try:
+            yield
+        finally:
+            for scope in reversed(scopes):
+                scope.restore()
 
 
 def _scales_rows() -> bool:
@@ -112,16 +127,79 @@ def _with_floats(interpreter: Any) -> Any:
     return dot
 
 
-def _ready_once(interpreter: Any) -> Any:
+def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Triton's own, without its check that a function of the language is called by a kernel."""
+    from triton.language.semantic import TritonSemantic
+
+    semantic, function = TritonSemantic(builder), getattr(member, "__wrapped__", member)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
+class _Kept:
+    """The scope of a launch: what it has patched stays for the next."""
+
+    def restore(self) -> None:
+        pass
+
+
+def _patched_once(patch_language: Any, scopes: list[Any]) -> Any:
+    """Prepares the language for a module's functions at its first launch; `scopes` collects what undoes it."""
     ready: set[str] = set()
 
+    def patched(function: Any) -> _Kept:
+        if function.__module__ not in ready:
+            scopes.append(patch_language(function))
+            ready.add(function.__module__)
+        return _Kept()
+
+    return patched
+
+
+def _called_at_once(interpreter: Any) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.fn.__module__ not in ready:
-            interpreter._patch_lang(self.fn)
-            ready.add(self.fn.__module__)
+        interpreter._patch_lang(self.fn)
         return self.rewrite()(*args, **kwargs)
 
     return call
+
+
+def _constants_once(semantic: Any) -> Any:
+    build = semantic.scalar_constant
+    constants: dict[Any, Any] = {}
+
+    def constant(self: Any, value: Any, dtype: Any) -> Any:
+        key = (type(value), value, dtype.name)
+        if key not in constants:
+            constants[key] = build(self, value, dtype)
+        return constants[key]
+
+    return constant
+
+
+def _operands(semantic: Any) -> Any:
+    """Operands of one type need no conversion, small integers beside wider ones none but to a constant."""
+    from triton.language import core
+
+    check = semantic.binary_op_type_checking_impl
+
+    def operands(self: Any, lhs: Any, rhs: Any, *flags: Any, **named_flags: Any) -> Any:
+        if type(lhs) is core.tensor:
+            scalar = lhs.dtype
+            if type(rhs) is core.tensor:
+                if lhs.type.name == rhs.type.name and (scalar.name in WIDE_INTS or scalar.name == "fp32"):
+                    return lhs, rhs
+            elif (type(rhs) is int and scalar.name in WIDE_INTS and rhs in INT32) or (
+                type(rhs) in (int, float) and scalar.name == "fp32"
+            ):
+                return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, dtype=scalar))
+        return check(self, lhs, rhs, *flags, **named_flags)
+
+    return operands
 
 
 def _broadcast_if_needed(semantic: Any) -> Any:

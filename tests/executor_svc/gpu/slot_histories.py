@@ -39,8 +39,8 @@ MOST = StepSizes(420, 12, 13, 14)
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the host must be told of a step."""
+class ExpectedTokens:
+    """The tokens that a step must report to the host."""
 
     pending: PendingTokens
     token_ids: list[int]
@@ -65,7 +65,7 @@ class History:
         self.truth = Slots(LIMITS)
         self.host = self.truth
         self.slots = DeviceSlots(LIMITS, device, MOST, staging_words)
-        self.told: list[Told] = []
+        self.expected: list[ExpectedTokens] = []
         self.num_idle = 0
         self._spoil()
 
@@ -188,7 +188,7 @@ class History:
         """Run random steps and check everything after each."""
         for _ in range(num_steps):
             self.step(self.next_plan())
-        self._check_told()
+        self._check_results()
 
     def step(self, step: StepPlan) -> Applied:
         """Run a plan on the truth and on the device."""
@@ -204,7 +204,7 @@ class History:
         self._check_inputs(inputs, planned, actual)
         if self.behind:
             # The results of the step before are read only now.
-            self._check_told()
+            self._check_results()
         self._commit(inputs, planned, actual)
         self._check_state()
         return applied
@@ -243,7 +243,7 @@ class History:
         ]
         pending = self.slots.commit(planned, inputs.sizes, *on_device)
         positions = np.where(live, truth.num_tokens[rows], 0)
-        self.told.append(Told(pending, taken.tolist(), found.tolist(), positions.tolist()))
+        self.expected.append(ExpectedTokens(pending, taken.tolist(), found.tolist(), positions.tolist()))
         assert inputs.taken.tolist() == [*taken.tolist(), *[-1] * (inputs.sizes.num_rows - len(rows))]
         self.num_idle += int((~live).sum())
         before = copy.deepcopy(truth)
@@ -258,10 +258,10 @@ class History:
 
     # ------------------------------------------------------------ checks
 
-    def _check_told(self) -> None:
-        for told in self.told:
-            told.check()
-        self.told.clear()
+    def _check_results(self) -> None:
+        for tokens in self.expected:
+            tokens.check()
+        self.expected.clear()
 
     def _check_inputs(self, inputs: StepInputs, planned: Scheduled, actual: Scheduled) -> None:
         got = {name: getattr(inputs, name).cpu().numpy() for name in inputs.__slots__ if name != "sizes"}

@@ -1,4 +1,4 @@
-// The part of CUDA's driver that Triton calls, of an H200 that computes nothing: what it is told is checked and counted.
+// The part of CUDA's driver that Triton calls, of an H200 that computes nothing: calls are checked and counted.
 
 #include "cuda.h"
 #include <stdio.h>

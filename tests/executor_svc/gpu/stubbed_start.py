@@ -73,8 +73,8 @@ def main(stub_folder: str, checkpoint: str) -> None:
         executor = started(Path(checkpoint), patch, **OPTIONS)
         num_at_start = len(compiled)
         drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2)
-        told = SequenceSampling(min_tokens=3, stop_token_ids=ints(4), num_prompt_logprobs=1)
-        first, second = sequence(0, [5] * 70, [3, 1], sampling=drawn), sequence(2, [7], [5], sampling=told)
+        other = SequenceSampling(min_tokens=3, stop_token_ids=ints(4), num_prompt_logprobs=1)
+        first, second = sequence(0, [5] * 70, [3, 1], sampling=drawn), sequence(2, [7], [5], sampling=other)
         steps: list[dict[str, Any]] = [
             {"admitted": (first,), "scheduled": scheduled((0, 60, False))},
             {"admitted": (second,), "scheduled": scheduled((0, 10, True), (2, 1, True))},

@@ -1,4 +1,4 @@
-"""What a GPU can not do is told at the start, by the option's name; a step that finds no memory fails alone."""
+"""What a GPU cannot do is reported at the start, by the option's name; a step that finds no memory fails alone."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_the_least_size_that_holds_a_step_is_taken() -> None:
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is asked of torch.cuda, in order."""
+    """Calls of torch.cuda, in order."""
     calls: list[Any] = []
 
     class Graph:

@@ -116,7 +116,7 @@ class Event:
 
 
 class LateStreams:
-    """Streams that run work when told to, in any order that the events allow: a device that the host is ahead of."""
+    """Streams that run work on command, in any order that the events allow: a device that the host is ahead of."""
 
     def __init__(self) -> None:
         self.queues: tuple[deque[Callable[[], bool]], deque[Callable[[], bool]]] = (deque(), deque())

@@ -32,7 +32,7 @@ def device_of(arch: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Gpu
 
 
 @pytest.mark.parametrize(
-    ("option", "arch", "dtype", "asked", "found"),
+    ("option", "arch", "dtype", "requested", "found"),
     [
         ("auto", 90, "bfloat16", True, FP8),
         ("auto", 100, "float16", True, FP8),
@@ -44,10 +44,10 @@ def device_of(arch: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Gpu
     ],
 )
 def test_option_gpu_and_checkpoint(
-    option: str, arch: int, dtype: str, asked: bool, found: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    option: str, arch: int, dtype: str, requested: bool, found: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = device_of(arch, monkeypatch, kv_cache_dtype=option)
-    device.adopt_dtype(dtype, asked)
+    device.adopt_dtype(dtype, requested)
     assert device.kv_dtype == found
     assert str(device.dtype) == f"torch.{dtype}"
 
@@ -65,7 +65,7 @@ def test_fp8_where_it_can_not_be(arch: int, dtype: str, message: str, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("config", "modelopt", "asks"),
+    ("config", "modelopt", "wanted"),
     [
         ({}, None, False),
         ({"quantization_config": KV_ALONE}, None, True),
@@ -81,15 +81,15 @@ def test_fp8_where_it_can_not_be(arch: int, dtype: str, message: str, monkeypatc
         ({}, {"quantization": {"kv_cache_quant_algo": None}}, False),
     ],
 )
-def test_what_checkpoints_say(config: dict[str, Any], modelopt: Any, asks: bool, tmp_path: Path) -> None:
+def test_what_checkpoints_say(config: dict[str, Any], modelopt: Any, wanted: bool, tmp_path: Path) -> None:
     if modelopt is not None:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(modelopt))
-    assert wants_fp8_kv_cache(tmp_path, config) == asks
+    assert wants_fp8_kv_cache(tmp_path, config) == wanted
 
 
 def test_weights_quantized_by_modelopt_are_refused(tmp_path: Path) -> None:
-    told = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(told))
+    content = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
     with pytest.raises(LoaderError, match="quant_algo 'FP8': quantized checkpoints are not supported"):
         wants_fp8_kv_cache(tmp_path, {})
 
@@ -105,7 +105,7 @@ def calibrated(folder: Path, **section: Any) -> Path:
 def test_cache_is_as_the_checkpoint_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     calibrated(tmp_path)
-    for device, option, dtype, told in (
+    for device, option, dtype, message in (
         ("cuda", "auto", FP8, "in fp8: no layers"),
         ("cuda", "model", BF16, "are kept in bfloat16 here"),
         ("cpu", "auto", BF16, "are kept in bfloat16 here"),
@@ -113,7 +113,7 @@ def test_cache_is_as_the_checkpoint_says(tmp_path: Path, caplog: pytest.LogCaptu
         model = Model(tmp_path, device=device, kv_cache_dtype=option)
         config = ExecutorConfig(**model.options)
         assert model.device.new_kv_cache(model.loaded.geometry, config).dtype == dtype
-        assert told in caplog.text
+        assert message in caplog.text
         caplog.clear()
 
 

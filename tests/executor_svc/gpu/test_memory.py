@@ -27,7 +27,7 @@ from tests.helpers.plans import ints, plan, scheduled, sequence
 
 SIZES: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 16, "max_model_len": 96, "num_gpu_blocks": 64}
 VOCAB = {"llama": 600, "gpt2": 20000}
-"""Of gpt2 so many that what is drawn for all sequences at once takes more than what is told of prompts in pieces."""
+"""Large for gpt2: sampling for all sequences at once then takes more than logprobs of prompts, computed in pieces."""
 SHAPES: dict[str, dict[str, int]] = {
     "llama": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 64},
     "gpt2": {"n_layer": 1, "n_head": 1},
@@ -49,7 +49,7 @@ HUNGRY = (
 
 
 def run_hungry_steps(executor: Executor) -> None:
-    """Full steps whose sequences ask for much."""
+    """Full steps whose sequences request much."""
     for sampling in HUNGRY:
         lengths = (9, 1, 1, 1, 3, 1)
         admitted = (sequence(i, [7] * n, [2 * i, 2 * i + 1], sampling=sampling) for i, n in enumerate(lengths))
@@ -121,7 +121,7 @@ def test_pool_leaves_room_for_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_blocks((staging + 7) * BLOCK, 0, monkeypatch, num_cpu_blocks=2 * staging) == 7
 
 
-def test_asked_for_more_than_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_blocks_than_steps_leave_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_blocks(100 * BLOCK, 30 * BLOCK, monkeypatch, num_gpu_blocks=70) == 70
     with pytest.raises(DeviceError, match=f"--num-gpu-blocks 71 needs {71 * BLOCK} bytes, steps and swaps"):
         num_blocks(100 * BLOCK, 30 * BLOCK, monkeypatch, num_gpu_blocks=71)

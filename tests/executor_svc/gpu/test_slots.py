@@ -67,7 +67,7 @@ def started(device: torch.device) -> tuple[Slots, DeviceSlots]:
 
 
 def run(host, slots, step, tokens, errors=None, sizes=None, planned=None):
-    """Run a step on both; returns the device's tensors and what it tells."""
+    """Run a step on both; returns the device's tensors and the results it reports."""
     host.apply(step)
     actual = host.schedule(step)
     planned = planned or actual
@@ -76,37 +76,37 @@ def run(host, slots, step, tokens, errors=None, sizes=None, planned=None):
     inputs = slots.build(planned, sizes)
     found = np.zeros(sizes.num_rows, np.int64) if errors is None else ints(*errors)
     device = slots.state.words.device
-    told = slots.commit(
+    results = slots.commit(
         planned, sizes, torch.tensor(tokens, device=device), torch.from_numpy(found).to(device, torch.int32)
     )
     live = np.isin(planned.sampling_slots, actual.sampling_slots)
     host.commit(actual, ints(*tokens)[: len(live)][live], found[: len(live)][live] == 0)
-    return inputs, told.wait()
+    return inputs, results.wait()
 
 
 def test_a_slot_that_has_just_stopped_is_padding_and_idle(device: torch.device) -> None:
     host, slots = started(device)
     ready = plan(decode_ready=True)
     unaware = host.schedule(ready)
-    _, told = run(host, slots, ready, [9, 8])
-    assert told.token_ids.tolist() == [9, 8]
-    assert not told.errors.any()
-    inputs, told = run(host, slots, ready, [1, 1], planned=unaware)
+    _, results = run(host, slots, ready, [9, 8])
+    assert results.token_ids.tolist() == [9, 8]
+    assert not results.errors.any()
+    inputs, results = run(host, slots, ready, [1, 1], planned=unaware)
     assert inputs.rows.tolist() == [-1, 2]
     assert inputs.seq_lens.tolist() == [0, 3]
     assert inputs.slot_mapping.tolist() == [-1, 5 * LIMITS.block_size + 2]
     assert inputs.token_ids.tolist() == [0, 8]
-    assert told.idle.tolist() == [True, False]
-    assert told.token_ids.tolist() == [-1, 1]
+    assert results.idle.tolist() == [True, False]
+    assert results.token_ids.tolist() == [-1, 1]
     assert slots.state.num_tokens[0].item() == 4
     assert slots.state.token_ids[0, :5].tolist() == [5, 6, 7, 9, 0]
 
 
 def test_an_error_stops_its_slot_alone(device: torch.device) -> None:
     host, slots = started(device)
-    _, told = run(host, slots, plan(decode_ready=True), [3, 3], [4, 0])
-    assert told.errors.tolist() == [4, 0]
-    assert told.token_ids.tolist() == [-1, 3]
+    _, results = run(host, slots, plan(decode_ready=True), [3, 3], [4, 0])
+    assert results.errors.tolist() == [4, 0]
+    assert results.token_ids.tolist() == [-1, 3]
     assert slots.state.stopped[:3].tolist() == [1, 0, 0]
     assert host.stopped[:3].tolist() == [True, False, False]
 
@@ -131,8 +131,8 @@ def test_forks_of_a_slot_that_has_stopped_stop_too(device: torch.device) -> None
     fork = sequence(4, [5, 6, 7], [20, 21], 2)
     run(host, slots, plan(decode_ready=True), [9, 8])
     step = plan(decode_ready=True, admitted=(fork,), forks=columns((4, 0)))
-    _, told = run(host, slots, step, [8])
-    assert told.token_ids.tolist() == [8]
+    _, results = run(host, slots, step, [8])
+    assert results.token_ids.tolist() == [8]
     assert slots.state.stopped[[0, 2, 4]].tolist() == [1, 0, 1] == host.stopped[[0, 2, 4]].tolist()
 
 
@@ -168,9 +168,9 @@ def test_others_learn_what_a_plan_changed(device: torch.device) -> None:
     assert applied.slots.tolist() == [3, 1]
     assert applied.max_tokens == 3
     assert slots.extra.tolist() == [0, 0, -1, 2**31 - 1, -(2**31), 0, 0, 0]
-    told = slots.commit(planned, sizes, torch.tensor([6, 6], device=device), torch.zeros_like(inputs.rows)).wait()
-    assert told.token_ids.tolist() == [6, -1]
-    assert not told.errors.any()
+    results = slots.commit(planned, sizes, torch.tensor([6, 6], device=device), torch.zeros_like(inputs.rows)).wait()
+    assert results.token_ids.tolist() == [6, -1]
+    assert not results.errors.any()
     assert inputs.taken.tolist() == [6, -1]
     host.commit(planned, ints(6, 6), np.ones(2, np.bool_))
     step = plan(given=columns((3, 69)))
@@ -258,8 +258,8 @@ def test_a_plan_larger_than_the_staging_buffer_goes_in_pieces(device: torch.devi
         for slot, length in enumerate(lengths)
     )
     appends = columns(*((3, block) for block in range(50)))
-    inputs, told = run(host, slots, plan(admitted=admitted, appends=appends, decode_ready=True), [1, 2, 3, 4])
-    assert told.token_ids.tolist() == [1, 2, 3, 4]
+    inputs, results = run(host, slots, plan(admitted=admitted, appends=appends, decode_ready=True), [1, 2, 3, 4])
+    assert results.token_ids.tolist() == [1, 2, 3, 4]
     assert inputs.positions.tolist() == [length - 1 for length in lengths]
     for slot, length in enumerate(lengths):
         assert slots.state.token_ids[slot, : length + 1].tolist() == host.token_ids[slot, : length + 1].tolist()
@@ -346,8 +346,8 @@ def test_results_are_kept_until_they_are_read(events: list[LateEvent]) -> None:
 
 def spread(words: np.ndarray, buffer: np.ndarray, counts: UpdateCounts) -> None:
     """What `slot_updates` does with runs and single words, in plain numpy."""
-    told = buffer[counts.first : counts.first + 3 * counts.num_runs].reshape(3, -1)
-    for target, source, length in told.T:
+    runs = buffer[counts.first : counts.first + 3 * counts.num_runs].reshape(3, -1)
+    for target, source, length in runs.T:
         assert 0 < length <= RUN_WORDS
         words[target : target + length] = buffer[source : source + length]
     singles = buffer[counts.first + 3 * counts.num_runs :][: 2 * counts.num_words].reshape(2, -1)

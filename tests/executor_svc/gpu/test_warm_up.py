@@ -74,7 +74,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
-    """What has been compiled so far; under the interpreter, what a GPU's compiler would have been asked for."""
+    """What has been compiled so far; under the interpreter, what a GPU's compiler would have compiled."""
     found: Compiled = set()
     run, compile_ = InterpretedFunction.run, JITFunction._do_compile
 
@@ -82,12 +82,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
         found.add(specialized(self, dict(zip(self.arg_names, args, strict=False)) | kwargs))
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
-    def told(self: Any, key: Any, *args: Any) -> Any:
+    def recorded(self: Any, key: Any, *args: Any) -> Any:
         found.add((self.fn.__qualname__, key))
         return compile_(self, key, *args)
 
     monkeypatch.setattr(InterpretedFunction, "run", noted)
-    monkeypatch.setattr(JITFunction, "_do_compile", told)
+    monkeypatch.setattr(JITFunction, "_do_compile", recorded)
     return found
 
 

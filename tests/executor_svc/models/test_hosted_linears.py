@@ -36,7 +36,7 @@ class Names:
     ],
     ids=["gpt_neox, whose head is embed_out", "gpt2, whose head is tied"],
 )
-def test_the_head_is_told_from_others(model: Any) -> None:
+def test_the_head_is_distinguished_from_others(model: Any) -> None:
     """A device does not quantize it."""
     builder = Names()
     prepare_linears(model, builder)

@@ -263,19 +263,21 @@ def test_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def offline(model: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        asked.append((model, allow_patterns, ignore_patterns))
+        requests.append((model, allow_patterns, ignore_patterns))
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(LoaderError, match=r"--model some/model: .* cannot be reached"):
         load("some/model")
-    assert asked[0][0] == "some/model"
-    assert "*.safetensors" in asked[0][1]
+    assert requests[0][0] == "some/model"
+    assert "*.safetensors" in requests[0][1]
     files = ["model.safetensors", "consolidated.safetensors", "original/consolidated.00.safetensors", "config.json"]
-    wanted = huggingface_hub.utils.filter_repo_objects(files, allow_patterns=asked[0][1], ignore_patterns=asked[0][2])
+    wanted = huggingface_hub.utils.filter_repo_objects(
+        files, allow_patterns=requests[0][1], ignore_patterns=requests[0][2]
+    )
     assert list(wanted) == ["model.safetensors", "config.json"]
 
 

@@ -330,7 +330,7 @@ def test_page_lists_the_rope_types() -> None:
 
 
 @pytest.mark.parametrize(("architecture", "field", "message"), rows("Refused"))
-def test_page_tells_what_is_refused(architecture: str, field: str, message: str) -> None:
+def test_page_lists_what_is_refused(architecture: str, field: str, message: str) -> None:
     name, value = field.strip("`").split(": ", 1)
     with pytest.raises(ModelConfigError, match=re.escape(message.strip("`"))):
         ARCHITECTURES[architecture.strip("`")]({**SIZES, name: json.loads(value)})

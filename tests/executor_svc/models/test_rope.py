@@ -102,7 +102,7 @@ class WithoutHost(TorchDispatchMode):
         return result
 
 
-def test_dynamic_asks_nothing_of_the_host_once_it_was_filled() -> None:
+def test_dynamic_needs_nothing_of_the_host_once_it_was_filled() -> None:
     """A CUDA graph can hold no copy from there."""
     rotary = make_rotary(read({"rope_type": "dynamic", "factor": 2.0}), POSITIONS, torch.float32, CPU)
     positions = torch.zeros(70, dtype=torch.int64, device="meta")

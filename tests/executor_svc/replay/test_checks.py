@@ -51,7 +51,7 @@ def test_a_simulated_executor_stays_one_unless_a_model_is_given() -> None:
     assert (config.simulate, config.model, config.simulate_vocab_size) == ("instant", "org/name", 99)
 
 
-def test_numerics_are_told_apart_by_their_digest() -> None:
+def test_numerics_are_distinguished_by_their_digest() -> None:
     here = pb.DescribeResponse()
     here.CopyFrom(RECORDED)
     here.fingerprint.num_threads = 9

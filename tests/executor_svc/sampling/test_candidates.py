@@ -25,7 +25,9 @@ def random_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def told(logits: Tensor, sources: list[int], counts: list[int], **fields: Any) -> list[tuple[list[int], bytes]]:
+def candidates_of(
+    logits: Tensor, sources: list[int], counts: list[int], **fields: Any
+) -> list[tuple[list[int], bytes]]:
     """Token ids and the bits of the logprobs of each row."""
     found = best_candidates(logits, CandidateColumns(ints(*sources), ints(*counts), **fields))
     assert not found.errors.any()
@@ -40,7 +42,7 @@ def test_they_are_the_best_by_log_softmax(vocab: int) -> None:
     found = best_candidates(logits, CandidateColumns(np.arange(5), np.full(5, k)))
     assert found.token_ids.tolist() == expected.topk(k, dim=1).indices.tolist()
     np.testing.assert_allclose(found.logprobs, expected.topk(k, dim=1).values, rtol=1e-6, atol=1e-6)
-    # To the bit what is told as top logprobs.
+    # To the bit what is reported as top logprobs.
     top = row_logprobs(logits, np.zeros(5, np.int64), np.arange(5), np.full(5, k))
     assert found.logprobs.tobytes() == top.top.tobytes()
 
@@ -48,9 +50,9 @@ def test_they_are_the_best_by_log_softmax(vocab: int) -> None:
 def test_ties_go_to_the_lowest_id_and_what_is_ruled_out_is_left_out() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, NONE, 2.0]])
     changed = edits(1, forbidden={0: [3]}, biases={0: {2: 0.5, 0: 0.5}})
-    assert [ids for ids, _ in told(logits, [0], [6])] == [[1, 3, 5, 0, 2]]
-    assert [ids for ids, _ in told(logits, [0], [6], edits=changed)] == [[1, 5, 0, 2]]
-    assert [ids for ids, _ in told(logits, [0], [3], edits=changed)] == [[1, 5, 0]]
+    assert [ids for ids, _ in candidates_of(logits, [0], [6])] == [[1, 3, 5, 0, 2]]
+    assert [ids for ids, _ in candidates_of(logits, [0], [6], edits=changed)] == [[1, 5, 0, 2]]
+    assert [ids for ids, _ in candidates_of(logits, [0], [3], edits=changed)] == [[1, 5, 0]]
 
 
 def test_each_row_fails_alone() -> None:
@@ -60,7 +62,7 @@ def test_each_row_fails_alone() -> None:
     found = best_candidates(logits, CandidateColumns(np.arange(5), np.full(5, 4), nothing_left))
     assert found.errors.tolist() == [0, *[SlotError.NON_FINITE_LOGITS] * 3, SlotError.NO_ALLOWED_TOKEN]
     assert found.counts[0] == 4
-    assert (found.token_ids[0].tolist(), found.logprobs[0].tobytes()) == told(logits, [0], [4])[0]
+    assert (found.token_ids[0].tolist(), found.logprobs[0].tobytes()) == candidates_of(logits, [0], [4])[0]
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 3000, 1 << 17])
@@ -70,11 +72,11 @@ def test_a_row_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPatch,
     penalties = {"counts": {0: {5: 2, 9: 0}}, "penalties": (1.3, 0.2, 0.1), "biases": {0: {17: 60.0}}}
     sources, counts = [4, 0, 0, 8, 3, 4], [3, 9, 1, 256, 8, 8]
     alone = [
-        told(logits[source : source + 1], [0], [count], edits=edits(1, **penalties) if row == 2 else None)[0]
+        candidates_of(logits[source : source + 1], [0], [count], edits=edits(1, **penalties) if row == 2 else None)[0]
         for row, (source, count) in enumerate(zip(sources, counts, strict=True))
     ]
     monkeypatch.setattr(row_math, "_CHUNK_ELEMENTS", chunk_elements)
-    assert told(logits, sources, counts, edits=edits([2], **penalties)) == alone
+    assert candidates_of(logits, sources, counts, edits=edits([2], **penalties)) == alone
     assert alone[2][0] == [17] != alone[1][0][:1], "the edits change something"
 
 

@@ -211,18 +211,18 @@ def test_logprobs_are_those_of_the_raw_logits(vocab: int) -> None:
     wanted = [-1, 0, 1, 5, -1, vocab, 2, 3, 0]
     result = sample(logits, columns(9, temperature=0.7, top_k=6, num_logprobs=wanted))
     reference = logits.double().log_softmax(dim=1)
-    asked = result.logprobs
-    assert asked is not None
-    assert asked.rows.tolist() == [i for i, n in enumerate(wanted) if n >= 0]
-    for place, row in enumerate(asked.rows.tolist()):
+    logprobs = result.logprobs
+    assert logprobs is not None
+    assert logprobs.rows.tolist() == [i for i, n in enumerate(wanted) if n >= 0]
+    for place, row in enumerate(logprobs.rows.tolist()):
         token = int(result.token_ids[row])
-        assert asked.chosen[place] == pytest.approx(float(reference[row, token]), rel=1e-6, abs=1e-6)
-        assert asked.ranks[place] == int((logits[row] > logits[row, token]).sum()) + 1
+        assert logprobs.chosen[place] == pytest.approx(float(reference[row, token]), rel=1e-6, abs=1e-6)
+        assert logprobs.ranks[place] == int((logits[row] > logits[row, token]).sum()) + 1
         n = min(wanted[row], vocab)
-        assert asked.num_top[place] == n
+        assert logprobs.num_top[place] == n
         order = torch.sort(logits[row], descending=True, stable=True).indices[:n]
-        assert asked.top_ids[place, :n].tolist() == order.tolist()
-        np.testing.assert_allclose(asked.top[place, :n], reference[row, order], rtol=1e-6, atol=2e-6)
+        assert logprobs.top_ids[place, :n].tolist() == order.tolist()
+        np.testing.assert_allclose(logprobs.top[place, :n], reference[row, order], rtol=1e-6, atol=2e-6)
 
 
 def test_logprobs_with_tokens_ruled_out() -> None:

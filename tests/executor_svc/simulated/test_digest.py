@@ -31,7 +31,7 @@ def new_bench(seed: int, count: int) -> tuple[Bench, CoreExecutor]:
     return bench, executor
 
 
-def asked(bench: Bench) -> StepResult | None:
+def next_result(bench: Bench) -> StepResult | None:
     """The next step's result, with a digest; None when all is done."""
     plan = bench.plan()
     if plan is None:
@@ -44,7 +44,7 @@ def asked(bench: Bench) -> StepResult | None:
 def test_the_mirror_is_the_truth_after_every_step(seed: int) -> None:
     bench, executor = new_bench(seed, 40)
     num_whole = num_steps = 0
-    while (result := asked(bench)) is not None:
+    while (result := next_result(bench)) is not None:
         num_whole += check_mirror(bench.core.lanes[0], executor.inner.slots, result.debug_digest)
         num_steps += 1
     assert bench.core.num_preemptions > 0
@@ -54,7 +54,7 @@ def test_the_mirror_is_the_truth_after_every_step(seed: int) -> None:
 def test_every_part_of_a_sequence_counts() -> None:
     """Or the comparison would prove nothing about it."""
     bench, executor = new_bench(0, 3)
-    result = asked(bench)
+    result = next_result(bench)
     assert result is not None
     lane = bench.core.lanes[0]
     assert check_mirror(lane, executor.inner.slots, result.debug_digest)

@@ -196,12 +196,12 @@ def test_logprobs_are_of_the_model_whatever_is_drawn() -> None:
 
 @pytest.mark.parametrize("chunks", [[20], [1, 19], [8, 8, 4], [7, 2, 10, 1]])
 def test_prompt_logprobs_in_chunks(chunks: list[int]) -> None:
-    """Beside another prompt that asks for more of them, and one that asks for none."""
-    asks, more = SequenceSampling(num_prompt_logprobs=2), SequenceSampling(num_prompt_logprobs=4)
+    """Beside another prompt that requests more of them, and one that requests none."""
+    some, more = SequenceSampling(num_prompt_logprobs=2), SequenceSampling(num_prompt_logprobs=4)
     rig = Rig(WIDE)
     admitted = (
         sequence(0, [1, 2, 3], [40]),
-        sequence(1, PROMPT, [7, 2, 30], sampling=asks),
+        sequence(1, PROMPT, [7, 2, 30], sampling=some),
         sequence(2, PROMPT[::-1], [8, 3, 31], sampling=more),
     )
     found: dict[int, list[tuple[int, float, int, list[int], list[float]]]] = {1: [], 2: []}
@@ -216,9 +216,9 @@ def test_prompt_logprobs_in_chunks(chunks: list[int]) -> None:
     for slot, prompt, num_top in ((1, PROMPT, 2), (2, PROMPT[::-1], 4)):
         assert [row[0] for row in found[slot]] == list(range(1, 20))
         for position, logprob, rank, ids, logprobs in found[slot]:
-            told = expected_logprobs(prompt, position, num_top, VOCAB)
-            assert (rank, ids) == (told[1], told[2])
-            assert np.allclose([logprob, *logprobs], [told[0], *told[3]])
+            wanted = expected_logprobs(prompt, position, num_top, VOCAB)
+            assert (rank, ids) == (wanted[1], wanted[2])
+            assert np.allclose([logprob, *logprobs], [wanted[0], *wanted[3]])
 
 
 # ---------------------------------------------------------------- forks and candidates
@@ -233,9 +233,9 @@ def test_forks_draw_from_one_row_and_go_on_over_copied_blocks() -> None:
     first = rig.step(admitted=forks, scheduled=scheduled((1, 8, True)), forks=columns((3, 1), (0, 1)))
     found = {slot: [token] for slot, token in zip(first.slots.tolist(), first.token_ids.tolist(), strict=True)}
     for entry in first.logprobs:
-        told = expected_logprobs([*PROMPT, *found[entry.slot]], 20, 1, VOCAB)
-        assert entry.chosen_ranks.tolist() == [told[1]]
-        assert entry.top_token_ids.tolist() == told[2]
+        wanted = expected_logprobs([*PROMPT, *found[entry.slot]], 20, 1, VOCAB)
+        assert entry.chosen_ranks.tolist() == [wanted[1]]
+        assert entry.top_token_ids.tolist() == wanted[2]
     moved = {"appends": columns((0, 40), (3, 41)), "copies": moves((30, 40), (30, 41))}
     for index in range(4):
         result = rig.step(decode_ready=True, **(moved if not index else {}))
@@ -255,7 +255,7 @@ def test_a_fork_whose_partial_block_is_not_copied() -> None:
     assert tokens[0] != expected(2)[1]
 
 
-def test_candidates_are_told_and_beams_go_on_with_what_is_given() -> None:
+def test_candidates_are_reported_and_beams_go_on_with_given_tokens() -> None:
     """Two beams of one prompt beside a slot that samples; the second comes to the first's blocks by a copy."""
     beam = SequenceSampling(num_candidates=4, num_logprobs=2)
     masked = SequenceSampling(num_candidates=3, min_tokens=9, stop_token_ids=ints(expected(1)[0]))
@@ -271,9 +271,9 @@ def test_candidates_are_told_and_beams_go_on_with_what_is_given() -> None:
     assert result.token_ids.tolist() == expected(1)
     assert not result.logprobs
     for entry, sampling in zip(result.candidates, (beam, masked), strict=True):
-        told = expected_candidates(PROMPT, [], sampling, sampling.num_candidates, VOCAB)
-        assert entry.token_ids.tolist() == [token for token, _ in told]
-        assert np.allclose(entry.logprobs, [logprob for _, logprob in told])
+        wanted = expected_candidates(PROMPT, [], sampling, sampling.num_candidates, VOCAB)
+        assert entry.token_ids.tolist() == [token for token, _ in wanted]
+        assert np.allclose(entry.logprobs, [logprob for _, logprob in wanted])
     best, second = result.candidates[0].token_ids[:2].tolist()
     other = sequence(1, [*PROMPT, second], [7, 2, 40], 20, prompt=20, sampling=beam)
     plan = {"released_slots": ints(2, 5), "copies": moves((30, 40)), "admitted": (other,)}

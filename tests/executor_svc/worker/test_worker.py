@@ -115,7 +115,7 @@ def test_an_opening_overtakes_one_that_waits(rig: Rig) -> None:
     assert rig.result().token_ids.tolist() == [9]
 
 
-def test_a_lost_device_is_told(rig: Rig) -> None:
+def test_a_lost_device_is_reported(rig: Rig) -> None:
     session, _ = rig.open(1)
     rig.runner.errors.append(torch.AcceleratorError("an illegal memory access"))
     rig.submit(session, 1, **one(0, 5))
@@ -136,7 +136,7 @@ def test_stop_drops_plans_and_reports_a_step_that_does_not_end() -> None:
     assert len(rig.runner.batches) == 1
 
 
-def test_a_failed_build_is_told() -> None:
+def test_a_failed_build_is_reported() -> None:
     def build() -> StepExecutor:
         raise RuntimeError("no such model")
 

@@ -25,7 +25,7 @@ class Step:
     ended: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
     tells_early: bool = False
-    """Raises its error when it is asked whether it is done, as the event of a CUDA stream does."""
+    """Raises its error when its state is queried, as the event of a CUDA stream does."""
 
     def end(self, error: Exception | None = None) -> None:
         self.error = error
@@ -170,7 +170,7 @@ def test_a_launch_that_fails_leaves_the_step_before_it_alone(rig: Rig, error: Ex
     "error",
     [torch.AcceleratorError("CUDA error: 700"), RuntimeError("Triton Error [CUDA]: an illegal memory access was …")],
 )
-def test_a_device_that_is_lost_while_it_runs_is_told(rig: Rig, error: Exception) -> None:
+def test_a_device_that_is_lost_while_it_runs_is_reported(rig: Rig, error: Exception) -> None:
     rig.submit(1, 2)
     first, second = rig.launched(), rig.launched()
     second.end()
@@ -179,7 +179,7 @@ def test_a_device_that_is_lost_while_it_runs_is_told(rig: Rig, error: Exception)
     assert rig.answers(2) == [(1, StepStatus.FAILED), (2, StepStatus.SKIPPED)]
 
 
-def test_a_device_that_is_lost_when_it_is_asked_is_told(rig: Rig) -> None:
+def test_a_device_that_is_lost_when_it_is_queried_is_reported(rig: Rig) -> None:
     rig.submit(1)
     step = rig.launched()
     step.tells_early = True
@@ -188,7 +188,7 @@ def test_a_device_that_is_lost_when_it_is_asked_is_told(rig: Rig) -> None:
     assert rig.worker.lost.result(10) is step.error
 
 
-def test_a_device_that_is_lost_between_sessions_is_told(rig: Rig) -> None:
+def test_a_device_that_is_lost_between_sessions_is_reported(rig: Rig) -> None:
     error = rig.executor.error_of_clear = torch.AcceleratorError("CUDA error: 700")
     _, opened = rig.worker.open_session(2, rig.results.put)
     assert opened.exception(10) is error

@@ -272,4 +272,4 @@ def test_a_plan_is_filled_anew_for_each_step() -> None:
         assert plan.num_tiles == plan_for(KERNELS, shape, b, 100).num_tiles
         assert plan.slots[: len(b.slot_mapping)].tolist() == b.slot_mapping.tolist()
     other = KERNELS.new_attention_plan(shape, 100, 300)
-    assert other.name != plan.name, "a program tells them apart"
+    assert other.name != plan.name, "a program depends on what differs"

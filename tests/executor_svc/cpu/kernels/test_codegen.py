@@ -202,7 +202,7 @@ def test_pieces_cover_a_length() -> None:
 # --- compilation
 
 
-def test_code_compiles_what_was_added_when_it_is_asked_for() -> None:
+def test_code_compiles_what_was_added_when_it_is_needed() -> None:
     """Late kernels join early ones; what was there is not made again, so addresses stay."""
     code, made = Code(), []
 

@@ -160,7 +160,7 @@ def test_all_at_once(
     padding: int,
     device: torch.device,
 ) -> None:
-    """By position and by row: the same bits; values and what is not asked for stay as they are."""
+    """By position and by row: the same bits; values and what is not requested stay as they are."""
     step = new_step(seed, tokens, sizes, block_size, dtype, padding)
     weights = [1 + randn(seed + i, sizes[2]) / 4 for i in (2, 3)]
     narrow = [weight.to(torch.float32 if norms == "wide" else dtype).to(device) for weight in weights]

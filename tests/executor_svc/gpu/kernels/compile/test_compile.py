@@ -46,12 +46,12 @@ def test_every_module_has_quick_variants_and_they_are_few():
 def test_quick_variants_compile_as_they_must():
     done = compiled("--quick", "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     tasks = tasks_of(entries().values(), quick=True)
-    assert [(build["name"], build["arch"]) for build in told["builds"]] == [
+    assert [(build["name"], build["arch"]) for build in report["builds"]] == [
         (task.entry.variant.name, task.arch) for task in tasks
     ]
-    assert not told["refused"]
+    assert not report["refused"]
 
 
 def test_the_page_has_a_row_for_every_file_with_kernels():
@@ -70,8 +70,8 @@ def refused(tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
     done = compiled("--module", REFUSED, "--json", TRITON_CACHE_DIR=str(cache))
     assert done.returncode == 1, done.stderr
-    told = json.loads(done.stdout)
-    return {(build["name"], build["arch"]): Build(**build) for build in told["builds"]}, told["refused"], cache
+    report = json.loads(done.stdout)
+    return {(build["name"], build["arch"]): Build(**build) for build in report["builds"]}, report["refused"], cache
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def refused(tmp_path_factory):
         ("greedy for sm_80", r"needs \d{6} bytes of shared memory; a block has 166912"),
     ],
 )
-def test_each_reason_is_told_with_the_name(refused, label, message):
+def test_each_reason_is_reported_with_the_name(refused, label, message):
     _, lines, _ = refused
     assert len(lines) == 7, lines
     (line,) = (line for line in lines if line.startswith(f"{REFUSED}: {label}"))

@@ -1,4 +1,4 @@
-"""What kernels say of themselves fits them, and the registry refuses what it cannot tell apart."""
+"""What kernels declare fits them, and the registry refuses variants that it cannot distinguish."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_attention_never_spills_and_prefill_multiplies_with_wgmma():
     assert [variant.name for variant in prefill if 90 in variant.archs and not variant.wgmma] == []
 
 
-def test_attention_asks_for_the_copy_engine_where_a_tile_lies_in_one_block():
+def test_attention_uses_the_copy_engine_where_a_tile_lies_in_one_block():
     found = {name: entry.variant for name, entry in entries().items() if name.startswith("attention ")}
     wanted = [name for name in found if "copied" in name.split()]
     assert wanted
@@ -99,7 +99,7 @@ def test_a_right_variant_has_no_mistakes():
         (replace(RIGHT, num_stages=0), "num_stages 0"),
     ],
 )
-def test_mistakes_are_told(variant, message):
+def test_mistakes_are_reported(variant, message):
     with pytest.raises(AssertionError, match=message):
         assert not variant_errors(variant), "; ".join(variant_errors(variant))
 
@@ -108,50 +108,50 @@ def test_mistakes_are_told(variant, message):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """Makes a module that tells these variants."""
+def make_module(monkeypatch):
+    """Makes a module that declares these variants."""
 
-    def make(name: str, tell) -> str:
+    def make(name: str, variants) -> str:
         module = ModuleType(name)
-        module.variants = tell
+        module.variants = variants
         monkeypatch.setitem(sys.modules, name, module)
         return name
 
     return make
 
 
-def test_a_name_that_is_taken_is_an_error(told):
-    first, second = told("first", lambda: [RIGHT]), told("second", lambda: [RIGHT])
+def test_a_name_that_is_taken_is_an_error(make_module):
+    first, second = make_module("first", lambda: [RIGHT]), make_module("second", lambda: [RIGHT])
     assert list(entries([first])) == ["scale bf16"]
     with pytest.raises(RegistryError, match="two variants are named 'scale bf16': first, second"):
         entries([first, second])
     with pytest.raises(RegistryError, match="two variants are named 'scale bf16': twice, twice"):
-        entries([told("twice", lambda: [RIGHT, RIGHT])])
+        entries([make_module("twice", lambda: [RIGHT, RIGHT])])
 
 
 @pytest.mark.parametrize("name", ["", "scale|bf16", "scale  bf16", "scale\nbf16", " scale"])
-def test_a_name_that_no_table_can_hold_is_an_error(told, name):
+def test_a_name_that_no_table_can_hold_is_an_error(make_module, name):
     with pytest.raises(RegistryError, match="bad: a variant's name is words"):
-        entries([told("bad", lambda: [replace(RIGHT, name=name)])])
+        entries([make_module("bad", lambda: [replace(RIGHT, name=name)])])
 
 
 @pytest.mark.parametrize("given", [None, [], ["scale"], {"scale": RIGHT}])
-def test_only_a_list_of_variants_is_taken(told, given):
+def test_only_a_list_of_variants_is_taken(make_module, given):
     with pytest.raises(RegistryError, match=r"odd\.variants\(\) returned .*, not a list of one Variant or more"):
-        entries([told("odd", lambda: given)])
+        entries([make_module("odd", lambda: given)])
 
 
-def test_a_module_that_fails_is_named(told):
+def test_a_module_that_fails_is_named(make_module):
     with pytest.raises(RegistryError, match=r"failing\.variants\(\) failed: ZeroDivisionError"):
-        entries([told("failing", lambda: [1 // 0])])
+        entries([make_module("failing", lambda: [1 // 0])])
     with pytest.raises(RegistryError, match=r"no_such_module cannot be imported: ModuleNotFoundError"):
         entries(["no_such_module"])
 
 
-def test_a_module_that_computes_is_named(told, monkeypatch):
+def test_a_module_that_computes_is_named(make_module, monkeypatch):
     monkeypatch.setattr(registry, "MAX_SECONDS", -1.0)
     with pytest.raises(RegistryError, match=r"slow\.variants\(\) took"):
-        entries([told("slow", lambda: [RIGHT])])
+        entries([make_module("slow", lambda: [RIGHT])])
 
 
 def test_modules_are_found_by_their_function(tmp_path, monkeypatch):

@@ -206,9 +206,9 @@ def test_commit_row_by_row(device: torch.device, dtype: torch.dtype) -> None:
     seqs = [1, 2, 3, 4, 5, 6, 8, 10, -1]
     sizes = StepSizes(50, 9, 7, 10)
     starts = [0, 5, 10, 15, 20, 25, 30, 35, 37, 37]
-    told = [*seqs, *starts, *[0] * 7, *slots_of_rows, *source_slots, *sources, *waits]
+    uploaded = [*seqs, *starts, *[0] * 7, *slots_of_rows, *source_slots, *sources, *waits]
     buffers = poisoned(sizes, 5, device)
-    build_step(ints(told, device), state, buffers, sizes, BLOCK, one_each=False)
+    build_step(ints(uploaded, device), state, buffers, sizes, BLOCK, one_each=False)
     before = state.token_ids.tolist()
     far = 2**31 - 1
     tokens = torch.tensor([7, stop_id, stop_id, far, 7, far, 8, far, far, far], dtype=dtype, device=device)
@@ -285,7 +285,7 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
 
 
 def test_three_variants_are_quick() -> None:
-    told = [variant for module in (slot_updates, step_inputs, commit) for variant in module.variants()]
-    assert sum(variant.quick for variant in told) == 3
-    assert all(variant.no_spills for variant in told)
+    variants = [variant for module in (slot_updates, step_inputs, commit) for variant in module.variants()]
+    assert sum(variant.quick for variant in variants) == 3
+    assert all(variant.no_spills for variant in variants)
     assert not hasattr(slots, "variants")

@@ -108,7 +108,7 @@ def test_a_search_ends_with_a_table_and_a_picture(
         costs,
         *SMALL,
         "--num-requests",
-        "60",
+        "30",
         "--find-max-rate",
         "--max-num-seqs",
         "8",

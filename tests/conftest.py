@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Tests pass without a network, so a hub is never asked; and test processes must not fight over two cores.
+# Tests pass without a network, so no hub is contacted; and test processes must not fight over two cores.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

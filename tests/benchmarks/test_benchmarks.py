@@ -243,10 +243,10 @@ FAKE_VLLM = """
 import json, sys
 print(json.dumps({"version": "1.2"}), flush=True)
 for line in sys.stdin:
-    asked = json.loads(line)
-    if asked["case"]["running"] == 13:
+    request = json.loads(line)
+    if request["case"]["running"] == 13:
         sys.exit("13 is too many")
-    print(json.dumps({"us_per_step": asked["case"]["running"] * 10.0, "steps": asked["steps"]}), flush=True)
+    print(json.dumps({"us_per_step": request["case"]["running"] * 10.0, "steps": request["steps"]}), flush=True)
 """
 
 

@@ -161,9 +161,10 @@ FAKE_DRIVER = """
 import json, sys
 print(json.dumps({"version": "7", "threads": int(sys.argv[1])}), flush=True)
 for line in sys.stdin:
-    asked = json.loads(line)
-    times = [[0.5, 0.75, each["output_len"], due] for each, due in zip(asked["requests"], asked["arrivals"] or [0, 0])]
-    print(json.dumps({"wall_s": asked["batch_size"] / 4, "times": times}), flush=True)
+    request = json.loads(line)
+    arrivals = request["arrivals"] or [0, 0]
+    times = [[0.5, 0.75, each["output_len"], due] for each, due in zip(request["requests"], arrivals)]
+    print(json.dumps({"wall_s": request["batch_size"] / 4, "times": times}), flush=True)
 """
 
 
@@ -178,18 +179,18 @@ def test_a_driver_is_a_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_vllm_is_sent_token_ids_and_lengths() -> None:
-    asked: list[Any] = []
+    received: list[Any] = []
 
     class Engine:
         def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
-            asked.extend(zip(prompts, params, strict=True))
+            received.extend(zip(prompts, params, strict=True))
             made = [types.SimpleNamespace(token_ids=[1] * each["max_tokens"]) for each in params]
             return [types.SimpleNamespace(outputs=[each]) for each in made]
 
     library = types.SimpleNamespace(TokensPrompt=dict, SamplingParams=dict)
     questions = [{"prompt": each.prompt, "output_len": each.output_len} for each in REQUESTS]
     assert vllm_offline.serve(library, Engine(), questions)["wall_s"] > 0
-    prompt, params = asked[1]
+    prompt, params = received[1]
     assert prompt == {"prompt_token_ids": [8]}
     assert (params["temperature"], params["ignore_eos"], params["max_tokens"]) == (0.0, True, 4)
 
@@ -264,11 +265,11 @@ async def _completions_server(num_missing: int) -> Iterator[int]:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-        asked = json.loads(await reader.readexactly(length))
-        assert asked["ignore_eos"]
-        assert asked["return_token_ids"]
+        request = json.loads(await reader.readexactly(length))
+        assert request["ignore_eos"]
+        assert request["return_token_ids"]
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
-        left = asked["max_tokens"] - num_missing
+        left = request["max_tokens"] - num_missing
         while left > 0:
             chunk = {"choices": [{"text": "", "token_ids": [3] * min(2, left)}]}
             writer.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
@@ -339,8 +340,8 @@ def test_services_that_do_not_start_say_why(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_it_measures_the_whole_of_cadenza(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     workload = tmp_path / "workload.json"
-    asked = [{"id": each.request_id, "prompt": each.prompt, "output_len": 8} for each in make_workload(3, 0, 2048)]
-    workload.write_text(json.dumps(asked), encoding="utf-8")
+    entries = [{"id": each.request_id, "prompt": each.prompt, "output_len": 8} for each in make_workload(3, 0, 2048)]
+    workload.write_text(json.dumps(entries), encoding="utf-8")
     options = f"--model {DEMO_MODEL} --workload {workload} --measure burst,decode1,poisson,start --systems cadenza"
     assert (
         main(["cpu_serving", *options.split(), "--repeats", "1", "--quiet-wait-s", "0", "--rate", "50", "--json"]) == 0

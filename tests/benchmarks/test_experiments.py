@@ -36,7 +36,7 @@ from executor_svc.simulated.costs import StepCosts
 SEED = 7
 STEP_MS = ExecutorProfile(costs=StepCosts(step_us=1000), limits=ProfileLimits(max_num_seqs=4, max_model_len=64))
 """1 ms a step, whatever is in it, and 4 sequences."""
-REPEATED = [each for each in EXPERIMENTS if each.name in ("2-poisson", "4-sharing", "7-served-ratio")]
+REPEATED = [each for each in EXPERIMENTS if each.name in ("4-sharing", "7-served-ratio")]
 """All run on one simulator: drawn arrivals, drawn lengths, shared prefixes and several sizes are in these."""
 
 

@@ -132,9 +132,9 @@ def test_prompts_on_the_wire():
 
 
 def test_prompt_ids_come_back_only_when_they_are_not_known():
-    def asked(prompt, **params):
+    def needs_tokenizer(prompt, **params):
         return request_to_proto("r", prompt, SamplingParams(**params), final_only=False).return_prompt_token_ids
 
-    assert asked(Prompt(text="a"))
-    assert not asked(Prompt(token_ids=[1]))
-    assert asked(Prompt(token_ids=[1]), truncate_prompt_tokens=1)
+    assert needs_tokenizer(Prompt(text="a"))
+    assert not needs_tokenizer(Prompt(token_ids=[1]))
+    assert needs_tokenizer(Prompt(token_ids=[1]), truncate_prompt_tokens=1)

@@ -1,4 +1,4 @@
-"""Is the table of docs/errors.md whole? A row for each call and field, and for each way in which it can be wrong."""
+"""Is the table of docs/errors.md whole? A row for each call and field, and for each mistake that it can have."""
 
 from __future__ import annotations
 

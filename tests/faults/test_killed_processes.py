@@ -65,11 +65,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("model"), tokenizer=True, vocab_size=300, max_position_embeddings=4096)
 
 
-@pytest.fixture
-def up(model: Path, tmp_path: Path) -> Iterator[Up]:
-    running = Up(model, tmp_path / "log", "--num-gpu-blocks", "1000", "--max-num-seqs", "8")
-    children = psutil.Process(running.process.pid).children(recursive=True)
+@pytest.fixture(scope="module")
+def up(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """One for all: each test leaves it as it was, whole again."""
+    log = tmp_path_factory.mktemp("up") / "log"
+    running = Up(model, log, "--num-gpu-blocks", "1000", "--max-num-seqs", "8")
     yield running
+    children = psutil.Process(running.process.pid).children(recursive=True)
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(15) == 0, running.log
     assert running.process.stdout is not None

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     axes = tuple(axis for axis in AXES if axis not in options.without)
     counts: Counter[str] = Counter()
-    number, told, failed = options.run or 0, 0, 0
+    number, printed, failed = options.run or 0, 0, 0
     while True:
         try:
             run = fuzz_run(options.seed, number, axes)
@@ -66,9 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
         number += 1
         if (failed and not options.keep_going) or options.run is not None or counts["steps"] >= options.steps:
             break
-        if counts["steps"] - told >= _PROGRESS_STEPS:
-            told = counts["steps"]
-            print(f"{told} steps, {number} runs", flush=True)
+        if counts["steps"] - printed >= _PROGRESS_STEPS:
+            printed = counts["steps"]
+            print(f"{printed} steps, {number} runs", flush=True)
     print(f"{f'{failed} runs failed' if failed else 'ok'}, seed {options.seed}: {summary(counts)}")
     return 1 if failed else 0
 

@@ -56,14 +56,14 @@ def _draw_beams(rng: Random, most: int) -> BeamSpec:
 
 def _draw_sampling(settings: Settings, rng: Random, *, has_beams: bool) -> Sampling:
     vocab = range(settings.vocab_size)
-    asks = "logprobs" in settings.axes
+    has_logprobs = "logprobs" in settings.axes
     return core_sampling(
         temperature=rng.choice([0.0, 1.0]),
         seed=rng.randrange(2**64),
         stop_token_ids=tuple(rng.sample(vocab, rng.choice([0, 1, 3]))),
         min_tokens=rng.choice([0, 0, rng.randint(1, 6)]),
-        num_logprobs=rng.choice([None, None, 0, 2]) if asks and not has_beams else None,
-        num_prompt_logprobs=rng.choice([None, None, None, 0, 2]) if asks else None,
+        num_logprobs=rng.choice([None, None, 0, 2]) if has_logprobs and not has_beams else None,
+        num_prompt_logprobs=rng.choice([None, None, None, 0, 2]) if has_logprobs else None,
         # Few: with stop tokens ruled out too, none may be left.
         allowed_token_ids=tuple(rng.sample(vocab, rng.randint(1, 6))) if rng.random() < 0.1 else (),
         bad_words=tuple(_tokens(settings, rng, rng.randint(1, 2)) for _ in range(rng.choice([0, 0, 2]))),

@@ -24,7 +24,7 @@ _CUT = (
 
 @dataclass
 class Outcome:
-    """All that was told of one request."""
+    """All that was reported of one request."""
 
     spec: RequestSpec
     tokens: list[list[int]]
@@ -36,7 +36,7 @@ class Outcome:
 
     @classmethod
     def of(cls, spec: RequestSpec) -> Outcome:
-        """Nothing has been told yet."""
+        """Nothing has been reported yet."""
         samples = range(spec.num_samples)
         return cls(spec, [[] for _ in samples], [[] for _ in samples])
 
@@ -177,13 +177,13 @@ def _search(spec: RequestSpec, limits: Limits, by: FinishDetail) -> Iterator[lis
     )
     outputs: list[list[int]] = [[]]
     while True:
-        told = [
+        reported = [
             expected_candidates(prompt, output, for_executor(spec.sampling), search.num_candidates, limits.vocab_size)
             for output in outputs
         ]
         columns = [
             Candidates([token_id for token_id, _ in each], array("f", (logprob for _, logprob in each)))
-            for each in told
+            for each in reported
         ]
         pairs = search.advance(outputs, columns)
         if search.done:

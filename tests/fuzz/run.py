@@ -185,14 +185,14 @@ class Run:
             token_ids=[*result.token_ids[:before], *result.token_ids[before + counts[place] :]],
             error_slots=[*result.error_slots, failed],
             errors=[*result.errors, SlotError.NON_FINITE_LOGITS],
-            logprobs={slot: told for slot, told in result.logprobs.items() if slot != failed},
-            candidates={slot: told for slot, told in result.candidates.items() if slot != failed},
+            logprobs={slot: found for slot, found in result.logprobs.items() if slot != failed},
+            candidates={slot: found for slot, found in result.candidates.items() if slot != failed},
         )
 
-    # --- news --------------------------------------------------------------------------------------------------------
+    # --- outputs -----------------------------------------------------------------------------------------------------
 
     def _take(self, outputs: StepOutputs) -> None:
-        """Bring news to the outcomes, as the engine does, and check the requests that have ended."""
+        """Bring outputs to the outcomes, as the engine does, and check the requests that have ended."""
         self._core.check_integrity()
         touched: set[RequestKey] = set()
         for sequence, prompt_logprobs in outputs.prompt_logprobs:
@@ -231,7 +231,7 @@ class Run:
         details = {finish.detail for finish in outcome.finishes.values()}
         assert FinishDetail.ABORTED not in details or key in self._aborted
         may_be_lost = self._has_changed or self.counts["losses"] >= MAX_FAILED_STEPS
-        assert FinishDetail.EXECUTOR_ERROR not in details or may_be_lost, "too few strikes"
+        assert FinishDetail.EXECUTOR_ERROR not in details or may_be_lost, "too few failed steps"
         assert FinishDetail.NON_FINITE_LOGITS not in details or self.counts["errors"]
         num_blocks = None if self._has_changed else self._spec.num_blocks
         limits = Limits(self.settings.vocab_size, self._spec.max_model_len, self._spec.block_size, num_blocks)

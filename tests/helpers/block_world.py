@@ -1,7 +1,7 @@
 """The block manager in a small world, beside a model that knows what every block holds.
 
 The model keeps the KV of both pools: for each position of each block, all tokens up to there of who wrote it, with
-tenant and salt. It carries out the moves of each plan in the executor's order. Whatever is asked in whatever order,
+tenant and salt. It carries out the moves of each plan in the executor's order. Whatever is requested in whatever order,
 each table must read its own sequence's tokens.
 """
 
@@ -112,7 +112,7 @@ class World:
             spec, token_ids = old.group.spec, [*old.token_ids, num_tokens]
         row = self._make_row(Group(spec), token_ids)
         self.waiting = [*self.waiting[-3:], row]
-        # As in a scheduler, those that run make way: most of the time the pool is full.
+        # As in a scheduler, running sequences are preempted: most of the time the pool is full.
         while makes_way and self.running and self.blocks.num_free < self.blocks.num_blocks_for(len(token_ids)):
             if makes_way != "swap out" or not self._swap_out(len(self.running) - 1, 1):
                 self._leave(len(self.running) - 1, makes_way)

@@ -154,7 +154,7 @@ class Bench:
         self.hypotheses += outputs.hypotheses
         for delta in outputs:
             request_id, place = delta.key[1], (delta.key[1], delta.sample_index)
-            assert place not in self.ends, "news of a sample that has ended"
+            assert place not in self.ends, "outputs of a sample that has ended"
             self.samples[place] += delta.token_ids
             if delta.prompt_logprobs is not None:
                 self.prompt_logprobs.setdefault(request_id, []).append(delta.prompt_logprobs)

@@ -15,7 +15,7 @@ _EPOCH = 1
 
 
 class CoreExecutor:
-    """An executor for one lane of the core. A plan that contradicts what was told raises InvalidPlan.
+    """An executor for one lane of the core. A plan that contradicts earlier plans raises InvalidPlan.
 
     Times in its results are modelled, and nothing waits for them: the same plans give the same results, so that a core
     that goes by measured rates can be run again.

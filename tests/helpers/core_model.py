@@ -58,7 +58,7 @@ class Chat:
 
 @dataclass
 class Told:
-    """All that was told of a sample."""
+    """All that was reported of a sample."""
 
     token_ids: list[int] = field(default_factory=list)
     chosen_logprobs: list[float] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Told:
 
     def add(self, delta: SampleDelta) -> None:
         """Take what one delta brings."""
-        assert self.finish is None, "news of a sample that has ended"
+        assert self.finish is None, "outputs of a sample that has ended"
         self.token_ids += delta.token_ids
         for row in delta.logprobs:
             self.chosen_logprobs.append(row.logprob)
@@ -142,7 +142,7 @@ class Rig:
         self._lose_memory()
 
     def run(self, chats: Iterable[Chat]) -> Outcome:
-        """Let all of them come, and go on until all is told and nothing is held."""
+        """Let all of them come, and go on until all is reported and nothing is held."""
         for coming in self._arrivals(list(chats)):
             for chat in coming:
                 self._add(chat)
@@ -240,10 +240,10 @@ class Rig:
                 self._talk_on(delta.key[1])
 
     def _talk_on(self, request_id: str) -> None:
-        """With all its samples told, a chat goes on from the first."""
+        """With all its samples reported, a chat goes on from the first."""
         chat = self._chats[request_id]
         every = [self.outcome[request_id, index] for index in range(chat.spec.num_samples)]
-        if chat.says and all(told.finish for told in every):
+        if chat.says and all(sample.finish for sample in every):
             self._add(chat.turn(every[0].token_ids))
 
 

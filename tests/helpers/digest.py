@@ -25,7 +25,7 @@ class SlotState:
 
 
 def lane_states(lane: Lane) -> list[SlotState]:
-    """Every sequence that the executor has been told of and holds a slot, as far as it has been told."""
+    """Every sequence that the executor knows from plans and holds a slot, as far as it knows it."""
     return [_told(lane, sequence) for sequence in lane.running if sequence.described]
 
 
@@ -72,7 +72,7 @@ def lane_digest(lane: Lane) -> bytes:
 
 
 def releases_ahead(lane: Lane) -> set[int]:
-    """Slots whose sequence is given up here, with the slot or alone, and of which the next plan tells the executor."""
+    """Slots whose sequence is given up here, with the slot or alone, which the next plan reports to the executor."""
     return {*lane.slots._to_release, *lane.stale_slots}
 
 

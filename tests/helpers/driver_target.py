@@ -78,7 +78,7 @@ class FakeTarget:
 
 
 class CampaignTarget(FakeTarget):
-    """A whole target, which has gone before a run, if it is told so, or hangs in it."""
+    """A whole target, which is gone before a run, or hangs in it, where a test says so."""
 
     facts = ServerFacts("openai", "completions", "http://fake", "m")
 

@@ -60,7 +60,7 @@ class CountingRunner:
 
 
 class RecordingPools:
-    """Block pools that only note what they are told."""
+    """Block pools that only record the moves that they get."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[int], list[int]]] = []

@@ -27,13 +27,13 @@ def known_sample(spec: RequestSpec, max_model_len: int, sample_index: int = 0) -
 
 
 def known_beams(spec: RequestSpec, max_model_len: int) -> list[Hypothesis]:
-    """What a beam search that is not cut short tells, best first."""
+    """What a beam search that is not cut short returns, best first."""
     *_, (search, _) = _search(spec, max_model_len)
     return search.best(spec.num_samples)
 
 
 def known_cuts(spec: RequestSpec, max_model_len: int, detail: FinishDetail) -> list[list[Hypothesis]]:
-    """What it tells if it is cut short, for this reason: after one round, after two, and so on."""
+    """What it returns if it is cut short, for this reason: after one round, after two, and so on."""
     return [search.best(spec.num_samples, outputs, detail) for search, outputs in _search(spec, max_model_len)]
 
 
@@ -75,15 +75,15 @@ def _search(spec: RequestSpec, max_model_len: int) -> Iterator[tuple[BeamSearch,
     )
     outputs: list[list[int]] = [[]]
     while not search.done:
-        told = [_candidates(spec, output, search.num_candidates) for output in outputs]
-        pairs = search.advance(outputs, told)
+        candidates = [_candidates(spec, output, search.num_candidates) for output in outputs]
+        pairs = search.advance(outputs, candidates)
         outputs = [[*outputs[parent], token_id] for parent, token_id in pairs]
         yield search, outputs
 
 
 def _candidates(spec: RequestSpec, output: list[int], count: int) -> Candidates:
-    told = expected_candidates(spec.prompt_token_ids, output, for_executor(spec.sampling), count, VOCAB_SIZE)
-    return Candidates([token_id for token_id, _ in told], _float32([logprob for _, logprob in told]))
+    candidates = expected_candidates(spec.prompt_token_ids, output, for_executor(spec.sampling), count, VOCAB_SIZE)
+    return Candidates([token_id for token_id, _ in candidates], _float32([logprob for _, logprob in candidates]))
 
 
 def _length_limit(spec: RequestSpec, max_model_len: int) -> tuple[int, FinishDetail]:

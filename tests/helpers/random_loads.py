@@ -75,20 +75,20 @@ def _draw_chat(rng: random.Random, vocab_size: int, name: str, systems: Sequence
 
 
 def _draw_sampling(rng: random.Random, vocab_size: int, kind: str) -> Sampling:
-    told: dict[str, Any] = {"num_prompt_logprobs": rng.choice([None, None, None, 0, 2])}
+    fields: dict[str, Any] = {"num_prompt_logprobs": rng.choice([None, None, None, 0, 2])}
     if kind != "beams":
-        told["num_logprobs"] = rng.choice([None, 0, 3])
+        fields["num_logprobs"] = rng.choice([None, 0, 3])
     if rng.random() < 0.5:
-        told["stop_token_ids"] = tuple(rng.sample(range(vocab_size), 5))
+        fields["stop_token_ids"] = tuple(rng.sample(range(vocab_size), 5))
     if rng.random() < 0.3:
-        told |= {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7}
+        fields |= {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7}
     if kind in ("drawn", "samples"):
-        told |= {"temperature": rng.choice([0.6, 0.9, 1.3]), "top_p": rng.choice([1.0, 0.9])}
-        told |= {"top_k": rng.choice([0, 20]), "min_p": rng.choice([0.0, 0.02])}
-        told["top_n_sigma"] = rng.choice([0.0, 0.0, 1.5])
+        fields |= {"temperature": rng.choice([0.6, 0.9, 1.3]), "top_p": rng.choice([1.0, 0.9])}
+        fields |= {"top_k": rng.choice([0, 20]), "min_p": rng.choice([0.0, 0.02])}
+        fields["top_n_sigma"] = rng.choice([0.0, 0.0, 1.5])
     else:
-        told["temperature"] = 0.0
-    return core_sampling(seed=rng.getrandbits(64), **told)
+        fields["temperature"] = 0.0
+    return core_sampling(seed=rng.getrandbits(64), **fields)
 
 
 def _text(rng: random.Random, vocab_size: int, length: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ class Relay:
 
 @asynccontextmanager
 async def relay(target: str, *, delay_s: float = 0.0) -> AsyncIterator[Relay]:
-    """Relay to `HOST:PORT`; each chunk is `delay_s` on its way."""
+    """Relay to `HOST:PORT`; each chunk takes `delay_s`."""
     host, _, port = target.rpartition(":")
     tasks: list[asyncio.Task[None]] = []
     writers: list[asyncio.StreamWriter] = []

@@ -62,7 +62,7 @@ def load_reference(folder: Path) -> Reference:
 
 
 def params(**given: Any) -> SamplingParams:
-    """Greedy, NUM_TOKENS tokens, unless told otherwise."""
+    """Greedy, NUM_TOKENS tokens, unless given otherwise."""
     return SamplingParams(**{"temperature": 0.0, "max_tokens": NUM_TOKENS, **given})
 
 

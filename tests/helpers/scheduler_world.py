@@ -1,4 +1,4 @@
-"""A scheduler service over gRPC, with the real engine and an executor that says what it is told to."""
+"""A scheduler service over gRPC, with the real engine and an executor that follows a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An executor behind gRPC that says what it was told to: no model, no KV, real plans and results."""
+"""An executor behind gRPC that follows a script: no model, no KV, real plans and results."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
             self.in_session.clear()
 
     async def break_up(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
-        """End the session with this status, once it is past its opening: the other side may hear of that first."""
+        """End the session with this status, once it is past its opening: the other side may see that first."""
         await self.in_session.wait()
         self.breaking = code, "broken by the test"
         (task,) = self.running

@@ -32,7 +32,7 @@ def text_of(request: pb.GenerateRequest) -> str:
 
 
 def responses_to(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-    """The words of the prompt, one per delta, or all at once when only the end is asked for."""
+    """The words of the prompt, one per delta, or all at once when only the end is requested."""
     words = [f"{word} " for word in text_of(request).split()]
     out = [
         pb.GenerateResponse(

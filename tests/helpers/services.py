@@ -71,7 +71,7 @@ class Running:
     async def wait_until_free(self) -> None:
         """Return once nothing is held: blocks, slots, tasks; each look costs a call, so this does not spin.
 
-        A WatchSteps stream would be a task of its own, so the load is asked for again and again; 10 s at most.
+        A WatchSteps stream would be a task of its own, so the load is fetched again and again; 10 s at most.
         """
         async with asyncio.timeout(10):
             while True:

@@ -84,7 +84,7 @@ class BlockMachine(RuleBasedStateMachine):
 
 
 TestBlocks = BlockMachine.TestCase
-TestBlocks.settings = settings(max_examples=100, stateful_step_count=40)
+TestBlocks.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("seed", range(60))

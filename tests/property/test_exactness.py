@@ -164,13 +164,13 @@ histories = given(
 )
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @histories
 def test_any_history(tiny: Model, seed: int, num_sequences: int, longest: int, block_size: int) -> None:
     replay(tiny, seed, num_sequences, longest, block_size)
 
 
-@settings(max_examples=10, derandomize=False, database=None)
+@settings(max_examples=6, derandomize=False, database=None)
 @histories
 def test_histories_that_no_run_had_before(
     tiny: Model, seed: int, num_sequences: int, longest: int, block_size: int

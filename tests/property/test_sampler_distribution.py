@@ -142,12 +142,12 @@ PARAMETERS: list[dict[str, Any]] = [
 def bits(result: SampledTokens, row: int) -> tuple[Any, ...]:
     """Everything that is known of one row, as bytes."""
     answer: tuple[Any, ...] = (int(result.token_ids[row]),)
-    asked: RowLogprobs | None = result.logprobs
-    if asked is not None and row in asked.rows:
-        i = int(np.flatnonzero(asked.rows == row)[0])
-        n = asked.num_top[i]
-        answer += (asked.chosen[i].tobytes(), int(asked.ranks[i]), asked.top_ids[i, :n].tobytes())
-        answer += (asked.top[i, :n].tobytes(),)
+    logprobs: RowLogprobs | None = result.logprobs
+    if logprobs is not None and row in logprobs.rows:
+        i = int(np.flatnonzero(logprobs.rows == row)[0])
+        n = logprobs.num_top[i]
+        answer += (logprobs.chosen[i].tobytes(), int(logprobs.ranks[i]), logprobs.top_ids[i, :n].tobytes())
+        answer += (logprobs.top[i, :n].tobytes(),)
     return answer
 
 

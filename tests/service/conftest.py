@@ -64,7 +64,7 @@ async def real(real_worker):
 
 @pytest.fixture
 def no_errors_are_logged(caplog):
-    """What clients do wrong is theirs to hear: the scheduler logs no error."""
+    """Clients' mistakes are reported to the clients: the scheduler logs no error."""
     yield
     ours = [record for record in caplog.get_records("call") if record.name.startswith("scheduler_svc")]
     assert not [record.getMessage() for record in ours if record.levelno >= logging.ERROR]

@@ -46,20 +46,20 @@ async def test_infos(w, tokenizer_folder):
 
 
 async def test_memory_of_both_processes(w):
-    async def told():
+    async def server_info():
         return await w.stub.GetServerInfo(pb.GetServerInfoRequest())
 
-    server = await told()
+    server = await server_info()
     assert server.resident_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
     assert server.executors[0].resident_bytes == 5_000
     w.executor.resident_bytes = 6_000
     async with asyncio.timeout(10):
-        while (await told()).executors[0].resident_bytes != 6_000:
+        while (await server_info()).executors[0].resident_bytes != 6_000:
             pass
     w.executor.refuse = grpc.StatusCode.UNAVAILABLE, "not now"
     await w.executor.break_up()
     await w.until(lambda: not w.engine.connected)
-    assert (await told()).executors[0].resident_bytes == 0
+    assert (await server_info()).executors[0].resident_bytes == 0
 
 
 async def test_watch_steps_and_block_tables(w):

@@ -134,16 +134,16 @@ def test_what_is_chosen_is_printed_also_by_an_executor_that_came_back(tmp_path):
                 assert f"({2 * described.model.num_parameters:,} bytes)" in chosen["weights"]
                 assert chosen["device"] == f"cpu, {cores} thread{'s' if cores > 1 else ''}, numerics exact"
                 assert chosen["KV cache"].startswith(
-                    f"{num_blocks:,} blocks of 16 tokens, room for {num_blocks * 16:,}"
+                    f"{num_blocks:,} blocks of 16 tokens, capacity {num_blocks * 16:,}"
                 )
                 assert chosen["KV cache "].startswith("bfloat16, ")
                 assert f"({kv.bytes_per_block:,} bytes) each" in chosen["KV cache "]
                 assert f"({num_blocks * kv.bytes_per_block:,} bytes) in all" in chosen["KV cache "]
                 incarnations.add(described.incarnation)
                 with Client(target) as client:
-                    told = client.server_info()
+                    reported = client.server_info()
                 for name, resident_bytes in (
-                    ("executor", told.executors[0].resident_bytes), ("scheduler", told.resident_bytes),
+                    ("executor", reported.executors[0].resident_bytes), ("scheduler", reported.resident_bytes),
                 ):  # fmt: skip
                     held = service(up, f"{name}_svc").memory_info().rss
                     assert resident_bytes == pytest.approx(held, rel=0.1)

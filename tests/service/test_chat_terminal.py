@@ -42,7 +42,7 @@ def terminal(script):
 
 
 def test_ctrl_c_stops_an_answer_and_the_talk_goes_on(terminal, script):
-    terminal.wait_for("leaves\r\n.*> ")
+    terminal.wait_for("exits\r\n.*> ")
     terminal.type(b"hang on\n")
     assert script.hanging.wait(10)
     terminal.wait_for("hang ")  # the first streamed word
@@ -53,12 +53,12 @@ def test_ctrl_c_stops_an_answer_and_the_talk_goes_on(terminal, script):
 
     # At the prompt the line is dropped; at once, or, if readline is busy with it just then, when it is complete.
     terminal.type(b"never mind" + CTRL_C + b"\n")
-    terminal.wait_for("leaves\r\n.*> ")
+    terminal.wait_for("exits\r\n.*> ")
     terminal.type("你好 👨‍👩‍👧‍👦 cafe\u0301\n".encode())
     terminal.wait_for("你好 👨‍👩‍👧‍👦 cafe\u0301 \r\n")
     terminal.wait_for("> ")
     terminal.type(b"bad\n")
-    terminal.wait_for("the prompt is too long.*taken back.*\r\n.*> ")
+    terminal.wait_for("the prompt is too long.*removed.*\r\n.*> ")
     terminal.type(CTRL_D)
     assert terminal.process.wait(10) == 0
 
@@ -71,7 +71,7 @@ def test_ctrl_c_stops_an_answer_and_the_talk_goes_on(terminal, script):
 def test_a_broken_connection_and_a_new_conversation(terminal, script):
     terminal.wait_for("> ")
     terminal.type(b"vanish\n")
-    terminal.wait_for("ended the stream of request .* unfinished .*taken back.*\r\n.*> ")
+    terminal.wait_for("ended the stream of request .* unfinished .*removed.*\r\n.*> ")
     terminal.type(b"one\n")
     terminal.wait_for("one \r\n.*> ")
     terminal.type(b"/reset\n")

@@ -208,7 +208,15 @@ def stack(tmp_path: Path) -> Iterator[LocalStack]:
 
 
 @pytest.mark.slow
-def test_up_answers_and_stops_at_once(stack: LocalStack) -> None:
+def test_up_answers_survives_a_killed_executor_and_stops_at_once(stack: LocalStack) -> None:
+    check_answers(stack)
+    check_a_killed_executor_is_seen_and_its_restart_loses_nothing(stack)
+    for name in reversed(start_order(stack.services)):
+        assert stack.stop(name) == 0, stack.log(name)
+        assert stack.check(name).returncode == 1
+
+
+def check_answers(stack: LocalStack) -> None:
     answer = subprocess.run(
         [sys.executable, "-m", "cadenza", "generate", "--target", stack.address(50051), "What is 27 + 48?"],
         capture_output=True,
@@ -221,13 +229,9 @@ def test_up_answers_and_stops_at_once(stack: LocalStack) -> None:
         info = client.server_info()
     assert info.options["max_num_seqs"] == "5", "the scheduler's environment"
     assert info.load.num_device_blocks == 700, "the executor's environment"
-    for name in reversed(start_order(stack.services)):
-        assert stack.stop(name) == 0, stack.log(name)
-        assert stack.check(name).returncode == 1
 
 
-@pytest.mark.slow
-def test_a_killed_executor_is_seen_and_its_restart_loses_nothing(stack: LocalStack) -> None:
+def check_a_killed_executor_is_seen_and_its_restart_loses_nothing(stack: LocalStack) -> None:
     with Client(stack.address(50051)) as client:
         expected = client.generate(["Tell me a story."], GREEDY)[0].outputs[0].token_ids
         stream = client.stream("Tell me a story.", GREEDY)

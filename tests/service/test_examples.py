@@ -122,7 +122,7 @@ class Load:
 
 @asynccontextmanager
 async def load_on(max_queued_requests: int) -> AsyncIterator[Load]:
-    """A real scheduler, whose executor is told when to go on."""
+    """A real scheduler, whose executor waits for the test to let it go on."""
     executor = ScriptedExecutor(max_num_seqs=256, num_blocks=4096)
     server, address = await serve(executor)
     async with scheduler_service(address, skip_tokenizer_init=True, max_queued_requests=max_queued_requests) as running:

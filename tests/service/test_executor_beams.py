@@ -166,7 +166,7 @@ async def test_the_best_beams_are_those_of_transformers(real: Harness, checkpoin
 
 
 async def test_beams_forks_and_others_in_one_batch(real: Harness) -> None:
-    """Each as it is alone: a beam that asks, a source, its fork, and a greedy sequence with logprobs."""
+    """Each as it is alone: a beam that requests candidates, a source, its fork, and a greedy sequence with logprobs."""
     prompt = [9, 8, 7, 6, 5]
     drawn = [
         types_pb2.SequenceSampling(temperature=1, top_p=1, repetition_penalty=1, seed=3, sample_index=i)

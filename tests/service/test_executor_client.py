@@ -1,4 +1,4 @@
-"""The plan stream over gRPC: opening, results, heartbeats, and every way in which it ends."""
+"""The plan stream over gRPC: opening, results, heartbeats, and every end that it can have."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ async def test_a_trace_on_request(fake: Harness) -> None:
 
 
 async def test_memory_is_told_at_the_opening_and_by_heartbeats(fake: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = iter(range(1_000_000))
-    monkeypatch.setattr(servicer, "resident_bytes", lambda: 10_000_000 + next(told))
+    readings = iter(range(1_000_000))
+    monkeypatch.setattr(servicer, "resident_bytes", lambda: 10_000_000 + next(readings))
     stream = await fake.open(1)
     assert stream.opened.resident_bytes == 10_000_000
     beats = [(await stream.receive()).heartbeat.resident_bytes for _ in range(3)]

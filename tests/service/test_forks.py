@@ -1,4 +1,4 @@
-"""Programs that fork after they have used a client: the child is told, the parent goes on, nothing hangs."""
+"""Programs that fork after they have used a client: the child gets an error, the parent goes on, nothing hangs."""
 
 from __future__ import annotations
 

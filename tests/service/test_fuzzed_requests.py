@@ -22,7 +22,7 @@ RARE = set(
 )
 """Fields of which nearly any value is refused: seldom set, so that the others are reached."""
 STATUSES = {"OK", "INVALID_ARGUMENT", "NOT_FOUND"}
-few = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+few = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -60,8 +60,8 @@ def test_a_sweep_from_load_to_report(server: str, tmp_path: Path, capsys: pytest
 def test_a_server_that_was_started_for_the_test_is_started_again(tmp_path: Path) -> None:
     """With its options, but for what is given."""
     first, again = tmp_path / "first.json", tmp_path / "again.json"
-    asked = f"--model {DEMO_MODEL} --simulate instant --max-num-seqs 3 --block-size 32 --num-requests 3"
-    assert run(["loadtest", *asked.split(), "--output", str(first)]) == 0
+    arguments = f"--model {DEMO_MODEL} --simulate instant --max-num-seqs 3 --block-size 32 --num-requests 3"
+    assert run(["loadtest", *arguments.split(), "--output", str(first)]) == 0
     assert run(["loadtest", "--rerun", str(first), "--block-size", "8", "--output", str(again)]) == 0
     made, rerun = read(first), read(again)
     assert rerun.settings == made.settings
@@ -71,7 +71,7 @@ def test_a_server_that_was_started_for_the_test_is_started_again(tmp_path: Path)
     assert [file.server["executors"][0]["block_size"] for file in (made, rerun) if file.server] == [32, 8]
 
 
-def test_a_full_queue_is_told_and_not_hidden(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_queue_is_reported(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "result.json"
     arguments = f"--target {server} --num-requests 300 --output-len 64 --warm-up-requests 0 --output {output}"
     assert run(["loadtest", *arguments.split()]) == 0

@@ -56,8 +56,8 @@ async def test_a_chat_is_streamed() -> None:
 
 
 async def test_token_ids_are_counted_where_they_are_told_and_usage_corrects_what_is_not() -> None:
-    told = Server(chunk("ab", token_ids=[1, 2]), chunk("", token_ids=[3]), chunk("c", token_ids=[4, 5], finish="x"))
-    columns = await ask(told)
+    server = Server(chunk("ab", token_ids=[1, 2]), chunk("", token_ids=[3]), chunk("c", token_ids=[4, 5], finish="x"))
+    columns = await ask(server)
     assert (columns.error[0], columns.num_output_tokens[0]) == ("", 5)
     guessed = Server(chunk("ab"), chunk(""), chunk("c", finish="length"), usage(4, 5), DONE)
     columns = await ask(guessed)

@@ -15,7 +15,7 @@ WANTED = {"num_prompt_tokens": 3, "num_output_tokens": 3}
 
 
 def vllm(text: str, token_ids: list[int] | None, *, index: int = 0, finish: str | None = None) -> str:
-    """A chunk of a completion; without token ids, nobody asked for them."""
+    """A chunk of a completion; without token ids where the request wanted none."""
     choice = {"index": index, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": None}
     event = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "served"}
     return "data: " + json.dumps({**event, "choices": [{**choice, "token_ids": token_ids}]}) + "\n\n"
@@ -55,7 +55,7 @@ async def test_a_chunk_may_hold_several_tokens() -> None:
 
 
 async def test_a_token_without_a_text_has_its_time() -> None:
-    """A part of a character, or a server without its tokenizer; token ids not asked for."""
+    """A part of a character, or a server without its tokenizer; token ids not requested."""
     script = [vllm("", None), vllm("", None), vllm("", None, finish="length"), usage(3, 3), DONE]
     columns = await ask(Server(*script), shape(0, **WANTED), plain_fields=True)
     assert (columns.ok[0], columns.num_output_tokens[0], columns.num_gaps[0]) == (True, 3, 2)
@@ -91,7 +91,7 @@ async def test_runs_have_salts_of_their_own() -> None:
     assert salts[0] == salts[1] != salts[2] == salts[3]
 
 
-async def test_the_servers_version_is_told() -> None:
+async def test_the_servers_version_is_reported() -> None:
     server = Server(DONE)
     server.version = "0.32.0"
     async with served(server) as target:
@@ -115,7 +115,7 @@ OUT = "Token id 5000 is out of vocabulary"
         (500, {}, "{}"),
     ],
 )
-async def test_a_refusal_is_told_in_the_servers_words(status, refusal, said) -> None:
+async def test_a_refusal_is_reported_in_the_servers_words(status, refusal, said) -> None:
     server = Server(status=status)
     server.refusal = refusal
     assert (await failures_of(server)).messages == {f"HTTP_{status}": said}
@@ -134,7 +134,7 @@ async def test_a_page_is_no_stream() -> None:
     assert (await failures_of(server)).messages == {"BAD_RESPONSE": "text/html: <html>Welcome</html>"}
 
 
-async def test_a_broken_connection_and_a_cut_answer_are_told() -> None:
+async def test_a_broken_connection_and_a_truncated_answer_are_reported() -> None:
     server = Server(vllm("a", [979]))
     assert list((await failures_of(server)).messages) == ["INCOMPLETE"]
     server.cut = True

@@ -58,7 +58,7 @@ async def until(condition):
 
 
 @BOTH
-async def test_what_is_asked_for_comes_and_is_counted(kind) -> None:
+async def test_what_is_requested_comes_and_is_counted(kind) -> None:
     shapes = [shape(index, num_prompt_tokens=1 + index, num_output_tokens=1 + 2 * index) for index in range(20)]
     async with world() as w, started(kind(w.target)) as target:
         columns = await drive(burst(*shapes), target, prompts(), timeout_s=20)
@@ -92,7 +92,7 @@ async def test_samples_and_beams_are_one_request(kind) -> None:
     assert columns.error.tolist() == ["", "", ""]
     assert columns.num_output_tokens.tolist() == [15, 5, 5]
     assert columns.num_samples.tolist() == [3, 1, 1]
-    assert columns.num_gaps[1] == 0, "a search tells nothing before its end"
+    assert columns.num_gaps[1] == 0, "a search returns nothing before its end"
 
 
 @BOTH
@@ -199,7 +199,7 @@ async def test_no_server(kind) -> None:
 
 
 class Breaking(Script):
-    """A session ends with UNAVAILABLE when told to "break", with OK when told to "end"; it never answers "hang"."""
+    """A session ends with UNAVAILABLE on "break", with OK on "end"; it never answers "hang"."""
 
     async def Session(self, request_iterator, context):
         self.num_sessions += 1

@@ -288,7 +288,7 @@ def test_both_programs_as_they_are_called(recorded: Path) -> None:
 
 
 async def test_a_step_that_failed_is_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Its result never reaches the core, which is told only that the session has ended."""
+    """Its result never reaches the core, which learns only that the session has ended."""
     failing = execution_pb2.StepResult(status=execution_pb2.STEP_STATUS_FAILED, error_message="it burns")
     path = tmp_path / "log"
     async with world(ScriptedExecutor(fail_with=failing), skip_tokenizer_init=True, record=str(path)) as w:

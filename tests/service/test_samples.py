@@ -116,12 +116,12 @@ async def test_an_abort_ends_every_sample(reference: Reference) -> None:
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
 async def test_samples_and_beams_notice_no_preemption(reference: Reference, preemption: str) -> None:
-    asked = [drawn(n=3, seed=1), drawn(n=2, seed=2, logprobs=0), params(beam_width=3, n=3), drawn(seed=3), params()]
+    requests = [drawn(n=3, seed=1), drawn(n=2, seed=2, logprobs=0), params(beam_width=3, n=3), drawn(seed=3), params()]
     async with serving(reference) as client:
-        roomy = await client.generate([PROMPT] * 5, asked)
+        roomy = await client.generate([PROMPT] * 5, requests)
     gate = Gate()
     async with tightly(reference, preemption, num_cpu_blocks=64, gate=gate) as client:
-        tight = await gate.generate(client, [PROMPT] * 5, asked)
+        tight = await gate.generate(client, [PROMPT] * 5, requests)
     assert [ids(output) for output in tight] == [ids(output) for output in roomy]
     assert [[sample.cumulative_logprob for sample in output.outputs] for output in tight] == [
         [sample.cumulative_logprob for sample in output.outputs] for output in roomy
@@ -160,18 +160,18 @@ async def test_what_can_never_fit_is_refused_with_the_numbers(reference: Referen
 
 async def test_the_best_of_many(reference: Reference) -> None:
     async with serving(reference) as client:
-        every, best, told = await client.generate(
+        every, best, with_logprobs = await client.generate(
             [PROMPT] * 3, [drawn(n=6, logprobs=0), drawn(n=2, best_of=6), drawn(n=2, best_of=6, logprobs=1)]
         )
         deltas = [delta async for delta in client.stream(PROMPT, drawn(n=2, best_of=6))]
     ranked = sorted(every.outputs, key=lambda sample: -sample.cumulative_logprob)[:2]
     assert ranked != every.outputs[:2], "the order is not that of the draws"
-    for output in (best, told):
+    for output in (best, with_logprobs):
         assert ids(output) == [sample.token_ids for sample in ranked]
         assert [sample.cumulative_logprob for sample in output.outputs] == [s.cumulative_logprob for s in ranked]
         assert output.metrics.num_completion_tokens == 6 * NUM_TOKENS
     assert [sample.logprobs for sample in best.outputs] == [None, None]
-    assert [total(sample) for sample in told.outputs] == pytest.approx([s.cumulative_logprob for s in ranked])
+    assert [total(sample) for sample in with_logprobs.outputs] == pytest.approx([s.cumulative_logprob for s in ranked])
     (last,) = [delta for delta in deltas if delta.outputs]
     assert last.finished
     assert ids(last) == ids(best)
@@ -200,14 +200,14 @@ async def test_beams_are_those_of_transformers(reference: Reference, stopping: A
     first = reference.greedy()
     # Often among the best, so that beams end at all lengths.
     stops = sorted({EOS, first[4], first[9]})
-    asked = [(4, 1.0), (3, -0.5), (2, 2.0), (8, 0.0)]
+    searches = [(4, 1.0), (3, -0.5), (2, 2.0), (8, 0.0)]
     given = [
-        params(beam_width=w, n=w, length_penalty=p, early_stopping=stopping, stop_token_ids=stops) for w, p in asked
+        params(beam_width=w, n=w, length_penalty=p, early_stopping=stopping, stop_token_ids=stops) for w, p in searches
     ]
     async with serving(reference) as client:
         *outputs, sampled = await client.generate([PROMPT] * 5, [*given, drawn(n=2)])
     details = set()
-    for (width, penalty), output in zip(asked, outputs, strict=True):
+    for (width, penalty), output in zip(searches, outputs, strict=True):
         expected, scores = beams(reference, width, stops, length_penalty=penalty, early_stopping=stopping)
         assert ids(output) == expected
         mine = [s.cumulative_logprob / len(s.token_ids) ** penalty for s in output.outputs]
@@ -232,7 +232,7 @@ async def test_beams_are_ranked_by_what_the_processors_leave(reference: Referenc
     assert all(len(sample.token_ids) > 6 for sample in output.outputs)
 
 
-async def test_only_the_n_best_beams_are_told_and_nothing_before_the_end(reference: Reference) -> None:
+async def test_only_the_n_best_beams_are_returned_and_nothing_before_the_end(reference: Reference) -> None:
     async with serving(reference) as client:
         (all_four,) = await client.generate(PROMPT, params(beam_width=4, n=4))
         deltas = [delta async for delta in client.stream(PROMPT, params(beam_width=4, n=2, prompt_logprobs=0))]

@@ -91,7 +91,7 @@ DRAWS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]] 
         lambda x: keep(x, torch.nonzero(x >= x.max() - 1.5 * x.std(correction=0))[:, 0]) / 2,
     ),
 }
-"""What is asked for, and the logits that tokens are then drawn from, spelled out."""
+"""What is requested, and the logits that tokens are then drawn from, spelled out."""
 
 
 def bias_of(biases: dict[int, float]) -> torch.Tensor:
@@ -140,7 +140,7 @@ async def test_tokens_are_drawn_with_the_exact_probabilities(reference: Referenc
         pairs = [*zip(seen[often].tolist(), expected[often].tolist(), strict=True)]
         pairs.append((float(seen[~often].sum()), float(expected[~often].sum())))
         pairs = [(a, b) for a, b in pairs if b > 0]
-        assert len(pairs) > 2, f"{name}: too few outcomes to tell anything"
+        assert len(pairs) > 2, f"{name}: too few outcomes to prove anything"
         statistic = sum((a - b) ** 2 / b for a, b in pairs)
         assert stats.chi2.sf(statistic, len(pairs) - 1) > 1e-4, name
 

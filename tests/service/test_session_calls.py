@@ -29,7 +29,7 @@ async def test_session_coalesces_and_finishes_after_half_close(w):
     assert len(outs) == 50
     assert {out.text for out in outs.values()} == {"Hello there"}
     total = sum(out.num for out in outs.values())
-    assert num < total / 10, "news of one step travel together"
+    assert num < total / 10, "outputs of one step travel together"
     assert await call.code() is grpc.StatusCode.OK
     await w.idle()
 

@@ -45,7 +45,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     folder: Path = tmp_path_factory.mktemp("fit")
     costs = folder / "costs.json"
     costs.write_text(COSTS.model_dump_json())
-    settings = make_settings({**LOAD, "num_requests": 120, "request_rate": 18.0, "seed": 3})
+    settings = make_settings({**LOAD, "num_requests": 80, "request_rate": 18.0, "seed": 3})
     options = {**OPTIONS, "preemption": "swap", "simulate": str(costs), "record": str(folder / "day.log")}
     with LocalServices("simulated", **options) as services:
         file = asyncio.run(run_campaign(settings, services.target, SilentView()))

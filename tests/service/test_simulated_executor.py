@@ -64,7 +64,7 @@ def requests(count: int, seed: int) -> tuple[list[list[int]], list[SamplingParam
 
 async def test_thousands_of_requests_end_with_their_expected_tokens() -> None:
     """With too few blocks for all, so that sequences are preempted and come back."""
-    prompts, params = requests(3000, seed=1)
+    prompts, params = requests(2000, seed=1)
     async with simulated_process("--simulate", "instant", *SIZES) as executor:
         async with (
             scheduler_service(executor.address, skip_tokenizer_init=True) as running,

@@ -111,10 +111,10 @@ def test_one_line_says_what_is_wrong(
     monkeypatch.chdir(files)
     before = {path: path.read_bytes() for path in files.iterdir() if path.is_file()}
     assert run(arguments.split()) == 2
-    told = capsys.readouterr()
-    assert message in told.err
-    assert told.err.count("\n") == 1
-    assert not told.out
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out
     assert {path: path.read_bytes() for path in files.iterdir() if path.is_file()} == before
 
 
@@ -136,10 +136,10 @@ def test_a_window_in_which_nothing_was_due_is_no_failure_of_requests(
 ) -> None:
     load = f"--executor {files / 'costs.json'} {SMALL} --concurrency 2 --window 100:200"
     assert run(f"simulate {load}".split()) == 1
-    told = capsys.readouterr()
-    assert "No request was due within the window, 100 to 200 s of the run" in " ".join(told.out.split())
-    assert "cadenza: no request was due within the window that counts" in told.err
-    assert "ended well" not in told.out + told.err
+    printed = capsys.readouterr()
+    assert "No request was due within the window, 100 to 200 s of the run" in " ".join(printed.out.split())
+    assert "cadenza: no request was due within the window that counts" in printed.err
+    assert "ended well" not in printed.out + printed.err
 
 
 @pytest.mark.slow
@@ -150,10 +150,10 @@ def test_tables_show_what_was_swept_as_it_was_written(
     monkeypatch.setenv("COLUMNS", "160")
     sweeps = "--sweep input-len=64,uniform:100:300 --sweep request-rate=10,20 --num-requests 5 --output-len 4"
     assert run(f"simulate --executor {files / 'costs.json'} {sweeps}".split()) == 0
-    told = capsys.readouterr().out
-    assert "input-len uniform:100:300, request-rate 20 " in told
-    assert "…" not in told
-    assert max(map(len, told.splitlines())) > 100
+    printed = capsys.readouterr().out
+    assert "input-len uniform:100:300, request-rate 20 " in printed
+    assert "…" not in printed
+    assert max(map(len, printed.splitlines())) > 100
 
 
 @pytest.mark.slow
@@ -161,8 +161,8 @@ def test_a_simulation_is_run_again(files: Path, tmp_path: Path, monkeypatch: pyt
     """The file has everything that is needed: executors, options and sweeps; a changed environment has no effect."""
     first, again, other = (str(tmp_path / name) for name in ("first.json", "again.json", "other.json"))
     options = "--batching dynamic --block-size 32 --max-num-seqs 4 --no-enable-prefix-caching --executors 1,2 --seed 3"
-    asked = f"simulate --executor {files / 'costs.json'} {SMALL} --sweep request-rate=20 {options} --output {first}"
-    assert run(asked.split()) == 0
+    arguments = f"simulate --executor {files / 'costs.json'} {SMALL} --sweep request-rate=20 {options} --output {first}"
+    assert run(arguments.split()) == 0
     monkeypatch.setenv("CADENZA_BATCHING", "static")
     monkeypatch.setenv("CADENZA_BLOCK_SIZE", "8")
     assert run(["simulate", "--rerun", first, "--output", again]) == 0
@@ -183,6 +183,6 @@ def test_a_simulation_is_run_again(files: Path, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("command", ["loadtest", "simulate"])
 def test_help_says_what_values_look_like(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, "--help"]) == 0
-    told = "".join(capsys.readouterr().out.split())  # lines may be broken anywhere
+    printed = "".join(capsys.readouterr().out.split())  # lines may be broken anywhere
     for values in (", ".join((*KINDS, "PATH")), FORMS, f"as {MIX_FORM}", f"as {TENANTS_FORM}", "auto, all, START:END"):
-        assert "".join(f"Values: {values}.".split()) in told
+        assert "".join(f"Values: {values}.".split()) in printed

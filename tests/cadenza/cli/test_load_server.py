@@ -47,13 +47,13 @@ def test_every_option_of_the_services_is_kept(tmp_path: Path, monkeypatch: pytes
     config.write_text("max_num_seqs = 4\nblock_size = 8\n")
     monkeypatch.setenv("CADENZA_BLOCK_SIZE", "32")
     given = place(model="an/id", config=str(config), simulate="instant", record="day.log")
-    told = reached_at(given, "127.0.0.1:1")
-    assert told == Reached(model="an/id", options={"simulate": "instant", "max_num_seqs": "4", "block_size": "32"})
+    reached = reached_at(given, "127.0.0.1:1")
+    assert reached == Reached(model="an/id", options={"simulate": "instant", "max_num_seqs": "4", "block_size": "32"})
     monkeypatch.setenv("CADENZA_BLOCK_SIZE", "64")
     monkeypatch.setenv("CADENZA_SEED", "3")
-    back = rerun_place(place(), Reached.model_validate_json(told.model_dump_json()))
+    back = rerun_place(place(), Reached.model_validate_json(reached.model_dump_json()))
     assert back == place(model="an/id", simulate="instant", max_num_seqs="4", block_size="32")
-    assert reached_at(back, "127.0.0.1:2").options == {**told.options, "seed": "3"}, "the environment fills the rest"
+    assert reached_at(back, "127.0.0.1:2").options == {**reached.options, "seed": "3"}, "the environment fills the rest"
     assert reached_at(place(), "127.0.0.1:50051") == Reached(target="127.0.0.1:50051")
 
 

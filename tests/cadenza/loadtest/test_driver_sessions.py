@@ -38,9 +38,9 @@ async def test_texts_begin_with_all_before_too() -> None:
     talk = conversation(0, 2, session=0)
     await drive([(0.0, each) for each in talk], target, FakePrompts(), text_prompts=True)
     assert target.prompts == {0: "[0]", 1: "[0]<0>[1]"}
-    told = FakeTarget()
-    await drive([(0.0, shape(0, prompt_text="hello"))], told, FakePrompts())
-    assert told.prompts == {0: "[hello]"}, "a text from a file is sent as a text"
+    target = FakeTarget()
+    await drive([(0.0, shape(0, prompt_text="hello"))], target, FakePrompts())
+    assert target.prompts == {0: "[hello]"}, "a text from a file is sent as a text"
 
 
 async def test_an_answer_that_is_not_reported_still_counts_in_the_history() -> None:

@@ -345,7 +345,7 @@ def test_the_limit_on_itl_is_on_the_longest_pause() -> None:
     kept = columns([[0.5, 0.5], [0.2, 0.8]], **run)
     assert measure(kept, window=None, slo=Slo(itl_s=0.6)).slo_share == 0.5
     without = measure(columns(**run), window=None, slo=Slo(itl_s=0.6))
-    assert (without.slo_share, without.goodput_per_s) == (None, None), "it cannot be told"
+    assert (without.slo_share, without.goodput_per_s) == (None, None), "it is unknown"
     assert measure(columns(**run), window=None, slo=Slo(tpot_s=0.6)).slo_share == 1
 
 

@@ -163,9 +163,9 @@ def test_a_wrong_file_is_refused_with_the_problem(tmp_path: Path) -> None:
 
     def changed(where: str, value: Any) -> str:
         copy = json.loads(json.dumps(good))
-        *way, last = where.split(".")
+        *parents, last = where.split(".")
         place = copy
-        for step in way:
+        for step in parents:
             place = place[int(step)] if isinstance(place, list) else place[step]
         place[int(last) if isinstance(place, list) else last] = value
         return message_for(json.dumps(copy))
@@ -194,9 +194,9 @@ def test_a_wrong_file_is_refused_with_the_problem(tmp_path: Path) -> None:
 
 
 def test_the_schema_says_what_the_file_holds(tmp_path: Path) -> None:
-    told = schema()
-    json.dumps(told)
-    definitions = told["$defs"]
+    found = schema()
+    json.dumps(found)
+    definitions = found["$defs"]
     requests = definitions["Run"]["properties"]["requests"]
     assert set(requests["properties"]) == {each.name for each in fields(RequestColumns)}
     assert requests["additionalProperties"] is False
@@ -205,9 +205,9 @@ def test_the_schema_says_what_the_file_holds(tmp_path: Path) -> None:
         "title": "Due S",
         "type": "array",
     }
-    assert told["properties"]["kind"]["const"] == "cadenza.loadtest"
+    assert found["properties"]["kind"]["const"] == "cadenza.loadtest"
     raw = json.loads(write(tmp_path / "a.json", made_up_file("a", [1], num_requests=5)).read_text())
-    assert set(raw) <= set(told["properties"])
+    assert set(raw) <= set(found["properties"])
 
 
 def test_the_machine_is_named() -> None:

@@ -80,8 +80,8 @@ def test_they_are_counted_within_the_window_and_reported() -> None:
 def test_a_simulation_says_that_prompts_were_truncated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     costs, output = tmp_path / "costs.json", tmp_path / "result.json"
     costs.write_text('{"step_us": 5000}')
-    asked = f"simulate --executor {costs} --max-model-len 64 --input-len 300 --output-len 30 --num-requests 5"
-    assert run([*asked.split(), "--output", str(output)]) == 0
+    arguments = f"simulate --executor {costs} --max-model-len 64 --input-len 300 --output-len 30 --num-requests 5"
+    assert run([*arguments.split(), "--output", str(output)]) == 0
     assert "of 5 requests, 5 prompts and 5 outputs." in " ".join(capsys.readouterr().out.split())
     (point,) = read(output).points
     assert (point.summary["num_cut_prompts"].value, point.summary["num_cut_outputs"].value) == (5, 5)

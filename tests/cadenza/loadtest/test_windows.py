@@ -60,7 +60,7 @@ def test_a_warm_up_is_found() -> None:
     assert end is not None
     assert 90 <= end <= 110
     assert steady_window(run, None) == (end, 499.0)
-    assert steady_window(run.select(run.index < 10), None) == (0.0, 9.0), "too few to tell"
+    assert steady_window(run.select(run.index < 10), None) == (0.0, 9.0), "too few to find one"
 
 
 def test_a_queue_that_grows_all_along_has_no_steady_state() -> None:

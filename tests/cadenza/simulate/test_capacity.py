@@ -52,7 +52,7 @@ def test_the_capacity_of_a_plain_case() -> None:
 
 @pytest.mark.slow
 def test_twice_the_executors_hold_twice_the_rate() -> None:
-    settings = make_settings({**SHORT, "slo": "ttft=0.2,tpot=0.03", "num_requests": 300})
+    settings = make_settings({**SHORT, "slo": "ttft=0.2,tpot=0.03", "num_requests": 150})
     busy = profile({"step_us": 10_000.0}, **BUSY)
     one, two = (held_by([busy] * count, settings) for count in (1, 2))
     assert two / one == pytest.approx(2.0, rel=0.15)
@@ -78,14 +78,14 @@ def test_a_trial_that_fails_ends_early() -> None:
         lengths[settings.request_rate] = len(outcome.requests)
         return outcome
 
-    found = find_capacity(even(request_rate=500.0, num_requests=1000), 1, run)
+    found = find_capacity(even(request_rate=500.0, num_requests=500), 1, run)
     assert lengths[500.0] < 300
     tried = {trial.rate: trial for trial in found.trials}
     assert tried[500.0].ended_early
     assert not tried[500.0].held
     assert not tried[500.0].outcomes
     assert all(trial.held or trial.rate > found.held for trial in found.trials)
-    assert max(lengths[trial.rate] for trial in found.trials if trial.held) == 1000
+    assert max(lengths[trial.rate] for trial in found.trials if trial.held) == 500
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_misses_are_counted_limit_by_limit() -> None:
 def test_a_file_of_capacities() -> None:
     view = SilentView()
     simulated = Simulated((profile({"step_us": 10_000.0}, **BUSY),), options(), counts=(1, 2))
-    file, found = run_simulation(even(find_max_rate=True, num_requests=400), simulated, view, label="x")
+    file, found = run_simulation(even(find_max_rate=True, num_requests=200), simulated, view, label="x")
     assert [each.num_executors for each in found] == [1, 2]
     counts, rates = as_plot(found)
     assert counts == [1, 2]

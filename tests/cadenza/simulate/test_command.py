@@ -33,7 +33,7 @@ def test_a_result_like_that_of_a_load_test(
 ) -> None:
     monkeypatch.delenv("CADENZA_MAX_NUM_SEQS", raising=False)
     output = tmp_path / "out" / "day.json"
-    asked = [
+    arguments = [
         "simulate",
         "--executor",
         costs,
@@ -45,10 +45,10 @@ def test_a_result_like_that_of_a_load_test(
         "--max-num-seqs",
         "4",
     ]
-    assert run([*asked, "--output", str(output), "--csv", str(tmp_path / "csv")]) == 0
-    told = capsys.readouterr()
-    assert "TTFT" in told.out
-    assert "times as fast as real time" in told.err
+    assert run([*arguments, "--output", str(output), "--csv", str(tmp_path / "csv")]) == 0
+    printed = capsys.readouterr()
+    assert "TTFT" in printed.out
+    assert "times as fast as real time" in printed.err
     file = read(output)
     assert (file.source, file.label) == ("simulate", "costs")
     assert file.server["options"] == {"batching": "dynamic", "max_num_seqs": "4"}
@@ -77,7 +77,7 @@ def test_the_environment_counts_as_for_the_services(
 @pytest.mark.slow
 def test_points_of_sweeps_and_executors(costs: str, tmp_path: Path) -> None:
     output = str(tmp_path / "day.json")
-    asked = [
+    arguments = [
         "simulate",
         "--executor",
         costs,
@@ -89,7 +89,7 @@ def test_points_of_sweeps_and_executors(costs: str, tmp_path: Path) -> None:
         "--seed",
         "4",
     ]
-    assert run([*asked, "--repetitions", "2", "--output", output, "--no-keep-itl"]) == 0
+    assert run([*arguments, "--repetitions", "2", "--output", output, "--no-keep-itl"]) == 0
     file = read(output)
     assert [point.swept for point in file.points] == [
         {"executors": float(count), "request_rate": rate} for count in (1, 2) for rate in ("20", "40")
@@ -102,12 +102,22 @@ def test_points_of_sweeps_and_executors(costs: str, tmp_path: Path) -> None:
 def test_a_search_ends_with_a_table_and_a_picture(
     costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["simulate", "--executor", costs, *SMALL, "--num-requests", "60", "--find-max-rate", "--max-num-seqs", "8"]
+    arguments = [
+        "simulate",
+        "--executor",
+        costs,
+        *SMALL,
+        "--num-requests",
+        "30",
+        "--find-max-rate",
+        "--max-num-seqs",
+        "8",
+    ]
     output = str(tmp_path / "day.json")
-    assert run([*asked, "--slo", "ttft=0.2,tpot=0.02", "--executors", "1,2", "--output", output]) == 0
-    told = capsys.readouterr().out
-    assert "Highest rate that holds the SLO" in told
-    assert run([*asked, "--slo", "ttft=0.0001"]) == 1
+    assert run([*arguments, "--slo", "ttft=0.2,tpot=0.02", "--executors", "1,2", "--output", output]) == 0
+    printed = capsys.readouterr().out
+    assert "Highest rate that holds the SLO" in printed
+    assert run([*arguments, "--slo", "ttft=0.0001"]) == 1
     assert "no rate that was tried holds ttft=0.0001" in capsys.readouterr().err
 
 
@@ -176,7 +186,7 @@ def test_prompts_are_made_where_they_may_be_alike() -> None:
 @pytest.mark.slow
 def test_shared_prefixes_are_found_in_the_cache(costs: str, tmp_path: Path) -> None:
     output = str(tmp_path / "day.json")
-    asked = [
+    arguments = [
         "simulate",
         "--executor",
         costs,
@@ -188,7 +198,7 @@ def test_shared_prefixes_are_found_in_the_cache(costs: str, tmp_path: Path) -> N
         "20",
     ]
     for extra, cached in (([], True), (["--no-enable-prefix-caching"], False)):
-        assert run([*asked, *extra, "--output", output]) == 0
+        assert run([*arguments, *extra, "--output", output]) == 0
         (done,) = read(output).points[0].runs
         assert bool(done.requests.num_cached_tokens.sum()) == cached
 

@@ -36,7 +36,7 @@ def test_one_request_without_overheads() -> None:
 
 
 def test_one_request_with_one_plan_in_flight() -> None:
-    """Between two steps lie planning and both ways; before the first also the client's way to the queue."""
+    """Between two steps lie planning and both transits; before the first, also that from the client to the queue."""
     outcome = simulate([(1.0, shape(0, 10, 3))], profile(COSTS, OVERHEADS), config=options(max_inflight_plans=1))
     (row,) = table(outcome.requests)
     # Queued at 0.5 ms, begun at 0.8, ended at 2.8, its result in at 2.9.
@@ -171,7 +171,7 @@ def test_dynamic_batches_start_when_their_window_ends() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_every_request_ends_or_is_refused(seed: int) -> None:
-    """In little memory, with preemptions; of every sort, under every way to preempt."""
+    """In little memory, with preemptions; of every sort, under every kind of preemption."""
     schedule = random_schedule(seed, 120, rate=150.0, longest=40)
     config = options(
         preemption=("recompute", "swap", "auto")[seed % 3],
@@ -309,25 +309,25 @@ def test_the_load_of_steps_is_the_cores() -> None:
 
 def check_rows(requests: RequestColumns, schedule: list) -> None:
     """What holds for every request that ended well."""
-    for row, (_, asked) in zip(table(requests), schedule, strict=True):
+    for row, (_, wanted_shape) in zip(table(requests), schedule, strict=True):
         if row["error"]:
             continue
-        wanted = asked.num_samples * asked.num_output_tokens
+        wanted = wanted_shape.num_samples * wanted_shape.num_output_tokens
         # All requests except those that exceed the longest sequence or the pool.
-        width = max(asked.n, asked.beam_width)
-        if row["num_prompt_tokens"] + (width + 1) * asked.num_output_tokens <= TIGHT["max_model_len"]:
+        width = max(wanted_shape.n, wanted_shape.beam_width)
+        if row["num_prompt_tokens"] + (width + 1) * wanted_shape.num_output_tokens <= TIGHT["max_model_len"]:
             assert row["num_output_tokens"] == wanted
         assert 0 < row["num_output_tokens"] <= wanted
         assert row["due_s"] < row["first_s"] <= row["last_s"]
         assert 0 <= row["queue_s"] < row["server_first_s"] <= row["server_total_s"]
-        assert row["num_prompt_tokens"] >= asked.num_prompt_tokens
+        assert row["num_prompt_tokens"] >= wanted_shape.num_prompt_tokens
         assert row["num_cached_tokens"] < row["num_prompt_tokens"]
         gaps = row["gaps"]
-        if not asked.beam_width:
+        if not wanted_shape.beam_width:
             assert gaps.sum() == pytest.approx(row["last_s"] - row["first_s"], abs=1e-5)
             assert (gaps > 0).all()
-            assert len(gaps) >= row["num_output_tokens"] / asked.n - 1
-        if asked.n == 1 and not asked.beam_width:
+            assert len(gaps) >= row["num_output_tokens"] / wanted_shape.n - 1
+        if wanted_shape.n == 1 and not wanted_shape.beam_width:
             assert len(gaps) == row["num_output_tokens"] - 1
 
 

@@ -87,7 +87,7 @@ def test_each_executor_has_its_own_steps():
     assert first.busy == pytest.approx(0.06 / 2)
     assert first.times_s["total"] == Percentiles(0.02, pytest.approx(0.0298))
     assert first.times_s["device"].p50 == 0.01
-    assert set(first.times_s) == {"total", "device"}, "what is always 0 is not told"
+    assert set(first.times_s) == {"total", "device"}, "what is always 0 is not reported"
     assert (second.num_steps, second.sampled_tokens_per_s) == (1, 0.5)
     assert second.times_s["total"] == Percentiles(0.004, 0.004)
 

@@ -169,7 +169,7 @@ def test_random_requests_never_wait_for_the_host(cpu: Model, gpu: Model, waits: 
 def test_lists_that_do_not_fit_stay_on_the_host(
     cpu: Model, gpu: Model, waits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans = random_plans(4, 7)
+    plans = random_plans(4, 10)
     expected = results(cpu, plans)
     monkeypatch.setattr(gpu_sampling_state, "LIST_CAPACITY", 16)
     assert_same(results(gpu, plans), expected)

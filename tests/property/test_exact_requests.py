@@ -51,7 +51,7 @@ def check(model: Model, seed: int, num_settings: int) -> Counter[str]:
 
 
 def test_the_same_loads_in_every_run(model: Model) -> None:
-    happened = sum((check(model, seed, num_settings=3) for seed in range(5)), Counter[str]())
+    happened = sum((check(model, seed, num_settings=3) for seed in range(8)), Counter[str]())
     for what in ("hits", "host hits", "swap", "recompute", "plans ahead"):
         assert sum(count for name, count in happened.items() if name.startswith(what)) > 2, what
 

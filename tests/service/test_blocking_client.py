@@ -82,7 +82,7 @@ def test_ctrl_c_in_a_blocking_stream_aborts_the_request(blocking, script):
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_ctrl_c_while_the_loop_is_told_leaves_nothing_running(blocking, script, monkeypatch, moment):
+def test_ctrl_c_while_the_loop_is_notified_leaves_nothing_running(blocking, script, monkeypatch, moment):
     """The worst moments: just before and just after the loop has been requested to fetch the next delta."""
     deltas = blocking.stream("hang on", request_id="interrupted")
     while not next(deltas).outputs:

@@ -101,7 +101,7 @@ async def test_a_slow_network_is_no_reason_to_give_up(target: str) -> None:
         assert await call(network.address) == "OK"
 
 
-async def test_a_web_proxy_in_the_environment_is_not_asked(target: str, monkeypatch) -> None:
+async def test_a_web_proxy_in_the_environment_is_not_used(target: str, monkeypatch) -> None:
     for name in ("grpc_proxy", "https_proxy", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_grpc_proxy", "no_proxy"):

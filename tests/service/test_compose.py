@@ -185,7 +185,7 @@ def test_what_is_copied_is_in_the_context_and_in_a_fresh_clone() -> None:
     assert (ROOT / "wheels" / "README.md").is_file()
 
 
-def test_constraints_pin_the_torch_that_the_dockerfile_asks_for() -> None:
+def test_constraints_pin_the_torch_that_the_dockerfile_installs() -> None:
     pins = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert len(pins) == 1
     assert "+" not in pins[0], "TORCH_BUILD is appended to it"

@@ -116,7 +116,7 @@ async def test_a_slot_without_an_allowed_token_fails_alone(fake: Harness) -> Non
     assert (list(third.slots), list(third.token_ids)) == ([1], [23])
 
 
-async def test_a_slot_whose_candidates_cannot_be_told_fails_alone(fake: Harness) -> None:
+async def test_a_slot_whose_candidates_cannot_be_reported_fails_alone(fake: Harness) -> None:
     """Slot 1 by its logits, slot 3 as all that it allows is a bad word; slot 2 requests more than is left."""
     fake.runner.nan_tokens.add(5)
     asking = types_pb2.SequenceSampling(top_p=1, repetition_penalty=1, num_candidates=4)

@@ -91,7 +91,9 @@ async def test_a_trace_on_request(fake: Harness) -> None:
     waiting.cancel()
 
 
-async def test_memory_is_told_at_the_opening_and_by_heartbeats(fake: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_is_reported_at_the_opening_and_by_heartbeats(
+    fake: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     readings = iter(range(1_000_000))
     monkeypatch.setattr(servicer, "resident_bytes", lambda: 10_000_000 + next(readings))
     stream = await fake.open(1)

@@ -36,7 +36,7 @@ def run_program(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_child_that_uses_a_client_is_told(target):
+def test_a_child_that_uses_a_client_gets_an_error(target):
     out = run_program(
         """
         import os, sys

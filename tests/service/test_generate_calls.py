@@ -32,7 +32,7 @@ async def test_generate_streams_text_and_ends_at_eos(w):
     await w.idle()
 
 
-async def test_the_drawn_seed_is_told(w):
+async def test_the_drawn_seed_is_reported(w):
     message = request(ids=[5, 6])
     message.sampling_params.ClearField("seed")
     outs = [await collect(w.stub.Generate(message)) for _ in range(2)]

@@ -36,7 +36,7 @@ def target() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("service", "reason"), [("", None), ("down", "NOT_SERVING"), ("odd", "UNKNOWN"), ("none", "NOT_FOUND: ")]
 )
-def test_it_tells_what_the_service_answers(target: str, service: str, reason: str | None) -> None:
+def test_it_prints_what_the_service_answers(target: str, service: str, reason: str | None) -> None:
     answer = check(target, service)
     assert answer == reason if reason is None else (answer or "").startswith(reason)
 

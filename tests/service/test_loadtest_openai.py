@@ -55,7 +55,7 @@ async def test_a_chat_is_streamed() -> None:
     assert server.paths == ["/v1/chat/completions"]
 
 
-async def test_token_ids_are_counted_where_they_are_told_and_usage_corrects_what_is_not() -> None:
+async def test_token_ids_are_counted_where_they_are_sent_and_usage_corrects_the_rest() -> None:
     server = Server(chunk("ab", token_ids=[1, 2]), chunk("", token_ids=[3]), chunk("c", token_ids=[4, 5], finish="x"))
     columns = await ask(server)
     assert (columns.error[0], columns.num_output_tokens[0]) == ("", 5)
@@ -103,7 +103,7 @@ async def test_events_may_be_cut_anywhere_and_be_dressed_up() -> None:
         ((), "INCOMPLETE", 0),
     ],
 )
-async def test_what_goes_wrong_in_a_stream_is_told_by_its_code(script, error, num_tokens) -> None:
+async def test_an_error_in_a_stream_is_reported_by_its_code(script, error, num_tokens) -> None:
     columns = await ask(Server(*script))
     assert (columns.error[0], columns.num_output_tokens[0]) == (error, num_tokens)
 
@@ -114,7 +114,7 @@ async def test_a_stream_that_ends_without_done_is_whole_if_its_choice_is() -> No
 
 
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
-async def test_a_refusal_is_told_by_its_status(status) -> None:
+async def test_a_refusal_is_reported_by_its_status(status) -> None:
     server = Server(status=status)
     columns = await ask(server, shape(0), shape(1))
     assert columns.error.tolist() == [f"HTTP_{status}"] * 2
@@ -200,7 +200,7 @@ async def test_what_the_api_lacks_is_not_sent() -> None:
     assert not server.bodies
 
 
-async def test_the_model_is_asked_for_or_given() -> None:
+async def test_the_model_is_fetched_or_given() -> None:
     async with served(Server(), model="m2") as target:
         assert (target.facts.model, target.facts.max_model_len) == ("m2", None)
     async with served(Server(models={"data": []}), model="mine") as target:

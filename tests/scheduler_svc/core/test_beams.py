@@ -183,7 +183,7 @@ def test_wider_than_may_run_is_refused() -> None:
         Bench().add("r", 3, beams=BeamSpec(5))
 
 
-def test_an_aborted_search_tells_its_beams_as_they_are() -> None:
+def test_an_aborted_search_returns_its_beams_as_they_are() -> None:
     bench = Bench()
     spec = bench.add("b", 6, max_tokens=12, n=2, beams=BeamSpec(3))
     while len(bench.sequences("b")[0].token_ids) < 6 + 4:

@@ -48,7 +48,7 @@ def test_a_prompt_of_one_token_has_no_prompt_logprobs() -> None:
     assert bench.details["r"] is FinishDetail.MAX_TOKENS
 
 
-def test_prompt_logprobs_that_are_known_are_not_asked_for_again() -> None:
+def test_prompt_logprobs_that_are_known_are_not_requested_again() -> None:
     bench = Bench()
     bench.add("r", 6, max_tokens=20, num_prompt_logprobs=1)
     bench.plan()

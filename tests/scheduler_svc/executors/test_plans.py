@@ -72,7 +72,7 @@ def test_a_decode_step_is_a_step_id_an_epoch_and_a_flag() -> None:
     assert len(sent(decode_ready=True)) == 6
 
 
-def test_candidates_are_asked_for_at_admission() -> None:
+def test_candidates_are_requested_at_admission() -> None:
     def admitted(**sampling: Any) -> bytes:
         sequence = AdmittedSequence(3, (5, 6, 7), 2, 1, (4,), core_sampling(**sampling), sample_index=2)
         return sent(admitted=[sequence])

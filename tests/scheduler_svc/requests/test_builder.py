@@ -240,7 +240,7 @@ def test_text_with_tokens_that_the_model_lacks_is_refused():
     ) == (tuple(byte_level().encode("H")),)
 
 
-def test_text_streams_are_made_as_asked():
+def test_text_streams_are_made_as_requested():
     request = build({"stop": ["b"], "include_stop_str_in_output": True}, prompt=[text("x")])
     stream = request.make_text()
     assert stream.push(byte_level().encode("abc")) is not None

@@ -178,7 +178,7 @@ def test_min_tokens():
     assert TextStream(TOKENIZER, stop=["xa"], min_tokens=6).push(ids) is None
 
 
-def test_stop_token_adds_no_text_unless_asked():
+def test_stop_token_adds_no_text_unless_requested():
     ids = ids_of("one two")
     for include, text in ((False, TOKENIZER.decode(ids[:-1])), (True, "one two")):
         stream = TextStream(TOKENIZER, include_stop=include)

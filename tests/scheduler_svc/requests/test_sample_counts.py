@@ -91,7 +91,7 @@ def test_what_means_nothing_to_beams_may_stand_at_rest() -> None:
         ({"n": 4}, 0),
     ],
 )
-def test_of_each_beam_so_many_candidates_are_asked_for(params: dict[str, Any], expected: int) -> None:
+def test_of_each_beam_so_many_candidates_are_requested(params: dict[str, Any], expected: int) -> None:
     assert build(**params).spec.sampling.num_candidates == expected
 
 

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.sequences.beams import MAX_CANDIDATES, BeamSearch, Hypothesis
@@ -315,6 +315,7 @@ def whole_rows(model: Model, spec: BeamSpec, stop_ids: frozenset[int], max_token
     return list(ended)
 
 
+@settings(max_examples=300)
 @given(
     model=st.builds(Model, st.integers(0, 10**6), st.integers(2, 9), st.sampled_from([1.0, 1.0, 0.8, 0.4])),
     spec=st.builds(

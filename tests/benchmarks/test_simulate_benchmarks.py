@@ -50,7 +50,7 @@ def test_a_row_of_speed_is_reported_in_words() -> None:
 
 @pytest.mark.slow
 def test_requests_that_fail_give_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate_speed, "_KIND", simulate_speed._PROFILE.changed({"max_num_seqs": 1}))
+    monkeypatch.setattr(simulate_speed, "_PROFILE", simulate_speed._PROFILE.changed({"max_num_seqs": 1}))
     monkeypatch.setattr(simulate_speed, "RATE", 1e6)
     monkeypatch.setattr(simulate_speed, "MEAN_OUTPUT", 2)
     with pytest.raises(BenchmarkError, match="some failed"):

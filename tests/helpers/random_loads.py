@@ -85,10 +85,12 @@ def _draw_sampling(rng: random.Random, vocab_size: int, kind: str) -> Sampling:
     if kind in ("drawn", "samples"):
         fields |= {"temperature": rng.choice([0.6, 0.9, 1.3]), "top_p": rng.choice([1.0, 0.9])}
         fields |= {"top_k": rng.choice([0, 20]), "min_p": rng.choice([0.0, 0.02])}
-        fields["top_n_sigma"] = rng.choice([0.0, 0.0, 1.5])
     else:
         fields["temperature"] = 0.0
-    return core_sampling(seed=rng.getrandbits(64), **fields)
+    seed = rng.getrandbits(64)
+    if kind in ("drawn", "samples"):
+        fields["top_n_sigma"] = 0.0 if seed % 3 else 1.5
+    return core_sampling(seed=seed, **fields)
 
 
 def _text(rng: random.Random, vocab_size: int, length: int) -> tuple[int, ...]:

@@ -180,7 +180,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"copies": [pb.BlockMoves(kv_group=1, sources=[1], destinations=[2])]}, "kv_group 1"),
     ({"copies": [pb.BlockMoves(sources=[1, 2], destinations=[2, 3])]}, "both source and destination"),
     ({"swap_out": [pb.BlockMoves(sources=[1], destinations=[16])]}, "destination block 16"),
-    ({"admitted": [admit(0, [1], [0], types_pb2.SequenceSampling(top_p=1))]}, "repetition_penalty 0.0"),
+    ({"admitted": [admit(0, [1], [0], types_pb2.SequenceSampling(repetition_penalty=0))]}, "repetition_penalty 0.0"),
     ({"admitted": [admit(0, [1], [0], types_pb2.SequenceSampling(top_p=1, repetition_penalty=1, num_candidates=51))]},
      "slot 0: num_candidates 51 is not 0 to 50"),
     ({"admitted": [admit(0, [1], [0], adapter_index=1)]}, "adapter_index"),

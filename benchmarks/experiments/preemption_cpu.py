@@ -48,7 +48,7 @@ _NUM_NEWCOMERS = 10
 def measured(settings: RunSettings) -> Outcome:
     """Measure all rules, each on a separate server; takes a few minutes."""
     sizes, pools = ((_SIZE,), (_POOL,)) if settings.quick else ((8, _SIZE, 64), (_POOL, 1.0))
-    count, num_slots = (24, _NUM_SLOTS // 2) if settings.quick else (60, _NUM_SLOTS)
+    count, num_slots = (16, _NUM_SLOTS // 2) if settings.quick else (60, _NUM_SLOTS)
     shapes = drawn(_LOAD, count, settings.seed)
     rate = 20.0 if settings.quick else _capacity(shapes, settings.seed)
     moves = _Moves()

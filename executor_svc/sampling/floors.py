@@ -30,7 +30,7 @@ def row_floors(logits: Tensor, rows: IntArray, peak: Tensor, numbers: Mapping[st
     by_deviation = np.flatnonzero(numbers["top_n_sigma"])
     if not len(by_deviation) and not (by_min_p > -np.inf).any():
         return None
-    floors = torch.from_numpy(by_min_p[:, None]).to(logits.device)
+    floors = torch.from_numpy(by_min_p[:, None].copy()).to(logits.device)
     for few in chunks(by_deviation, logits.shape[1]):
         index = _on(logits, few)
         deviation = _deviations(logits.index_select(0, _on(logits, rows[few])), peak[index])

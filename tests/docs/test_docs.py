@@ -103,3 +103,11 @@ def test_the_way_of_a_parameter_names_what_is_there_and_enters_no_folder_twice()
             assert (folders[-1] / file).is_file(), f"{folders[-1]}: no {file}"
         assert len(folders) >= 2
         assert len(set(folders)) == len(folders)
+
+
+def test_the_files_named_for_extensions_exist() -> None:
+    """NAME stands for a file that the reader makes."""
+    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:executor_svc|scheduler_svc|client|protos|tests|docs)/[\w./-]+)`", text))
+    assert len(named) > 25
+    assert [path for path in sorted(named) if "NAME" not in path and not (ROOT / path).exists()] == []

@@ -42,6 +42,10 @@ _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _STOP_GRACE_S = 0.5
 
+_NO_TOKENIZER = (
+    "the model has no tokenizer: requests must send token ids, as `cadenza generate --ids 5,6,7` does; "
+    "--tokenizer names one"
+)
 EXIT_OK, EXIT_FAILED, EXIT_FENCED = 0, 1, 3
 _SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
@@ -78,6 +82,7 @@ class Service:
 
     async def open(self) -> None:
         """Wait for the executor, load the tokenizer, accept calls. Raises ExecutorLostError, TokenizerError."""
+        _LOG.info("connecting to the executor at %s", ", ".join(self._config.executor))
         starting = asyncio.create_task(self._engine.start())
         try:
             await self._start_tokenizer()
@@ -89,6 +94,8 @@ class Service:
         await self._finish_tokenizer(model)
         max_model_len = min(self._config.max_model_len or model.max_model_len, model.max_model_len)
         _log_choices(model, self._tokenizer, max_model_len)
+        if self._tokenizer is None and not self._config.skip_tokenizer_init:
+            _LOG.warning("%s", _NO_TOKENIZER)
         if self._config.preemption != "recompute" and not model.num_host_blocks:
             _LOG.warning("--preemption %s: the executor has no host blocks (--num-cpu-blocks)", self._config.preemption)
         self._front.open(RequestBuilder(model, self._tokenizer, max_model_len=max_model_len))
@@ -214,3 +221,12 @@ def _log_choices(model: ModelDescription, tokenizer: Tokenizer | None, max_model
         model.name, model.architecture, model.dtype, model.device, model.vocab_size, max_model_len,
         model.num_device_blocks, model.block_size, tokenizer.source if tokenizer is not None else "none",
     )  # fmt: skip
+    # The last token of a sequence needs no KV.
+    longest = model.num_device_blocks * model.block_size + 1
+    if longest < max_model_len:
+        _LOG.warning(
+            "the longest request that fits into %d KV blocks has %d tokens, prompt and output together, though "
+            "max_model_len is %d: an output ends there with KV_CAPACITY; give more --num-gpu-blocks, or a smaller "
+            "--max-model-len",
+            model.num_device_blocks, longest, max_model_len,
+        )  # fmt: skip

@@ -168,6 +168,18 @@ class SchedulerConfig(ServiceSettings):
         "replay; docs/replay.md.",
         json_schema_extra=about("Logging"),
     )
+    log_requests: bool = Field(
+        False,
+        description="Log one line for each request when it ends: its sizes, times and how it ended, never its text.",
+        json_schema_extra=about("Logging"),
+    )
+    log_stats_interval_s: float = Field(
+        10.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Time between two log lines of figures while requests run: queues, KV use, tokens/s; 0: none.",
+        json_schema_extra=about("Logging", "s"),
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="What is logged to stderr.", json_schema_extra=about("Logging")
     )

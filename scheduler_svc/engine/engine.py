@@ -18,6 +18,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence as CoreSequence
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, StepResult, TokenLogprobs
+from scheduler_svc.engine.activity_log import ActivityLog
 from scheduler_svc.engine.live_request import Listener, LiveRequest
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
 from scheduler_svc.plan_loop.clock import Clock, Timer
@@ -51,6 +52,9 @@ class Engine:
         self._connected_once = asyncio.Event()
         self._started_ns = clock.monotonic_ns()
         self._recorder = StepRecorder(self.load, self._started_ns)
+        self._log = ActivityLog(
+            clock, self.load, interval_s=config.log_stats_interval_s, log_requests=config.log_requests
+        )
         self._health_listeners: list[Callable[[bool], None]] = []
         self._task: asyncio.Task[None] | None = None
         self.draining = False
@@ -77,6 +81,7 @@ class Engine:
         self.draining = True
         for tenant, request_id in list(self._live):
             self.abort(tenant, request_id)
+        self._log.stop()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -131,6 +136,7 @@ class Engine:
             raise QueueFullError(
                 f"{len(self._core.waiting)} requests wait already (max_queued_requests)", self._retry_after_s()
             )
+        self._log.on_arrival()
         self._core.add_request(spec, self.clock.monotonic())
         live = LiveRequest(request, self.clock.monotonic_ns())
         self._live[spec.key] = live
@@ -291,8 +297,10 @@ class Engine:
                 live.counts.num_preemptions = sequence.group.num_preemptions
 
     def on_applied(self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float) -> None:
-        """Record the step for watches."""
+        """Record the step for watches and for the log."""
         ended = self._core.take_finished()
+        if step.chunks:
+            self._log.on_applied(step)
         if self._recorder.watches:
             contexts = context_lens(self._loop.lane, step, applied=set(outputs.sequences))
             self._recorder.on_applied(step, contexts, result, ended, now)
@@ -312,6 +320,7 @@ class Engine:
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
+        self._log.on_ended(live)
         if not self._live:
             self._idle.set()
 

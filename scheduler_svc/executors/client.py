@@ -31,8 +31,8 @@ _HEARTBEAT_S = 0.5
 _SILENCE_S = 10.0
 _OPEN_TIMEOUT_S = 60.0
 """An executor answers a new session only after its running step has ended."""
-_FIRST_NOTICE_S = 5.0
-"""An executor that was started together with this scheduler has loaded a small model by then."""
+_FIRST_NOTICE_S = 10.0
+"""An executor that was started together with this scheduler listens by then, though it may still load its model."""
 _NOTICE_S = 30.0
 _DESCRIBE_TIMEOUT_S = 5.0
 _RETRY_S = 0.2
@@ -94,7 +94,10 @@ class GrpcExecutor:
             await asyncio.sleep(delay)
             waited += delay
             delay = _NOTICE_S
-            _LOG.warning("waiting for the executor at %s (%.0f s so far)", self.target, waited)
+            if await _listens(self.target):
+                _LOG.info("the executor at %s is loading its model (%.0f s so far)", self.target, waited)
+            else:
+                _LOG.warning("no executor listens at %s (%.0f s so far)", self.target, waited)
 
 
 class GrpcPlanStream:
@@ -241,3 +244,15 @@ class GrpcPlanStream:
 
 def _reason(exc: grpc.aio.AioRpcError) -> str:
     return f"{exc.code().name}: {exc.details()}"
+
+
+async def _listens(target: str) -> bool:
+    """Whether something accepts connections there. An executor listens before it loads its model."""
+    host, port = parse_address(target, default_port=EXECUTOR_PORT)
+    try:
+        async with asyncio.timeout(_DESCRIBE_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except OSError:  # TimeoutError is one
+        return False
+    writer.close()
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -14,6 +15,8 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.convert.errors import NotServingError, status_of
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.requests.builder import RequestBuilder
+
+_LOG = logging.getLogger(__name__)
 
 
 class Front:
@@ -58,6 +61,11 @@ class Front:
             raise NotServingError(f"the service is stopping: {self.engine.failure}")
         if self._builder is None:
             raise NotServingError(f"the service is starting: it waits for {', '.join(self.config.executor)}")
+
+    def log_refused(self, request_id: str, exc: Exception) -> None:
+        """Log a request that never ran: the kind of error and the field; its message may quote the request's text."""
+        if self.config.log_requests:
+            _LOG.info("request %.100r refused: %s %s", request_id, type(exc).__name__, getattr(exc, "field", ""))
 
     @contextmanager
     def stream(self, wake: asyncio.Event, *, is_client: bool = True) -> Iterator[None]:

@@ -37,6 +37,10 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 fields, now=self._front.engine.clock.monotonic(), time_left_s=context.time_remaining()
             )
             live = self._front.engine.submit(engine_request)
+        except Exception as exc:
+            self._front.log_refused(request.request_id, exc)
+            await abort_with(context, exc)
+        try:
             await self._stream(live, fields, context)
         except Exception as exc:
             await abort_with(context, exc)

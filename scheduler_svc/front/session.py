@@ -203,6 +203,7 @@ class Session:
         self._report(entry.fields.request_id, exc, done=True)
 
     def _report(self, request_id: str, exc: Exception, *, done: bool) -> None:
+        self._front.log_refused(request_id, exc)
         event = pb.SessionEvent(request_id=request_id[:_MAX_ECHO_CHARS], done=done)
         event.error.CopyFrom(status_of(exc))
         self._errors.append(event)

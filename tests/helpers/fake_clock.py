@@ -45,7 +45,9 @@ class FakeClock(Clock):
 
     def call_later(self, delay_s: float, callback: Callable[[], object]) -> _Timer:
         self._num_timers += 1
-        timer = _Timer(self.now_ns + round(max(0.0, delay_s) * 1e9), self._num_timers, callback)
+        # A delay that rounds to nothing would never let time pass.
+        delay_ns = max(1, round(delay_s * 1e9)) if delay_s > 0 else 0
+        timer = _Timer(self.now_ns + delay_ns, self._num_timers, callback)
         heapq.heappush(self._timers, timer)
         return timer
 

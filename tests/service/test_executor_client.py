@@ -61,14 +61,35 @@ async def test_describe_waits_and_says_so(monkeypatch, caplog):
     client = GrpcExecutor(target, "me")
     with caplog.at_level(logging.WARNING):
         describing = asyncio.create_task(client.describe())
-        async with asyncio.timeout(10):
-            while not caplog.records:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert target in caplog.text
+        await first_record(caplog)
+        assert f"no executor listens at {target}" in caplog.text
         server, _ = await serve(ScriptedExecutor(), target)
         assert (await describing).name == "toy"
     await client.aclose()
     await server.stop(0)
+
+
+async def test_an_executor_that_loads_its_model_is_no_reason_to_warn(monkeypatch, caplog):
+    """It is bound and accepts connections, but answers nothing before its model is loaded."""
+    monkeypatch.setattr(executor_client, "_FIRST_NOTICE_S", 0.01)
+    loading = grpc.aio.server()
+    client = GrpcExecutor(f"127.0.0.1:{loading.add_insecure_port('127.0.0.1:0')}", "me")
+    with caplog.at_level(logging.INFO):
+        describing = asyncio.create_task(client.describe())
+        record = await first_record(caplog)
+    describing.cancel()
+    await asyncio.gather(describing, return_exceptions=True)
+    assert (record.levelno, record.getMessage()[:24]) == (logging.INFO, f"the executor at {client.target}"[:24])
+    assert "is loading its model" in record.getMessage()
+    await client.aclose()
+    await loading.stop(None)
+
+
+async def first_record(caplog) -> logging.LogRecord:
+    async with asyncio.timeout(10):
+        while not caplog.records:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return caplog.records[0]
 
 
 async def test_another_protocol_is_refused():

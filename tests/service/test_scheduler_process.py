@@ -90,7 +90,7 @@ async def test_serves_until_a_signal(number):
 async def test_signal_while_it_waits_for_the_executor():
     async with started("--executor", "127.0.0.1:1") as process:
         async with asyncio.timeout(20):
-            while b"waiting for the executor at 127.0.0.1:1" not in await process.stderr.readline():
+            while b"connecting to the executor at 127.0.0.1:1" not in await process.stderr.readline():
                 pass
         process.terminate()
         code, errors = await ended(process)

@@ -4,57 +4,14 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.types import FinishDetail, RequestSpec, Sampling
-from scheduler_svc.engine.engine import Engine
-from scheduler_svc.engine.live_request import LiveRequest
+from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.plan_loop.clock import SystemClock
-from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription
-from tests.helpers.fake_clock import FakeClock, TimedExecutor
 from tests.helpers.paths import ROOT
-
-START_S = 1.0
-STEP_S = 0.010
-MODEL = ModelDescription(
-    name="virtual", architecture="none", vocab_size=64, max_model_len=4096, dtype="float32", num_parameters=0,
-    tokenizer="", eos_token_ids=(), bos_token_id=None, block_size=16, num_device_blocks=512, num_host_blocks=0,
-    num_slots=8, max_num_seqs=4, max_num_batched_tokens=256, max_logprobs=0, max_inflight_plans=2, device="none",
-    incarnation=1, fingerprint=b"",
-)  # fmt: skip
-
-
-class World:
-    """An engine with one executor, both on a fake clock."""
-
-    def __init__(self) -> None:
-        self.clock = FakeClock()
-        self.executor = TimedExecutor(self.clock, MODEL, STEP_S)
-        self.core = Scheduler()
-        self.engine = Engine(SchedulerConfig(), self.core, self.executor, self.clock)
-
-    def submit(self, max_tokens: int, *, deadline: float | None = None) -> LiveRequest:
-        spec = RequestSpec("r", (5, 6, 7), Sampling(), max_tokens)
-        return self.engine.submit(EngineRequest(spec, deadline=deadline))
-
-
-@contextlib.asynccontextmanager
-async def started() -> AsyncIterator[World]:
-    world = World()
-    starting = asyncio.create_task(world.engine.start())
-    await world.clock.advance(0)
-    await starting
-    world.executor.lane = world.core.lanes[0]
-    try:
-        yield world
-    finally:
-        await world.engine.stop()
+from tests.helpers.virtual_engine import START_S, STEP_S, started
 
 
 async def test_a_request_takes_its_steps_on_the_clock() -> None:

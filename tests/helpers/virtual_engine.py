@@ -1,0 +1,62 @@
+"""An engine, its plan loop and the core on virtual time, with an executor whose steps all take the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.types import RequestSpec, Sampling
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.live_request import LiveRequest
+from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription
+from tests.helpers.fake_clock import FakeClock, TimedExecutor
+
+START_S = 1.0
+STEP_S = 0.010
+MODEL = ModelDescription(
+    name="virtual", architecture="none", vocab_size=64, max_model_len=4096, dtype="float32", num_parameters=0,
+    tokenizer="", eos_token_ids=(), bos_token_id=None, block_size=16, num_device_blocks=512, num_host_blocks=0,
+    num_slots=8, max_num_seqs=4, max_num_batched_tokens=256, max_logprobs=0, max_inflight_plans=2, device="none",
+    incarnation=1, fingerprint=b"",
+)  # fmt: skip
+
+
+class World:
+    """An engine with one executor, both on a fake clock."""
+
+    def __init__(self, config: SchedulerConfig, step_s: float) -> None:
+        self.clock = FakeClock()
+        self.executor = TimedExecutor(self.clock, MODEL, step_s)
+        self.core = Scheduler()
+        self.engine = Engine(config, self.core, self.executor, self.clock)
+
+    def submit(
+        self,
+        max_tokens: int,
+        *,
+        num_prompt_tokens: int = 3,
+        deadline: float | None = None,
+        request_id: str = "r",
+        tenant: str = "",
+    ) -> LiveRequest:
+        """Submit a greedy request."""
+        prompt = tuple(range(5, 5 + num_prompt_tokens))
+        spec = RequestSpec(request_id, prompt, Sampling(), max_tokens, tenant=tenant)
+        return self.engine.submit(EngineRequest(spec, deadline=deadline))
+
+
+@contextlib.asynccontextmanager
+async def started(config: SchedulerConfig | None = None, *, step_s: float = STEP_S) -> AsyncIterator[World]:
+    """A World whose engine is connected; stopped at the end."""
+    world = World(config or SchedulerConfig(), step_s)
+    starting = asyncio.create_task(world.engine.start())
+    await world.clock.advance(0)
+    await starting
+    world.executor.lane = world.core.lanes[0]
+    try:
+        yield world
+    finally:
+        await world.engine.stop()

@@ -34,21 +34,21 @@ class ExecutorConfig(ServiceSettings):
         min_length=1,
         description="Simulate the model: steps take no time (instant), or the time that a JSON file of step costs "
         "gives; docs/simulated.md.",
-        json_schema_extra=about("Model", values="instant, COSTS.json"),
+        json_schema_extra=about("Simulation", values="instant, COSTS.json"),
     )
     simulate_vocab_size: int = Field(
         32768,
         ge=2,
         le=2**21,
         description="Number of token ids of the simulated model; a config.json in the folder of --model overrides it.",
-        json_schema_extra=about("Model", "tokens"),
+        json_schema_extra=about("Simulation", "tokens"),
     )
     simulate_eos_token_id: int | None = Field(
         None,
         ge=0,
         description="Token id that ends outputs of the simulated model; a config.json in the folder of --model "
         "overrides it.",
-        json_schema_extra=about("Model"),
+        json_schema_extra=about("Simulation"),
     )
     model: str = Field(
         "",

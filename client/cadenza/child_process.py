@@ -93,8 +93,7 @@ class ChildService:
         errors = [line for line in lines if line.startswith(_ERROR)]
         if not errors and code is not None and -code in (signal.SIGKILL, signal.SIGTERM):
             return how  # it was killed and logged no error
-        errors = errors or lines
-        return f"{how}: {errors[-1].removeprefix(_ERROR)}"
+        return f"{how}: {'; '.join(line.removeprefix(_ERROR) for line in errors or lines[-1:])}"
 
     def log_tail(self) -> str:
         """The last lines of its log."""
@@ -130,7 +129,8 @@ class ChildService:
     def _read_stderr(self, pipe: IO[str]) -> None:
         for line in pipe:
             self._tail.append(line.rstrip("\n"))
-            self._on_log(self.name, line.rstrip("\n"))
+            if not line.startswith(_ERROR):  # `exit_reason` has it: logged too, it would be read twice
+                self._on_log(self.name, line.rstrip("\n"))
 
 
 def _environment() -> dict[str, str]:

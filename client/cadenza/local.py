@@ -16,16 +16,9 @@ from types import TracebackType
 from typing import Any
 
 from cadenza.child_process import ChildService, LogSink
-from cadenza.errors import LocalServiceError, OptionError
-from cadenza.local_options import (
-    EXECUTOR,
-    SCHEDULER,
-    ServiceArguments,
-    Setting,
-    check_model,
-    ignored_variables,
-    route_options,
-)
+from cadenza.errors import LocalServiceError
+from cadenza.local_checks import check_address, check_device, check_files, check_model
+from cadenza.local_options import EXECUTOR, SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
 from cadenza.transport import format_address
 
 _logger = logging.getLogger("cadenza.local")
@@ -93,10 +86,12 @@ class LocalServices:
         programs: Programs | None = None,
         **options: Any,
     ) -> None:
-        arguments = route_options(check_model(model), options, config=config)
-        _check_port(port)
-        if port:
-            _check_port_is_free(host, port)
+        model = check_model(model)
+        arguments = route_options(model, options, config=config)
+        check_address(host, port)
+        if programs is None:
+            check_device(arguments.settings)
+            check_files(model, arguments.settings)
         kept = contextlib.ExitStack()
         address = _reserve_port("127.0.0.1", kept)
         self._family = _Family(
@@ -254,11 +249,6 @@ def _stop_children(family: _Family) -> None:
             child.stop(family.stop_grace_s)
 
 
-def _check_port(port: object) -> None:
-    if not isinstance(port, int) or not 0 <= port <= 65535:
-        raise OptionError(f"option port: must be an integer from 0 to 65535, not {port!r}")
-
-
 def _reserve_port(host: str, kept: contextlib.ExitStack) -> str:
     """An address with a free port that no other program can take while `kept` is open.
 
@@ -287,22 +277,6 @@ def _bound(host: str, port: int) -> socket.socket:
         bound.close()
         raise
     return bound
-
-
-def _check_port_is_free(host: str, port: int) -> None:
-    """Check the port before a model is loaded; raises OptionError if it is taken."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise OptionError(f"option host: {host!r}: {error.strerror or error}") from None
-    kind, _, _, _, address = found[0]
-    with contextlib.closing(socket.socket(kind, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise OptionError(f"option port: cannot listen on {format_address(host, port)}: {reason}") from None
 
 
 def _log_line(service: str, line: str) -> None:

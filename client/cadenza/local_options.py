@@ -73,22 +73,6 @@ def service_options() -> dict[str, list[str]]:
     return options
 
 
-def check_model(model: str | os.PathLike[str]) -> str:
-    """The model's folder or hub id in the form for the services; raises OptionError for a missing folder."""
-    if not isinstance(model, (str, os.PathLike)):
-        raise OptionError(f"option model: must be a folder or a hub id, not {model!r}")
-    model = os.fspath(model)
-    if not model.strip():
-        raise OptionError("option model: it is empty: give a folder or a hub id")
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return str(path.resolve())
-    looks_like_path = model.startswith(("/", ".", "~")) or model.count("/") > 1 or path.exists()
-    if looks_like_path:
-        raise OptionError(f"option model: {model!r} is not a folder")
-    return model
-
-
 def route_options(
     model: str,
     options: Mapping[str, Any],

@@ -11,9 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from executor_svc.models.folder import LoaderError, read_json
+from executor_svc.models.folder import LoaderError, find_weights
 
-_OTHER_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
 _DUMMY_STD = 0.02
 
 
@@ -160,20 +159,5 @@ def _open(path: Path) -> Any:
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor, from a sharded checkpoint's index or from the single file."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if index.is_file():
-        content = read_json(folder, index.name, required=True).get("weight_map")
-        if not isinstance(content, dict) or not content:
-            raise LoaderError(f"model folder {folder}: {index.name} has no weight_map")
-        missing = sorted({file for file in content.values() if not (folder / str(file)).is_file()})
-        if missing:
-            raise LoaderError(f"model folder {folder}: weight files named by {index.name} are missing: {missing[0]}")
-        return {name: folder / file for name, file in content.items()}
-    if not single.is_file():
-        others = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
-        found = f", and {others[0]} is not read" if others else ""
-        raise LoaderError(
-            f"model folder {folder}: no weights: neither model.safetensors nor model.safetensors.index.json is there"
-            f"{found} (--load-format dummy uses random weights)"
-        )
-    return dict.fromkeys(_open(single).keys(), single)
+    found = find_weights(folder)
+    return found if isinstance(found, dict) else dict.fromkeys(_open(found).keys(), found)

@@ -9,6 +9,7 @@ from typing import Any
 from executor_svc.errors import StartError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+_OTHER_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "vocab*", "merges*"]
 _HUB_COPIES = ["consolidated*", "original/*"]
 """Copies of the same weights in the publishers' own formats: Mistral's and Meta's."""
@@ -48,6 +49,34 @@ def _download(model: str, patterns: list[str]) -> Path:
         ) from error
     except (HfHubHTTPError, ValueError, OSError) as error:
         raise LoaderError(f"--model {model}: no such folder, and the Hugging Face hub says: {error}") from error
+
+
+def check_folder(folder: Path, with_weights: bool) -> None:
+    """Check that a folder holds a model, as far as the names of its files show it; raises LoaderError."""
+    read_json(folder, "config.json", required=True)
+    if with_weights:
+        find_weights(folder)
+
+
+def find_weights(folder: Path) -> Path | dict[str, Path]:
+    """Return the file of the weights, or of a sharded checkpoint the file of each tensor; raises LoaderError."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if index.is_file():
+        content = read_json(folder, index.name, required=True).get("weight_map")
+        if not isinstance(content, dict) or not content:
+            raise LoaderError(f"model folder {folder}: {index.name} has no weight_map")
+        missing = sorted({file for file in content.values() if not (folder / str(file)).is_file()})
+        if missing:
+            raise LoaderError(f"model folder {folder}: weight files named by {index.name} are missing: {missing[0]}")
+        return {name: folder / file for name, file in content.items()}
+    if single.is_file():
+        return single
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
+    found = f", and {others[0]} is not read" if others else ""
+    raise LoaderError(
+        f"model folder {folder}: no weights: neither model.safetensors nor model.safetensors.index.json is there"
+        f"{found} (--load-format dummy uses random weights)"
+    )
 
 
 def read_json(folder: Path, name: str, required: bool) -> dict[str, Any]:

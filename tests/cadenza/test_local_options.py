@@ -15,7 +15,6 @@ from cadenza.cli.app import run
 from cadenza.errors import OptionError
 from cadenza.local_options import (
     Setting,
-    check_model,
     config_classes,
     ignored_variables,
     read_places,
@@ -238,18 +237,6 @@ def test_arguments():
         "--many=y",
         "--text=-1",
     ]
-
-
-def test_model_folders(tmp_path):
-    assert check_model(str(tmp_path)) == str(tmp_path)
-    assert check_model(tmp_path) == str(tmp_path)
-    assert check_model("org/name") == "org/name"
-    for wrong in (str(tmp_path / "nope"), tmp_path / "nope", "./nope", "~/nope-at-all", "a/b/c"):
-        with pytest.raises(OptionError, match="is not a folder"):
-            check_model(wrong)
-    for empty in ("", " "):
-        with pytest.raises(OptionError, match=r"^option model: it is empty"):
-            check_model(empty)
 
 
 def test_every_public_name_loads():

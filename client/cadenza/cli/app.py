@@ -18,6 +18,7 @@ from cadenza import __version__
 from cadenza.cli import chat, fit_costs, generate, loadtest, report, simulate, top, up
 from cadenza.cli.service_args import FieldOption, GroupedCommand, service_fields, with_fields
 from cadenza.errors import CadenzaError, OptionError
+from cadenza.settings.names import suggestion
 
 # The usage error that typer raises; typer has its own copy of click and exports only this subclass.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -28,7 +29,7 @@ _HELP = """Cadenza serves large language models with continuous batching and a p
 A first look, with the bundled model:
   cadenza demo
 A server, and requests from another terminal:
-  cadenza up --model FOLDER_OR_HUB_ID
+  cadenza up FOLDER_OR_HUB_ID
   cadenza generate "Hello"
   cadenza chat
 What it is doing:
@@ -58,6 +59,7 @@ def _for_model(*taken: str) -> Iterator[FieldOption]:
 
 _COMMANDS = {
     "up": _Command(up, up.up, service_fields),
+    "serve": _Command(up, up.up, service_fields),
     "generate": _Command(generate, generate.generate, lambda: _for_model("seed")),
     "chat": _Command(chat, chat.chat, lambda: _for_model("seed")),
     "top": _Command(top, top.top),
@@ -66,6 +68,18 @@ _COMMANDS = {
     "simulate": _Command(simulate, simulate.simulate, simulate.simulate_fields),
     "fit-costs": _Command(fit_costs, fit_costs.fit_costs),
 }
+
+
+_ALIASES = {"serve": "up"}
+"""Other names of commands, which --help leaves out."""
+_ELSEWHERE = {
+    "bench": "cadenza loadtest measures a server",
+    "complete": "cadenza generate --raw continues a text",
+    "ps": "cadenza top shows what a server does",
+    "pull": "cadenza up MODEL downloads a model of the Hugging Face hub",
+    "run": "cadenza up MODEL serves a model, and cadenza chat --model MODEL talks with it",
+}
+"""What to use in place of commands of other programs."""
 
 
 def make_app(requested: str) -> typer.Typer:
@@ -80,11 +94,17 @@ def make_app(requested: str) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(cadenza)
+    app.command("demo")(demo)
     for name, command in _COMMANDS.items():
         fields = command.fields() if name == requested else ()
-        make = app.command(name, help=command.module.HELP, epilog=command.module.EPILOG, cls=GroupedCommand)
+        make = app.command(
+            name,
+            help=command.module.HELP,
+            epilog=command.module.EPILOG,
+            cls=GroupedCommand,
+            hidden=name in _ALIASES,
+        )
         make(with_fields(command.function, fields))
-    app.command("demo")(demo)
     return app
 
 
@@ -130,13 +150,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
         requested = next((word for word in given if not word.startswith("-")), "")
-        code = make_app(requested)(args=given, standalone_mode=False)
+        _check_command(requested)
+        code = make_app(requested)(args=given, prog_name="cadenza", standalone_mode=False)
     except OptionError as error:
         return _fail(str(error), 2)
     except CadenzaError as error:
         return _fail(str(error), 1)
     except _UsageError as error:
-        return _fail(error.format_message(), 2)
+        return _fail(_usage_message(error), 2)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # the reader of the output has closed it, as in `cadenza generate | head -1`
@@ -149,6 +170,26 @@ def run(arguments: Sequence[str] | None = None) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return code if isinstance(code, int) else 0
+
+
+def _check_command(name: str) -> None:
+    """Raise OptionError for an unknown command; an empty name is none."""
+    known = ["demo", *_COMMANDS]
+    if not name or name in known:
+        return
+    if name in _ELSEWHERE:
+        hint = f"; {_ELSEWHERE[name]}"
+    else:
+        hint = suggestion(name, known) or f"; commands are {', '.join(known)}"
+    raise OptionError(f"there is no command {name!r}{hint}")
+
+
+def _usage_message(error: Any) -> str:
+    """The message of an error that click found; for an unknown option with the nearest names."""
+    if not hasattr(error, "possibilities") or error.ctx is None:
+        return str(error.format_message())
+    flags = sorted({flag for parameter in error.ctx.command.params for flag in parameter.opts})
+    return f"there is no option {error.option_name}{suggestion(error.option_name, flags)}"
 
 
 def _open_streams() -> None:

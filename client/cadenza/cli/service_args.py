@@ -28,15 +28,21 @@ class GroupedCommand(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the sections; called by click."""
-        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
-        for parameter in self.get_params(ctx):
+        parameters = self.get_params(ctx)
+        grouped = any(_panel_of(parameter) for parameter in parameters)
+        own = "Common options" if grouped else "Options"
+        sections: dict[str, list[tuple[str, str]]] = {own: []}
+        for parameter in parameters:
             record = parameter.get_help_record(ctx)
-            if record is not None:
-                panel = getattr(parameter, "rich_help_panel", None) or "Options"
-                sections.setdefault(panel, []).append(record)
+            if record is not None and parameter.param_type_name == "option":
+                sections.setdefault(_panel_of(parameter) or own, []).append(record)
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+def _panel_of(parameter: Any) -> str | None:
+    return getattr(parameter, "rich_help_panel", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +114,15 @@ def named_model(model: str | None, config: str | None) -> str | None:
 
 
 def service_fields(heading: str = "{}") -> Iterator[FieldOption]:
-    """The services' options, group by group; none if the services are not installed."""
+    """The services' options, group by group; none if the services are not installed.
+
+    `heading` has a place for the group's name. If it is nothing else, the common options come first, without a heading.
+    """
     try:
         services = service_options()
     except OptionError:
         return
-    from cadenza.settings.help import GROUPS, group_of
+    from cadenza.settings.help import COMMON, GROUPS, group_of
 
     configs = config_classes()
     fields = {}
@@ -121,9 +130,11 @@ def service_fields(heading: str = "{}") -> Iterator[FieldOption]:
         both = [configs[owner].model_fields[name] for owner in owners]
         # If both have the option, the scheduler's default is used, unless it has none and uses the executor's.
         fields[name] = next((field for field in reversed(both) if field.default is not None), both[0])
+    common = COMMON if heading == "{}" else ()
+    for name in common:
+        yield FieldOption(name, fields.pop(name), None)
     for name, field in sorted(fields.items(), key=lambda item: GROUPS.index(group_of(item[1]))):
-        group = group_of(field)
-        yield FieldOption(name, field, None if group == "Basics" and heading == "{}" else heading.format(group))
+        yield FieldOption(name, field, heading.format(group_of(field)))
 
 
 def _parameter(option: FieldOption) -> inspect.Parameter:

@@ -23,8 +23,10 @@ Starts an executor and a scheduler and supervises both.
 
 \b
 Example:
-  cadenza up --model models/cadenza-demo
+  cadenza up models/cadenza-demo
   cadenza generate "Hello"              (in another terminal)
+
+MODEL is a folder or a Hugging Face hub id; --model gives it too. `cadenza serve` is the same command.
 
 Prints `ready HOST:PORT` on stdout once it can serve. The effective options and the logs of both services go to stderr,
 each line with the name of the service. A service that dies is restarted; after a restart of the executor, the effective
@@ -37,9 +39,10 @@ EPILOG = "Exit codes: 0 stopped by a signal, 1 a service did not start or died r
 _LOOK_S = 0.5
 _STYLES = {"executor": "cyan", "scheduler": "green", "cadenza": "bold yellow"}
 
-Model = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="Folder or Hugging Face hub id of the model.  [required]")
+Named = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="Folder or Hugging Face hub id of the model.", show_default=False)
 ]
+Model = Annotated[str | None, typer.Option(metavar="MODEL", help="Folder or hub id of the model, in place of MODEL.")]
 Host = Annotated[str | None, typer.Option(metavar="TEXT", help="Address to listen on.  [default: 127.0.0.1]")]
 Port = Annotated[
     str | None,
@@ -48,6 +51,7 @@ Port = Annotated[
 
 
 def up(
+    named: Named = None,
     model: Model = None,
     host: Host = None,
     port: Port = None,
@@ -58,9 +62,13 @@ def up(
     from cadenza.local import LocalServices
     from cadenza.local_options import EXECUTOR, Setting, read_places
 
-    places = read_places({"model": model, "host": host, "port": port}, config)
+    if named is not None and model not in (None, named):
+        raise OptionError(f"option model: it is given twice: {named} and --model {model}")
+    places = read_places({"model": named if model is None else model, "host": host, "port": port}, config)
     if "model" not in places:
-        raise OptionError("option model: it is missing: give --model, CADENZA_MODEL, or model in a file with --config")
+        raise OptionError(
+            "option model: it is missing: cadenza up MODEL; or --model, CADENZA_MODEL, or model in a file with --config"
+        )
 
     def value(name: str, default: Any) -> Any:
         return places.get(name, Setting(default)).value

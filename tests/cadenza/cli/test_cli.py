@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 
 import pytest
@@ -148,8 +149,15 @@ def test_closed_streams(target, script, monkeypatch):
         (["generate", "x", "--max-tokens", "many"], 2, "cadenza: Invalid value for '--max-tokens'"),
         (["generate", "x", "--block-size", "8"], 2, "cadenza: option block_size is for a service started here"),
         (["generate", "x", "--target", "a:1", "--model", "m"], 2, "cadenza: give --target or --model, not both"),
-        (["frobnicate"], 2, "cadenza: No such command 'frobnicate'"),
-        (["up"], 2, "cadenza: option model: it is missing: give --model, CADENZA_MODEL, or model in a file"),
+        (["frobnicate"], 2, "cadenza: there is no command 'frobnicate'; commands are demo, up, serve, generate,"),
+        (["serv", "m"], 2, "cadenza: there is no command 'serv'; did you mean serve?\n"),
+        (["generat", "x"], 2, "cadenza: there is no command 'generat'; did you mean generate?\n"),
+        (["run", "m"], 2, "cadenza: there is no command 'run'; cadenza up MODEL serves a model, and cadenza chat "),
+        (["up", "--modle", "m"], 2, "cadenza: there is no option --modle; did you mean --model or "),
+        (["serve", "m", "--prot", "1"], 2, "cadenza: there is no option --prot; did you mean --port"),
+        (["chat", "--temprature", "0"], 2, "cadenza: there is no option --temprature; did you mean --temperature"),
+        (["up", "m", "--model", "other"], 2, "cadenza: option model: it is given twice: m and --model other\n"),
+        (["up"], 2, "cadenza: option model: it is missing: cadenza up MODEL; or --model, CADENZA_MODEL, or model in a"),
         (["up", "--model", "m", "--port", "x"], 2, "cadenza: option port: must be an integer from 0 to 65535, not 'x'"),
         (["up", "--config", "/no/such"], 2, "cadenza: /no/such: no such file or directory"),
         (["chat", "--config", "/no/such"], 2, "cadenza: /no/such: no such file or directory"),
@@ -178,10 +186,15 @@ def test_help_fits_a_terminal(command, capsys, monkeypatch):
 def test_help_has_the_options_under_headings(capsys):
     assert run(["up", "--help"]) == 0
     out = capsys.readouterr().out
-    headings = ["\nOptions:", "\nModel:", "\nMemory:", "\nBatching:", "\nScheduling:", "\nLogging:", "Exit codes:"]
-    places = [out.index(heading) for heading in headings]
+    headings = ["Common options", "Model", "Memory", "Batching", "Scheduling", "Logging", "Simulation"]
+    places = [out.index(f"\n{heading}:\n") for heading in headings] + [out.index("Exit codes:")]
     assert places == sorted(places)
-    assert out.index("Example:") < places[0] < out.index("--model TEXT") < out.index("--device") < places[1]
+    common = re.findall("^  (--[a-z-]+)", out[places[0] : places[1]], re.MULTILINE)
+    assert common == [
+        "--model", "--host", "--port", "--config", "--device", "--dtype", "--max-model-len", "--max-num-seqs",
+        "--gpu-memory-utilization", "--log-requests",
+    ]  # fmt: skip
+    assert out.index("Example:") < places[0] < out.index("--model MODEL") < out.index("--device") < places[1]
     assert places[2] < out.index("--num-gpu-blocks") < out.index("--watermark") < places[3]
     for flag in ("--gpu-memory-utilization", "--no-enable-prefix-caching", "--config"):
         assert flag in out
@@ -189,6 +202,15 @@ def test_help_has_the_options_under_headings(capsys):
     assert "Plans sent ahead of their results. [default: 2]" in " ".join(out.split())
     assert run(["generate", "--help"]) == 0
     assert "\nServer started by --model: Memory:\n" in capsys.readouterr().out
+
+
+def test_serve_is_up_by_another_name(capsys):
+    assert run(["up", "--help"]) == 0
+    up = capsys.readouterr().out
+    assert run(["serve", "--help"]) == 0
+    assert capsys.readouterr().out == up.replace("Usage: cadenza up", "Usage: cadenza serve")
+    assert run(["--help"]) == 0
+    assert "\n  serve " not in capsys.readouterr().out, "one command is listed once"
 
 
 def test_version(capsys):

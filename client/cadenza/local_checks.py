@@ -1,0 +1,146 @@
+"""What can be checked before a service is started: the model's files, the device, the address.
+
+A service would find the same out after it has loaded its libraries, seconds later. Everything here raises OptionError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import difflib
+import errno
+import importlib.metadata
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from cadenza.errors import OptionError
+from cadenza.local_options import Setting
+from cadenza.transport import format_address
+
+_HUB_TIMEOUT_S = 10.0
+_IN_USE_HINT = "; another program listens there: choose another port, or 0 for any free one"
+
+
+def check_model(model: str | os.PathLike[str]) -> str:
+    """The model's folder or hub id in the form for the services; raises OptionError for a missing folder."""
+    if not isinstance(model, (str, os.PathLike)):
+        raise OptionError(f"option model: must be a folder or a hub id, not {model!r}")
+    model = os.fspath(model)
+    if not model.strip():
+        raise OptionError("option model: it is empty: give a folder or a hub id")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return str(path.resolve())
+    if path.exists():
+        raise OptionError(f"option model: {model!r} is not a folder")
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise OptionError(f"option model: {model!r} is not a folder{_nearest_folder(path)}")
+    return model
+
+
+def check_files(model: str, settings: Mapping[str, Setting]) -> None:
+    """Check that the model's files are there, or that the hub has it. Nothing is checked with `simulate`."""
+    if _value(settings, "simulate") is not None:
+        return
+    from executor_svc.errors import StartError
+    from executor_svc.models.folder import check_folder
+
+    if not Path(model).is_dir():
+        _check_hub(model)
+        return
+    try:
+        check_folder(Path(model), with_weights=_value(settings, "load_format") != "dummy")
+    except StartError as error:
+        raise OptionError(f"option model: {error}") from None
+
+
+def check_device(settings: Mapping[str, Setting]) -> None:
+    """Check that there is a GPU if one is requested. Triton's interpreter, on the CPU, may stand in for it."""
+    setting = settings.get("device")
+    if setting is None or setting.value != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    missing = _missing_for_cuda()
+    if missing:
+        raise setting.refused("device", f"cuda: {missing}; use cpu or auto")
+
+
+def check_address(host: str, port: object) -> None:
+    """Check that a service can listen on `host` and `port`; port 0 is any free one."""
+    if not isinstance(port, int) or not 0 <= port <= 65535:
+        raise OptionError(f"option port: must be an integer from 0 to 65535, not {port!r}")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise OptionError(f"option host: {host!r}: {reason[:1].lower()}{reason[1:]}") from None
+    kind, _, _, _, address = found[0]
+    with contextlib.closing(socket.socket(kind, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            # The address belongs to another machine; anything else is about the port.
+            name = "host" if error.errno == errno.EADDRNOTAVAIL else "port"
+            hint = _IN_USE_HINT if error.errno == errno.EADDRINUSE else ""
+            reason = (error.strerror or str(error)).lower()
+            raise OptionError(f"option {name}: cannot listen on {format_address(host, port)}: {reason}{hint}") from None
+
+
+def _value(settings: Mapping[str, Setting], name: str) -> object:
+    return settings[name].value if name in settings else None
+
+
+def _nearest_folder(path: Path) -> str:
+    """The end of a sentence about a missing folder: a model's folder beside it with a similar name; empty if none."""
+    try:
+        beside = [each.name for each in path.parent.iterdir() if (each / "config.json").is_file()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.4)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
+def _check_hub(model: str) -> None:
+    """Check that a hub id is in the local cache, or that the hub has it."""
+    import huggingface_hub as hub
+
+    try:
+        if isinstance(hub.try_to_load_from_cache(model, "config.json"), str):
+            return
+        hub.HfApi().model_info(model, timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # of the HTTP library too, which differs between releases of the hub's client
+        reason = _nearest_folder(Path(model)) or _hub_reason(error)
+        raise OptionError(f"option model: there is no folder {model!r}{reason}") from None
+
+
+def _hub_reason(error: Exception) -> str:
+    """The end of a sentence about a missing folder: why it cannot be taken from the hub either."""
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    match error:
+        case HFValidationError():
+            return ", and a hub id has the form NAME or OWNER/NAME"
+        case RepositoryNotFoundError():
+            return ", and the Hugging Face hub has no such model, or only for those who set HF_TOKEN"
+        case OfflineModeIsEnabled():
+            return ", and as a hub id it is not in the local cache, and HF_HUB_OFFLINE is set"
+        case _:
+            return f", and as a hub id it is not in the local cache, and the Hugging Face hub does not answer: {error}"
+
+
+def _missing_for_cuda() -> str:
+    """What a GPU executor lacks on this machine; empty if nothing. PyTorch is not imported: that takes seconds."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("torch")
+        if "+cpu" in version:
+            return f"PyTorch {version} here is a build for the CPU"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "there is no NVIDIA driver here (libcuda.so.1)"
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value < 1:
+        return "the NVIDIA driver sees no GPU here"
+    return ""

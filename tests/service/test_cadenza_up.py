@@ -195,7 +195,10 @@ def test_a_taken_port_is_named_with_where_it_was_said(tmp_path, model):
         command = [sys.executable, "-m", "cadenza", "up"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert result.returncode == 2
-    assert result.stderr == f"cadenza: option port: cannot listen on 127.0.0.1:{port}: address already in use\n"
+    assert result.stderr == (
+        f"cadenza: option port: cannot listen on 127.0.0.1:{port}: address already in use; "
+        "another program listens there: choose another port, or 0 for any free one\n"
+    )
 
 
 def test_llm_takes_a_file_too(model, tmp_path):

@@ -65,6 +65,7 @@ def _record(record: StepRecord, *, block_tables: bool) -> pb.StepRecord:
         preempted_ids=record.preempted_ids,
         swapped_out_ids=record.swapped_out_ids,
         swapped_in_ids=record.swapped_in_ids,
+        first_token_ns=record.first_token_ns,
         load=_load(record.load),
         block_changes=[
             pb.BlockTableChange(sequence_id=sequence_id, appended=appended, cleared=cleared)

@@ -258,6 +258,7 @@ class Engine:
         for key, live in touched.items():
             if not live.times.first_token_ns and live.num_completion_tokens:
                 live.times.first_token_ns = now
+                self._recorder.on_first_token(now - live.times.arrival_ns)
             if live.finish_if_all_ended():
                 self._close(key, live, now)
             live.notify()

@@ -64,11 +64,17 @@ class StepRecorder:
         self._load = load
         self._started_ns = started_ns
         self._loads: dict[int, Load] = {}
+        self._first_token_ns: list[int] = []
 
     def on_planned(self, step_id: int) -> None:
         """Keep the current load for a planned step."""
         if self.watches:
             self._loads[step_id] = self._load()
+
+    def on_first_token(self, since_arrival_ns: int) -> None:
+        """Keep the time to first token of a request for the next record."""
+        if self.watches:
+            self._first_token_ns.append(since_arrival_ns)
 
     def on_applied(
         self,
@@ -85,6 +91,7 @@ class StepRecorder:
         """
         load = self._loads.pop(step.plan.step_id, None)
         record = self._record(step, contexts, result, ended, load or self._load(), now)
+        self._first_token_ns = []
         for watch in self.watches:
             watch.put(record)
 
@@ -122,6 +129,7 @@ class StepRecorder:
             preempted_ids=[sequence.sequence_id for sequence in step.preempted],
             swapped_out_ids=[sequence.sequence_id for sequence in step.swapped_out],
             swapped_in_ids=[sequence.sequence_id for sequence in step.swapped_in],
+            first_token_ns=self._first_token_ns,
             load=load,
             block_changes=_block_changes(step),
         )

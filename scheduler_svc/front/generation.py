@@ -110,7 +110,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         try:
             if builder.tokenizer is None:
-                raise PreconditionError("token_ids", "the service has no tokenizer")
+                raise PreconditionError("token_ids", "the model has no tokenizer: start the server with --tokenizer")
             check_limits(request)
             token_ids = list(request.token_ids)
             builder.check_token_ids(token_ids, "token_ids")

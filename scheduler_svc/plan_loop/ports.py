@@ -215,6 +215,8 @@ class StepRecord:
     preempted_ids: Sequence[int] = ()
     swapped_out_ids: Sequence[int] = ()
     swapped_in_ids: Sequence[int] = ()
+    first_token_ns: Sequence[int] = ()
+    """Arrival to first token of each request whose first token came with this step's result."""
     load: Load = field(default_factory=Load)
     block_changes: Sequence[tuple[int, tuple[int, ...], bool]] = ()
     """(sequence_id, appended block ids, whether the table was cleared first)."""

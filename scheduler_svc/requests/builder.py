@@ -23,7 +23,10 @@ from scheduler_svc.requests.tokenizer import ChatTemplateError, Tokenizer
 
 _CONTEXT_TOKENS = 6
 """Number of prompt tokens that a text stream starts from, so that a word's leading space is as in the prompt's text."""
-_NO_TOKENIZER = "the service has no tokenizer: send token ids"
+_NO_TOKENIZER = (
+    "the model has no tokenizer: send token ids (cadenza generate --ids 5,6,7; prompt_token_ids in Python), or start "
+    "the server with --tokenizer"
+)
 _DEADLINE_SLACK_S = 1.0
 """The call's deadline cancels it; the engine's deadline is later, in case the cancellation is lost."""
 

@@ -153,7 +153,13 @@ class Script(pb_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServi
     async def GetModelInfo(self, request, context):
         fingerprint = types_pb2.NumericsFingerprint(mode=types_pb2.NUMERICS_MODE_EXACT, digest=b"d")
         return pb.GetModelInfoResponse(
-            model="m", vocab_size=7, eos_token_ids=[2], bos_token_id=0, has_chat_template=True, fingerprint=fingerprint
+            model="m",
+            vocab_size=7,
+            eos_token_ids=[2],
+            bos_token_id=0,
+            has_tokenizer=True,
+            has_chat_template=True,
+            fingerprint=fingerprint,
         )
 
     async def GetServerInfo(self, request, context):

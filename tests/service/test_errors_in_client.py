@@ -31,7 +31,7 @@ async def streamed(client, prompt, request_id=None):
         ("own", lambda client: streamed(client, [5] * 256), errors.InvalidRequestError,
          "prompt: has 256 tokens; with one for the output that exceeds max_model_len = 256"),
         ("no_tokenizer", lambda client: client.generate("Hi"), errors.FailedPreconditionError,
-         "prompt[0].text: the service has no tokenizer: send token ids"),
+         "prompt[0].text: the model has no tokenizer: send token ids"),
         ("no_template", lambda client: client.chat(CHAT), errors.FailedPreconditionError,
          "prompt[0].chat: the tokenizer has no chat template: send text or token ids"),
         ("full", lambda client: streamed(client, [5, 6]), errors.QueueFullError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import sys
 
 import grpc
@@ -14,7 +15,7 @@ from cadenza.cli.app import run
 from cadenza.cli.top import follow
 from cadenza.errors import DeadlineError, UnavailableError, UnsupportedError
 from cadenza.loop_thread import LoopThread
-from cadenza.top.figures import Lost, Snapshot, json_line
+from cadenza.top.figures import Lost, Snapshot, json_line, percentiles
 from cadenza.top.watching import observe
 from tests.helpers import scripted_server
 from tests.helpers.relay import relay
@@ -56,10 +57,25 @@ async def test_the_figures_are_those_of_what_ran() -> None:
     assert sum(f.sampled_tokens_per_s * s.window_s for f, s in zip(steps, seen, strict=True)) == pytest.approx(80)
     assert max(each.max_sequences for each in steps) == 4
     assert {f.times_s[name].p50 for f in steps for name in f.times_s if name == "total"} == {1e-6}
+    assert {each.model for each in seen} == {"toy"}
     last = seen[-1]
     assert (last.info.load.num_running, last.running_s, last.waiting_s, last.num_dropped) == (0, None, None, 0)
     assert last.executors[0].info.incarnation == 7
     assert last.watched_s <= last.info.uptime_s
+
+
+async def test_time_to_first_token_is_what_the_requests_were_told() -> None:
+    async with (
+        world(max_num_seqs=1) as w,
+        contextlib.aclosing(observe(w.target, interval_s=INTERVAL_S, window_s=60.0)) as outputs,
+    ):
+        assert (await anext(outputs)).ttft_s is None
+        work = (collect(w.stub.Generate(request(ids=[5] * 20, seed=seed, max_tokens=2))) for seed in range(5))
+        done = await asyncio.gather(*work)
+        *_, seen = await until(outputs, lambda each: each.info.load.num_output_tokens == 10)
+    times = sorted(each.stats.first_token_ns / 1e9 for each in done)
+    assert times[-1] > times[0], "one runs at a time: the others wait"
+    assert seen.ttft_s == percentiles(times)
 
 
 async def test_who_waits_and_who_runs_while_nothing_moves() -> None:
@@ -170,8 +186,10 @@ def target():
 def test_once_in_a_pipe(target, capsys) -> None:
     assert run(["top", "--target", target, "--once", "--interval", "0.1"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(f"cadenza top  {target}, 1, up 0:00:00, 128.0 MiB resident\n")
-    assert "running       3\n" in shown
+    assert shown.startswith(f"cadenza top  {target}\nmodel            m\n")
+    assert "running          3\n" in shown
+    assert "TTFT p50         -\n" in shown
+    assert "scheduler     1, 128.0 MiB resident\n" in shown
     assert "8.0 GiB resident\n" in shown
     assert "lost          2 step records" in shown
     assert "\x1b" not in shown
@@ -206,16 +224,56 @@ def test_nothing_listens(capsys) -> None:
     assert capsys.readouterr().err.startswith("cadenza: option target: 'http://x' is not HOST:PORT")
 
 
-@pytest.mark.slow
-def test_a_terminal_is_given_back_at_ctrl_c(target) -> None:
-    terminal = Terminal(
-        sys.executable, "-m", "cadenza", "top", "--target", target, "--interval", "0.1", kind="xterm-256color"
-    )
+@contextlib.contextmanager
+def top_in_a_terminal(target: str, **options):
+    command = (sys.executable, "-m", "cadenza", "top", "--target", target, "--interval", "0.1")
+    terminal = Terminal(*command, kind="xterm-256color", **options)
     try:
-        terminal.wait_for(r"\x1b\[\?1049h")  # the other screen
-        terminal.wait_for("at most")  # bars, of two intervals
-        terminal.type(CTRL_C)
-        terminal.wait_for(r"\x1b\[\?1049l")
-        assert terminal.process.wait(10) == 130
+        yield terminal
     finally:
         terminal.close()
+
+
+@pytest.mark.slow
+def test_keys_switch_between_screens_and_quit(target) -> None:
+    with top_in_a_terminal(target, size=(50, 12)) as terminal:
+        terminal.wait_for_screen(r"running +3 +██")
+        assert terminal.screen[-1] == "q quit  d details"
+        terminal.type(b"d")
+        terminal.wait_for_screen(r"preemptions +0, 0 since the start")
+        assert terminal.screen[-1] == "q quit  d overview"
+        assert "running " not in "\n".join(terminal.screen)
+        terminal.resize(80, 24)
+        terminal.wait_for_screen(r"  memory +8.0 GiB resident(.*\n)+q quit")
+        assert len(terminal.screen) == 24
+        terminal.type(b"xd")
+        terminal.wait_for_screen("running +3 +██+  max 3")
+        terminal.type(b"q")
+        terminal.wait_for(r"\x1b\[\?1049l")  # back on the shell's screen
+        terminal.wait_for("running .*3 ")  # the last picture stays there
+        terminal.wait_for("prefix hit rate .*\n")
+        assert terminal.process.wait(10) == 0
+        assert "q quit" not in terminal.text, "there are no keys any more"
+
+
+@pytest.mark.slow
+def test_ctrl_c_gives_the_terminal_back_with_the_last_picture(target) -> None:
+    with top_in_a_terminal(target) as terminal:
+        terminal.wait_for(r"\x1b\[\?1049h")  # the other screen
+        terminal.wait_for_screen("running +3 +██")  # bars, of two intervals
+        terminal.type(CTRL_C)
+        terminal.wait_for(r"\x1b\[\?1049l")
+        terminal.wait_for("prefix hit rate")
+        assert terminal.process.wait(10) == 130
+        assert terminal.reads_lines, "the shell's settings are back"
+
+
+@pytest.mark.slow
+def test_without_a_keyboard_there_are_no_keys(target) -> None:
+    with top_in_a_terminal(target, keyboard=False) as terminal:
+        terminal.wait_for_screen("running +3 +██")
+        assert terminal.screen[-1] == "Ctrl-C quits"
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.wait_for(r"\x1b\[\?1049l")
+        terminal.wait_for("prefix hit rate")
+        assert terminal.process.wait(10) == 130

@@ -10,7 +10,18 @@ from typing import Annotated, Any
 import typer
 
 from cadenza.cli.generate import EPILOG as EPILOG
-from cadenza.cli.generate import MaxTokens, Model, Seed, Stop, Target, Temperature, TopK, TopP, make_params
+from cadenza.cli.generate import (
+    NO_TOKENIZER,
+    MaxTokens,
+    Model,
+    Seed,
+    Stop,
+    Target,
+    Temperature,
+    TopK,
+    TopP,
+    make_params,
+)
 from cadenza.cli.interrupts import Interrupts
 from cadenza.cli.service_args import Config, serving
 from cadenza.cli.text import notice, typed, write
@@ -67,8 +78,13 @@ def chat(
     )
     with serving(target, model, config, options) as address, Client(address) as client:
         info = client.model_info()
+        if not info.has_tokenizer:
+            raise FailedPreconditionError(NO_TOKENIZER)
         if not info.has_chat_template:
-            raise FailedPreconditionError(f"{info.model} has no chat template: use cadenza generate --raw")
+            raise FailedPreconditionError(
+                "the model has no chat template, which a chat needs: continue texts with cadenza generate --raw, or "
+                "start the server with --tokenizer and one that has a template"
+            )
         conversation = _Conversation(
             client, params, None if system is None else typed(system), interactive=sys.stdin.isatty()
         )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
@@ -14,8 +15,9 @@ import typer
 from cadenza.async_client import AsyncClient
 from cadenza.cli.service_args import Config, serving
 from cadenza.cli.text import notice, printable, typed, write
-from cadenza.errors import CadenzaError, OptionError
-from cadenza.outputs import RequestOutput
+from cadenza.errors import CadenzaError, FailedPreconditionError, OptionError
+from cadenza.info import ModelInfo
+from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.sampling_params import SamplingParams
 
 HELP = """Answer prompts and stream the answers.
@@ -25,12 +27,18 @@ Examples:
   cadenza generate "What is 27 + 48?"       by the server at port 50051 here
   cadenza generate --target 10.0.0.5:50051 --temperature 0 "Hello" "Hi"
   cadenza generate --model models/cadenza-demo --raw "12+34="
+  cadenza generate --ids 5,6,7              a prompt of token ids
 
 Several prompts run at once; one is read from stdin when none is given. The model's chat template is applied unless
---raw. With --model a server is started for this command only, with the options below; CADENZA_SEED is its seed of dummy
-weights.
+--raw or --ids. Answers of a model without a tokenizer are shown as token ids. With --model a server is started for this
+command only, with the options below; CADENZA_SEED is its seed of dummy weights.
 """
 EPILOG = "Exit codes: 0 answered, 1 a failure, 2 wrong options, 130 Ctrl-C."
+NO_TOKENIZER = (
+    "the model has no tokenizer: send token ids (cadenza generate --ids 5,6,7; prompt_token_ids in Python), or start "
+    "the server with --tokenizer"
+)
+_LABEL_CHARS = 40
 
 
 def _option(metavar: str, text: str) -> Any:
@@ -47,6 +55,52 @@ TopP = Annotated[float, _option("NUMBER", "Keep the most likely tokens up to thi
 TopK = Annotated[int, _option("INTEGER", "Keep this many most likely tokens; 0: all.")]
 Seed = Annotated[int | None, _option("INTEGER", "Sampling seed; without it, one is drawn.")]
 Stop = Annotated[list[str] | None, _option("TEXT", "String that ends the answer; may be given several times.")]
+Ids = Annotated[
+    list[str] | None,
+    typer.Option("--ids", metavar="IDS", help="A prompt as token ids, such as 5,6,7; may be given several times."),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt: a text, or token ids."""
+
+    text: str = ""
+    token_ids: list[int] | None = None
+
+    def __str__(self) -> str:
+        return self.text if self.token_ids is None else " ".join(map(str, self.token_ids))
+
+    @property
+    def label(self) -> str:
+        """The start of the prompt, for messages."""
+        return repr(printable(str(self))[:_LABEL_CHARS])
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Sends prompts with the same parameters."""
+
+    client: AsyncClient
+    params: SamplingParams
+    applies_template: bool
+    shows_ids: bool  # the model has no tokenizer
+
+    async def answers(self, prompts: list[_Prompt]) -> list[RequestOutput]:
+        """The whole answers; raises CadenzaError, which has the answers of the others if a prompt failed."""
+        if self.applies_template:
+            return await self.client.chat([_messages(prompt) for prompt in prompts], self.params)
+        return await self.client.generate([prompt.token_ids or prompt.text for prompt in prompts], self.params)
+
+    def stream(self, prompt: _Prompt) -> AsyncIterator[RequestOutput]:
+        """The answer in pieces."""
+        if self.applies_template:
+            return self.client.stream_chat(_messages(prompt), self.params)
+        return self.client.stream(prompt.token_ids or prompt.text, self.params)
+
+    def shown(self, sample: CompletionOutput) -> str:
+        """What a piece of an answer shows: its text, or its token ids."""
+        return "".join(f"{token_id} " for token_id in sample.token_ids) if self.shows_ids else sample.text
 
 
 def generate(
@@ -55,6 +109,7 @@ def generate(
     model: Model = None,
     config: Config = None,
     raw: Annotated[bool, typer.Option("--raw", help="Apply no chat template.")] = False,
+    ids: Ids = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
@@ -66,13 +121,7 @@ def generate(
     **options: Any,
 ) -> None:
     """Run the command; raises CadenzaError."""
-    if not prompts:
-        if sys.stdin.isatty():
-            raise OptionError("no prompt: give one as an argument or on stdin")
-        prompts = [sys.stdin.read().removesuffix("\n")]
-        if not prompts[0].strip():
-            raise OptionError("no prompt: stdin is empty")
-    prompts = [typed(prompt) for prompt in prompts]
+    given = _given_prompts(prompts or [], ids or [])
     params = make_params(
         max_tokens=max_tokens or None,
         temperature=temperature,
@@ -83,7 +132,7 @@ def generate(
         ignore_eos=ignore_eos,
     )
     with serving(target, model, config, options) as address:
-        asyncio.run(_generate(address, prompts, params, raw=raw, as_json=as_json))
+        asyncio.run(_generate(address, given, params, raw=raw, as_json=as_json))
 
 
 def make_params(**values: Any) -> SamplingParams:
@@ -94,25 +143,61 @@ def make_params(**values: Any) -> SamplingParams:
         raise OptionError(f"option {error}") from None
 
 
-async def _generate(address: str, prompts: list[str], params: SamplingParams, *, raw: bool, as_json: bool) -> None:
+def _given_prompts(texts: list[str], ids: list[str]) -> list[_Prompt]:
+    """The prompts of the command line, else the one on stdin; raises OptionError."""
+    if ids:
+        if texts:
+            raise OptionError("give prompts as texts or as --ids, not both")
+        return [_Prompt(token_ids=list(_parse_ids(each))) for each in ids]
+    if not texts:
+        if sys.stdin.isatty():
+            raise OptionError("no prompt: give one as an argument, on stdin, or as --ids")
+        texts = [sys.stdin.read().removesuffix("\n")]
+        if not texts[0].strip():
+            raise OptionError("no prompt: stdin is empty")
+    return [_Prompt(typed(text)) for text in texts]
+
+
+def _parse_ids(given: str) -> Iterator[int]:
+    """Token ids separated by commas or spaces; raises OptionError."""
+    words = re.split(r"[,\s]+", given.strip().strip(","))
+    for word in words:
+        if not word.isascii() or not word.isdigit():
+            raise OptionError(f"option ids: {typed(word)!r} is not a token id")
+        yield int(word)
+
+
+async def _generate(address: str, prompts: list[_Prompt], params: SamplingParams, *, raw: bool, as_json: bool) -> None:
     async with AsyncClient(address) as client:
-        if not raw and not (await client.model_info()).has_chat_template:
+        info = await client.model_info()
+        _check(prompts, info)
+        has_ids = prompts[0].token_ids is not None
+        if not raw and not has_ids and not info.has_chat_template:
             notice("the model has no chat template: prompts are continued as they are (--raw)")
             raw = True
+        request = _Request(client, params, applies_template=not raw and not has_ids, shows_ids=not info.has_tokenizer)
         if as_json:
-            await _print_json(client, prompts, params, raw)
+            await _print_json(request, prompts)
         else:
-            await _print_streams(client, prompts, params, raw)
+            await _print_streams(request, prompts)
 
 
-async def _print_json(client: AsyncClient, prompts: list[str], params: SamplingParams, raw: bool) -> None:
+def _check(prompts: list[_Prompt], info: ModelInfo) -> None:
+    """Raise an error for prompts that this model cannot take."""
+    for prompt in prompts:
+        if prompt.token_ids is None:
+            if not info.has_tokenizer:
+                raise FailedPreconditionError(NO_TOKENIZER)
+        elif (largest := max(prompt.token_ids)) >= info.vocab_size:
+            last = info.vocab_size - 1
+            raise OptionError(f"option ids: '{largest}' is not a token id of this model: the last is {last}")
+
+
+async def _print_json(request: _Request, prompts: list[_Prompt]) -> None:
     outputs: Sequence[RequestOutput | None]
     failure: CadenzaError | None = None
     try:
-        if raw:
-            outputs = await client.generate(prompts, params)
-        else:
-            outputs = await client.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+        outputs = await request.answers(prompts)
     except CadenzaError as error:  # some prompts failed; the error holds the others' results
         failure, outputs = error, error.outputs or [None] * len(prompts)
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -121,14 +206,14 @@ async def _print_json(client: AsyncClient, prompts: list[str], params: SamplingP
     if failure is not None:
         for index, other in failure.errors.items():
             if other is not failure:
-                notice(f"{printable(prompts[index])[:40]!r}: {other}")
+                notice(f"{prompts[index].label}: {other}")
         raise failure
 
 
-def _print_object(prompt: str, output: RequestOutput) -> None:
+def _print_object(prompt: _Prompt, output: RequestOutput) -> None:
     (sample,) = output.outputs
     line = {
-        "prompt": prompt,
+        **({"prompt": prompt.text} if prompt.token_ids is None else {"prompt_token_ids": prompt.token_ids}),
         "text": sample.text,
         "token_ids": sample.token_ids,
         "finish_reason": sample.finish_reason,
@@ -143,19 +228,17 @@ def _print_object(prompt: str, output: RequestOutput) -> None:
     sys.stdout.write(json.dumps(line, ensure_ascii=ascii_only) + "\n")
 
 
-async def _print_streams(client: AsyncClient, prompts: list[str], params: SamplingParams, raw: bool) -> None:
+async def _print_streams(request: _Request, prompts: list[_Prompt]) -> None:
     """Run all prompts at once and print the answers in order; the current one streams live."""
     queues: list[asyncio.Queue[str | None]] = [asyncio.Queue() for _ in prompts]
 
-    async def pump(prompt: str, queue: asyncio.Queue[str | None]) -> None:
+    async def pump(prompt: _Prompt, queue: asyncio.Queue[str | None]) -> None:
         try:
-            async for delta in _stream(client, prompt, params, raw):
+            async for delta in request.stream(prompt):
                 for sample in delta.outputs:
-                    queue.put_nowait(sample.text)
+                    queue.put_nowait(request.shown(sample))
                     if sample.finish_reason in ("abort", "error"):
-                        notice(
-                            f"{printable(prompt)[:40]!r} ended early: {sample.finish_detail or sample.finish_reason}"
-                        )
+                        notice(f"{prompt.label} ended early: {sample.finish_detail or sample.finish_reason}")
         finally:
             queue.put_nowait(None)
 
@@ -175,7 +258,7 @@ async def _print_streams(client: AsyncClient, prompts: list[str], params: Sampli
     failed = [(prompt, error) for prompt, error in zip(prompts, errors, strict=True) if error is not None]
     if failed:
         for prompt, error in failed[:-1]:
-            notice(f"{printable(prompt)[:40]!r}: {error}")
+            notice(f"{prompt.label}: {error}")
         raise failed[-1][1]
 
 
@@ -188,7 +271,5 @@ async def _keep_error(work: Any) -> Exception | None:
     return None
 
 
-def _stream(client: AsyncClient, prompt: str, params: SamplingParams, raw: bool) -> AsyncIterator[RequestOutput]:
-    if raw:
-        return client.stream(prompt, params)
-    return client.stream_chat([{"role": "user", "content": prompt}], params)
+def _messages(prompt: _Prompt) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt.text}]

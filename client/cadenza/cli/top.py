@@ -7,6 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,16 +23,17 @@ HELP = """Watch a running server.
 
 \b
 Examples:
-  cadenza top                      the server at port 50051 here, until Ctrl-C
+  cadenza top                      the server at port 50051 here, until q
   cadenza top --target 10.0.0.5:50051 --interval 5
   cadenza top --once               one snapshot, over one interval
   cadenza top --json > top.jsonl   a line for each interval
 
-Shows queues, KV blocks, tokens/s, and the batch and step times of each executor. The live view covers at least the
-last 5 seconds, a line of --json its interval. Ages count from the start of the watch at the earliest. If the server
-goes away, the command waits for it; with --once that is an error. A watch costs the scheduler a record for each step.
+Shows queues, tokens/s, time to first token (TTFT), and KV cache use; bars show the last intervals. Keys: q quits, d
+shows details (steps, plans, sessions, preemptions). The live view covers at least the last 5 seconds, a line of --json
+its interval. If the server goes away, the command waits for it; with --once that is an error. A watch costs the
+scheduler a record for each step.
 """
-EPILOG = "Exit codes: 0 success (--once), 1 no server (--once) or not a Cadenza server, 2 wrong options, 130 Ctrl-C."
+EPILOG = "Exit codes: 0 success (q, --once), 1 no server (--once) or not a Cadenza server, 2 wrong options, 130 Ctrl-C."
 _LIVE_WINDOW_S = 5.0
 _INTERVALS_S = (0.1, 600.0)
 
@@ -47,12 +49,11 @@ def top(
     """Run the command; raises CadenzaError."""
     if not _INTERVALS_S[0] <= interval <= _INTERVALS_S[1]:
         raise OptionError("option interval: must be {:g} to {:g} seconds, not {:g}".format(*_INTERVALS_S, interval))
-    with serving(target, None, None, {}) as address, contextlib.ExitStack() as stack:
+    with serving(target, None, None, {}) as address:
         if as_json:
-            show, window_s = _lines(address), 0.0
+            asyncio.run(follow(address, _lines(address), interval_s=interval, window_s=0.0, once=once))
         else:
-            show, window_s = _pictures(address, stack, live=not once)
-        asyncio.run(follow(address, show, interval_s=interval, window_s=window_s, once=once))
+            _pictures(address, interval, once=once)
 
 
 async def follow(target: str, show: Show, *, interval_s: float, window_s: float, once: bool) -> None:
@@ -79,19 +80,22 @@ def _lines(target: str) -> Show:
     return show
 
 
-def _pictures(target: str, stack: contextlib.ExitStack, *, live: bool) -> tuple[Show, float]:
-    """A `Show` that redraws the terminal until `stack` ends, or prints one view below the other; and the window."""
-    from rich.live import Live
-    from rich.text import Text
-
+def _pictures(target: str, interval_s: float, *, once: bool) -> None:
+    """Redraw the terminal until a key ends it, or print one view below the other."""
     from cadenza.cli.load_results import tables_console
+    from cadenza.cli.top_screen import TopScreen
     from cadenza.cli.top_view import TopView
 
     console = tables_console()
     view = TopView(target, ascii_only="utf" not in console.encoding.lower())
-    if live and console.is_terminal and not console.is_dumb_terminal:
-        screen = stack.enter_context(
-            Live(Text(f"connecting to {target}"), console=console, screen=True, auto_refresh=False)
-        )
-        return lambda observation: screen.update(view.draw(observation), refresh=True), _LIVE_WINDOW_S
-    return lambda observation: console.print(view.draw(observation), ""), 0.0
+    if not once and console.is_terminal and not console.is_dumb_terminal:
+        screen = TopScreen(console, view)
+        observing = partial(follow, target, screen.show, interval_s=interval_s, window_s=_LIVE_WINDOW_S, once=False)
+        asyncio.run(screen.run(observing))
+        return
+
+    def show(observation: Snapshot | Lost) -> None:
+        view.add(observation)
+        console.print(view.whole(console.width), "", sep="\n")
+
+    asyncio.run(follow(target, show, interval_s=interval_s, window_s=0.0, once=once))

@@ -1,146 +1,207 @@
-"""The view of `cadenza top`."""
+"""The views of `cadenza top`: a first screen in users' words, and one with the server's internals."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from datetime import timedelta
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 
-from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cadenza.cli.text import number, printable, size
-from cadenza.top.figures import TIMES, ExecutorFigures, Lost, Snapshot
+from cadenza.cli.rows import Row, elide, fit, named
+from cadenza.cli.text import number, printable
+from cadenza.cli.top_details import detail_rows
+from cadenza.cli.wrapping import wrap
+from cadenza.top.figures import Lost, Percentiles, Snapshot
 from cadenza.top.sparkline import sparkline
 
-_HISTORY = 30
-"""Intervals that the bars show."""
-_NAME_CELLS = 14
+_HISTORY = 60
+"""Most intervals that the bars show."""
+_NAME_CELLS = 17
+_VALUE_CELLS = 11
+_MAXIMUM_CELLS = 17
+_WIDTH_WITH_MAXIMUM = 70
+_ERROR_LINES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """A line of the first screen."""
+
+    name: str
+    keep: float
+    shown: Callable[[float | None], str]
+    value: Callable[[Snapshot], float | None]  # over the window
+    bar: Callable[[Snapshot], float | None]  # over the newest interval
+    top: float | None = None  # the highest bar; None: the largest value
 
 
 class TopView:
     """Draws observations of a server, with bars of earlier intervals."""
 
-    def __init__(self, target: str, *, ascii_only: bool = False) -> None:
+    def __init__(self, target: str, *, ascii_only: bool = False, now: Callable[[], float] = time.time) -> None:
+        """`now`: the time of day in seconds since 1970."""
         self._target = target
         self._ascii_only = ascii_only
-        self._output: deque[float | None] = deque(maxlen=_HISTORY)
-        self._kv: deque[float | None] = deque(maxlen=_HISTORY)
+        self._now = now
+        self._seen: deque[Snapshot | Lost] = deque(maxlen=_HISTORY)
 
-    def draw(self, observation: Snapshot | Lost) -> RenderableType:
-        """The view after one more interval."""
-        if isinstance(observation, Lost):
-            self._output.append(None)
-            self._kv.append(None)
-            return self._lost(observation)
-        self._output.append(observation.interval_output_tokens_per_s)
-        self._kv.append(observation.kv_use)
-        return self._snapshot(observation)
+    def add(self, observation: Snapshot | Lost) -> None:
+        """Take one more interval."""
+        self._seen.append(observation)
 
-    def _lost(self, lost: Lost) -> RenderableType:
-        head = Text.assemble(
-            ("cadenza top", "bold"), f"  {self._target}  ", (f"lost for {lost.lost_s:.0f} s", "bold red")
-        )
-        message = Text(f"{printable(str(lost.error))}\nRetrying.\n", style="red")
-        return Group(head, message, *self._bars())
+    def screen(self, width: int, height: int, *, details: bool, foot: str) -> Text:
+        """Exactly `height` lines of at most `width` cells; `foot` is the last."""
+        lines = self._lines(width, height - 1, details=details)
+        lines += [Text()] * (height - 1 - len(lines))
+        return _joined([*lines, Text(foot, style="reverse")])
 
-    def _snapshot(self, snapshot: Snapshot) -> RenderableType:
-        info = snapshot.info
-        head = Text.assemble(("cadenza top", "bold"), f"  {self._target}, {printable(info.version)}, up ")
-        head.append(f"{timedelta(seconds=int(info.uptime_s))}, {_resident(info.resident_bytes)}")
-        if info.draining:
-            head.append(", draining", style="bold yellow")
-        parts = [head, Text(f"over {snapshot.window_s:.1f} s\n", style="bright_black")]
-        parts += [_line(name, value) for name, value in _server_lines(snapshot)]
-        parts += self._bars()
-        for index, executor in enumerate(snapshot.executors):
-            parts.append(Text())
-            parts += _executor_lines(index, executor, snapshot.max_num_seqs)
-            parts += _times_lines(executor)
-        return Group(*parts)
+    def picture(self, width: int, height: int, *, details: bool) -> Text:
+        """What `screen` shows, as a text that stays in the terminal."""
+        return _joined(self._lines(width, height - 1, details=details))
 
-    def _bars(self) -> list[Text]:
-        """A line for each history; none with a single interval."""
-        known = [value for value in self._output if value is not None]
-        if len(known) < 2:
-            return []
-        most = max(known)
-        lines = []
-        for values, top, style, text in (
-            (self._output, most, "green", f"output tokens/s, {number(most)} at most"),
-            (self._kv, 1.0, "magenta", "KV blocks in use"),
-        ):
-            bars = sparkline(values, top=top, ascii_only=self._ascii_only)
-            lines.append(_line("", Text.assemble((f"{bars:>{_HISTORY}}", style), f"  {text}")))
-        return lines
+    def whole(self, width: int) -> Text:
+        """Everything, one below the other, for a pipe."""
+        latest = self._seen[-1]
+        lines = self._lines(width, 1000, details=False)
+        if isinstance(latest, Snapshot):
+            lines += [Text(), *fit(detail_rows(latest, width, 1000, ascii_only=self._ascii_only), 1000)]
+        return _joined(lines)
+
+    def _lines(self, width: int, height: int, *, details: bool) -> list[Text]:
+        if not self._seen:
+            return [Text(elide(f"connecting to {self._target}", width, ascii_only=self._ascii_only))]
+        latest = self._seen[-1]
+        rows = [Row([self._head(latest, width)], 100)]
+        if isinstance(latest, Lost):
+            rows += self._lost_rows(latest, width)
+        elif details:
+            rows += detail_rows(latest, width, height - 1, ascii_only=self._ascii_only)
+        else:
+            rows += self._about_rows(latest, width)
+        if isinstance(latest, Lost) or not details:
+            for group in _FIGURES:
+                rows += [Row([Text()], 1), *(self._figure_row(figure, width) for figure in group)]
+        return fit(rows, height)
+
+    def _head(self, latest: Snapshot | Lost, width: int) -> Text:
+        state = ""
+        if isinstance(latest, Lost):
+            state = f"lost for {latest.lost_s:.0f} s"
+        elif latest.info.draining:
+            state = "draining"
+        target = elide(self._target, width - len("cadenza top    ") - len(state), ascii_only=self._ascii_only)
+        head = Text.assemble(("cadenza top", "bold"), f"  {target}")
+        return head.append(f"  {state}", style="bold red") if state else head
+
+    def _lost_rows(self, lost: Lost, width: int) -> list[Row]:
+        error = wrap(printable(str(lost.error)), width).splitlines()[:_ERROR_LINES]
+        return [Row([Text(line, style="red") for line in error], 99), Row([Text("Retrying.", style="red")], 98)]
+
+    def _about_rows(self, snapshot: Snapshot, width: int) -> list[Row]:
+        executors = snapshot.executors
+        devices = list(dict.fromkeys(printable(each.info.device) for each in executors))
+        if len(executors) > 1:
+            devices.append(f"{len(executors)} executors")
+        rows = [
+            self._about("model", [printable(snapshot.model)], 90, width),
+            self._about("device", devices, 80, width),
+            self._about("up since", [self._up_since(snapshot.info.uptime_s)], 70, width),
+        ]
+        num_away = sum(not each.info.connected for each in executors)
+        if num_away:
+            rows.append(self._about("away", [f"{num_away} of {len(executors)} executors"], 95, width))
+        return rows
+
+    def _about(self, name: str, parts: list[str], keep: float, width: int) -> Row:
+        lines = named(name, parts, name_cells=_NAME_CELLS, width=width, ascii_only=self._ascii_only)
+        return Row(lines, keep)
+
+    def _up_since(self, uptime_s: float) -> str:
+        now = datetime.fromtimestamp(self._now())
+        start = now - timedelta(seconds=uptime_s)
+        shown = f"{start:%H:%M}" if start.date() == now.date() else f"{start:%Y-%m-%d %H:%M}"
+        return f"{shown} ({timedelta(seconds=int(uptime_s))})"
+
+    def _figure_row(self, figure: _Figure, width: int) -> Row:
+        """The figure's value over the window, and a bar for each interval."""
+        latest = self._seen[-1]
+        value = figure.value(latest) if isinstance(latest, Snapshot) else None
+        line = Text.assemble((f"{figure.name:{_NAME_CELLS}}", "cyan"), f"{figure.shown(value):<{_VALUE_CELLS}}")
+        bars = [figure.bar(each) if isinstance(each, Snapshot) else None for each in self._seen]
+        known = [each for each in bars if each is not None]
+        room = width - _NAME_CELLS - _VALUE_CELLS - (_MAXIMUM_CELLS if width >= _WIDTH_WITH_MAXIMUM else 0)
+        if len(bars) > 1 and known and room > 0:
+            most = max(known)
+            line.append(sparkline(bars[-room:], top=figure.top or most, ascii_only=self._ascii_only), style="green")
+            if width >= _WIDTH_WITH_MAXIMUM and most and figure.top is None:
+                line.append(f"  max {figure.shown(most)}", style="bright_black")
+        line.rstrip()
+        return Row([line], figure.keep)
 
 
-def _server_lines(snapshot: Snapshot) -> list[tuple[str, str]]:
-    load = snapshot.info.load
-    queues = (
-        ("waiting", load.num_waiting, "not empty for", snapshot.waiting_s),
-        ("running", load.num_running, "the oldest for", snapshot.running_s),
-        ("swapped", load.num_swapped, "the oldest for", snapshot.swapped_s),
-    )
-    host = f"; host {load.num_used_host_blocks:,} of {load.num_host_blocks:,}" if load.num_host_blocks else ""
-    lines = [
-        *(
-            (name, f"{num:,}" if age_s is None else f"{num:,}, {what} {age_s:.1f} s")
-            for name, num, what, age_s in queues
+def _joined(lines: list[Text]) -> Text:
+    """The lines as one text, of which a terminal narrower than any sensible one cuts lines and wraps none."""
+    text = Text("\n", no_wrap=True, overflow="crop").join(lines)
+    text.no_wrap, text.overflow = True, "crop"
+    return text
+
+
+def _p50(of: Percentiles | None) -> float | None:
+    return None if of is None else of.p50
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _share(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if 0 < value < 0.0995 else f"{value:.0%}"
+
+
+def _time(value_s: float | None) -> str:
+    if value_s is None:
+        return "-"
+    return f"{number(1e3 * value_s)} ms" if value_s < 0.9995 else f"{number(value_s)} s"
+
+
+def _running(snapshot: Snapshot) -> float:
+    return snapshot.info.load.num_running
+
+
+def _waiting(snapshot: Snapshot) -> float:
+    return snapshot.info.load.num_waiting
+
+
+def _kv_use(snapshot: Snapshot) -> float:
+    return snapshot.kv_use
+
+
+def _hit_rate(snapshot: Snapshot) -> float | None:
+    return snapshot.prefix_hit_rate
+
+
+_FIGURES = (
+    (
+        _Figure("running", 89, _count, _running, _running),
+        _Figure("waiting", 88, _count, _waiting, _waiting),
+    ),
+    (
+        _Figure(
+            "prompt tokens/s", 86, number, lambda s: s.prompt_tokens_per_s, lambda s: s.interval_prompt_tokens_per_s
         ),
-        (
-            "tokens/s",
-            f"{number(snapshot.prompt_tokens_per_s)} prompt, {number(snapshot.output_tokens_per_s)} output",
+        _Figure(
+            "output tokens/s", 87, number, lambda s: s.output_tokens_per_s, lambda s: s.interval_output_tokens_per_s
         ),
-        (
-            "KV blocks",
-            f"{load.num_used_device_blocks:,} of {load.num_device_blocks:,} in use ({snapshot.kv_use:.0%}), "
-            f"{load.num_cached_device_blocks:,} cached{host}",
-        ),
-        (
-            "preemptions",
-            f"{snapshot.num_preemptions:,} ({load.num_preemptions:,} since start); "
-            f"{snapshot.num_swapped_out:,} sequences swapped out, {snapshot.num_swapped_in:,} in",
-        ),
-    ]
-    if snapshot.prefix_hit_rate is not None:
-        lines.append(("prefix cache", f"{snapshot.prefix_hit_rate:.0%} of the prompt tokens were cached"))
-    if snapshot.num_dropped:
-        lines.append(("lost", f"{snapshot.num_dropped:,} step records: the figures of steps miss them"))
-    return lines
-
-
-def _executor_lines(index: int, figures: ExecutorFigures, max_num_seqs: int | None) -> list[Text]:
-    info = figures.info
-    state = Text("connected", style="green") if info.connected else Text("away", style="bold red")
-    name = Text.assemble((f"{f'executor {index}':{_NAME_CELLS}}", "bold"), f"{printable(info.target)}, ")
-    failed = f", {figures.num_failed_steps:,} failed" if figures.num_failed_steps else ""
-    slots = "" if max_num_seqs is None else f" of {max_num_seqs:,}"
-    lines = (
-        ("", f"incarnation {info.incarnation:016x}, epoch {info.epoch}"),
-        (
-            "plans",
-            f"{info.num_inflight_plans} in flight, step {info.last_step_id:,} done, {_resident(info.resident_bytes)}",
-        ),
-        ("steps", f"{number(figures.steps_per_s)}/s, busy {figures.busy:.0%}{failed}"),
-        ("batch", f"{figures.mean_sequences:.1f}{slots} sequences a step, {figures.max_sequences:,} at most"),
-        ("tokens/s", f"{number(figures.prompt_tokens_per_s)} prompt, {number(figures.sampled_tokens_per_s)} sampled"),
-    )
-    return [name + f"{printable(info.device)}, " + state, *(_line(*line) for line in lines)]
-
-
-def _times_lines(figures: ExecutorFigures) -> list[Text]:
-    """Percentiles of a step's time and of its parts, in milliseconds."""
-    lines = [_line("step, ms", Text("".join(f"{name:>8}" for name in TIMES), style="bright_black"))]
-    for mark in ("p50", "p99"):
-        cells = (figures.times_s.get(name) for name in TIMES)
-        values = ("-" if each is None else f"{1e3 * getattr(each, mark):,.2f}" for each in cells)
-        lines.append(_line(f"  {mark}", "".join(f"{value:>8}" for value in values)))
-    return lines
-
-
-def _line(name: str, value: str | Text) -> Text:
-    return Text.assemble((f"{name:{_NAME_CELLS}}", "cyan"), value)
-
-
-def _resident(num_bytes: int) -> str:
-    return f"{size(num_bytes)} resident" if num_bytes else "memory not known"
+        _Figure("TTFT p50", 85, _time, lambda s: _p50(s.ttft_s), lambda s: _p50(s.interval_ttft_s)),
+    ),
+    (
+        _Figure("KV used", 84, _share, _kv_use, _kv_use, top=1.0),
+        _Figure("prefix hit rate", 75, _share, _hit_rate, _hit_rate, top=1.0),
+    ),
+)
+"""The groups of figures; a blank line comes before each if there is room."""

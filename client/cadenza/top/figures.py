@@ -45,12 +45,16 @@ class Snapshot:
     """A server at the end of an interval, and over the window that ends there."""
 
     info: ServerInfo
+    model: str  # folder or hub id, as given to the executor
     watched_s: float  # since the watch began
     num_dropped: int  # step records lost to this watch; the figures of steps lack them
     window_s: float
     prompt_tokens_per_s: float  # including tokens recomputed after a preemption
     output_tokens_per_s: float
-    interval_output_tokens_per_s: float  # over the newest interval alone
+    interval_prompt_tokens_per_s: float  # over the newest interval alone, as the other two
+    interval_output_tokens_per_s: float
+    interval_ttft_s: Percentiles | None
+    ttft_s: Percentiles | None  # of the requests that got their first token in the window; None: there are none
     num_preemptions: int
     num_swapped_out: int  # sequences
     num_swapped_in: int  # sequences
@@ -105,7 +109,8 @@ def _snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
     info = fields.pop("info")
     executors = [_executor_fields(index, each) for index, each in enumerate(fields.pop("executors"))]
     about = {name: info[name] for name in ("version", "uptime_s", "draining", "resident_bytes")}
-    return {**about, **fields, "max_num_seqs": snapshot.max_num_seqs, "load": info["load"], "executors": executors}
+    derived = {"kv_use": snapshot.kv_use, "max_num_seqs": snapshot.max_num_seqs}
+    return {**about, **fields, **derived, "load": info["load"], "executors": executors}
 
 
 def _executor_fields(index: int, fields: dict[str, Any]) -> dict[str, Any]:

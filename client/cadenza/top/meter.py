@@ -26,6 +26,7 @@ class _Step:
     num_sampled: int
     num_swapped_out: int
     num_swapped_in: int
+    ttfts_s: tuple[float, ...]
     times_s: tuple[float, ...]  # in the order of TIMES
 
 
@@ -37,8 +38,10 @@ class Meter:
     so that each record counts once.
     """
 
-    def __init__(self, info: ServerInfo, window_s: float) -> None:
-        """`info`: at the start of the watch; `window_s`: minimum length of the window; 0: one interval."""
+    def __init__(self, info: ServerInfo, window_s: float, *, model: str = "") -> None:
+        """`info`: at the start of the watch; `window_s`: minimum length of the window; 0: one interval; `model`: its
+        name, if known."""
+        self._model = model
         self._window_s = window_s
         self._infos = deque([info])
         self._begin_s = info.uptime_s
@@ -67,18 +70,21 @@ class Meter:
             self._steps.popleft()
         steps = [step for step in self._steps if step.at_s < now_s]
         window_s = now_s - base.uptime_s
+        newest_steps, newest_s = [step for step in steps if step.at_s >= newest.uptime_s], now_s - newest.uptime_s
         waiting_s, running_s, swapped_s = self._ages.look(info.load, now_s)
         queries = info.load.num_prefix_queries - base.load.num_prefix_queries
         return Snapshot(
             info=info,
+            model=self._model,
             watched_s=now_s - self._begin_s,
             num_dropped=self._num_dropped,
             window_s=window_s,
             prompt_tokens_per_s=_rate(sum(step.num_prompt_tokens for step in steps), window_s),
             output_tokens_per_s=_rate(info.load.num_output_tokens - base.load.num_output_tokens, window_s),
-            interval_output_tokens_per_s=_rate(
-                info.load.num_output_tokens - newest.load.num_output_tokens, now_s - newest.uptime_s
-            ),
+            interval_prompt_tokens_per_s=_rate(sum(step.num_prompt_tokens for step in newest_steps), newest_s),
+            interval_output_tokens_per_s=_rate(info.load.num_output_tokens - newest.load.num_output_tokens, newest_s),
+            interval_ttft_s=_ttft(newest_steps),
+            ttft_s=_ttft(steps),
             num_preemptions=info.load.num_preemptions - base.load.num_preemptions,
             num_swapped_out=sum(step.num_swapped_out for step in steps),
             num_swapped_in=sum(step.num_swapped_in for step in steps),
@@ -104,6 +110,7 @@ class Meter:
             num_sampled=sum(record.num_sampled),
             num_swapped_out=len(record.swapped_out_ids),
             num_swapped_in=len(record.swapped_in_ids),
+            ttfts_s=tuple(time_ns / 1e9 for time_ns in record.first_token_ns),
             times_s=tuple(getattr(timings, f"{name}_ns") / 1e9 for name in TIMES),
         )
 
@@ -143,6 +150,11 @@ def _executor(info: ExecutorInfo, steps: list[_Step], window_s: float) -> Execut
         sampled_tokens_per_s=_rate(sum(step.num_sampled for step in done), window_s),
         times_s=_times(done),
     )
+
+
+def _ttft(steps: list[_Step]) -> Percentiles | None:
+    values = [value for step in steps for value in step.ttfts_s]
+    return percentiles(values) if values else None
 
 
 def _times(steps: list[_Step]) -> dict[str, Percentiles]:

@@ -46,7 +46,8 @@ async def _snapshots(client: AsyncClient, interval_s: float, window_s: float) ->
     async with contextlib.AsyncExitStack() as stack:
         async with _in_time(client.target):
             watch = await stack.enter_async_context(watch_steps(client))
-            meter = Meter(await client.server_info(), window_s)
+            model = (await client.model_info()).model
+            meter = Meter(await client.server_info(), window_s, model=model)
         while await _passed(interval_s, watch, meter):
             async with _in_time(client.target):
                 info = await client.server_info()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from cadenza.v1 import execution_pb2 as cadenza_dot_v1_dot_execution__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63\x61\x64\x65nza/v1/admin.proto\x12\ncadenza.v1\x1a\x1a\x63\x61\x64\x65nza/v1/execution.proto\"1\n\x11WatchStepsRequest\x12\x1c\n\x14include_block_tables\x18\x01 \x01(\x08\"R\n\x12WatchStepsResponse\x12\'\n\x07records\x18\x01 \x03(\x0b\x32\x16.cadenza.v1.StepRecord\x12\x13\n\x0bnum_dropped\x18\x02 \x01(\x04\"\x95\x04\n\nStepRecord\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x16\n\x0e\x65xecutor_index\x18\x02 \x01(\r\x12\x12\n\nplanned_ns\x18\x03 \x01(\x04\x12\x12\n\napplied_ns\x18\x04 \x01(\x04\x12&\n\x06status\x18\x05 \x01(\x0e\x32\x16.cadenza.v1.StepStatus\x12(\n\x07timings\x18\x06 \x01(\x0b\x32\x17.cadenza.v1.StepTimings\x12*\n\x06joined\x18\x07 \x03(\x0b\x32\x1a.cadenza.v1.SequenceJoined\x12\x18\n\x0csequence_ids\x18\x08 \x03(\x04\x42\x02\x10\x01\x12\x16\n\nnum_tokens\x18\t \x03(\rB\x02\x10\x01\x12\x18\n\x0c\x63ontext_lens\x18\n \x03(\rB\x02\x10\x01\x12\x17\n\x0bnum_sampled\x18\x0b \x03(\rB\x02\x10\x01\x12&\n\x04left\x18\x0c \x03(\x0b\x32\x18.cadenza.v1.SequenceLeft\x12\x19\n\rpreempted_ids\x18\r \x03(\x04\x42\x02\x10\x01\x12\"\n\x04load\x18\x0e \x01(\x0b\x32\x14.cadenza.v1.StepLoad\x12\x33\n\rblock_changes\x18\x0f \x03(\x0b\x32\x1c.cadenza.v1.BlockTableChange\x12\x1b\n\x0fswapped_out_ids\x18\x10 \x03(\x04\x42\x02\x10\x01\x12\x1a\n\x0eswapped_in_ids\x18\x11 \x03(\x04\x42\x02\x10\x01\"x\n\x0eSequenceJoined\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x0c\n\x04slot\x18\x05 \x01(\r\">\n\x0cSequenceLeft\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\"\x91\x01\n\x08StepLoad\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_swapped\x18\x03 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_stored_tokens\x18\x06 \x01(\x04\"N\n\x10\x42lockTableChange\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x14\n\x08\x61ppended\x18\x02 \x03(\rB\x02\x10\x01\x12\x0f\n\x07\x63leared\x18\x03 \x01(\x08\":\n\x14GetBlockTableRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"F\n\x15GetBlockTableResponse\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.cadenza.v1.SequenceBlocks\"\x9a\x01\n\x0eSequenceBlocks\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12,\n\x0c\x62lock_tables\x18\x02 \x03(\x0b\x32\x16.cadenza.v1.BlockTable\x12\x16\n\nref_counts\x18\x03 \x03(\rB\x02\x10\x01\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x0f\n\x07swapped\x18\x05 \x01(\x08\"4\n\x0c\x44rainRequest\x12\x16\n\ttimeout_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"&\n\rDrainResponse\x12\x15\n\rnum_remaining\x18\x01 \x01(\r\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"#\n\x0eProfileRequest\x12\x11\n\tnum_steps\x18\x01 \x01(\r\" \n\x0fProfileResponse\x12\r\n\x05trace\x18\x01 \x01(\x0c\x32\xb2\x02\n\x0c\x41\x64minService\x12M\n\nWatchSteps\x12\x1d.cadenza.v1.WatchStepsRequest\x1a\x1e.cadenza.v1.WatchStepsResponse0\x01\x12T\n\rGetBlockTable\x12 .cadenza.v1.GetBlockTableRequest\x1a!.cadenza.v1.GetBlockTableResponse\x12<\n\x05\x44rain\x12\x18.cadenza.v1.DrainRequest\x1a\x19.cadenza.v1.DrainResponse\x12?\n\x06Resume\x12\x19.cadenza.v1.ResumeRequest\x1a\x1a.cadenza.v1.ResumeResponse2Z\n\x14\x45xecutorAdminService\x12\x42\n\x07Profile\x12\x1a.cadenza.v1.ProfileRequest\x1a\x1b.cadenza.v1.ProfileResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63\x61\x64\x65nza/v1/admin.proto\x12\ncadenza.v1\x1a\x1a\x63\x61\x64\x65nza/v1/execution.proto\"1\n\x11WatchStepsRequest\x12\x1c\n\x14include_block_tables\x18\x01 \x01(\x08\"R\n\x12WatchStepsResponse\x12\'\n\x07records\x18\x01 \x03(\x0b\x32\x16.cadenza.v1.StepRecord\x12\x13\n\x0bnum_dropped\x18\x02 \x01(\x04\"\xb1\x04\n\nStepRecord\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x16\n\x0e\x65xecutor_index\x18\x02 \x01(\r\x12\x12\n\nplanned_ns\x18\x03 \x01(\x04\x12\x12\n\napplied_ns\x18\x04 \x01(\x04\x12&\n\x06status\x18\x05 \x01(\x0e\x32\x16.cadenza.v1.StepStatus\x12(\n\x07timings\x18\x06 \x01(\x0b\x32\x17.cadenza.v1.StepTimings\x12*\n\x06joined\x18\x07 \x03(\x0b\x32\x1a.cadenza.v1.SequenceJoined\x12\x18\n\x0csequence_ids\x18\x08 \x03(\x04\x42\x02\x10\x01\x12\x16\n\nnum_tokens\x18\t \x03(\rB\x02\x10\x01\x12\x18\n\x0c\x63ontext_lens\x18\n \x03(\rB\x02\x10\x01\x12\x17\n\x0bnum_sampled\x18\x0b \x03(\rB\x02\x10\x01\x12&\n\x04left\x18\x0c \x03(\x0b\x32\x18.cadenza.v1.SequenceLeft\x12\x19\n\rpreempted_ids\x18\r \x03(\x04\x42\x02\x10\x01\x12\"\n\x04load\x18\x0e \x01(\x0b\x32\x14.cadenza.v1.StepLoad\x12\x33\n\rblock_changes\x18\x0f \x03(\x0b\x32\x1c.cadenza.v1.BlockTableChange\x12\x1b\n\x0fswapped_out_ids\x18\x10 \x03(\x04\x42\x02\x10\x01\x12\x1a\n\x0eswapped_in_ids\x18\x11 \x03(\x04\x42\x02\x10\x01\x12\x1a\n\x0e\x66irst_token_ns\x18\x12 \x03(\x04\x42\x02\x10\x01\"x\n\x0eSequenceJoined\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x0c\n\x04slot\x18\x05 \x01(\r\">\n\x0cSequenceLeft\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\"\x91\x01\n\x08StepLoad\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_swapped\x18\x03 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_stored_tokens\x18\x06 \x01(\x04\"N\n\x10\x42lockTableChange\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x14\n\x08\x61ppended\x18\x02 \x03(\rB\x02\x10\x01\x12\x0f\n\x07\x63leared\x18\x03 \x01(\x08\":\n\x14GetBlockTableRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"F\n\x15GetBlockTableResponse\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.cadenza.v1.SequenceBlocks\"\x9a\x01\n\x0eSequenceBlocks\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12,\n\x0c\x62lock_tables\x18\x02 \x03(\x0b\x32\x16.cadenza.v1.BlockTable\x12\x16\n\nref_counts\x18\x03 \x03(\rB\x02\x10\x01\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x0f\n\x07swapped\x18\x05 \x01(\x08\"4\n\x0c\x44rainRequest\x12\x16\n\ttimeout_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"&\n\rDrainResponse\x12\x15\n\rnum_remaining\x18\x01 \x01(\r\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"#\n\x0eProfileRequest\x12\x11\n\tnum_steps\x18\x01 \x01(\r\" \n\x0fProfileResponse\x12\r\n\x05trace\x18\x01 \x01(\x0c\x32\xb2\x02\n\x0c\x41\x64minService\x12M\n\nWatchSteps\x12\x1d.cadenza.v1.WatchStepsRequest\x1a\x1e.cadenza.v1.WatchStepsResponse0\x01\x12T\n\rGetBlockTable\x12 .cadenza.v1.GetBlockTableRequest\x1a!.cadenza.v1.GetBlockTableResponse\x12<\n\x05\x44rain\x12\x18.cadenza.v1.DrainRequest\x1a\x19.cadenza.v1.DrainResponse\x12?\n\x06Resume\x12\x19.cadenza.v1.ResumeRequest\x1a\x1a.cadenza.v1.ResumeResponse2Z\n\x14\x45xecutorAdminService\x12\x42\n\x07Profile\x12\x1a.cadenza.v1.ProfileRequest\x1a\x1b.cadenza.v1.ProfileResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,6 +46,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPRECORD'].fields_by_name['swapped_out_ids']._serialized_options = b'\020\001'
   _globals['_STEPRECORD'].fields_by_name['swapped_in_ids']._loaded_options = None
   _globals['_STEPRECORD'].fields_by_name['swapped_in_ids']._serialized_options = b'\020\001'
+  _globals['_STEPRECORD'].fields_by_name['first_token_ns']._loaded_options = None
+  _globals['_STEPRECORD'].fields_by_name['first_token_ns']._serialized_options = b'\020\001'
   _globals['_BLOCKTABLECHANGE'].fields_by_name['appended']._loaded_options = None
   _globals['_BLOCKTABLECHANGE'].fields_by_name['appended']._serialized_options = b'\020\001'
   _globals['_SEQUENCEBLOCKS'].fields_by_name['ref_counts']._loaded_options = None
@@ -55,35 +57,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHSTEPSRESPONSE']._serialized_start=117
   _globals['_WATCHSTEPSRESPONSE']._serialized_end=199
   _globals['_STEPRECORD']._serialized_start=202
-  _globals['_STEPRECORD']._serialized_end=735
-  _globals['_SEQUENCEJOINED']._serialized_start=737
-  _globals['_SEQUENCEJOINED']._serialized_end=857
-  _globals['_SEQUENCELEFT']._serialized_start=859
-  _globals['_SEQUENCELEFT']._serialized_end=921
-  _globals['_STEPLOAD']._serialized_start=924
-  _globals['_STEPLOAD']._serialized_end=1069
-  _globals['_BLOCKTABLECHANGE']._serialized_start=1071
-  _globals['_BLOCKTABLECHANGE']._serialized_end=1149
-  _globals['_GETBLOCKTABLEREQUEST']._serialized_start=1151
-  _globals['_GETBLOCKTABLEREQUEST']._serialized_end=1209
-  _globals['_GETBLOCKTABLERESPONSE']._serialized_start=1211
-  _globals['_GETBLOCKTABLERESPONSE']._serialized_end=1281
-  _globals['_SEQUENCEBLOCKS']._serialized_start=1284
-  _globals['_SEQUENCEBLOCKS']._serialized_end=1438
-  _globals['_DRAINREQUEST']._serialized_start=1440
-  _globals['_DRAINREQUEST']._serialized_end=1492
-  _globals['_DRAINRESPONSE']._serialized_start=1494
-  _globals['_DRAINRESPONSE']._serialized_end=1532
-  _globals['_RESUMEREQUEST']._serialized_start=1534
-  _globals['_RESUMEREQUEST']._serialized_end=1549
-  _globals['_RESUMERESPONSE']._serialized_start=1551
-  _globals['_RESUMERESPONSE']._serialized_end=1567
-  _globals['_PROFILEREQUEST']._serialized_start=1569
-  _globals['_PROFILEREQUEST']._serialized_end=1604
-  _globals['_PROFILERESPONSE']._serialized_start=1606
-  _globals['_PROFILERESPONSE']._serialized_end=1638
-  _globals['_ADMINSERVICE']._serialized_start=1641
-  _globals['_ADMINSERVICE']._serialized_end=1947
-  _globals['_EXECUTORADMINSERVICE']._serialized_start=1949
-  _globals['_EXECUTORADMINSERVICE']._serialized_end=2039
+  _globals['_STEPRECORD']._serialized_end=763
+  _globals['_SEQUENCEJOINED']._serialized_start=765
+  _globals['_SEQUENCEJOINED']._serialized_end=885
+  _globals['_SEQUENCELEFT']._serialized_start=887
+  _globals['_SEQUENCELEFT']._serialized_end=949
+  _globals['_STEPLOAD']._serialized_start=952
+  _globals['_STEPLOAD']._serialized_end=1097
+  _globals['_BLOCKTABLECHANGE']._serialized_start=1099
+  _globals['_BLOCKTABLECHANGE']._serialized_end=1177
+  _globals['_GETBLOCKTABLEREQUEST']._serialized_start=1179
+  _globals['_GETBLOCKTABLEREQUEST']._serialized_end=1237
+  _globals['_GETBLOCKTABLERESPONSE']._serialized_start=1239
+  _globals['_GETBLOCKTABLERESPONSE']._serialized_end=1309
+  _globals['_SEQUENCEBLOCKS']._serialized_start=1312
+  _globals['_SEQUENCEBLOCKS']._serialized_end=1466
+  _globals['_DRAINREQUEST']._serialized_start=1468
+  _globals['_DRAINREQUEST']._serialized_end=1520
+  _globals['_DRAINRESPONSE']._serialized_start=1522
+  _globals['_DRAINRESPONSE']._serialized_end=1560
+  _globals['_RESUMEREQUEST']._serialized_start=1562
+  _globals['_RESUMEREQUEST']._serialized_end=1577
+  _globals['_RESUMERESPONSE']._serialized_start=1579
+  _globals['_RESUMERESPONSE']._serialized_end=1595
+  _globals['_PROFILEREQUEST']._serialized_start=1597
+  _globals['_PROFILEREQUEST']._serialized_end=1632
+  _globals['_PROFILERESPONSE']._serialized_start=1634
+  _globals['_PROFILERESPONSE']._serialized_end=1666
+  _globals['_ADMINSERVICE']._serialized_start=1669
+  _globals['_ADMINSERVICE']._serialized_end=1975
+  _globals['_EXECUTORADMINSERVICE']._serialized_start=1977
+  _globals['_EXECUTORADMINSERVICE']._serialized_end=2067
 # @@protoc_insertion_point(module_scope)

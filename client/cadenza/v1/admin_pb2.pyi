@@ -94,6 +94,7 @@ class StepRecord(_message.Message):
     BLOCK_CHANGES_FIELD_NUMBER: _builtins.int
     SWAPPED_OUT_IDS_FIELD_NUMBER: _builtins.int
     SWAPPED_IN_IDS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_NS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The step."""
     executor_index: _builtins.int
@@ -152,6 +153,12 @@ class StepRecord(_message.Message):
     def swapped_in_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequences swapped in in this step, by sequence id."""
 
+    @_builtins.property
+    def first_token_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Arrival to first token of each request whose first token came with this step's result, in nanoseconds; [n]. As
+        first_token_ns of RequestStats.
+        """
+
     def __init__(
         self,
         *,
@@ -172,10 +179,11 @@ class StepRecord(_message.Message):
         block_changes: _abc.Iterable[Global___BlockTableChange] | None = ...,
         swapped_out_ids: _abc.Iterable[_builtins.int] | None = ...,
         swapped_in_ids: _abc.Iterable[_builtins.int] | None = ...,
+        first_token_ns: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_ns", b"applied_ns", "block_changes", b"block_changes", "context_lens", b"context_lens", "executor_index", b"executor_index", "joined", b"joined", "left", b"left", "load", b"load", "num_sampled", b"num_sampled", "num_tokens", b"num_tokens", "planned_ns", b"planned_ns", "preempted_ids", b"preempted_ids", "sequence_ids", b"sequence_ids", "status", b"status", "step_id", b"step_id", "swapped_in_ids", b"swapped_in_ids", "swapped_out_ids", b"swapped_out_ids", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_ns", b"applied_ns", "block_changes", b"block_changes", "context_lens", b"context_lens", "executor_index", b"executor_index", "first_token_ns", b"first_token_ns", "joined", b"joined", "left", b"left", "load", b"load", "num_sampled", b"num_sampled", "num_tokens", b"num_tokens", "planned_ns", b"planned_ns", "preempted_ids", b"preempted_ids", "sequence_ids", b"sequence_ids", "status", b"status", "step_id", b"step_id", "swapped_in_ids", b"swapped_in_ids", "swapped_out_ids", b"swapped_out_ids", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -110,6 +110,69 @@ def test_generate_falls_back_to_raw(capsys):
     assert "no chat template" in captured.err
 
 
+def test_generate_from_token_ids(target, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)  # it is not read
+    assert run(["generate", "--target", target, "--ids", "5,6 4", "--ids", " 3, 2,"]) == 0
+    assert capsys.readouterr().out == "── 5 6 4\n5 6 4 \n\n── 3 2\n3 2 \n", "no chat template: the ids are echoed"
+    assert run(["generate", "--target", target, "--json", "--ids", "5"]) == 0
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (line["prompt_token_ids"], line["token_ids"], "prompt" in line) == ([5], [0], False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ids", "5,x"], "option ids: 'x' is not a token id"),
+        (["--ids", "-5"], "option ids: '-5' is not a token id"),
+        (["--ids", ""], "option ids: '' is not a token id"),
+        (["--ids", "1.5"], "option ids: '1.5' is not a token id"),
+        (["--ids", "5 7"], "option ids: '7' is not a token id of this model: the last is 6"),
+        (["--ids", "5", "a text"], "give prompts as texts or as --ids, not both"),
+    ],
+)
+def test_wrong_token_ids(target, script, capsys, arguments, message):
+    assert run(["generate", "--target", target, *arguments]) == 2
+    assert capsys.readouterr().err == f"cadenza: {message}\n"
+    assert not script.params
+
+
+@pytest.fixture
+def bare():
+    """The address of a server whose model has no tokenizer."""
+
+    class Bare(Script):
+        async def GetModelInfo(self, request, context):
+            return pb.GetModelInfoResponse(model="m", vocab_size=7)
+
+        async def Generate(self, request, context):
+            async for response in super().Generate(request, context):
+                for output in response.outputs:
+                    output.text = ""
+                yield response
+
+    loop = LoopThread.shared()
+    server, address = loop.run(start(Bare()))
+    yield address
+    loop.run(server.stop(0))
+
+
+def test_answers_without_a_tokenizer_are_token_ids(bare, capsys):
+    assert run(["generate", "--target", bare, "--ids", "5,6,4"]) == 0
+    assert capsys.readouterr().out == "0 1 2 \n"
+
+
+@pytest.mark.parametrize("command", [["generate", "Hello"], ["generate", "--raw", "Hello"], ["chat"]])
+def test_a_model_without_a_tokenizer_says_so(bare, capsys, command, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert run([*command, "--target", bare]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "cadenza: the model has no tokenizer: send token ids (cadenza generate --ids 5,6,7; prompt_token_ids in "
+        "Python), or start the server with --tokenizer\n"
+    )
+
+
 def test_one_failing_prompt_does_not_stop_the_others(target, capsys):
     assert run(["generate", "--target", target, "bad", "fine"]) == 1
     captured = capsys.readouterr()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
+from datetime import datetime
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from rich.text import Text
 
 from cadenza.cli.app import run
+from cadenza.cli.rows import Row, elide, fit, named
 from cadenza.cli.text import number, size
 from cadenza.cli.top_view import TopView
 from cadenza.errors import UnavailableError
@@ -32,7 +36,9 @@ def info(now_s: float, *, num_executors: int = 1, **load: int) -> ServerInfo:
     return ServerInfo("0.1.0", 1, {"max_num_seqs": "4"}, ServerLoad(**counts), executors, now_s, False, 2**20)
 
 
-def record(at_s: float, work=(), *, joined=(), left=(), executor=0, total_ms=10, failed=False, waiting=0, **fields):
+def record(
+    at_s: float, work=(), *, joined=(), left=(), executor=0, total_ms=10, failed=False, waiting=0, ttfts_ms=(), **fields
+):
     """Done at `at_s`. `work`: (sequence, tokens, context length, sampled); `joined`: (sequence, prompt tokens)."""
     columns = list(zip(*work, strict=True)) or [(), (), (), ()]
     status = execution_pb2.STEP_STATUS_FAILED if failed else execution_pb2.STEP_STATUS_OK
@@ -48,6 +54,7 @@ def record(at_s: float, work=(), *, joined=(), left=(), executor=0, total_ms=10,
         num_sampled=columns[3],
         joined=[pb.SequenceJoined(sequence_id=s, num_prompt_tokens=n) for s, n in joined],
         left=[pb.SequenceLeft(sequence_id=s) for s in left],
+        first_token_ns=[each * MS for each in ttfts_ms],
         load=pb.StepLoad(num_waiting=waiting),
         **fields,
     )
@@ -55,10 +62,10 @@ def record(at_s: float, work=(), *, joined=(), left=(), executor=0, total_ms=10,
 
 def busy_interval() -> Snapshot:
     """Two seconds of two sequences on one executor and one on another."""
-    meter = Meter(info(10.0, num_executors=2, num_output_tokens=100), 0.0)
+    meter = Meter(info(10.0, num_executors=2, num_output_tokens=100), 0.0, model="models/a-model")
     records = [
-        record(10.5, [(1, 6, 0, 1), (2, 4, 0, 0)], joined=[(1, 6), (2, 5)], waiting=1),
-        record(11.0, [(1, 1, 6, 1), (2, 1, 4, 1)], total_ms=30, waiting=1),
+        record(10.5, [(1, 6, 0, 1), (2, 4, 0, 0)], joined=[(1, 6), (2, 5)], waiting=1, ttfts_ms=[20]),
+        record(11.0, [(1, 1, 6, 1), (2, 1, 4, 1)], total_ms=30, waiting=1, ttfts_ms=[30]),
         record(11.2, [(7, 1, 9, 1)], executor=1, total_ms=4, waiting=1),
         record(11.5, [(1, 1, 7, 1)], preempted_ids=[2], swapped_out_ids=[2], total_ms=20, waiting=1),
         record(11.6, failed=True, waiting=1),
@@ -90,6 +97,18 @@ def test_each_executor_has_its_own_steps():
     assert set(first.times_s) == {"total", "device"}, "what is always 0 is not reported"
     assert (second.num_steps, second.sampled_tokens_per_s) == (1, 0.5)
     assert second.times_s["total"] == Percentiles(0.004, 0.004)
+
+
+def test_time_to_first_token_is_of_the_window_and_of_the_interval():
+    assert busy_interval().ttft_s == busy_interval().interval_ttft_s == Percentiles(0.025, pytest.approx(0.0299))
+    meter = Meter(info(0.0), 2.0)
+    meter.add([record(0.5, ttfts_ms=[10]), record(0.7, ttfts_ms=[30])], 0)
+    assert meter.snapshot(info(1.0)).ttft_s == Percentiles(0.02, pytest.approx(0.0298))
+    meter.add([record(1.5, [(1, 6, 0, 1)], joined=[(1, 6)], ttfts_ms=[50])], 0)
+    snapshot = meter.snapshot(info(2.0))
+    assert (snapshot.ttft_s.p50, snapshot.interval_ttft_s.p50) == (0.03, 0.05)
+    assert (snapshot.prompt_tokens_per_s, snapshot.interval_prompt_tokens_per_s) == (3.0, 6.0)
+    assert meter.snapshot(info(3.0)).interval_ttft_s is None, "no request got its first token"
 
 
 def test_ages():
@@ -160,6 +179,7 @@ def test_json_lines():
     data = json.loads(line)
     assert (data["time_s"], data["target"], data["connected"], data["uptime_s"]) == (5.0, "host:1", True, 12.0)
     assert (data["load"]["num_waiting"], data["max_num_seqs"]) == (1, 4)
+    assert (data["model"], data["ttft_s"]["p50"], data["kv_use"]) == ("models/a-model", 0.025, 0.25)
     first, second = data["executors"]
     assert (first["index"], second["index"], second["target"]) == (0, 1, "host:1")
     assert second["incarnation"] == "8000000000000001", "too large for a number of JSON"
@@ -175,36 +195,135 @@ def test_sparkline():
     assert sparkline([], top=1.0) == ""
 
 
-def drawn(*observation: Snapshot | Lost, ascii_only: bool = False) -> str:
-    view = TopView("127.0.0.1:50051", ascii_only=ascii_only)
-    console = Console(file=io.StringIO(), width=80)
-    pictures = [view.draw(each) for each in observation]
-    console.print(pictures[-1])
-    return console.file.getvalue()
+NOON = datetime(2026, 11, 23, 12, 0).timestamp()
+LOST = Lost(UnavailableError("no service at 127.0.0.1:50051\x1b[2J: nothing listens there"), 3.4)
+SIZES = [(80, 24), (50, 12)]
 
 
-def test_the_picture_fits_a_terminal():
-    once, again = drawn(busy_interval()), drawn(*[busy_interval()] * 50)
-    for text in (once, again):
-        assert max(map(cell_len, text.splitlines())) <= 80
-        assert all(line == line.rstrip() for line in text.splitlines()), "nothing but what is to be read, in a pipe"
-    assert "waiting       1, not empty for 1.5 s\n" in once
-    assert "KV blocks     2 of 8 in use (25%), 0 cached\n" in once
-    assert "executor 1    host:1, cpu, connected\n" in once
-    assert "steps         1.5/s, busy 3%, 1 failed\n" in once
-    assert "  p50            20.00       -   10.00       -       -\n" in once
-    assert "output tokens/s, 2.5 at most" in again
-    assert "at most" not in once.split("executor")[0], "one interval has no history"
-    assert "█" * 30 in again
-    assert drawn(*[busy_interval()] * 50, ascii_only=True).isascii()
+def view_of(*observations: Snapshot | Lost, ascii_only: bool = False) -> TopView:
+    view = TopView("127.0.0.1:50051", ascii_only=ascii_only, now=lambda: NOON)
+    for each in observations:
+        view.add(each)
+    return view
 
 
-def test_the_picture_of_a_server_that_is_lost():
-    lost = Lost(UnavailableError("no service\x1b[2J"), 3.4)
-    text = drawn(busy_interval(), busy_interval(), lost)
-    assert "127.0.0.1:50051  lost for 3 s\nno service[2J\n" in text
-    assert "██   output tokens/s" in text
-    assert "output" not in drawn(lost)
+def screen(view: TopView, size: tuple[int, int], *, details: bool = False) -> list[str]:
+    """The lines that a terminal of this size shows."""
+    console = Console(file=io.StringIO(), width=size[0], height=size[1])
+    text = view.screen(*size, details=details, foot="q quit  d details")
+    console.print(text, no_wrap=True, overflow="crop")
+    lines = [line.rstrip() for line in console.file.getvalue().removesuffix("\n").split("\n")]
+    assert len(lines) == size[1]
+    assert lines[-1] == "q quit  d details"
+    return lines
+
+
+def large(*, num_executors: int = 1, num_dropped: int = 0) -> Snapshot:
+    """A snapshot with the largest numbers and names that are likely."""
+    one, load = busy_interval().executors[0], dict.fromkeys(ServerLoad.__dataclass_fields__, 1234567)
+    about = replace(one.info, target="executor-7.inference.example.org:50052", device="cuda:0 (NVIDIA H100 80GB HBM3)")
+    times = {name: Percentiles(1.23456, 12.3456) for name in ("total", "queue", "device", "sample", "moves")}
+    executors = [replace(one, info=replace(about, epoch=2**50), times_s=times) for _ in range(num_executors)]
+    return replace(
+        busy_interval(),
+        info=replace(info(1e7), load=ServerLoad(**load)),
+        model="organisation-with-a-name/A-Model-Of-Some-Size-70B-Instruct-v2.5-FP8",
+        prompt_tokens_per_s=1_234_567.8, output_tokens_per_s=123_456.7, interval_output_tokens_per_s=99_999_999.0,
+        waiting_s=98_765.4, running_s=98_765.4, swapped_s=98_765.4, num_preemptions=1_234_567, num_swapped_in=999_999,
+        num_dropped=num_dropped, executors=executors,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_first_screen_is_in_users_words(size):
+    lines = screen(view_of(*[busy_interval()] * 3), size)
+    for name, value in (
+        ("model", "models/a-model"), ("device", "cpu"), ("up since", "11:59 (0:00:12)"), ("running", "2 "),
+        ("waiting", "1 "), ("prompt tokens/s", "5.5 "), ("output tokens/s", "2.5 "), ("TTFT p50", "25 ms "),
+        ("KV used", "25% "), ("prefix hit rate", "25% "),
+    ):  # fmt: skip
+        assert any(line.startswith(f"{name:17}{value}") for line in lines), name
+    assert not any(word in " ".join(lines) for word in ("incarnation", "epoch", "plans", "p99", "preempt", "swap"))
+    assert sum("███" in line for line in lines) == 5, "bars of the last three intervals"
+    assert sum("▃▃▃" in line for line in lines) == 2, "shares have the full height at 100%"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("details", [False, True])
+@pytest.mark.parametrize("num_executors", [1, 2, 9])
+def test_every_screen_fits(size, details, num_executors):
+    for observations in (
+        [large(num_executors=num_executors)], [large(num_executors=num_executors, num_dropped=10**6)] * 99,
+        [busy_interval()] * 99, [LOST], [busy_interval(), LOST],
+    ):  # fmt: skip
+        view = view_of(*observations)
+        text = view.screen(*size, details=details, foot="q quit  d details").plain.splitlines()
+        assert len(text) == size[1]
+        assert max(map(cell_len, text)) <= size[0], "no line is wrapped or cut"
+        lines = screen(view, size, details=details)
+        assert lines[0].startswith("cadenza top  127.0.0.1:50051")
+        if details and observations == [large(num_executors=num_executors)]:
+            shown = [line for line in lines if line.startswith("executor ")]
+            assert shown, "an executor is shown"
+            assert any(line.startswith("preemptions") for line in lines), "executors do not push it out"
+            rest = num_executors - len(shown)
+            assert any(f"{rest} more executors" in line for line in lines) is (rest > 0)
+
+
+def test_details():
+    lines = screen(view_of(busy_interval()), (80, 24), details=True)
+    for line in (
+        "KV blocks     2 of 8, 0 cached", "preemptions   1, 1 since the start", "swapped       1, 1 out, 0 in",
+        "executor 1    host:1, cpu, connected", "  plans       2 in flight, step 40 done",
+        "  steps       1.5/s, busy 3%, 1 failed", "  p50/p99 ms  total 20.00/29.80, device 10.00/14.90",
+    ):  # fmt: skip
+        assert line in lines
+    alone = replace(busy_interval(), executors=busy_interval().executors[:1])
+    lines = screen(view_of(alone), (80, 24), details=True)
+    assert "  session     incarnation 8000000000000000, epoch 3" in lines
+    assert "oldest        waiting 1.5 s, running 1.5 s, swapped 0.5 s" in lines
+    assert not any(line.startswith("lost") for line in lines)
+    low = screen(view_of(replace(alone, num_dropped=2)), (50, 12), details=True)
+    assert "lost          2 step records" in low
+    assert "  p50/p99 ms  total 20.00/29.80," in low
+
+
+def test_without_the_characters_for_bars():
+    for observations in ([large()] * 50, [large(num_executors=3)], [busy_interval(), LOST]):
+        view = view_of(*observations, ascii_only=True)
+        for each in SIZES:
+            for details in (False, True):
+                assert "\n".join(screen(view, each, details=details)).isascii()
+
+
+def test_everything_goes_into_a_pipe():
+    text = view_of(busy_interval()).whole(100).plain
+    assert text.startswith("cadenza top  127.0.0.1:50051\nmodel            models/a-model\n")
+    assert "TTFT p50         25 ms\n" in text, "one interval has no history"
+    assert "executor 1    host:1, cpu, connected\n" in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_picture_of_a_server_that_is_lost(size):
+    lines = screen(view_of(busy_interval(), busy_interval(), LOST), size)
+    assert lines[0] == "cadenza top  127.0.0.1:50051  lost for 3 s"
+    assert " ".join(lines[1:3]).startswith("no service at 127.0.0.1:50051[2J: nothing listens there")
+    assert any(line.startswith("output tokens/s  -          ██") for line in lines)
+    away = replace(busy_interval().executors[0], info=replace(busy_interval().executors[0].info, connected=False))
+    lines = screen(view_of(replace(busy_interval(), executors=[away])), size)
+    assert "away             1 of 1 executors" in lines
+
+
+def test_what_matters_most_is_kept():
+    rows = [Row([Text("a"), Text("b")], 1), Row([Text("c")], 3), Row([Text("d"), Text("e")], 2)]
+    assert [[line.plain for line in fit(rows, height)] for height in (1, 2, 3, 5)] == [
+        ["c"], ["c"], ["c", "d", "e"], ["a", "b", "c", "d", "e"]
+    ]  # fmt: skip
+    assert [elide("abcdef", width) for width in (6, 5, 1, 0)] == ["abcdef", "…cdef", "…", ""]
+    assert cell_len(elide("你好你好", 5)) == 5
+    lines = named("name", ["one", "two", "three and more"], name_cells=6, width=16)
+    assert [line.plain for line in lines] == ["name  one, two,", "      …and more"]
 
 
 @pytest.mark.parametrize("interval", ["0", "nan", "1e9"])

@@ -1,0 +1,48 @@
+"""Single keys from the terminal, for a view that redraws itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import termios
+import tty
+from collections.abc import Callable
+
+
+class Keyboard:
+    """While open, passes each typed character to a callback on the running event loop; nothing is echoed.
+
+    Ctrl-C stays a signal. If standard input is no terminal, there are no keys and it is not read.
+    """
+
+    def __init__(self, on_key: Callable[[str], None]) -> None:
+        self._on_key = on_key
+        self._fd = sys.stdin.fileno() if has_keyboard() else None
+
+    def __enter__(self) -> Keyboard:
+        if self._fd is not None:
+            self._before = termios.tcgetattr(self._fd)
+            tty.setcbreak(self._fd)
+            asyncio.get_running_loop().add_reader(self._fd, self._read, self._fd)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._fd is not None:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
+
+    def _read(self, fd: int) -> None:
+        try:
+            typed = os.read(fd, 64)
+        except OSError:  # the terminal is gone
+            typed = b""
+        if not typed:
+            asyncio.get_running_loop().remove_reader(fd)
+        for key in typed.decode(errors="ignore"):
+            self._on_key(key)
+
+
+def has_keyboard() -> bool:
+    """Whether standard input is a terminal."""
+    return sys.stdin is not None and sys.stdin.isatty()

@@ -7,7 +7,7 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
@@ -18,7 +18,7 @@ from cadenza.info import ModelInfo, ServerInfo
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import RequestOutput
 from cadenza.prompts import (
-    ChatKeywords,
+    ChatOptions,
     Messages,
     Params,
     Prompt,
@@ -29,13 +29,12 @@ from cadenza.prompts import (
     parse_chats,
     parse_prompt,
     parse_prompts,
-    parse_rendering,
     parse_request_id,
     parse_text_or_chat,
     parse_token_ids,
 )
 from cadenza.sampling_params import SamplingParams
-from cadenza.session import BatchItem, SessionBatch, batch_results
+from cadenza.session import BatchItem, OnOutput, SessionBatch, batch_results
 from cadenza.transport import SCHEDULER_PORT, channel_options, format_address, parse_address
 from cadenza.v1 import generation_pb2
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
@@ -92,43 +91,23 @@ class AsyncClient:
         """
         return await self._run(parse_prompts(prompts), params, enable_prefix_caching)
 
-    @overload
-    async def chat(
-        self,
-        messages: Messages,
-        params: Params = None,
-        *,
-        enable_prefix_caching: bool = True,
-        **rendering: Unpack[ChatKeywords],
-    ) -> RequestOutput: ...
-
-    @overload
-    async def chat(
-        self,
-        messages: Sequence[Messages],
-        params: Params = None,
-        *,
-        enable_prefix_caching: bool = True,
-        **rendering: Unpack[ChatKeywords],
-    ) -> list[RequestOutput]: ...
-
     async def chat(
         self,
         messages: Messages | Sequence[Messages],
         params: Params = None,
         *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
-        **rendering: Unpack[ChatKeywords],
-    ) -> RequestOutput | list[RequestOutput]:
-        """Answer one conversation (returns RequestOutput) or a list of them (returns a list), with the chat template.
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many with the model's chat template; always returns a list, as in vLLM.
 
-        `rendering`: `add_generation_prompt=True` ends the prompt with the header of the assistant's turn; to continue
-        the last message instead of answering it, set it to False and `continue_final_message` to True. The rest is as
-        in `generate`.
+        A message is {"role": …, "content": …}. `add_generation_prompt=True` ends the prompt with the header of the
+        assistant's turn; to continue the last message instead of answering it, set it to False and
+        `continue_final_message` to True. The rest is as in `generate`.
         """
-        chats, single = parse_chats(messages, parse_rendering(rendering))
-        results = await self._run(chats, params, enable_prefix_caching)
-        return results[0] if single else results
+        chats = parse_chats(messages, ChatOptions(add_generation_prompt, continue_final_message))
+        return await self._run(chats, params, enable_prefix_caching)
 
     def stream(
         self,
@@ -152,18 +131,24 @@ class AsyncClient:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
-        **rendering: Unpack[ChatKeywords],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation as `chat` does, and yield deltas as `stream` does."""
-        prompt = parse_chat(messages, parse_rendering(rendering))
+        prompt = parse_chat(messages, ChatOptions(add_generation_prompt, continue_final_message))
         return self._stream(prompt, match_params(params, 1)[0], parse_request_id(request_id), enable_prefix_caching)
 
     async def tokenize(
-        self, prompt: str | Messages, add_special_tokens: bool = True, **rendering: Unpack[ChatKeywords]
+        self,
+        prompt: str | Messages,
+        add_special_tokens: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of a text, with the model's special tokens if requested, or of a chat with its template applied."""
-        parsed = parse_text_or_chat(prompt, parse_rendering(rendering))
+        parsed = parse_text_or_chat(prompt, ChatOptions(add_generation_prompt, continue_final_message))
         request = generation_pb2.TokenizeRequest(
             prompt=[convert.prompt_to_proto(parsed)], add_special_tokens=add_special_tokens
         )
@@ -209,7 +194,9 @@ class AsyncClient:
         stub: Any = GenerationServiceStub(self.channel)
         return stub  # type: ignore[no-any-return]
 
-    async def _run(self, prompts: list[Prompt], params: Params, enable_prefix_caching: bool) -> list[RequestOutput]:
+    async def _run(
+        self, prompts: list[Prompt], params: Params, enable_prefix_caching: bool, on_output: OnOutput | None = None
+    ) -> list[RequestOutput]:
         items = []
         for prompt, each in zip(prompts, match_params(params, len(prompts)), strict=True):
             request = convert.request_to_proto(
@@ -217,7 +204,7 @@ class AsyncClient:
             )
             items.append(BatchItem(request, _collector(request.request_id, prompt)))
         with self._explained():
-            await SessionBatch(self._stub(), self.target, items).run()
+            await SessionBatch(self._stub(), self.target, items, on_output).run()
         return batch_results(items)
 
     async def _stream(

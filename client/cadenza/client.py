@@ -6,14 +6,14 @@ import sys
 import weakref
 from collections.abc import AsyncGenerator, Generator, Sequence
 from types import TracebackType
-from typing import Unpack, overload
 
 from cadenza.async_client import AsyncClient
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.loop_thread import LoopThread
 from cadenza.outputs import RequestOutput
-from cadenza.prompts import ChatKeywords, Messages, Params, Prompts, SinglePrompt
+from cadenza.prompts import Messages, Params, Prompt, Prompts, SinglePrompt
 from cadenza.sampling_params import SamplingParams
+from cadenza.session import OnOutput
 from cadenza.transport import SCHEDULER_PORT
 
 
@@ -51,36 +51,26 @@ class Client:
         """Complete prompts, without a chat template; see `AsyncClient.generate`."""
         return self._loop.run(self._client.generate(prompts, params, enable_prefix_caching=enable_prefix_caching))
 
-    @overload
-    def chat(
-        self,
-        messages: Messages,
-        params: Params = None,
-        *,
-        enable_prefix_caching: bool = True,
-        **rendering: Unpack[ChatKeywords],
-    ) -> RequestOutput: ...
-
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Messages],
-        params: Params = None,
-        *,
-        enable_prefix_caching: bool = True,
-        **rendering: Unpack[ChatKeywords],
-    ) -> list[RequestOutput]: ...
-
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         params: Params = None,
         *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
-        **rendering: Unpack[ChatKeywords],
-    ) -> RequestOutput | list[RequestOutput]:
-        """Answer one conversation (returns RequestOutput) or a list of them (returns a list), as AsyncClient does."""
-        return self._loop.run(self._chat(messages, params, enable_prefix_caching, **rendering))
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many with the model's chat template; always returns a list; see
+        `AsyncClient.chat`."""
+        return self._loop.run(
+            self._client.chat(
+                messages,
+                params,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                enable_prefix_caching=enable_prefix_caching,
+            )
+        )
 
     def stream(
         self,
@@ -100,20 +90,38 @@ class Client:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
-        **rendering: Unpack[ChatKeywords],
     ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation and yield deltas; closing or dropping the generator aborts the request."""
         deltas = self._client.stream_chat(
-            messages, params, request_id, enable_prefix_caching=enable_prefix_caching, **rendering
+            messages,
+            params,
+            request_id,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            enable_prefix_caching=enable_prefix_caching,
         )
         return self._pull(deltas)
 
     def tokenize(
-        self, prompt: str | Messages, add_special_tokens: bool = True, **rendering: Unpack[ChatKeywords]
+        self,
+        prompt: str | Messages,
+        add_special_tokens: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of a text, with the model's special tokens if requested, or of a chat with its template applied."""
-        return self._loop.run(self._client.tokenize(prompt, add_special_tokens, **rendering))
+        return self._loop.run(
+            self._client.tokenize(
+                prompt,
+                add_special_tokens,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+        )
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; invalid UTF-8 becomes U+FFFD."""
@@ -131,14 +139,11 @@ class Client:
         """Describe the server: its options, load and executors."""
         return self._loop.run(self._client.server_info())
 
-    async def _chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        params: Params,
-        enable_prefix_caching: bool,
-        **rendering: Unpack[ChatKeywords],
-    ) -> RequestOutput | list[RequestOutput]:
-        return await self._client.chat(messages, params, enable_prefix_caching=enable_prefix_caching, **rendering)
+    def _run(
+        self, prompts: list[Prompt], params: Params, enable_prefix_caching: bool, on_output: OnOutput
+    ) -> list[RequestOutput]:
+        """Run parsed prompts for `LLM`; `on_output` gets each result on the background loop as it finishes."""
+        return self._loop.run(self._client._run(prompts, params, enable_prefix_caching, on_output))
 
     def _pull(self, deltas: AsyncGenerator[RequestOutput, None]) -> Generator[RequestOutput, None, None]:
         try:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, Unpack, cast
+from typing import Any, TypeVar
 
 from cadenza.client import Client
 from cadenza.errors import LocalServiceError, UnavailableError
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.local import LocalServices
 from cadenza.outputs import RequestOutput
-from cadenza.prompts import ChatKeywords, Messages, Params, Prompts, parse_chats
+from cadenza.progress_bar import UseTqdm, prompts_bar
+from cadenza.prompts import ChatOptions, Messages, Params, Prompt, Prompts, match_params, parse_chats, parse_prompts
 
 T = TypeVar("T")
 
@@ -50,40 +51,61 @@ class LLM:
         return self._services.target
 
     def generate(
-        self, prompts: Prompts, sampling_params: Params = None, *, enable_prefix_caching: bool = True
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        enable_prefix_caching: bool = True,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, without a chat template; returns a list in the order of prompts.
 
         Prompts are a str, {"prompt": str}, a list of token ids, {"prompt_token_ids": [...]}, or a list of these; one
-        SamplingParams for all or a list with one for each. The rest is as in `AsyncClient.generate`.
+        SamplingParams for all or a list with one for each. `use_tqdm` shows a progress bar on stderr; it may also be a
+        callable that makes one from the arguments of `tqdm`. `lora_request` must be None. The rest is as in
+        `AsyncClient.generate`.
         """
-        return self._guarded(
-            lambda: self._client.generate(prompts, sampling_params, enable_prefix_caching=enable_prefix_caching)
-        )
+        _refuse_lora(lora_request)
+        return self._run(parse_prompts(prompts), sampling_params, use_tqdm, enable_prefix_caching)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: Params = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
         *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         enable_prefix_caching: bool = True,
-        **rendering: Unpack[ChatKeywords],
     ) -> list[RequestOutput]:
-        """Answer one conversation or many with the model's chat template; always returns a list, as in vLLM.
+        """Answer one conversation or many with the model's chat template; always returns a list.
 
-        Messages are {"role": …, "content": …}; the rest is as in `AsyncClient.chat`.
+        `use_tqdm` and `lora_request` are those of `generate`, and positional as in vLLM; the rest is as in
+        `AsyncClient.chat`.
         """
-        _, single = parse_chats(messages)
-        many = cast(Sequence[Messages], [messages] if single else messages)
-        return self._guarded(
-            lambda: self._client.chat(many, sampling_params, enable_prefix_caching=enable_prefix_caching, **rendering)
-        )
+        _refuse_lora(lora_request)
+        chats = parse_chats(messages, ChatOptions(add_generation_prompt, continue_final_message))
+        return self._run(chats, sampling_params, use_tqdm, enable_prefix_caching)
 
     def tokenize(
-        self, prompt: str | Messages, add_special_tokens: bool = True, **rendering: Unpack[ChatKeywords]
+        self,
+        prompt: str | Messages,
+        add_special_tokens: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of a text, with the model's special tokens if requested, or of a chat with its template applied."""
-        return self._guarded(lambda: self._client.tokenize(prompt, add_special_tokens, **rendering))
+        return self._guarded(
+            lambda: self._client.tokenize(
+                prompt,
+                add_special_tokens,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+        )
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; invalid UTF-8 becomes U+FFFD."""
@@ -97,6 +119,13 @@ class LLM:
         """Describe the scheduler: its options, load and executor."""
         return self._guarded(self._client.server_info)
 
+    def _run(
+        self, prompts: list[Prompt], sampling_params: Params, use_tqdm: UseTqdm, enable_prefix_caching: bool
+    ) -> list[RequestOutput]:
+        params = match_params(sampling_params, len(prompts))  # a wrong argument shows no bar
+        with prompts_bar(len(prompts), use_tqdm) as on_output:
+            return self._guarded(lambda: self._client._run(prompts, params, enable_prefix_caching, on_output))
+
     def _guarded(self, call: Callable[[], T]) -> T:
         """Run a call; if a service died, raise its error in place of the lost connection's."""
         try:
@@ -106,3 +135,8 @@ class LLM:
             if self._services.wait_failure(0.5) and self._services.failure is not None:
                 raise LocalServiceError(self._services.failure.message) from error
             raise
+
+
+def _refuse_lora(lora_request: object) -> None:
+    if lora_request is not None:
+        raise ValueError("lora_request: LoRA adapters are not supported yet; give None")

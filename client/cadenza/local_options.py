@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import OptionError
+from cadenza.spelling import suggestion
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -129,15 +130,15 @@ def read_places(
 def ignored_variables(environment: Mapping[str, str] | None = None) -> Iterator[str]:
     """A sentence for each CADENZA_ variable without effect here: a misspelled option, or one that Cadenza sets
     itself."""
-    from cadenza.settings.names import ENV_PREFIX, suggestion, variable
+    from cadenza.settings.names import ENV_PREFIX, variable
 
     known = {variable(name) for name in (*service_options(), *PLACES, "config")}
     own = {variable(name): reason for name, reason in _OWN.items()}
     for name in sorted(os.environ if environment is None else environment):
         if not name.upper().startswith(ENV_PREFIX) or name.upper() in known or _KUBERNETES.fullmatch(name):
             continue
-        reason = own.get(name.upper())
-        wrong = f"has no effect here: {reason}" if reason else f"is not an option{suggestion(name, known)}"
+        reason, hint = own.get(name.upper()), suggestion(name.upper(), known, ENV_PREFIX)
+        wrong = f"has no effect here: {reason}" if reason else f"is not an option{hint}"
         yield f"{name} in the environment {wrong}"
 
 
@@ -222,8 +223,6 @@ def _own_tokenizer(model: str) -> list[str]:
 
 
 def _unknown(name: str, known: list[str]) -> str:
-    from cadenza.settings.names import suggestion
-
     if name in _OWN:
         return f"option {name} cannot be given here: {_OWN[name]}"
     hint = suggestion(name, known) or f"; options are {', '.join(sorted(known))}"

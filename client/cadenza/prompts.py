@@ -33,13 +33,6 @@ Messages = Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class ChatKeywords(TypedDict, total=False):
-    """Keyword arguments of every `chat`, with vLLM's names; meanings and defaults are those of ChatOptions."""
-
-    add_generation_prompt: bool
-    continue_final_message: bool
-
-
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     """How a conversation is rendered. Raises ValueError for both at once."""
@@ -94,16 +87,16 @@ def parse_prompt(prompt: object, where: str = "") -> Prompt:
     raise ValueError(f"{where}a prompt is {_FORMS}, not {_short(prompt)}")
 
 
-def parse_chats(messages: object, options: ChatOptions | None = None) -> tuple[list[Prompt], bool]:
-    """One conversation or many as prompts, and whether it was a single one; raises ValueError."""
+def parse_chats(messages: object, options: ChatOptions | None = None) -> list[Prompt]:
+    """One conversation or many, as a list of prompts; raises ValueError."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise ValueError(f'a conversation is a list of {{"role": ..., "content": ...}}, not {_short(messages)}')
     items = list(messages)
     if not items:
         raise ValueError("no messages: give at least one")
     if isinstance(items[0], Mapping):
-        return [parse_chat(items, options)], True
-    return [parse_chat(item, options, f"conversation {index}: ") for index, item in enumerate(items)], False
+        return [parse_chat(items, options)]
+    return [parse_chat(item, options, f"conversation {index}: ") for index, item in enumerate(items)]
 
 
 def parse_chat(messages: object, options: ChatOptions | None = None, where: str = "") -> Prompt:
@@ -118,7 +111,9 @@ def parse_chat(messages: object, options: ChatOptions | None = None, where: str 
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise ValueError(f"{spot} has no role")
-        content = sendable(_content(message.get("content"), spot), f"{spot}: content")
+        if "content" not in message:
+            raise ValueError(f"{spot}: content is missing")
+        content = sendable(_content(message["content"], spot), f"{spot}: content")
         turns.append((sendable(role, f"{spot}: role"), content))
     if not turns:
         raise ValueError(f"{where}no messages: give at least one")
@@ -128,15 +123,6 @@ def parse_chat(messages: object, options: ChatOptions | None = None, where: str 
 def parse_text_or_chat(value: object, options: ChatOptions | None = None) -> Prompt:
     """A prompt that can be tokenized, a text or a conversation; raises ValueError."""
     return Prompt(text=sendable(value, "the text")) if isinstance(value, str) else parse_chat(value, options)
-
-
-def parse_rendering(keywords: Mapping[str, Any]) -> ChatOptions:
-    """The keyword arguments of a `chat`; raises TypeError for others, ValueError for wrong values."""
-    known = ChatKeywords.__annotations__
-    for name in keywords:
-        if name not in known:
-            raise TypeError(f"chat takes no {name!r}; its keywords are {' and '.join(known)}")
-    return ChatOptions(**keywords)
 
 
 def parse_request_id(value: object) -> str:
@@ -212,8 +198,6 @@ def _token_ids(value: Any, where: str) -> list[int]:
 
 
 def _content(content: object, spot: str) -> str:
-    if content is None:
-        return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, Iterable) or isinstance(content, Mapping):

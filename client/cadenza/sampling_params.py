@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from cadenza.sendable import sendable
+from cadenza.spelling import suggestion
 
 _MAX_UINT32 = 2**32 - 1
 _MAX_UINT64 = 2**64 - 1
+# Names of vLLM's SamplingParams that have no counterpart here: a similar name would be a wrong suggestion.
+_VLLM_ONLY = (
+    "extra_args flat_logprobs guided_decoding logits_processors output_kind repetition_detection "
+    "skip_reading_prefix_cache spaces_between_special_tokens structured_outputs thinking_token_budget"
+).split()
+
+T = TypeVar("T")
 
 
+def _explains_unknown_names(dataclass_: type[T]) -> type[T]:
+    """Class decorator: the constructor's TypeError for an unknown name suggests the nearest one.
+
+    The signature stays the dataclass's, for type checkers and `inspect` alike.
+    """
+    dataclass_init: Any = dataclass_.__init__
+    known = [each.name for each in fields(dataclass_)]  # type: ignore[arg-type]
+
+    @functools.wraps(dataclass_init)
+    def init(self: object, **values: object) -> None:
+        for name in values:
+            if name in _VLLM_ONLY:
+                raise TypeError(f"{dataclass_.__name__}: {name} is not supported")
+            if name not in known:
+                hint = suggestion(name, known)
+                raise TypeError(f"{dataclass_.__name__}() got an unexpected keyword argument {name!r}{hint}")
+        dataclass_init(self, **values)
+
+    dataclass_.__init__ = init  # type: ignore[method-assign]
+    return dataclass_
+
+
+@_explains_unknown_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request; immutable, `dataclasses.replace` returns a changed copy.
 
-    Every value is checked on construction; a ValueError names the field. The server checks the rest: values that depend
-    on the model (token ids below the vocabulary size, length limits, unsupported features), and combinations of fields.
+    Every value is checked on construction; a ValueError names the field, and a TypeError an unknown name. The server
+    checks the rest: values that depend on the model (token ids below the vocabulary size, length limits, unsupported
+    features), and combinations of fields.
     """
 
     n: int = 1  # number of samples of one prompt, or of the best beams, to return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 MAX_IN_FLIGHT = 512
 _DEFAULT_RETRY_S = 0.2
 _ENVELOPE_BYTES = 16  # at most, of the SessionRequest around a request
+OnOutput = Callable[[RequestOutput], None]
 _SessionCall = grpc.aio.StreamStreamCall[generation_pb2.SessionRequest, generation_pb2.SessionResponse]
 
 
@@ -73,13 +74,21 @@ class SessionBatch:
 
     A request refused because the server's queue is full is sent again after the delay in the server's RetryInfo,
     without a limit; any other error ends only that request. Leaving `run` early, for any reason, cancels the stream and
-    so aborts the requests in flight.
+    so aborts the requests in flight. `on_output` gets the result of each request as it ends; the result of a failed
+    request is not finished.
     """
 
-    def __init__(self, stub: GenerationServiceAsyncStub, target: str, items: Sequence[BatchItem]) -> None:
+    def __init__(
+        self,
+        stub: GenerationServiceAsyncStub,
+        target: str,
+        items: Sequence[BatchItem],
+        on_output: OnOutput | None = None,
+    ) -> None:
         self._stub = stub
         self._target = target
         self._items = items
+        self._on_output = on_output
         self._index_of = {item.request.request_id: index for index, item in enumerate(items)}
         for item in items:
             _refuse_too_large(item)
@@ -89,6 +98,9 @@ class SessionBatch:
 
     async def run(self) -> None:
         """Run all items; raises the CadenzaError of a broken stream."""
+        for item in self._items:
+            if item.done:
+                self._report(item)
         if self._num_open == 0:
             return
         call: _SessionCall = self._stub.Session()
@@ -154,6 +166,11 @@ class SessionBatch:
         self._num_open -= 1
         self._window.ended(index)
         self._wake.set()
+        self._report(self._items[index])
+
+    def _report(self, item: BatchItem) -> None:
+        if self._on_output is not None:
+            self._on_output(item.collector.result())
 
 
 def _refuse_too_large(item: BatchItem) -> None:

@@ -68,14 +68,21 @@ def test_what_is_no_prompt(prompts, message):
 
 def test_chats():
     chat = [{"role": "user", "content": "a"}]
-    assert parse_chats(chat) == ([Prompt(messages=[("user", "a")])], True)
-    assert parse_chats([chat, chat]) == ([Prompt(messages=[("user", "a")])] * 2, False)
+    assert parse_chats(chat) == [Prompt(messages=[("user", "a")])]
+    assert parse_chats([chat, chat]) == [Prompt(messages=[("user", "a")])] * 2
+    assert parse_chats([{"role": "user", "content": ""}]) == [Prompt(messages=[("user", "")])]
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert parse_chats(parts)[0][0].messages == [("user", "ab")]
+    assert parse_chats(parts)[0].messages == [("user", "ab")]
     for bad, message in (
         ("hello", "conversation"),
         ([], "at least one"),
         ([{"content": "x"}], "message 0 has no role"),
+        ([{"role": "user"}], "^message 0: content is missing$"),
+        ([chat, [*chat, {"role": "user"}]], "^conversation 1: message 1: content is missing$"),
+        (
+            [{"role": "assistant", "content": None}],
+            "^message 0: content must be a str or a list",
+        ),
         ([{"role": "user", "content": "\ud800"}], "message 0: content holds a lone surrogate"),
         ([chat, [{"role": "user", "content": 3}]], "conversation 1: message 0"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "only text parts"),
@@ -87,10 +94,10 @@ def test_chats():
 def test_how_chats_are_rendered():
     chat = [{"role": "user", "content": "a"}]
     opened = ChatOptions(add_generation_prompt=False, continue_final_message=True)
-    for prompt in (*parse_chats([chat, chat], opened)[0], parse_text_or_chat(chat, opened)):
+    for prompt in (*parse_chats([chat, chat], opened), parse_text_or_chat(chat, opened)):
         message = prompt_to_proto(prompt).chat
         assert (message.add_generation_prompt, message.continue_final_message) == (False, True)
-    message = prompt_to_proto(parse_chats(chat, ChatOptions())[0][0]).chat
+    message = prompt_to_proto(parse_chats(chat, ChatOptions())[0]).chat
     assert (message.add_generation_prompt, message.continue_final_message) == (True, False)
     with pytest.raises(ValueError, match="continue_final_message needs add_generation_prompt=False"):
         ChatOptions(continue_final_message=True)

@@ -3,13 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 
 import pytest
 
 from cadenza.convert import params_to_proto
-from cadenza.sampling_params import SamplingParams
+from cadenza.sampling_params import _VLLM_ONLY, SamplingParams
 from cadenza.v1 import types_pb2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("temprature", "SamplingParams() got an unexpected keyword argument 'temprature'; did you mean temperature?"),
+        (
+            "max_new_tokens",
+            "SamplingParams() got an unexpected keyword argument 'max_new_tokens'; did you mean max_tokens",
+        ),
+        ("zzz", "SamplingParams() got an unexpected keyword argument 'zzz'"),
+        # vLLM has these, and a similar name would be a wrong suggestion.
+        ("flat_logprobs", "SamplingParams: flat_logprobs is not supported"),
+        ("structured_outputs", "SamplingParams: structured_outputs is not supported"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name, message):
+    with pytest.raises(TypeError) as caught:
+        SamplingParams(n=1, **{name: 0})
+    assert str(caught.value).startswith(message)
+    assert len(str(caught.value)) < len(message) + 40
+    with pytest.raises(TypeError, match=f"{name}"):
+        dataclasses.replace(SamplingParams(), **{name: 0})
+
+
+def test_what_vllm_alone_has_is_no_field():
+    assert not {*_VLLM_ONLY} & {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def test_an_editor_shows_every_field():
+    parameters = inspect.signature(SamplingParams).parameters
+    assert list(parameters) == [field.name for field in dataclasses.fields(SamplingParams)]
+    assert {each.kind for each in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        SamplingParams(0.5)
 
 
 def test_defaults_set_max_tokens_alone():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import threading
 
 import pytest
@@ -36,7 +37,8 @@ def blocking(script):
 def test_blocking_client_does_the_same(blocking):
     outputs = blocking.generate(["a b", "c"])
     assert [output.outputs[0].text for output in outputs] == ["a b ", "c "]
-    assert blocking.chat([{"role": "user", "content": "hi"}]).outputs[0].text == "hi "
+    (answer,) = blocking.chat([{"role": "user", "content": "hi"}])
+    assert answer.outputs[0].text == "hi "
     texts = [s.text for delta in blocking.stream("x y") for s in delta.outputs]
     assert texts == ["x ", "y "]
     assert blocking.abort("running")
@@ -46,6 +48,17 @@ def test_blocking_client_does_the_same(blocking):
         blocking.generate("bad")
     with pytest.raises(ValueError, match="at least one"):
         blocking.stream([])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in vars(Client) if not name.startswith("_") and callable(getattr(Client, name))]
+)
+def test_both_clients_have_the_same_parameters(name):
+    """Names, order, kinds and defaults; an editor shows all of them, because none hides in **keywords."""
+    ours = inspect.signature(getattr(Client, name)).parameters
+    theirs = inspect.signature(getattr(AsyncClient, name)).parameters
+    assert list(ours.values()) == list(theirs.values())
+    assert not [each for each in ours.values() if each.kind is each.VAR_KEYWORD]
 
 
 def test_every_call_can_opt_out_of_the_prefix_cache(blocking, script):

@@ -78,7 +78,7 @@ def rendered(tokenizer, messages, **options) -> list[int]:
 
 def test_system_and_turns_are_rendered_by_the_template(client, tokenizer):
     params = SamplingParams(max_tokens=2)
-    output = client.chat(TURNS, params)
+    (output,) = client.chat(TURNS, params)
     assert output.prompt_token_ids == rendered(tokenizer, TURNS)
     streamed = list(client.stream_chat(TURNS, params))
     assert streamed[0].prompt_token_ids == output.prompt_token_ids
@@ -92,7 +92,7 @@ def test_without_a_generation_prompt_and_with_an_open_end(client, tokenizer):
     opened = {"add_generation_prompt": False, "continue_final_message": True}
     for options in (closed, opened):
         expected = rendered(tokenizer, begun, **options)
-        assert client.chat(begun, params, **options).prompt_token_ids == expected
+        assert client.chat(begun, params, **options)[0].prompt_token_ids == expected
         assert next(client.stream_chat(begun, params, **options)).prompt_token_ids == expected
         assert client.tokenize(begun, **options) == expected
     assert rendered(tokenizer, begun, **opened) == rendered(tokenizer, begun, **closed)[:-2]  # no <|im_end|>, newline
@@ -112,7 +112,7 @@ def test_a_template_that_refuses_is_quoted(client):
 async def test_the_async_client_does_the_same(town, tokenizer):
     async with AsyncClient(town.target) as client:
         params = SamplingParams(max_tokens=1)
-        one, (two, three) = await asyncio.gather(client.chat(TURNS, params), client.chat([TURNS, TURNS[:2]], params))
+        (one,), (two, three) = await asyncio.gather(client.chat(TURNS, params), client.chat([TURNS, TURNS[:2]], params))
         assert one.prompt_token_ids == two.prompt_token_ids == await client.tokenize(TURNS)
         assert three.prompt_token_ids == rendered(tokenizer, TURNS[:2])
         ids = await client.tokenize(TEXTS["mixed"], add_special_tokens=False)

@@ -19,8 +19,10 @@ from cadenza.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from cadenza.prompts import parse_prompts
 from cadenza.sampling_params import SamplingParams
 from cadenza.step_watch import watch_steps
+from cadenza.transport import MAX_MESSAGE_BYTES
 from tests.helpers.scripted_server import Script, start
 
 
@@ -177,6 +179,19 @@ async def test_a_request_that_ends_without_its_last_response_is_an_error(client)
         await client.generate("vanish")
 
 
+async def test_each_prompt_that_ends_is_reported(client):
+    """Also one that the server refuses, one that is never sent because it is too large, and one that fails."""
+    seen = []
+    prompts = parse_prompts(["a b", "bad", "x" * (MAX_MESSAGE_BYTES + 1), "vanish", "slow c"])
+    with pytest.raises(InvalidRequestError, match="prompt 1"):
+        await client._run(prompts, None, True, seen.append)
+    assert sorted((each.prompt[:6], each.finished, len(each.outputs)) for each in seen) == [
+        ("a b", True, 1), ("bad", False, 0), ("slow c", True, 1), ("vanish", False, 0), ("xxxxxx", False, 0),
+    ]  # fmt: skip
+    assert seen[0].prompt.startswith("x")
+    assert seen[-1].prompt == "slow c"
+
+
 async def test_a_full_queue_is_waited_for(client, script):
     script.capacity = 5
     outputs = await client.generate([f"slow {index}" for index in range(60)])
@@ -197,7 +212,7 @@ async def test_cancelling_a_batch_aborts_it(client, script):
 
 async def test_chat(client):
     one = [{"role": "user", "content": "hello you"}]
-    output = await client.chat(one)
+    (output,) = await client.chat(one)
     assert (output.outputs[0].text, output.prompt) == ("hello you ", None)
     outputs = await client.chat([one, one])
     assert [each.outputs[0].text for each in outputs] == ["hello you "] * 2
@@ -244,7 +259,7 @@ async def test_a_server_that_is_something_else():
 
 
 async def test_arguments_that_are_wrong_by_themselves(client):
-    with pytest.raises(TypeError, match="chat takes no 'tools'; its keywords are add_generation_prompt and"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tools'"):
         await client.chat([{"role": "user", "content": "a"}], tools=[])
     with pytest.raises(ValueError, match="request_id must be a str, not int 5"):
         client.stream("a", request_id=5)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cadenza.loadtest.requests import LoadTestError
-from cadenza.settings.names import suggestion
+from cadenza.spelling import suggestion
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cadenza.settings.names import misspelling_of, suggestion
+from cadenza.spelling import misspelling_of, suggestion
 
 TABLES = ("executor", "scheduler")
 

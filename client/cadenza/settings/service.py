@@ -16,7 +16,8 @@ from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, 
 
 from cadenza.settings.file import OptionsFileError, read_file
 from cadenza.settings.help import about, help_text
-from cadenza.settings.names import ENV_PREFIX, flag, misspelling_of, suggestion, variable
+from cadenza.settings.names import ENV_PREFIX, flag, variable
+from cadenza.spelling import misspelling_of, suggestion
 
 
 class ServiceSettings(BaseSettings):

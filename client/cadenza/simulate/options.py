@@ -11,11 +11,11 @@ from pydantic import BaseModel, Field, ValidationError
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.results import LoadTestFile
 from cadenza.local_options import route_options
-from cadenza.settings.names import suggestion
 from cadenza.settings.service import reason
 from cadenza.simulate.campaign import Simulated
 from cadenza.simulate.executor_profiles import ExecutorProfile, read_profile
 from cadenza.simulate.published import PUBLISHED
+from cadenza.spelling import suggestion
 from scheduler_svc.config import SchedulerConfig
 
 DEFAULT_EXECUTOR = "a100-40gb-opt-13b"

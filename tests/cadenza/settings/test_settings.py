@@ -11,8 +11,9 @@ import scheduler_svc.__main__ as scheduler
 from cadenza.local_options import config_classes
 from cadenza.settings.file import OptionsFileError, read_file
 from cadenza.settings.help import GROUPS, group_of
-from cadenza.settings.names import misspelling_of, suggestion
+from cadenza.settings.names import ENV_PREFIX
 from cadenza.settings.service import ignored_settings
+from cadenza.spelling import misspelling_of, suggestion
 from tests.helpers.paths import ROOT
 
 SHARED = """
@@ -140,8 +141,9 @@ def test_no_option_looks_like_a_misspelling_of_another_services():
 
 def test_suggestions():
     assert suggestion("blok_size", ["block_size", "seed"]) == "; did you mean block_size?"
-    assert suggestion("CADENZA_BLOK", ["CADENZA_BLOCK_SIZE", "CADENZA_SEED"]) == ""
-    assert suggestion("CADENZA_SEDE", ["CADENZA_BLOCK_SIZE", "CADENZA_SEED"]) == "; did you mean CADENZA_SEED?"
+    variables = ["CADENZA_BLOCK_SIZE", "CADENZA_SEED"]
+    assert suggestion("CADENZA_BLOK", variables, ENV_PREFIX) == ""
+    assert suggestion("CADENZA_SEDE", variables, ENV_PREFIX) == "; did you mean CADENZA_SEED?"
 
 
 @pytest.mark.parametrize("service", [executor, scheduler])

@@ -62,8 +62,8 @@ class RateSearch:
     @property
     def _step(self) -> float:
         """The next factor, without a bracket."""
-        doublings = min(max(0, self._num_recorded - 1), 16)
-        return min(_LARGEST_STEP, math.pow(self.factor, 2**doublings))
+        logarithm = math.log(self.factor) * 2.0 ** max(0, self._num_recorded - 1)
+        return _LARGEST_STEP if logarithm >= math.log(_LARGEST_STEP) else math.exp(logarithm)
 
     def _halvings(self, ratio: float) -> int:
         """How often a bracket of this ratio is halved until it is within the tolerance."""

@@ -25,6 +25,8 @@ class RateTrial:
     settings: LoadSettings
     outcomes: tuple[tuple[int, Outcome], ...]
     """Seed and run of each repetition; empty if the trial ended early."""
+    kept_up: bool = True
+    """Whether about as many requests ended as arrived; not known of a trial that ended early."""
 
 
 @dataclass(frozen=True, slots=True)

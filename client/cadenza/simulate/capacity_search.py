@@ -242,7 +242,12 @@ def _rounded(rate: float) -> float:
 
 
 def _trial_text(count: int, trial: RateTrial) -> str:
-    how = f"{trial.share:.1%} of the requests" if not trial.ended_early else "ended early, too many were late"
-    held = "holds" if trial.held else "does not hold"
+    how = f"{trial.share:.1%} of the requests"
+    if trial.ended_early:
+        how = "ended early, too many were late"
+    elif not trial.kept_up:
+        how += ", but they came faster than they ended"
+    elif not trial.held and trial.share >= trial.settings.slo_share:
+        how += ", but too few of the last third"
     executors = "1 executor" if count == 1 else f"{count} executors"
-    return f"{executors}, {trial.rate:.4g} requests/s: {how}: {held}"
+    return f"{executors}, {trial.rate:.4g} requests/s: {how}: {'holds' if trial.held else 'does not hold'}"

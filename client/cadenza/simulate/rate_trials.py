@@ -160,7 +160,15 @@ class TrialRunner:
                 return RateTrial(rate, misses.share, held=False, ended_early=True, settings=settings, outcomes=())
             outcomes.append((seed, outcome))
         found = judge([outcome.requests for _, outcome in outcomes], settings)
-        return RateTrial(rate, found.share, found.held, ended_early=False, settings=settings, outcomes=tuple(outcomes))
+        return RateTrial(
+            rate,
+            found.share,
+            found.held,
+            ended_early=False,
+            settings=settings,
+            outcomes=tuple(outcomes),
+            kept_up=found.kept_up,
+        )
 
     def _run(self, settings: LoadSettings, seed: int, watch: Supervised) -> Outcome:
         began = self.budget.elapsed_s

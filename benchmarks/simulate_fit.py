@@ -26,6 +26,7 @@ from cadenza.loadtest.driver import Progress
 from cadenza.loadtest.results import Run
 from cadenza.loadtest.settings import LoadSettings, make_settings
 from cadenza.simulate.campaign import Simulated, run_simulation
+from cadenza.simulate.capacity_search import TrialProgress
 from cadenza.simulate.executor_profiles import ExecutorProfile
 from cadenza.simulate.fit import Fit, fit_costs, fitted_profile, with_clients
 from cadenza.simulate.options import scheduler_config
@@ -49,6 +50,9 @@ class _Silent:
     def running(self, what: str, total: int | None) -> Iterator[None]:
         """Nothing is shown."""
         yield
+
+    def on_trial(self, now: TrialProgress) -> None:
+        """Nothing is shown."""
 
     def on_progress(self, now: Progress) -> None:
         """Nothing is shown."""

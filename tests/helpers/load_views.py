@@ -7,11 +7,13 @@ import contextlib
 from collections.abc import Iterator
 
 from cadenza.loadtest.driver import Progress
+from cadenza.simulate.capacity_search import TrialProgress
 
 
 class SilentView:
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.trials: list[TrialProgress] = []
         self._num_ended = 0
         self._outputs = asyncio.Event()
 
@@ -23,6 +25,9 @@ class SilentView:
     def on_progress(self, now: Progress) -> None:
         self._num_ended = now.num_ended
         self._outputs.set()
+
+    def on_trial(self, now: TrialProgress) -> None:
+        self.trials.append(now)
 
     def say(self, text: str) -> None:
         self.said.append(text)

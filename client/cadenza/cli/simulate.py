@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ import typer
 from cadenza.cli.load_options import Csv, Label, Output, Plots, Report, Sweep, of_results
 from cadenza.cli.loadtest import load_fields
 from cadenza.cli.service_args import Config, FieldOption, service_fields
-from cadenza.cli.text import notice, number
+from cadenza.cli.text import number
 from cadenza.errors import CadenzaError, OptionError
 
 if TYPE_CHECKING:
@@ -53,6 +54,14 @@ def simulate(
             metavar="N,N,…", help="Copies of the executors under one scheduler; each number is a point.  [default: 1]"
         ),
     ] = None,
+    time_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS|none",
+            help="With --find-max-rate: end the search after this time, such as 90, 90s or 5m, with what is known "
+            "then; trials become shorter to fit. none or 0: no limit.  [default: 45]",
+        ),
+    ] = None,
     config: Config = None,
     sweep: Sweep = None,
     rerun: Annotated[
@@ -71,28 +80,40 @@ def simulate(
     if not load_names:
         raise OptionError("the simulator is not installed here: pip install 'cadenza[loadtest]'")
     from cadenza.cli.load_results import check_outputs, check_whole, nothing_counted, tables_console, write_outputs
+    from cadenza.cli.search_view import SearchView
     from cadenza.loadtest.settings import make_settings, merged_values
     from cadenza.simulate.campaign import run_simulation
     from cadenza.simulate.options import make_simulated
+    from cadenza.simulate.time_budget import TimeBudget, read_time_budget
 
     given = {name: options.pop(name) for name in load_names & options.keys()} | {"sweep": sweep or None}
     settings_before, before = _before(rerun)
     settings = make_settings(merged_values(settings_before, given))
+    budget_s = read_time_budget(time_budget)
+    if time_budget is not None and not settings.find_max_rate:
+        raise OptionError("--time-budget limits a search: give --find-max-rate")
     simulated = make_simulated(executor or (), executors, options, config=config, before=before)
     read = [rerun, config, settings.workload, *(executor or ())]
     outputs = check_outputs(output=output, csv=csv, plots=plots, report=report, read=read)
     command = ["cadenza", *sys.argv[1:]]
-    file, capacities = run_simulation(settings, simulated, _Notices(), label=label, command=command)
+    view = SearchView()
+    with view.searching():
+        file, capacities = run_simulation(
+            settings, simulated, view, label=label, command=command, budget=TimeBudget(budget_s)
+        )
     write_outputs(file, outputs)
     if capacities:
-        tables_console().print(capacity_table(capacities))
+        console = tables_console()
+        console.print(capacity_table(capacities))
+        console.print(search_sentence(capacities, budget_s, interrupted=bool(file.cut_short)), highlight=False)
         if outputs.plots is not None:
             from cadenza.simulate.pictures import write_capacity
 
             write_capacity(capacities, outputs.plots)
     check_whole(file)
     if capacities and all(each.held is None for each in capacities):
-        raise NothingHoldsError(f"no rate that was tried holds {settings.slo}")
+        until = "" if all(each.complete for each in capacities) else " within the time budget"
+        raise NothingHoldsError(f"no rate that was tried{until} holds {settings.slo}")
     if not capacities and (why := nothing_counted(file)) is not None:
         raise NothingHoldsError(why)
 
@@ -110,7 +131,8 @@ def simulate_fields() -> list[FieldOption]:
 
 
 def capacity_table(capacities: Sequence[Capacity]) -> NumberTable:
-    """A row for each number of executors: the highest rate that holds, and the latencies at it."""
+    """A row for each number of executors: the highest rate that holds, the lowest that fails, the virtual seconds of
+    a trial, and the latencies at the former."""
     from cadenza.loadtest.tables import NumberTable
     from cadenza.simulate.capacity import summary_of
 
@@ -121,15 +143,41 @@ def capacity_table(capacities: Sequence[Capacity]) -> NumberTable:
         rows.append(
             [
                 str(capacity.num_executors),
-                number(row["request_rate"], "none holds"),
+                number(row["request_rate"], "none holds" if capacity.trials else "not tried"),
+                number(capacity.failed),
+                number(capacity.trial_s),
                 *(number(None if seconds is None else 1000 * seconds) for seconds in times),
                 number(row.get("output_tokens_per_s")),
                 number(row.get("tokens_per_s_per_executor")),
             ]
         )
     latencies = [f"{name}\n{mark} ms" for name in ("TTFT", "TPOT") for mark in ("p50", "p99")]
-    heads = ["executors", "requests/s", *latencies, "tokens/s", "tokens/s\nper executor"]
-    return NumberTable(heads, rows, title="Highest rate that holds the SLO")
+    heads = [
+        "executors", "requests/s", "fails at", "trial,\ns", *latencies, "tokens/s", "tokens/s\nper executor",
+    ]  # fmt: skip
+    title = "Highest rate that holds the SLO"
+    return NumberTable(heads, rows, title=title if _is_complete(capacities) else f"{title}, as far as the search came")
+
+
+def search_sentence(capacities: Sequence[Capacity], budget_s: float, *, interrupted: bool) -> str:
+    """How sure the rates are, and what cut the search short."""
+    from cadenza.simulate.capacity_search import TRIAL_S
+
+    if _is_complete(capacities):
+        return "The column `fails at` has the lowest rate that was tried and does not hold."
+    what = "Ctrl-C" if interrupted else f"The time budget of {budget_s:g} s"
+    sentences = [f"! {what} ended the search early."] if not all(each.is_over for each in capacities) else []
+    shorter = [each.trial_s for each in capacities if each.trial_s is not None and not each.is_full_length]
+    if shorter:
+        least = f"{number(min(shorter))} s" if min(shorter) == max(shorter) else f"{number(min(shorter))} s or more"
+        sentences.append(f"! Trials have {least} of arrivals in place of {TRIAL_S:g} s: the rates are less sure.")
+    if budget_s < math.inf:
+        sentences.append(f"The time budget is {budget_s:g} s; --time-budget none searches without a limit.")
+    return "\n".join(sentences)
+
+
+def _is_complete(capacities: Sequence[Capacity]) -> bool:
+    return all(each.complete for each in capacities)
 
 
 def _before(rerun: str | None) -> tuple[dict[str, Any], Simulated | None]:
@@ -142,14 +190,6 @@ def _before(rerun: str | None) -> tuple[dict[str, Any], Simulated | None]:
         return {}, None
     file = read_again(rerun, "simulate")
     return settings_of(file, rerun), simulated_of(file, rerun)
-
-
-class _Notices:
-    """Prints messages on stderr."""
-
-    def say(self, text: str) -> None:
-        """Print one line."""
-        notice(text)
 
 
 def _load_fields() -> list[FieldOption]:

@@ -95,6 +95,8 @@ class MaxRate(_Model):
     """The share of the requests that must keep the limits for a rate to hold."""
     tolerance: float
     """The search ends when `failed` is at most this share above `held`."""
+    complete: bool = True
+    """Whether the search ended by itself, with trials of full length; a time budget and Ctrl-C cut it short."""
 
 
 class Reached(_Model):

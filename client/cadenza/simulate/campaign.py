@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from cadenza.loadtest.caveats import load_caveats
 from cadenza.loadtest.prompts import Prompts
@@ -15,10 +15,13 @@ from cadenza.loadtest.results import CTRL_C, LoadTestFile, MaxRate, Point, Run, 
 from cadenza.loadtest.schedule import make_schedule, planned_points, truncated_to, window_of
 from cadenza.loadtest.settings import LoadSettings
 from cadenza.loadtest.truncation import Truncations
-from cadenza.simulate.capacity import TOLERANCE, Capacity, find_capacity
+from cadenza.simulate.capacity import Capacity
+from cadenza.simulate.capacity_search import TOLERANCE, CapacitySearch, SearchView
 from cadenza.simulate.executor_profiles import ExecutorProfile
+from cadenza.simulate.rate_trials import RunAt
 from cadenza.simulate.request_log import Watch
 from cadenza.simulate.run import Outcome, Simulation
+from cadenza.simulate.time_budget import TimeBudget
 from cadenza.simulate.traffic import Traffic
 from scheduler_svc.config import SchedulerConfig
 
@@ -28,13 +31,6 @@ MAX_KEPT_GAPS = 100_000
 """Most requests of a run whose inter-token latencies are kept by default."""
 _NOT_SIMULATED = ("timeout_s", "url")
 _PROMPT_VOCABULARY = 32_768
-
-
-class View(Protocol):
-    """Receives messages about the simulation's progress."""
-
-    def say(self, text: str) -> None:
-        """Show a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,35 +103,45 @@ def keeps_gaps(settings: LoadSettings) -> bool:
 
 
 def run_simulation(
-    settings: LoadSettings, simulated: Simulated, view: View, *, label: str = "", command: Sequence[str] = ()
+    settings: LoadSettings,
+    simulated: Simulated,
+    view: SearchView,
+    *,
+    label: str = "",
+    command: Sequence[str] = (),
+    budget: TimeBudget | None = None,
 ) -> tuple[LoadTestFile, list[Capacity]]:
     """Run everything that the settings request for each number of executors; capacities are found for `find_max_rate`
-    only.
+    only, within the `budget`.
 
-    Ctrl-C keeps the points that were simulated, if there are any, and the file states it. Raises LoadTestError.
+    Ctrl-C keeps the points that were simulated and what a search found, if there is anything, and the file states it.
+    Raises LoadTestError.
     """
     planned = planned_points(settings)
     for sentence in load_caveats(settings):
         view.say(sentence)
     points: list[Point] = []
-    capacities: list[Capacity] = []
+    search = _search_of(settings, simulated, view, budget) if settings.find_max_rate else None
     cut_short = ""
     try:
-        for count in simulated.counts:
-            fleet = simulated.times(count)
-            named: dict[str, float | str] = {"executors": float(len(fleet))} if len(simulated.counts) > 1 else {}
-            if settings.find_max_rate:
-                capacities.append(_search(settings, fleet, simulated.config, view))
-                for trial in capacities[-1].kept:
-                    points.append(_point(trial.settings, trial.outcomes, {**named, "request_rate": trial.rate}))
-            else:
+        if search is not None:
+            search.run()
+        else:
+            for count in simulated.counts:
+                fleet = simulated.times(count)
                 for point, swept in planned:
                     outcomes = _runs(point, fleet, simulated.config, view)
-                    points.append(_point(point, outcomes, {**named, **swept}))
+                    points.append(_point(point, outcomes, {**_named(simulated, len(fleet)), **swept}))
     except KeyboardInterrupt:
-        if not points:
+        if not points and not (search is not None and any(each.trials for each in search.capacities)):
             raise
         cut_short = CTRL_C
+    capacities = [] if search is None else search.capacities
+    for capacity in capacities:
+        named = _named(simulated, capacity.num_executors)
+        points += [
+            _point(trial.settings, trial.outcomes, {**named, "request_rate": trial.rate}) for trial in capacity.kept
+        ]
     facts = simulated.facts()
     file = LoadTestFile(
         source="simulate",
@@ -144,14 +150,19 @@ def run_simulation(
         settings=settings.model_dump(mode="json"),
         server=facts,
         points=points,
-        max_rate=_max_rate(settings, capacities[0]) if len(simulated.counts) == len(capacities) == 1 else None,
+        max_rate=_max_rate(settings, capacities[0]) if len(capacities) == 1 else None,
         cut_short=cut_short,
     )
     return file, capacities
 
 
+def _named(simulated: Simulated, num_executors: int) -> dict[str, float | str]:
+    """The number of executors as a swept value, if there are several."""
+    return {"executors": float(num_executors)} if len(simulated.counts) > 1 else {}
+
+
 def _runs(
-    settings: LoadSettings, fleet: Sequence[ExecutorProfile], config: SchedulerConfig, view: View
+    settings: LoadSettings, fleet: Sequence[ExecutorProfile], config: SchedulerConfig, view: SearchView
 ) -> list[tuple[int, Outcome]]:
     """Run all repetitions; returns each with its seed."""
     runs = []
@@ -167,27 +178,34 @@ def _runs(
     return runs
 
 
-def _search(settings: LoadSettings, fleet: Sequence[ExecutorProfile], config: SchedulerConfig, view: View) -> Capacity:
+def _search_of(
+    settings: LoadSettings, simulated: Simulated, view: SearchView, budget: TimeBudget | None
+) -> CapacitySearch:
     # The gaps of all trials together would fill the memory.
     settings = settings.model_copy(
         update={"keep_itl": settings.limits is not None and settings.limits.itl_s is not None}
     )
 
-    def run(at_rate: LoadSettings, seed: int, watch: Watch | None) -> Outcome:
-        return simulate(at_rate, fleet, config, seed, watch=watch, keep_steps=settings.watch_steps)
+    def run_of_fleet(fleet: Sequence[ExecutorProfile]) -> RunAt:
+        def run(at_rate: LoadSettings, seed: int, watch: Watch | None) -> Outcome:
+            return simulate(at_rate, fleet, simulated.config, seed, watch=watch, keep_steps=settings.watch_steps)
 
-    found = find_capacity(settings, len(fleet), run)
-    for trial in found.trials:
-        how = f"{trial.share:.1%} of the requests" if not trial.ended_early else "ended early, too many were late"
-        view.say(f"{len(fleet)} executors, {trial.rate:.4g} requests/s: {how}")
-    return found
+        return run
+
+    fleets = [simulated.times(count) for count in simulated.counts]
+    return CapacitySearch(settings, {len(fleet): run_of_fleet(fleet) for fleet in fleets}, view, budget=budget)
 
 
 def _max_rate(settings: LoadSettings, capacity: Capacity) -> MaxRate:
     limits = settings.limits
     assert limits is not None, "checked by the settings"
     return MaxRate(
-        held=capacity.held, failed=capacity.failed, slo=limits, slo_share=settings.slo_share, tolerance=TOLERANCE
+        held=capacity.held,
+        failed=capacity.failed,
+        slo=limits,
+        slo_share=settings.slo_share,
+        tolerance=TOLERANCE,
+        complete=capacity.complete,
     )
 
 

@@ -10,8 +10,10 @@ from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.settings import LoadSettings, make_settings
 from cadenza.loadtest.slo import parse_slo
 from cadenza.simulate.campaign import Simulated, run_simulation, simulate
-from cadenza.simulate.capacity import Misses, as_plot, find_capacity, summary_of
+from cadenza.simulate.capacity import Capacity, as_plot, summary_of
+from cadenza.simulate.capacity_search import CapacitySearch
 from cadenza.simulate.executor_profiles import ExecutorProfile
+from cadenza.simulate.rate_trials import Misses, RunAt
 from tests.helpers.load_views import SilentView
 from tests.helpers.simulations import options, profile, shape
 
@@ -25,13 +27,17 @@ def even(**given: object) -> LoadSettings:
     return make_settings({**values, **given})
 
 
+def found_by(settings: LoadSettings, run: RunAt, num_executors: int = 1, tolerance: float = 0.02) -> Capacity:
+    search = CapacitySearch(settings, {num_executors: run}, SilentView(), tolerance=tolerance)
+    search.run()
+    (found,) = search.capacities
+    return found
+
+
 def held_by(fleet: list[ExecutorProfile], settings: LoadSettings) -> float:
     config = options()
-    found = find_capacity(
-        settings,
-        len(fleet),
-        lambda each, seed, watch: simulate(each, fleet, config, seed, watch=watch),
-        tolerance=0.05,
+    found = found_by(
+        settings, lambda each, seed, watch: simulate(each, fleet, config, seed, watch=watch), len(fleet), 0.05
     )
     assert found.held is not None
     assert found.failed is not None
@@ -78,7 +84,7 @@ def test_a_trial_that_fails_ends_early() -> None:
         lengths[settings.request_rate] = len(outcome.requests)
         return outcome
 
-    found = find_capacity(even(request_rate=500.0, num_requests=500), 1, run)
+    found = found_by(even(request_rate=500.0, num_requests=500), run)
     assert lengths[500.0] < 300
     tried = {trial.rate: trial for trial in found.trials}
     assert tried[500.0].ended_early
@@ -91,9 +97,8 @@ def test_a_trial_that_fails_ends_early() -> None:
 @pytest.mark.slow
 def test_nothing_may_hold() -> None:
     config, fleet = options(), [profile({"step_us": 10_000.0}, **BUSY)]
-    found = find_capacity(
+    found = found_by(
         even(slo="ttft=0.001", num_requests=50),
-        1,
         lambda each, seed, watch: simulate(each, fleet, config, seed, watch=watch),
     )
     assert found.held is None
@@ -144,4 +149,4 @@ def test_a_file_of_capacities() -> None:
 
 def test_without_an_slo_there_is_no_search() -> None:
     with pytest.raises(LoadTestError, match="--find-max-rate needs --slo"):
-        find_capacity(make_settings({}), 1, lambda *_: pytest.fail("nothing is to run"))
+        CapacitySearch(make_settings({}), {1: lambda *_: pytest.fail("nothing is to run")}, SilentView())

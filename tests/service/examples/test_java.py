@@ -1,0 +1,28 @@
+"""The Java program in examples/java, compiled with Debian's gRPC and run against a real server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.examples import REFUSED_TOP_P, build, run
+from tests.helpers.services import connection
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the compiled program."""
+    folder = tmp_path_factory.mktemp("java")
+    build("java", folder)
+    return folder
+
+
+async def test_java_gets_the_same_texts(built: Path, target: str, answers: dict[str, str]) -> None:
+    for prompt, answer in answers.items():
+        lines = run("java", "-cp", (built / "classpath").read_text().strip(), "Generate", target, prompt).splitlines()
+        assert lines == [answer, f"[INVALID_ARGUMENT] {REFUSED_TOP_P}", "[CANCELLED]", "[DEADLINE_EXCEEDED]"]
+    async with connection(target) as running:
+        await running.wait_until_free()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,10 +28,12 @@ from cadenza.cli.interrupts import Interrupts
 from cadenza.cli.keyboard import has_keyboard
 from cadenza.cli.service_args import Config, serving
 from cadenza.cli.text import notice, printable, terminal_width, typed, write
-from cadenza.cli.wrapping import Wrapper
 from cadenza.client import Client
 from cadenza.errors import CadenzaError, FailedPreconditionError, UnavailableError
 from cadenza.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from cadenza.cli.wrapping import Wrapper
 
 HELP = """Talk with a model.
 
@@ -61,6 +63,8 @@ class _Shown:
             write(text)
             return
         if self.wrapper is None:
+            from cadenza.cli.wrapping import Wrapper
+
             self.wrapper = Wrapper(width)
         self.wrapper.width = width  # the window may have been resized
         write(self.wrapper.feed(printable(text)))

@@ -8,8 +8,6 @@ import sys
 import unicodedata
 from typing import TextIO
 
-from cadenza.cli.wrapping import wrap
-
 
 def printable(text: str) -> str:
     """The text without control characters other than newline and tab: a model must not control the terminal."""
@@ -44,9 +42,13 @@ def write(text: str) -> None:
 
 def notice(text: str) -> None:
     """Write one line to stderr; in a terminal, words that do not fit are on the next line."""
-    width = terminal_width(sys.stderr)
     line = f"cadenza: {text}"
-    sys.stderr.write((line if width is None else wrap(line, width)) + "\n")
+    width = terminal_width(sys.stderr)
+    if width is not None:
+        from cadenza.cli.wrapping import wrap
+
+        line = wrap(line, width)
+    sys.stderr.write(f"{line}\n")
 
 
 def terminal_width(stream: TextIO) -> int | None:

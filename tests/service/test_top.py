@@ -240,7 +240,7 @@ def test_keys_switch_between_screens_and_quit(target) -> None:
         terminal.wait_for_screen(r"running +3 +██")
         assert terminal.screen[-1] == "q quit  d details"
         terminal.type(b"d")
-        terminal.wait_for_screen(r"preemptions +0, 0 since the start")
+        terminal.wait_for_screen(r"preemptions +0 in 0 s, 0 since the start")
         assert terminal.screen[-1] == "q quit  d overview"
         assert "running " not in "\n".join(terminal.screen)
         terminal.resize(80, 24)

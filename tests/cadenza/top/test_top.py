@@ -270,6 +270,18 @@ def test_every_screen_fits(size, details, num_executors):
             assert any(f"{rest} more executors" in line for line in lines) is (rest > 0)
 
 
+@pytest.mark.parametrize("size", [(26, 8), (10, 3), (1, 1)])
+def test_a_terminal_too_small_for_it_is_no_error(size):
+    for observations in ([large(num_executors=3)] * 3, [LOST], []):
+        for details in (False, True):
+            console = Console(file=io.StringIO(), width=size[0], height=size[1])
+            text = view_of(*observations).screen(*size, details=details, foot="q")
+            console.print(text, no_wrap=True, overflow="crop")
+            lines = console.file.getvalue().removesuffix("\n").split("\n")
+            assert len(lines) == size[1]
+            assert max(map(cell_len, lines)) <= size[0]
+
+
 def test_details():
     lines = screen(view_of(busy_interval()), (80, 24), details=True)
     for line in (

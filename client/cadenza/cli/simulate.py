@@ -27,6 +27,7 @@ Examples:
   cadenza simulate --request-rate 4 --workload sharegpt --num-requests 2000
   cadenza simulate --executor costs.json --request-rate 10 --duration-s 86400 --output day.json
   cadenza simulate --executors 1,2,4 --slo ttft=0.5,tpot=0.05 --find-max-rate
+  cadenza simulate --executors 1,2,4 --slo ttft=0.5,tpot=0.05 --find-max-rate --time-budget 10m
   cadenza simulate --sweep request-rate=1,2,4 --batching static --report static.html
 
 An executor is a published profile (a100-40gb-opt-13b, a100-80gb-opt-13b, h200-llama-3.1-8b) or a file that `cadenza

@@ -157,7 +157,11 @@ def capacity_table(capacities: Sequence[Capacity]) -> NumberTable:
         "executors", "requests/s", "fails at", "trial,\ns", *latencies, "tokens/s", "tokens/s\nper executor",
     ]  # fmt: skip
     title = "Highest rate that holds the SLO"
-    return NumberTable(heads, rows, title=title if _is_complete(capacities) else f"{title}, as far as the search came")
+    if not all(each.is_over for each in capacities):
+        title += ", as far as the search came"
+    elif not _is_complete(capacities):
+        title += ", by short trials"
+    return NumberTable(heads, rows, title=title)
 
 
 def search_sentence(capacities: Sequence[Capacity], budget_s: float, *, interrupted: bool) -> str:

@@ -268,6 +268,9 @@ def test_the_sentence_says_how_sure_the_rates_are() -> None:
     whole = Capacity(1, 9.0, 9.1, (), trial_s=300.0)
     short = Capacity(2, 18.0, 18.3, (), trial_s=54.0, is_full_length=False)
     shorter = Capacity(4, 36.0, 39.0, (), trial_s=20.0, is_over=False, is_full_length=False)
+    titles = [command.capacity_table(each).title for each in ([whole], [whole, short], [short, shorter])]
+    ends = ("SLO", "SLO, by short trials", "SLO, as far as the search came")
+    assert titles == [f"Highest rate that holds the {end}" for end in ends]
     assert not command.search_sentence([whole], 45.0, interrupted=False).startswith("!")
     assert command.search_sentence([whole, short], 45.0, interrupted=False).splitlines() == [
         "! Trials have 54 s of arrivals in place of 300 s: the rates are less sure.",

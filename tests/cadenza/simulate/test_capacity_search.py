@@ -259,6 +259,12 @@ def test_the_command_says_what_the_budget_did(capsys: pytest.CaptureFixture[str]
     assert "as far as" not in printed
 
 
+@pytest.mark.slow
+def test_a_budget_that_affords_no_trial_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*ARGUMENTS, "--time-budget", "0.001"]) == 1
+    assert "--time-budget: 0.001 s ended before the first trial" in capsys.readouterr().err
+
+
 def test_a_budget_is_for_a_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", "--time-budget", "5"]) == 2
     assert "--time-budget limits a search: give --find-max-rate" in capsys.readouterr().err

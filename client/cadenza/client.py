@@ -14,16 +14,19 @@ from cadenza.outputs import RequestOutput
 from cadenza.prompts import Messages, Params, Prompt, Prompts, SinglePrompt
 from cadenza.sampling_params import SamplingParams
 from cadenza.session import OnOutput
+from cadenza.short_interrupts import shorten_interrupts
 from cadenza.transport import SCHEDULER_PORT
 
 
 class Client:
     """A blocking client of one Cadenza server at `HOST:PORT`; may be used from several threads.
 
-    It has the methods and errors of AsyncClient; Ctrl-C during a call aborts the call's requests.
+    It has the methods and errors of AsyncClient. Ctrl-C during a call aborts the call's requests and raises
+    KeyboardInterrupt; if the program does not catch it, Python's report shows the program's own frames alone.
     """
 
     def __init__(self, target: str = f"127.0.0.1:{SCHEDULER_PORT}") -> None:
+        shorten_interrupts()
         self._loop = LoopThread.shared()
         self._client = AsyncClient(target)
         self._finalizer = weakref.finalize(self, _close, self._loop, self._client)

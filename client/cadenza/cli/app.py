@@ -18,7 +18,7 @@ from cadenza import __version__
 from cadenza.cli import chat, fit_costs, generate, loadtest, report, simulate, top, up
 from cadenza.cli.service_args import FieldOption, GroupedCommand, service_fields, with_fields
 from cadenza.errors import CadenzaError, OptionError
-from cadenza.settings.names import suggestion
+from cadenza.spelling import suggestion
 
 # The usage error that typer raises; typer has its own copy of click and exports only this subclass.
 _UsageError: Any = typer.BadParameter.__mro__[1]

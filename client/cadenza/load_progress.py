@@ -9,12 +9,14 @@ import time
 from types import TracebackType
 from typing import TextIO
 
+from cadenza.local_options import EXECUTOR
+
 _REDRAW_S = 0.2
 _COLUMNS = 80  # of a terminal that does not state its width
 
 
 class LoadProgress:
-    """Shows that the services start, for how long, their last message, and when they are ready.
+    """Shows that the services start, for how long, the executor's last message, and when they are ready.
 
     Use it with `with`, around the start. `start` and `log` are hooks of LocalServices; if `shown` is false, nothing is
     written.
@@ -24,7 +26,7 @@ class LoadProgress:
         self._model = model
         self._stream: TextIO | None = sys.stderr if shown else None
         self._started = time.monotonic()
-        self._message = ""  # the last one of a service
+        self._message = ""  # the last one of the executor
         self._drawn = 0  # characters of the live line that is on the screen
         self._ended = threading.Event()
         self._redrawing: threading.Thread | None = None
@@ -54,8 +56,9 @@ class LoadProgress:
         self._redrawing.start()
 
     def log(self, service: str, line: str) -> None:
-        """A line of a service's log: `DATE TIME LEVEL MODULE: MESSAGE`."""
-        self._message = f"; {service}: {line.partition(': ')[2] or line}"
+        """A line of a service's log: `DATE TIME LEVEL MODULE: MESSAGE`; shown if it is from the one that loads."""
+        if service == EXECUTOR:
+            self._message = f"; {line.partition(': ')[2] or line}"
 
     def _redraw(self) -> None:
         shown = ""

@@ -156,20 +156,16 @@ def test_children_end_with_a_program_that_never_closes(fakes):
 
 UP = """
 import sys
-import cadenza.local
 from cadenza.cli import up
 from cadenza.cli.app import run
 up._print_settings = lambda services, places: None  # the scripts speak no gRPC
-cadenza.local.check_files = lambda model, settings: None  # and need no model
-folder = sys.argv[1]
-cadenza.local.Programs.__init__.__defaults__ = ((folder + "/executor.py",), (folder + "/scheduler.py",))
-sys.exit(run(sys.argv[2:]))
+sys.exit(run(sys.argv[1:]))
 """
 
 
 def run_up(fakes, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-c", UP, str(fakes.folder), "up", "--model", "model", *arguments],
+        [sys.executable, "-c", fakes.prelude + UP, "up", "--model", "model", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

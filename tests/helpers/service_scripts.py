@@ -40,6 +40,13 @@ class Fakes:
         for name in ("executor", "scheduler"):
             (folder / f"{name}.py").write_text(SERVICE)
         self.programs = Programs((str(folder / "executor.py"),), (str(folder / "scheduler.py"),))
+        # The first lines of a program whose services are these scripts; they need no model.
+        self.prelude = (
+            "import cadenza.local\n"
+            "cadenza.local.check_files = lambda model, settings: None\n"
+            "cadenza.local.Programs.__init__.__defaults__ = "
+            f"({self.programs.executor!r}, {self.programs.scheduler!r})\n"
+        )
         self.events: list[str] = []
         self.lines: list[tuple[str, str]] = []
 

@@ -101,6 +101,21 @@ class Terminal:
         self.process.wait(max(0.1, deadline - time.monotonic()))
         return self.text.replace("\r\n", "\n")
 
+    def forget(self) -> None:
+        """Drop what was shown so far; the screen stays as it is."""
+        self._shown = b""
+
+    @property
+    def cells(self) -> list[list[pyte.screens.Char]]:
+        """The characters on the screen with their colours, line by line; the second half of a wide one is empty."""
+        lines = (self._emulator.buffer[number] for number in range(self._emulator.lines))
+        return [[line[column] for column in range(self.columns)] for line in lines]
+
+    @property
+    def columns(self) -> int:
+        """The screen's width in cells."""
+        return self._emulator.columns
+
     @property
     def screen(self) -> list[str]:
         """The lines on the screen now; a wide character is one character."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
 from cadenza.client import Client
 from cadenza.errors import LocalServiceError, UnavailableError
 from cadenza.info import ModelInfo, ServerInfo
+from cadenza.llm_options import LLMOptions
 from cadenza.load_progress import LoadProgress
 from cadenza.local import LocalServices, log_line
 from cadenza.outputs import RequestOutput
@@ -44,7 +45,7 @@ class LLM:
         port: int = 0,
         start_timeout_s: float = 1800.0,
         stop_grace_s: float = 10.0,
-        **options: Any,
+        **options: Unpack[LLMOptions],
     ) -> None:
         shorten_interrupts()
         with LoadProgress(os.fspath(model), shown=use_tqdm_on_load) as progress:

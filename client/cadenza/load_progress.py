@@ -28,7 +28,8 @@ class LoadProgress:
         self._started = time.monotonic()
         self._message = ""  # the last one of the executor
         self._drawn = 0  # characters of the live line that is on the screen
-        self._ended = threading.Event()
+        self._running = threading.Lock()  # held until the end; KeyboardInterrupt cannot break a bare lock
+        self._running.acquire()
         self._redrawing: threading.Thread | None = None
 
     def __enter__(self) -> LoadProgress:
@@ -37,7 +38,7 @@ class LoadProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended.set()
+        self._running.release()
         if self._redrawing is not None:
             self._redrawing.join()
         if error is None:
@@ -62,11 +63,12 @@ class LoadProgress:
 
     def _redraw(self) -> None:
         shown = ""
-        while not self._ended.is_set():
+        while True:
             if (text := self._live_text()) != shown:
                 self._write(text)
                 shown = text
-            self._ended.wait(_REDRAW_S)
+            if self._running.acquire(timeout=_REDRAW_S):
+                return
 
     def _status(self) -> str:
         return f"starting executor and scheduler, loading {self._model}"

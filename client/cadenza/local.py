@@ -19,6 +19,7 @@ from cadenza.child_process import ChildService, LogSink
 from cadenza.errors import LocalServiceError
 from cadenza.local_checks import check_address, check_device, check_files, check_model
 from cadenza.local_options import EXECUTOR, SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
+from cadenza.short_interrupts import quiet_at_exit
 from cadenza.transport import format_address
 
 _logger = logging.getLogger("cadenza.local")
@@ -241,18 +242,17 @@ def _restart(family: _Family, service: str, child: ChildService) -> None:
 def _stop(family: _Family) -> None:
     if family.owner != os.getpid():
         return  # a forked child exits: the services belong to its parent
-    family.stopping.set()
-    try:
-        if family.watcher is not None and family.watcher is not threading.current_thread():
-            family.watcher.join(timeout=family.stop_grace_s)
-        _stop_children(family, family.stop_grace_s)
-    except KeyboardInterrupt:  # most likely the second Ctrl-C, because the first one led here
-        _stop_children(family, 0)
-        if threading.main_thread().is_alive():
+    with quiet_at_exit():
+        try:
+            family.stopping.set()
+            if family.watcher is not None and family.watcher is not threading.current_thread():
+                family.watcher.join(timeout=family.stop_grace_s)
+            _stop_children(family, family.stop_grace_s)
+        except KeyboardInterrupt:  # most likely the second Ctrl-C, because the first one led here
+            _stop_children(family, 0)
             raise
-        # Otherwise this runs at exit: nothing could catch it, and Python would print a traceback.
-    finally:
-        family.kept.close()
+        finally:
+            family.kept.close()
 
 
 def _stop_children(family: _Family, grace_s: float) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -32,6 +35,19 @@ def shorten_interrupts() -> None:
         report(kind, error, trace)
 
     sys.excepthook = hook
+
+
+@contextlib.contextmanager
+def quiet_at_exit() -> Iterator[None]:
+    """End the body without an error if Ctrl-C interrupts it when the main program has ended.
+
+    Nothing could catch that interrupt any more, and Python would print its traceback.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if threading.main_thread().is_alive():
+            raise
 
 
 def _shorten(error: BaseException) -> None:

@@ -254,7 +254,7 @@ def test_every_public_name_loads():
         ("import cadenza", ("grpc", "google", "cadenza.client", "asyncio")),
         ("import cadenza.v1.types_pb2, cadenza.transport", ("cadenza.client", "cadenza.async_client", "cadenza.llm")),
         ("from cadenza import Client, LLM, SamplingParams", ("torch", "transformers", "rich", "typer", "pydantic")),
-        ("import cadenza.cli.app", ("torch", "transformers", "numpy", "rich")),
+        ("import cadenza.cli.app", ("torch", "transformers", "numpy", "rich", "prompt_toolkit")),
     ],
 )
 def test_imports_stay_light(code, absent):

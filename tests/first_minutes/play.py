@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class Player:
     def _play(self, line: str) -> str:
         if line.startswith(("cadenza up", "cadenza serve")):
             return self._start_server(line)
-        if "source " in line:
+        if "source " in line and not self._serves:
             return self._fails(self.server.run(line, 15 * _MINUTES), self.server) or self._run(line)
         if line.startswith("cadenza chat"):
             return self._chat(line)
@@ -136,7 +136,7 @@ def play_all(
     home: Path,
     quick: bool,
     on_screen: Callable[[Shell, str], None] = lambda shell, name: None,
-) -> list[Played]:
+) -> Iterator[Played]:
     """Play the commands in terminals of `size` (columns, lines); those that are skipped are left out."""
     environment = {"HOME": str(home), "HF_HUB_OFFLINE": "1"}
     shells = [Shell(place.folder, size, environment) for _ in range(2)]
@@ -145,6 +145,8 @@ def play_all(
         if not place.is_clone:
             for shell in shells:
                 assert shell.run("source .venv/bin/activate", 10) == 0
-        return [player.play(each) for each in commands if not player.skip_reason(each, quick=quick)]
+        for command in commands:
+            if not player.skip_reason(command, quick=quick):
+                yield player.play(command)
     finally:
         player.close()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cadenza.cli.chat_commands import HELP as HELP_COMMAND
+from cadenza.cli.chat_commands import HELP_TEXT, QUIT, RESET, command_of, unknown
+from cadenza.cli.chat_input import MessageReader, PipedMessages, TypedMessages, without_block
 from cadenza.cli.generate import EPILOG as EPILOG
 from cadenza.cli.generate import (
     NO_TOKENIZER,
@@ -23,11 +25,15 @@ from cadenza.cli.generate import (
     make_params,
 )
 from cadenza.cli.interrupts import Interrupts
+from cadenza.cli.keyboard import has_keyboard
 from cadenza.cli.service_args import Config, serving
-from cadenza.cli.text import notice, typed, write
+from cadenza.cli.text import notice, printable, terminal_width, typed, write
 from cadenza.client import Client
 from cadenza.errors import CadenzaError, FailedPreconditionError, UnavailableError
 from cadenza.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from cadenza.cli.wrapping import Wrapper
 
 HELP = """Talk with a model.
 
@@ -37,10 +43,35 @@ Examples:
   cadenza chat --target 10.0.0.5:50051 --system "You answer briefly."
   cadenza chat --model models/cadenza-demo  with a server of its own
 
-Ctrl-C stops an answer; the text so far stays in the conversation. /reset starts a new conversation, /quit or Ctrl-D
-exits. Lines from a pipe are sent one after the other.
+Ctrl-C stops an answer; the text so far stays in the conversation. /reset starts a new conversation, /help lists
+commands and keys, /quit or Ctrl-D exits. \"\"\" opens and closes a message of several lines. Lines from a pipe are sent
+one after the other.
 """
-_COMMANDS = "/reset starts anew, /quit or Ctrl-D exits"
+_COMMANDS = "/help lists commands, Ctrl-D exits"
+
+
+@dataclass(slots=True)
+class _Shown:
+    """Writes an answer; words are kept whole at the right edge of a terminal."""
+
+    wrapper: Wrapper | None = None
+
+    def write(self, text: str) -> None:
+        """Write more of it."""
+        width = terminal_width(sys.stdout)
+        if width is None:
+            write(text)
+            return
+        if self.wrapper is None:
+            from cadenza.cli.wrapping import Wrapper
+
+            self.wrapper = Wrapper(width)
+        self.wrapper.width = width  # the window may have been resized
+        write(self.wrapper.feed(printable(text)))
+
+    def end(self) -> None:
+        """Write what was held back, and end the line."""
+        write((self.wrapper.flush() if self.wrapper is not None else "") + "\n")
 
 
 @dataclass(slots=True)
@@ -86,72 +117,71 @@ def chat(
                 "start the server with --tokenizer and one that has a template"
             )
         conversation = _Conversation(
-            client, params, None if system is None else typed(system), interactive=sys.stdin.isatty()
+            client, params, None if system is None else typed(system), interactive=has_keyboard()
         )
         with Interrupts() as interrupts:
             _talk(conversation, interrupts)
 
 
 def _talk(conversation: _Conversation, interrupts: Interrupts) -> None:
+    reader: MessageReader = PipedMessages(interrupts)
     if conversation.interactive:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - line editing and history in input()
-        notice(f"Ctrl-C stops an answer, {_COMMANDS}")
+        reader = TypedMessages()
+        notice(_COMMANDS)
     conversation.reset()
-    while (line := _read("> " if conversation.interactive else "", interrupts)) is not None:
-        if not line.strip():
-            continue
-        if line.strip() == "/quit":
+    while (message := _read(reader, conversation.interactive)) is not None:
+        command = command_of(message)
+        if command == QUIT:
             return
-        if line.strip() == "/reset":
+        if command == RESET:
             conversation.reset()
             notice("a new conversation")
-        elif line.startswith("/"):
-            notice("commands are /quit and /reset")
-        else:
-            _answer(conversation, line, interrupts)
+        elif command == HELP_COMMAND:
+            sys.stderr.write(HELP_TEXT)
+        elif command is not None:
+            notice(unknown(command))
+        elif (content := without_block(message)).strip():
+            _answer(conversation, content, interrupts)
 
 
-def _read(prompt: str, interrupts: Interrupts) -> str | None:
-    """Read a line; None at the end of input. Ctrl-C discards the line."""
+def _read(reader: MessageReader, interactive: bool) -> str | None:
+    """The next message; None at the end of input. Ctrl-C discards what is typed."""
     while True:
         try:
-            with interrupts.listening():
-                return typed(input(prompt))
-        except EOFError:
-            if prompt:
-                write("\n")
-            return None
+            return reader.read()
         except KeyboardInterrupt:
-            write("\n")
+            if not interactive:
+                write("\n")
             notice(_COMMANDS)
 
 
-def _answer(conversation: _Conversation, line: str, interrupts: Interrupts) -> None:
-    """Stream the answer to `line` and add both to the conversation; a failed message is removed again."""
+def _answer(conversation: _Conversation, message: str, interrupts: Interrupts) -> None:
+    """Stream the answer to `message` and add both to the conversation; a failed message is removed again."""
     messages = conversation.messages
-    messages.append({"role": "user", "content": line})
+    messages.append({"role": "user", "content": message})
     answer, ending = "", None
+    shown = _Shown()
     deltas = conversation.client.stream_chat(messages, conversation.params)
     try:
         with interrupts.listening():
             for delta in deltas:
                 for sample in delta.outputs:
                     answer += sample.text
-                    write(sample.text)
+                    shown.write(sample.text)
                     ending = sample.finish_detail
-        write("\n")
+        shown.end()
         if ending not in ("eos", "stop_token", "stop_string"):
             notice(f"the answer ended early: {ending}")
     except KeyboardInterrupt:
-        write("\n")
+        shown.end()
         notice("stopped")
     except CadenzaError as error:
         if isinstance(error, UnavailableError) and not conversation.interactive:
             raise
-        write("\n" if answer else "")
+        if answer:
+            shown.end()
         messages.pop()
-        notice(f"{error} (your message is removed; {_COMMANDS})")
+        notice(f"{error} (your message is removed)")
         return
     finally:
         deltas.close()  # aborts the request if it is still running

@@ -150,7 +150,7 @@ def _given_prompts(texts: list[str], ids: list[str]) -> list[_Prompt]:
             raise OptionError("give prompts as texts or as --ids, not both")
         return [_Prompt(token_ids=list(_parse_ids(each))) for each in ids]
     if not texts:
-        if sys.stdin.isatty():
+        if sys.stdin is None or sys.stdin.isatty():
             raise OptionError("no prompt: give one as an argument, on stdin, or as --ids")
         texts = [sys.stdin.read().removesuffix("\n")]
         if not texts[0].strip():

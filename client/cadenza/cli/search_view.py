@@ -6,17 +6,18 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 
 if TYPE_CHECKING:
     from cadenza.simulate.capacity_search import TrialProgress
 
 _LINE_EVERY_S = 10.0
+_WIDE = 100
+"""Columns from which a terminal has room for a long bar."""
 
 
 class SearchView:
@@ -34,9 +35,8 @@ class SearchView:
         """Show a progress bar on a terminal; it is removed at the end."""
         columns = (
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[facts]}"),
-            TimeElapsedColumn(),
+            BarColumn(bar_width=24 if self._console.width >= _WIDE else 8),
+            TextColumn("{task.fields[facts]}", markup=False),
         )
         shown = self._console.is_terminal
         with Bar(*columns, console=self._console, transient=True, disable=not shown, refresh_per_second=5) as bar:
@@ -63,9 +63,10 @@ class SearchView:
 
 def _tried(now: TrialProgress) -> str:
     executors = "1 executor" if now.num_executors == 1 else f"{now.num_executors} executors"
-    return f"{executors}, {now.rate:.4g} requests/s, trial {now.number} of about {now.expected}"
+    return f"{executors}, {now.rate:.4g} requests/s, trial {now.number} of ~{now.expected}"
 
 
 def _facts(now: TrialProgress) -> str:
-    share = "" if now.share is None else f"{now.share:.1%} within the SLO, "
-    return f"{share}about {timedelta(seconds=math.ceil(now.left_s))} left"
+    share = "" if now.share is None else f"{now.share:.1%} in SLO, "
+    minutes, seconds = divmod(math.ceil(now.left_s), 60)
+    return f"{share}{minutes}:{seconds:02} left"

@@ -16,6 +16,7 @@ from cadenza.cli.text import number
 from cadenza.errors import CadenzaError, OptionError
 
 if TYPE_CHECKING:
+    from cadenza.cli.load_results import Outputs
     from cadenza.loadtest.tables import NumberTable
     from cadenza.simulate.campaign import Simulated
     from cadenza.simulate.capacity import Capacity
@@ -27,6 +28,7 @@ Examples:
   cadenza simulate --request-rate 4 --workload sharegpt --num-requests 2000
   cadenza simulate --executor costs.json --request-rate 10 --duration-s 86400 --output day.json
   cadenza simulate --executors 1,2,4 --slo ttft=0.5,tpot=0.05 --find-max-rate
+  cadenza simulate --executors 1,2,4 --slo ttft=0.5,tpot=0.05 --find-max-rate --time-budget 10m
   cadenza simulate --sweep request-rate=1,2,4 --batching static --report static.html
 
 An executor is a published profile (a100-40gb-opt-13b, a100-80gb-opt-13b, h200-llama-3.1-8b) or a file that `cadenza
@@ -79,7 +81,7 @@ def simulate(
     load_names = {option.name for option in _load_fields()}
     if not load_names:
         raise OptionError("the simulator is not installed here: pip install 'cadenza[loadtest]'")
-    from cadenza.cli.load_results import check_outputs, check_whole, nothing_counted, tables_console, write_outputs
+    from cadenza.cli.load_results import check_outputs, check_whole, nothing_counted, write_outputs
     from cadenza.cli.search_view import SearchView
     from cadenza.loadtest.settings import make_settings, merged_values
     from cadenza.simulate.campaign import run_simulation
@@ -103,18 +105,11 @@ def simulate(
         )
     write_outputs(file, outputs)
     if capacities:
-        console = tables_console()
-        console.print(capacity_table(capacities))
-        console.print(search_sentence(capacities, budget_s, interrupted=bool(file.cut_short)), highlight=False)
-        if outputs.plots is not None:
-            from cadenza.simulate.pictures import write_capacity
-
-            write_capacity(capacities, outputs.plots)
+        _write_capacities(capacities, budget_s, outputs, interrupted=bool(file.cut_short))
     check_whole(file)
-    if capacities and all(each.held is None for each in capacities):
-        until = "" if all(each.complete for each in capacities) else " within the time budget"
-        raise NothingHoldsError(f"no rate that was tried{until} holds {settings.slo}")
-    if not capacities and (why := nothing_counted(file)) is not None:
+    if capacities:
+        _check_held(capacities, settings.slo, budget_s)
+    elif (why := nothing_counted(file)) is not None:
         raise NothingHoldsError(why)
 
 
@@ -156,7 +151,11 @@ def capacity_table(capacities: Sequence[Capacity]) -> NumberTable:
         "executors", "requests/s", "fails at", "trial,\ns", *latencies, "tokens/s", "tokens/s\nper executor",
     ]  # fmt: skip
     title = "Highest rate that holds the SLO"
-    return NumberTable(heads, rows, title=title if _is_complete(capacities) else f"{title}, as far as the search came")
+    if not all(each.is_over for each in capacities):
+        title += ", as far as the search came"
+    elif not _is_complete(capacities):
+        title += ", by short trials"
+    return NumberTable(heads, rows, title=title)
 
 
 def search_sentence(capacities: Sequence[Capacity], budget_s: float, *, interrupted: bool) -> str:
@@ -174,6 +173,27 @@ def search_sentence(capacities: Sequence[Capacity], budget_s: float, *, interrup
     if budget_s < math.inf:
         sentences.append(f"The time budget is {budget_s:g} s; --time-budget none searches without a limit.")
     return "\n".join(sentences)
+
+
+def _write_capacities(capacities: Sequence[Capacity], budget_s: float, outputs: Outputs, *, interrupted: bool) -> None:
+    """Print the table and what is to be known about it, and write the figure if figures are requested."""
+    from cadenza.cli.load_results import tables_console
+
+    console = tables_console()
+    console.print(capacity_table(capacities))
+    console.print(search_sentence(capacities, budget_s, interrupted=interrupted), highlight=False)
+    if outputs.plots is not None:
+        from cadenza.simulate.pictures import write_capacity
+
+        write_capacity(capacities, outputs.plots)
+
+
+def _check_held(capacities: Sequence[Capacity], slo: str, budget_s: float) -> None:
+    """Raise NothingHoldsError if no rate holds, or none was tried to its end."""
+    if not any(each.trials for each in capacities):
+        raise NothingHoldsError(f"--time-budget: {budget_s:g} s ended before the first trial")
+    if all(each.held is None for each in capacities):
+        raise NothingHoldsError(f"no rate that was tried holds {slo}")
 
 
 def _is_complete(capacities: Sequence[Capacity]) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import unicodedata
+from typing import TextIO
 
 
 def printable(text: str) -> str:
@@ -38,5 +41,21 @@ def write(text: str) -> None:
 
 
 def notice(text: str) -> None:
-    """Write one line to stderr."""
-    sys.stderr.write(f"cadenza: {text}\n")
+    """Write one line to stderr; in a terminal, words that do not fit are on the next line."""
+    line = f"cadenza: {text}"
+    width = terminal_width(sys.stderr)
+    if width is not None:
+        from cadenza.cli.wrapping import wrap
+
+        line = wrap(line, width)
+    sys.stderr.write(f"{line}\n")
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Cells of a line of the terminal that the stream writes to; None if it is none."""
+    try:
+        if not stream.isatty():
+            return None
+        return os.get_terminal_size(stream.fileno()).columns or shutil.get_terminal_size().columns
+    except (OSError, ValueError):  # the stream has no file, or is closed
+        return None

@@ -47,30 +47,24 @@ class _Rows:
         load = snapshot.info.load
         ages = {"waiting": snapshot.waiting_s, "running": snapshot.running_s, "swapped": snapshot.swapped_s}
         oldest = [f"{name} {age_s:.1f} s" for name, age_s in ages.items() if age_s is not None]
-        host = [f"host {load.num_used_host_blocks:,} of {load.num_host_blocks:,}"] if load.num_host_blocks else []
+        blocks = [
+            f"{load.num_used_device_blocks:,} of {load.num_device_blocks:,}",
+            f"{load.num_cached_device_blocks:,} cached",
+        ]
+        preempted = [
+            f"{snapshot.num_preemptions:,} in {snapshot.window_s:.0f} s",
+            f"{load.num_preemptions:,} since the start",
+        ]
+        swapped = [f"{load.num_swapped:,} now", f"{snapshot.num_swapped_out:,} out", f"{snapshot.num_swapped_in:,} in"]
+        if load.num_host_blocks:
+            swapped.append(f"host blocks {load.num_used_host_blocks:,} of {load.num_host_blocks:,}")
         rows = [
             self.row("scheduler", [printable(snapshot.info.version), _resident(snapshot.info.resident_bytes)], 30),
             self.row("window", [f"{snapshot.window_s:.1f} s", f"watched for {snapshot.watched_s:.0f} s"], 20),
             self.row("oldest", oldest, 25),
-            self.row(
-                "KV blocks",
-                [
-                    f"{load.num_used_device_blocks:,} of {load.num_device_blocks:,}",
-                    f"{load.num_cached_device_blocks:,} cached",
-                ],
-                92,
-            ),
-            self.row("preemptions", [f"{snapshot.num_preemptions:,}", f"{load.num_preemptions:,} since the start"], 95),
-            self.row(
-                "swapped",
-                [
-                    f"{load.num_swapped:,}",
-                    f"{snapshot.num_swapped_out:,} out",
-                    f"{snapshot.num_swapped_in:,} in",
-                    *host,
-                ],
-                91,
-            ),
+            self.row("KV blocks", blocks, 92),
+            self.row("preemptions", preempted, 95),
+            self.row("swapped", swapped, 91),
         ]
         if snapshot.num_dropped:
             rows.append(self.row("lost", [f"{snapshot.num_dropped:,} step records"], 97))
@@ -92,7 +86,8 @@ class _Rows:
                 "  plans", [f"{info.num_inflight_plans} in flight", f"step {info.last_step_id:,} done"], 75 - later
             ),
             self.row("  steps", [f"{number(figures.steps_per_s)}/s", f"busy {figures.busy:.0%}", *failed], 80 - later),
-            self.row("  p50/p99 ms", _times(figures), 82 - later),
+            self.row("  p50/p99 ms", _times(figures)[:1], 82 - later),
+            self.row("  of it", _times(figures)[1:], 55 - later),
             self.row(
                 "  batch", [f"{figures.mean_sequences:.1f}{slots}", f"{figures.max_sequences:,} at most"], 60 - later
             ),
@@ -103,7 +98,7 @@ class _Rows:
 
 
 def _times(figures: ExecutorFigures) -> list[str]:
-    """A step's time and those of its parts."""
+    """A step's time, p50/p99, then those of its parts."""
     times = [(name, figures.times_s[name]) for name in TIMES if name in figures.times_s]
     return [f"{name} {1e3 * each.p50:,.2f}/{1e3 * each.p99:,.2f}" for name, each in times]
 

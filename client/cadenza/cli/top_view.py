@@ -23,7 +23,7 @@ _NAME_CELLS = 17
 _VALUE_CELLS = 11
 _MAXIMUM_CELLS = 17
 _WIDTH_WITH_MAXIMUM = 70
-_ERROR_LINES = 3
+_ERROR_LINES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,8 @@ class TopView:
 
     def _lines(self, width: int, height: int, *, details: bool) -> list[Text]:
         if not self._seen:
-            return [Text(elide(f"connecting to {self._target}", width, ascii_only=self._ascii_only))]
+            connecting = elide(f"connecting to {self._target}", width, ascii_only=self._ascii_only)
+            return fit([Row([Text(connecting)], 100)], height)
         latest = self._seen[-1]
         rows = [Row([self._head(latest, width)], 100)]
         if isinstance(latest, Lost):

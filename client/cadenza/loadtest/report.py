@@ -22,6 +22,7 @@ from cadenza.loadtest.figures.saving import inline_svg, save
 from cadenza.loadtest.figures.style import MOST_NAME, Look, drawable, look, look_within
 from cadenza.loadtest.figures.sweeps import Curve, over_swept, rates, throughput_and_latency
 from cadenza.loadtest.metric_names import STATISTICS, describe
+from cadenza.loadtest.report_titles import page_title, point_name, section_line, section_names
 from cadenza.loadtest.requests import LoadTestError
 from cadenza.loadtest.results import LoadTestFile, Point
 from cadenza.loadtest.summary import (
@@ -30,7 +31,6 @@ from cadenza.loadtest.summary import (
     cut_short_sentence,
     notices,
     number,
-    swept_text,
     unknown_sentences,
 )
 
@@ -40,6 +40,11 @@ _MOST_RUNS = 3
 """Most points whose course over time is drawn."""
 _MOST_CHANGES = 6
 """Most comparisons that are drawn; the tables have all of them."""
+_ALL = "all requests"
+"""Label of a series that needs no name."""
+_OVERVIEW = ("offered_per_s", "requests_per_s", "output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "tpot_s.p50",
+             "tpot_s.p99", "slo_share")  # fmt: skip
+"""Columns of a table of several points."""
 _LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s", "lag_s")
 _Item = TypeVar("_Item")
 Named = tuple[str, Figure, str]
@@ -50,13 +55,14 @@ def write_report(files: Sequence[LoadTestFile], path: Path | str) -> Path:
     """Write the page; with several files, each is compared with the first. Raises LoadTestError if it cannot be
     written."""
     path = Path(path)
-    files = _named(files, distinct_labels([file.label for file in files]))
+    title, lines = page_title(files), [section_line(file) for file in files]
+    files = _named(files, section_names(files))
     comparison = compare(files) if len(files) > 1 else None
     text = resources("cadenza.loadtest").joinpath("report.html.j2").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
     page = template.render(
-        title=" and ".join(file.label for file in files) or "load test",
-        files=[_file(file) for file in files],
+        title=title,
+        files=[_file(file, line) for file, line in zip(files, lines, strict=True)],
         comparison=_comparison(comparison) if comparison else None,
         figures=[(name, inline_svg(figure, name), caption) for name, figure, caption in figures_of(files, comparison)],
     )
@@ -92,7 +98,7 @@ def figures_of(files: Sequence[LoadTestFile], comparison: Comparison | None = No
         pairs = [(label, compared.swept, changes) for compared in comparison.points
                  for label, changes in zip(comparison.labels[1:], compared.changes, strict=True)]  # fmt: skip
         for place, (label, swept, changes) in enumerate(_some(pairs, _MOST_CHANGES)):
-            at = f" at {swept_text(swept)}" if swept else ""
+            at = f" at {point_name(swept)}" if swept else ""
             shown = [changes[name] for name in COMPARED if name in changes]
             yield (
                 f"change-{place}",
@@ -104,6 +110,8 @@ def figures_of(files: Sequence[LoadTestFile], comparison: Comparison | None = No
         if len(point.runs) > 1:
             which = f" The first of {len(point.runs)} runs."
             sample = replace(sample, label=f"{sample.label}, run 1 of {len(point.runs)}")
+        elif sample.label == _ALL:
+            sample = replace(sample, label="")
         yield (
             f"latency-over-time-{place}",
             latency_over_time(sample),
@@ -160,8 +168,8 @@ def _sample(files: Sequence[LoadTestFile], file: LoadTestFile, point: Point, own
     run = point.runs[0]
     # The swept value is short and distinguishes the points, so a long label must not displace it.
     parts = [drawable(file.label, MOST_NAME)] if len(files) > 1 else []
-    parts += [swept_text(point.swept)] if point.swept else []
-    return sample_of(", ".join(parts) or file.label, run.requests, run.window_s, own)
+    parts += [point_name(point.swept)] if point.swept else []
+    return sample_of(", ".join(parts) or _ALL, run.requests, run.window_s, own)
 
 
 def _block_size(file: LoadTestFile) -> int | None:
@@ -176,14 +184,15 @@ def _block_size(file: LoadTestFile) -> int | None:
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
-def _file(file: LoadTestFile) -> dict[str, Any]:
-    server = dict(file.server or {})
+def _file(file: LoadTestFile, line: str) -> dict[str, Any]:
+    server, points = dict(file.server or {}), [_point(point) for point in file.points]
     return {
         "label": file.label,
-        "source": "simulated in virtual time" if file.source == "simulate" else "measured",
-        "created": file.created.strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "line": line,
         "command": shlex.join(file.command),
-        "points": [_point(point) for point in file.points],
+        "points": points,
+        "num_warned": sum(bool(point["notices"]) for point in points),
+        "overview": _overview(file.points) if len(file.points) > 1 else None,
         "max_rate": _max_rate(file),
         "cut_short": cut_short_sentence(file.cut_short) if file.cut_short else "",
         "settings": _facts(file.settings),
@@ -197,13 +206,24 @@ def _point(point: Point) -> dict[str, Any]:
     beware = dict.fromkeys(notice for run in runs for notice in notices(run.metrics, run.messages))
     groups = [("kind", "by_kind", metrics.by_kind), ("tenant", "by_tenant", metrics.by_tenant)]
     return {
-        "title": swept_text(point.swept),
+        "title": point_name(point.swept),
         "runs": f"{metrics.num_requests:,} requests" + (f", mean of {len(runs)} runs" if len(runs) > 1 else ""),
         "counts": [_row(point, name) for name in COUNTS if name in point.summary],
         "latencies": [_latency(point, name) for name in _LATENCIES if f"{name}.mean" in point.summary],
         "statistics": [name.replace("_", ".") for name in STATISTICS],
         "notices": list(beware),
         "groups": [(head, [_group(point, where, name) for name in found]) for head, where, found in groups if found],
+    }
+
+
+def _overview(points: Sequence[Point]) -> dict[str, Any]:
+    """A table with a row for each point."""
+    shown = [name for name in _OVERVIEW if any(name in point.summary for point in points)]
+    infos = [describe(name) for name in shown]
+    cells = [[_row(point, name)["value"] if name in point.summary else "" for name in shown] for point in points]
+    return {
+        "heads": [(info.label, info.unit) for info in infos],
+        "rows": [(point_name(point.swept), row) for point, row in zip(points, cells, strict=True)],
     }
 
 
@@ -241,7 +261,8 @@ def _max_rate(file: LoadTestFile) -> str:
         return ""
     held = f"{number(found.held)} requests/s" if found.held is not None else "No rate that was tried"
     failed = f"; {number(found.failed)} did not" if found.failed is not None else ""
-    return f"{held} held {found.slo} for {found.slo_share:.0%} of the requests{failed}."
+    early = "" if found.complete else " The search was cut short or had short trials, so these rates are less sure."
+    return f"{held} held {found.slo} for {found.slo_share:.0%} of the requests{failed}.{early}"
 
 
 def _facts(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -266,7 +287,7 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
             tables.append(
                 {
                     "title": f"{label} against {comparison.labels[0]}",
-                    "at": swept_text(point.swept),
+                    "at": point_name(point.swept),
                     "rows": [_change(change) for change in found],
                     "unknown": unknown_sentences(found),
                 }
@@ -275,7 +296,7 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         "labels": comparison.labels,
         "tables": tables,
         "differences": comparison.differences,
-        "unmatched": [f"{label}: {swept_text(swept) or 'nothing swept'}" for label, swept in comparison.unmatched],
+        "unmatched": [f"{label}: {point_name(swept) or 'nothing swept'}" for label, swept in comparison.unmatched],
     }
 
 

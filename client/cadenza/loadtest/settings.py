@@ -57,7 +57,7 @@ class LoadSettings(WorkloadSpec):
         ge=1,
         description="Requests, or sessions of the multi-turn workload; default: all of a file, else 100, or as many as "
         "--duration-s takes; with --find-max-rate, for each rate one minute of arrivals and at least 100 requests, "
-        "simulated five minutes and at least 1000.",
+        "simulated up to five minutes and at least 1000.",
         json_schema_extra=about(LOAD),
     )
     duration_s: float | None = Field(

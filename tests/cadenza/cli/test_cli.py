@@ -201,6 +201,9 @@ def test_closed_streams(target, script, monkeypatch):
     monkeypatch.setattr("sys.stderr", None)
     assert run(["generate", "--target", target, "a"]) == 0
     assert run(["generate", "--target", target, "bad"]) == 1
+    monkeypatch.setattr("sys.stdin", None)
+    assert run(["chat", "--target", target]) == 0
+    assert run(["generate", "--target", target]) == 2
 
 
 @pytest.mark.parametrize(
@@ -299,7 +302,7 @@ def test_chat_keeps_the_history(target, script, capsys, monkeypatch):
     assert chats == [[user], [user, assistant, ("user", "again")], [("user", "bad")], [("user", "new")]]
     captured = capsys.readouterr()
     assert captured.out == "hi there \nagain \nnew \n"
-    assert "commands are /quit and /reset" in captured.err
+    assert "no command '/what': /help lists them" in captured.err
     assert "too long" in captured.err
 
 

@@ -168,7 +168,7 @@ def test_over_what_was_swept_if_that_is_one_number() -> None:
     figure = over_swept([curve("a", [1, 2, 4]), curve("b", [1, 2, 4])], {"ttft_s": 0.05})
     assert figure is not None
     assert [axes.get_ylabel() for axes in figure.axes] == ["TTFT, ms", "TPOT, ms", "E2E, ms", "output tokens/s"]
-    assert figure.axes[0].get_xlabel() == "request-rate, requests/s"
+    assert figure.axes[0].get_xlabel() == "request rate, requests/s"
     assert list(figure.axes[3].lines[0].get_xdata()) == [1, 2, 4]
     top = max(line.get_ydata().max() for line in figure.axes[3].lines)
     assert figure.axes[3].get_ylim()[1] > 1.05 * top, "a mark at the edge would be cut"

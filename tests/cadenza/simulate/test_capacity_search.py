@@ -179,16 +179,17 @@ def progress(**given: object) -> TrialProgress:
     return TrialProgress(**{**values, "elapsed_s": 20.0, "left_s": 33.2, **given})  # type: ignore[arg-type]
 
 
-def test_a_terminal_has_a_bar() -> None:
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_terminal_has_a_bar(width: int) -> None:
     out = io.StringIO()
-    view = SearchView(Console(file=out, force_terminal=True, width=140, highlight=False))
+    view = SearchView(Console(file=out, force_terminal=True, width=width, highlight=False))
     with view.searching():
-        view.on_trial(progress())
+        view.on_trial(progress(left_s=93.2))
         view.say("1 executor, 62 requests/s: holds")
     shown = out.getvalue()
     for text in (
-        "2 executors, 124.3 requests/s, trial 7 of about 12",
-        "99.6% within the SLO, about 0:00:34 left",
+        "2 executors, 124.3 requests/s, trial 7 of ~12",
+        "99.6% in SLO, 1:34 left",
         "━",
         "cadenza: 1 executor, 62 requests/s: holds\n",
     ):
@@ -201,7 +202,7 @@ def test_elsewhere_there_is_a_line_at_intervals() -> None:
     with view.searching():
         for now[0] in (1.0, 9.0, 11.0, 12.0, 20.0, 22.0):
             view.on_trial(progress(num_executors=1, share=None))
-    line = "cadenza: 1 executor, 124.3 requests/s, trial 7 of about 12: 43% done, about 0:00:34 left\n"
+    line = "cadenza: 1 executor, 124.3 requests/s, trial 7 of ~12: 43% done, 0:34 left\n"
     assert out.getvalue() == 2 * line
 
 
@@ -258,6 +259,12 @@ def test_the_command_says_what_the_budget_did(capsys: pytest.CaptureFixture[str]
     assert "as far as" not in printed
 
 
+@pytest.mark.slow
+def test_a_budget_that_affords_no_trial_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*ARGUMENTS, "--time-budget", "0.001"]) == 1
+    assert "--time-budget: 0.001 s ended before the first trial" in capsys.readouterr().err
+
+
 def test_a_budget_is_for_a_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", "--time-budget", "5"]) == 2
     assert "--time-budget limits a search: give --find-max-rate" in capsys.readouterr().err
@@ -267,6 +274,9 @@ def test_the_sentence_says_how_sure_the_rates_are() -> None:
     whole = Capacity(1, 9.0, 9.1, (), trial_s=300.0)
     short = Capacity(2, 18.0, 18.3, (), trial_s=54.0, is_full_length=False)
     shorter = Capacity(4, 36.0, 39.0, (), trial_s=20.0, is_over=False, is_full_length=False)
+    titles = [command.capacity_table(each).title for each in ([whole], [whole, short], [short, shorter])]
+    ends = ("SLO", "SLO, by short trials", "SLO, as far as the search came")
+    assert titles == [f"Highest rate that holds the {end}" for end in ends]
     assert not command.search_sentence([whole], 45.0, interrupted=False).startswith("!")
     assert command.search_sentence([whole, short], 45.0, interrupted=False).splitlines() == [
         "! Trials have 54 s of arrivals in place of 300 s: the rates are less sure.",

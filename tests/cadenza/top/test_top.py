@@ -270,14 +270,30 @@ def test_every_screen_fits(size, details, num_executors):
             assert any(f"{rest} more executors" in line for line in lines) is (rest > 0)
 
 
+@pytest.mark.parametrize("size", [(26, 8), (10, 3), (1, 1)])
+def test_a_terminal_too_small_for_it_is_no_error(size):
+    for observations in ([large(num_executors=3)] * 3, [LOST], []):
+        for details in (False, True):
+            console = Console(file=io.StringIO(), width=size[0], height=size[1])
+            text = view_of(*observations).screen(*size, details=details, foot="q")
+            console.print(text, no_wrap=True, overflow="crop")
+            lines = console.file.getvalue().removesuffix("\n").split("\n")
+            assert len(lines) == size[1]
+            assert max(map(cell_len, lines)) <= size[0]
+
+
 def test_details():
     lines = screen(view_of(busy_interval()), (80, 24), details=True)
     for line in (
-        "KV blocks     2 of 8, 0 cached", "preemptions   1, 1 since the start", "swapped       1, 1 out, 0 in",
+        "KV blocks     2 of 8, 0 cached", "preemptions   1 in 2 s, 1 since the start",
+        "swapped       1 now, 1 out, 0 in",
         "executor 1    host:1, cpu, connected", "  plans       2 in flight, step 40 done",
-        "  steps       1.5/s, busy 3%, 1 failed", "  p50/p99 ms  total 20.00/29.80, device 10.00/14.90",
+        "  steps       1.5/s, busy 3%, 1 failed", "  p50/p99 ms  total 20.00/29.80", "  of it       device 10.00/14.90",
     ):  # fmt: skip
         assert line in lines
+    with_host = info(12.0, num_host_blocks=64, num_used_host_blocks=3)
+    lines = screen(view_of(replace(busy_interval(), info=with_host)), (80, 24), details=True)
+    assert "swapped       0 now, 1 out, 0 in, host blocks 3 of 64" in lines
     alone = replace(busy_interval(), executors=busy_interval().executors[:1])
     lines = screen(view_of(alone), (80, 24), details=True)
     assert "  session     incarnation 8000000000000000, epoch 3" in lines
@@ -285,7 +301,7 @@ def test_details():
     assert not any(line.startswith("lost") for line in lines)
     low = screen(view_of(replace(alone, num_dropped=2)), (50, 12), details=True)
     assert "lost          2 step records" in low
-    assert "  p50/p99 ms  total 20.00/29.80," in low
+    assert "  p50/p99 ms  total 20.00/29.80" in low
 
 
 def test_without_the_characters_for_bars():

@@ -84,10 +84,10 @@ def over_swept(curves: Sequence[Curve], limits: Mapping[str, float] | None = Non
     """Latencies and throughput over the swept number; None if not all curves have the same swept number."""
     if len({curve.swept for curve in curves}) != 1 or not all(curve.at for curve in curves):
         return None
-    swept = curves[0].swept
+    swept = curves[0].swept.replace("-", " ")
     figure, panels = new_figure(f"Latency and throughput over {swept}", rows=2, columns=2, height=5.2)
     across = _Across(
-        f"{swept}, requests/s" if swept == "request-rate" else swept,
+        f"{swept}, requests/s" if swept == "request rate" else swept,
         lambda curve: np.array(curve.at),
         wants_log([curve.at for curve in curves]) and min(min(curve.at) for curve in curves) > 0,
     )

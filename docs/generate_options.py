@@ -1,17 +1,36 @@
-"""Writes docs/options.md from the services' configurations: `python docs/generate_options.py [--check]`."""
+"""Writes docs/options.md and client/cadenza/llm_options.py from the services' configurations:
+`python docs/generate_options.py [--check]`.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
-from cadenza.local_options import config_classes
-from cadenza.settings.help import GROUPS, default_text, group_of, unit_of, values_of
+from cadenza.local_options import config_classes, service_options
+from cadenza.settings.help import GROUPS, default_text, described, group_of, unit_of, values_of
 from cadenza.settings.names import flag, variable
 
-TARGET = Path(__file__).with_name("options.md")
+OPTIONS_PAGE = Path(__file__).with_name("options.md")
+LLM_OPTIONS = Path(__file__).parents[1] / "client" / "cadenza" / "llm_options.py"
+
+LLM_HEAD = '''"""Options of the two services as keyword arguments, for editors and type checkers.
+
+Made by docs/generate_options.py from the services' configurations: change those, then `make docs`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+
+class LLMOptions(TypedDict, total=False):
+    """Keyword arguments of `LLM`; None counts as not given."""
+'''
 
 HEAD = """# Options
 
@@ -60,8 +79,8 @@ top-level options of the other service and logs their names.
 COLUMNS = ("option", "service", "default", "values", "unit", "meaning", "variable")
 
 
-def content() -> str:
-    """Return the contents of the file."""
+def options_page() -> str:
+    """Return the contents of docs/options.md."""
     sections: dict[str, list[str]] = {group: [] for group in GROUPS}
     for name, owners in _owners().items():
         sections[group_of(next(iter(owners.values())))].append(_line(_cells(name, owners)))
@@ -80,11 +99,7 @@ def _owners() -> dict[str, dict[str, Any]]:
 
 def _cells(name: str, owners: dict[str, Any]) -> list[str]:
     def of_each(describe: Callable[[Any], str]) -> str:
-        """Return the text of both services if they agree, otherwise the text of each after its name."""
-        texts = {service: describe(field) for service, field in owners.items()}
-        if len(set(texts.values())) == 1:
-            return next(iter(texts.values()))
-        return "<br>".join(f"{service}: {text}" for service, text in texts.items() if text)
+        return _of_each(owners, describe, "<br>")
 
     return [
         f"`{flag(name)}`",
@@ -97,17 +112,52 @@ def _cells(name: str, owners: dict[str, Any]) -> list[str]:
     ]
 
 
+def _of_each(owners: dict[str, Any], describe: Callable[[Any], str], separator: str) -> str:
+    """Return the text of both services if they agree, otherwise the text of each after its name."""
+    texts = {service: describe(field) for service, field in owners.items()}
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return separator.join(f"{service}: {text}" for service, text in texts.items() if text)
+
+
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
+def llm_options() -> str:
+    """Return the contents of client/cadenza/llm_options.py."""
+    owners, known = _owners(), service_options()
+    return LLM_HEAD + "".join(_typed(name, fields) for name, fields in owners.items() if name in known)
+
+
+def _typed(name: str, owners: dict[str, Any]) -> str:
+    """One option as an entry of the TypedDict: its type, and its description as the docstring below."""
+    types = dict.fromkeys(kind for field in owners.values() for kind in _type_texts(field.annotation))
+    types.pop("None", None)
+    text = f'"""{_of_each(owners, described, " ")}"""'
+    docstring = textwrap.indent(textwrap.fill(text, 116, break_on_hyphens=False), "    ")
+    return f"\n    {name}: {' | '.join([*types, 'None'])}\n{docstring}\n"
+
+
+def _type_texts(annotation: Any) -> list[str]:
+    """The alternatives of a type, each as it is written in Python."""
+    if get_origin(annotation) is Literal:
+        return [f"Literal[{', '.join(map(json.dumps, get_args(annotation)))}]"]
+    return [text for kind in get_args(annotation) for text in _type_texts(kind)] or [
+        "None" if annotation is type(None) else annotation.__name__
+    ]
+
+
+FILES = {OPTIONS_PAGE: options_page, LLM_OPTIONS: llm_options}
+
+
 def main() -> None:
-    """Write the file; with --check, fail if it is out of date."""
-    if sys.argv[1:] == ["--check"]:
-        if not TARGET.exists() or TARGET.read_text(encoding="utf-8") != content():
-            raise SystemExit(f"{TARGET} does not match the configurations: run make docs")
-    else:
-        TARGET.write_text(content(), encoding="utf-8")
+    """Write the files; with --check, fail if one is out of date."""
+    for path, content in FILES.items():
+        if sys.argv[1:] != ["--check"]:
+            path.write_text(content(), encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != content():
+            raise SystemExit(f"{path} does not match the configurations: run make docs")
 
 
 if __name__ == "__main__":

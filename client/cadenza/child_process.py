@@ -18,6 +18,7 @@ from cadenza.errors import LocalServiceError
 LogSink = Callable[[str, str], None]  # (service, line)
 
 _TAIL_LINES = 40
+_LOOK_S = 0.02
 _READY = "ready "
 _ERROR = "error: "
 
@@ -72,7 +73,7 @@ class ChildService:
         pass, or `cancelled` is set.
         """
         deadline = time.monotonic() + timeout_s
-        while not self._ready.wait(0.02):
+        while not self._ready.is_set():
             for child in (self, *beside):
                 if child.exit_code() is not None and not child._ready.is_set():
                     raise LocalServiceError(f"the {child.name} did not start: {child.exit_reason()}")
@@ -80,6 +81,7 @@ class ChildService:
                 raise LocalServiceError(f"the {self.name} did not start: stopped")
             if time.monotonic() > deadline:
                 raise LocalServiceError(f"the {self.name} was not ready after {timeout_s:g} s\n{self.log_tail()}")
+            time.sleep(_LOOK_S)  # not Event.wait: a KeyboardInterrupt within it can become a RuntimeError
         return self._address
 
     def exit_reason(self) -> str:

@@ -14,16 +14,19 @@ from cadenza.outputs import RequestOutput
 from cadenza.prompts import Messages, Params, Prompt, Prompts, SinglePrompt
 from cadenza.sampling_params import SamplingParams
 from cadenza.session import OnOutput
+from cadenza.short_interrupts import quiet_at_exit, shorten_interrupts
 from cadenza.transport import SCHEDULER_PORT
 
 
 class Client:
     """A blocking client of one Cadenza server at `HOST:PORT`; may be used from several threads.
 
-    It has the methods and errors of AsyncClient; Ctrl-C during a call aborts the call's requests.
+    It has the methods and errors of AsyncClient. Ctrl-C during a call aborts the call's requests and raises
+    KeyboardInterrupt; if the program does not catch it, Python's report shows the program's own frames alone.
     """
 
     def __init__(self, target: str = f"127.0.0.1:{SCHEDULER_PORT}") -> None:
+        shorten_interrupts()
         self._loop = LoopThread.shared()
         self._client = AsyncClient(target)
         self._finalizer = weakref.finalize(self, _close, self._loop, self._client)
@@ -49,7 +52,9 @@ class Client:
         self, prompts: Prompts, params: Params = None, *, enable_prefix_caching: bool = True
     ) -> list[RequestOutput]:
         """Complete prompts, without a chat template; see `AsyncClient.generate`."""
-        return self._loop.run(self._client.generate(prompts, params, enable_prefix_caching=enable_prefix_caching))
+        return self._loop.call(
+            lambda: self._client.generate(prompts, params, enable_prefix_caching=enable_prefix_caching)
+        )
 
     def chat(
         self,
@@ -62,8 +67,8 @@ class Client:
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the model's chat template; always returns a list; see
         `AsyncClient.chat`."""
-        return self._loop.run(
-            self._client.chat(
+        return self._loop.call(
+            lambda: self._client.chat(
                 messages,
                 params,
                 add_generation_prompt=add_generation_prompt,
@@ -114,8 +119,8 @@ class Client:
         continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of a text, with the model's special tokens if requested, or of a chat with its template applied."""
-        return self._loop.run(
-            self._client.tokenize(
+        return self._loop.call(
+            lambda: self._client.tokenize(
                 prompt,
                 add_special_tokens,
                 add_generation_prompt=add_generation_prompt,
@@ -125,25 +130,25 @@ class Client:
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; invalid UTF-8 becomes U+FFFD."""
-        return self._loop.run(self._client.detokenize(token_ids, skip_special_tokens))
+        return self._loop.call(lambda: self._client.detokenize(token_ids, skip_special_tokens))
 
     def abort(self, request_id: str) -> bool:
         """End a request at once; False if no such request was running."""
-        return self._loop.run(self._client.abort(request_id))
+        return self._loop.call(lambda: self._client.abort(request_id))
 
     def model_info(self) -> ModelInfo:
         """Describe the served model."""
-        return self._loop.run(self._client.model_info())
+        return self._loop.call(lambda: self._client.model_info())
 
     def server_info(self) -> ServerInfo:
         """Describe the server: its options, load and executors."""
-        return self._loop.run(self._client.server_info())
+        return self._loop.call(lambda: self._client.server_info())
 
     def _run(
         self, prompts: list[Prompt], params: Params, enable_prefix_caching: bool, on_output: OnOutput
     ) -> list[RequestOutput]:
         """Run parsed prompts for `LLM`; `on_output` gets each result on the background loop as it finishes."""
-        return self._loop.run(self._client._run(prompts, params, enable_prefix_caching, on_output))
+        return self._loop.call(lambda: self._client._run(prompts, params, enable_prefix_caching, on_output))
 
     def _pull(self, deltas: AsyncGenerator[RequestOutput, None]) -> Generator[RequestOutput, None, None]:
         try:
@@ -166,4 +171,5 @@ async def _finish(deltas: AsyncGenerator[RequestOutput, None]) -> None:
 
 def _close(loop: LoopThread, client: AsyncClient) -> None:
     if loop.lives:  # in a forked child the connection is the parent's
-        loop.finish(client.close())
+        with quiet_at_exit():
+            loop.finish(client.close())

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
 from cadenza.client import Client
 from cadenza.errors import LocalServiceError, UnavailableError
 from cadenza.info import ModelInfo, ServerInfo
-from cadenza.local import LocalServices
+from cadenza.llm_options import LLMOptions
+from cadenza.load_progress import LoadProgress
+from cadenza.local import LocalServices, log_line
 from cadenza.outputs import RequestOutput
 from cadenza.progress_bar import UseTqdm, prompts_bar
 from cadenza.prompts import ChatOptions, Messages, Params, Prompt, Prompts, match_params, parse_chats, parse_prompts
+from cadenza.short_interrupts import shorten_interrupts
 
 T = TypeVar("T")
 
@@ -22,14 +25,46 @@ class LLM:
     """A model that is loaded and served on this machine while this object exists.
 
     `options` are those of the two services: dtype, device, block_size, num_gpu_blocks, max_model_len, max_num_seqs,
-    skip_tokenizer_init … (`cadenza up --help` lists them); `config` names a TOML file of them. Raises OptionError for
-    an unknown or invalid option before anything starts, and LocalServiceError with the service's own message when one
-    does not start. Use it with `with`, or call `close`; otherwise the services end when the object is collected or the
-    program ends.
+    skip_tokenizer_init … (`cadenza up --help` lists them); `config` names a TOML file of them. The scheduler listens on
+    `host` and `port` (0: any free one), for other clients too. `use_tqdm_on_load`, named as in vLLM, shows on stderr
+    that the services start; their logs go to the loggers `cadenza.executor` and `cadenza.scheduler`.
+
+    Raises OptionError for an unknown or invalid option before anything starts, and LocalServiceError with the service's
+    own message when one does not start, or not within `start_timeout_s`. Use it with `with`, or call `close`; otherwise
+    the services end when the object is collected or the program ends. Stopped services have `stop_grace_s` seconds to
+    end before they are killed.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
-        self._services = LocalServices(model, **options)
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        use_tqdm_on_load: bool = True,
+        config: str | os.PathLike[str] | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        start_timeout_s: float = 1800.0,
+        stop_grace_s: float = 10.0,
+        **options: Unpack[LLMOptions],
+    ) -> None:
+        shorten_interrupts()
+        with LoadProgress(os.fspath(model), shown=use_tqdm_on_load) as progress:
+
+            def on_log(service: str, line: str) -> None:
+                progress.log(service, line)
+                log_line(service, line)
+
+            self._services = LocalServices(
+                model,
+                config=config,
+                host=host,
+                port=port,
+                start_timeout_s=start_timeout_s,
+                stop_grace_s=stop_grace_s,
+                on_log=on_log,
+                on_start=progress.start,
+                **options,
+            )
         self._client = Client(self._services.target)
 
     def __enter__(self) -> LLM:

@@ -19,6 +19,7 @@ from cadenza.child_process import ChildService, LogSink
 from cadenza.errors import LocalServiceError
 from cadenza.local_checks import check_address, check_device, check_files, check_model
 from cadenza.local_options import EXECUTOR, SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
+from cadenza.short_interrupts import quiet_at_exit
 from cadenza.transport import format_address
 
 _logger = logging.getLogger("cadenza.local")
@@ -27,6 +28,7 @@ MAX_QUICK_DEATHS = 5
 QUICK_DEATHS_S = 60.0
 _FIRST_BACKOFF_S = 0.2
 _WATCH_S = 0.1
+_START_GRACE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,10 @@ class LocalServices:
     `options` are those of the two services, by their names in `executor_svc.config` and `scheduler_svc.config`; each
     option goes to the services that have it. Options that are not given may come from the environment, such as
     CADENZA_BLOCK_SIZE, or from the TOML file `config`. Everything is checked before anything is started: an OptionError
-    names the option. A LocalServiceError names the service that did not start and the reason. A service that dies later
-    is restarted at the same port, with a message to `on_event`, and `on_back` gets its name when it is ready again;
-    after five deaths within a minute both services are stopped, and `failure` is set.
+    names the option. Then `on_start` is called, and `on_log` gets each line of the services' logs. A LocalServiceError
+    names the service that did not start and the reason. A service that dies later is restarted at the same port, with a
+    message to `on_event`, and `on_back` gets its name when it is ready again; after five deaths within a minute both
+    services are stopped, and `failure` is set.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class LocalServices:
         on_log: LogSink | None = None,
         on_event: Callable[[str], None] | None = None,
         on_back: Callable[[str], None] | None = None,
+        on_start: Callable[[], None] | None = None,
         programs: Programs | None = None,
         **options: Any,
     ) -> None:
@@ -101,7 +105,7 @@ class LocalServices:
             kept,
             start_timeout_s,
             stop_grace_s,
-            on_log or _log_line,
+            on_log or log_line,
             on_event or _logger.warning,
             on_back or (lambda service: None),
         )
@@ -110,8 +114,12 @@ class LocalServices:
         # Runs also at exit: no child outlives the program, even if close was not called.
         self._finalizer = weakref.finalize(self, _stop, self._family)
         try:
+            if on_start is not None:
+                on_start()
             _start_both(self._family)
         except BaseException:
+            # Nothing is served yet, and a service may heed SIGTERM only after it has loaded the model.
+            self._family.stop_grace_s = min(stop_grace_s, _START_GRACE_S)
             self.close()
             raise
         self._family.watcher = threading.Thread(target=_watch, args=(self._family,), name="cadenza-local", daemon=True)
@@ -195,7 +203,7 @@ def _watch(family: _Family) -> None:
         if family.stopping.is_set():
             return
         family.failure = error
-        _stop_children(family)
+        _stop_children(family, family.stop_grace_s)
         family.on_event(str(error))
         family.failed.set()
 
@@ -234,19 +242,25 @@ def _restart(family: _Family, service: str, child: ChildService) -> None:
 def _stop(family: _Family) -> None:
     if family.owner != os.getpid():
         return  # a forked child exits: the services belong to its parent
-    family.stopping.set()
-    if family.watcher is not None and family.watcher is not threading.current_thread():
-        family.watcher.join(timeout=family.stop_grace_s)
-    _stop_children(family)
-    family.kept.close()
+    with quiet_at_exit():
+        try:
+            family.stopping.set()
+            if family.watcher is not None and family.watcher is not threading.current_thread():
+                family.watcher.join(timeout=family.stop_grace_s)
+            _stop_children(family, family.stop_grace_s)
+        except KeyboardInterrupt:  # most likely the second Ctrl-C, because the first one led here
+            _stop_children(family, 0)
+            raise
+        finally:
+            family.kept.close()
 
 
-def _stop_children(family: _Family) -> None:
+def _stop_children(family: _Family, grace_s: float) -> None:
     """Stop the scheduler first, so that its clients see its shutdown and not an executor failure."""
     for service in (SCHEDULER, EXECUTOR):
         child = family.children.get(service)
         if child is not None:
-            child.stop(family.stop_grace_s)
+            child.stop(grace_s)
 
 
 def _reserve_port(host: str, kept: contextlib.ExitStack) -> str:
@@ -279,5 +293,6 @@ def _bound(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _log_line(service: str, line: str) -> None:
+def log_line(service: str, line: str) -> None:
+    """Pass a line of a service's log on to Python's logging."""
     logging.getLogger(f"cadenza.{service}").info(line)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
 import inspect
 import logging
 import os
@@ -72,7 +70,7 @@ class LoopThread:
                 work.close()
 
     def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Make a coroutine on the loop, run it there, and wait.
+        """Make a coroutine on the loop, run it there, and wait; no interruption can leave the coroutine unstarted.
 
         An exception in the waiting thread, such as KeyboardInterrupt, cancels the work, waits until it has ended (at
         most 5 seconds) and propagates. Raises RuntimeError if waiting would never end: on the loop itself, and in a
@@ -82,28 +80,36 @@ class LoopThread:
             raise forked(self._pid)
         if threading.current_thread() is self._thread:
             raise RuntimeError("the blocking client was called on its own event loop: use AsyncClient")
-        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        # A bare lock, free when the work has ended: KeyboardInterrupt may come at any bytecode, and within a Condition,
+        # as futures and events have one, it can become a RuntimeError or leave a lock behind.
+        ended = threading.Lock()
+        ended.acquire()
         tasks: list[asyncio.Task[T]] = []
 
         def start() -> None:
             task = self.loop.create_task(make())
             tasks.append(task)
-            task.add_done_callback(lambda done: _settle(outcome, done))
+            task.add_done_callback(end)
+
+        def end(task: asyncio.Task[T]) -> None:
+            if not task.cancelled():
+                task.exception()  # asyncio logs an exception that nobody has looked at
+            ended.release()
 
         def cancel() -> None:
             if tasks:
                 tasks[0].cancel()
-            else:  # the interruption came before the loop ran `start`, because callbacks run in order
-                outcome.set_exception(asyncio.CancelledError())
+            else:  # the interruption came before `start` was scheduled, because callbacks run in order
+                ended.release()
 
         try:
             self.loop.call_soon_threadsafe(start)
-            return outcome.result()
+            ended.acquire()
+            return tasks[0].result()
         except BaseException:
-            if not outcome.done():
+            if not (tasks and tasks[0].done()):
                 self.loop.call_soon_threadsafe(cancel)
-                with contextlib.suppress(Exception, asyncio.CancelledError):
-                    outcome.result(timeout=_CANCEL_TIMEOUT_S)
+                ended.acquire(timeout=_CANCEL_TIMEOUT_S)
             raise
 
     def finish(self, work: Coroutine[Any, Any, None]) -> None:
@@ -118,12 +124,3 @@ class LoopThread:
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
-
-
-def _settle(outcome: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
-    if task.cancelled():
-        outcome.set_exception(asyncio.CancelledError())
-    elif (error := task.exception()) is not None:
-        outcome.set_exception(error)
-    else:
-        outcome.set_result(task.result())

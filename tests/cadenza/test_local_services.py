@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -11,72 +10,19 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 
 import pytest
 
 from cadenza.errors import LocalServiceError, OptionError
-from cadenza.local import LocalServices, Programs, _reserve_port
+from cadenza.local import _reserve_port
+from tests.helpers.service_scripts import SERVICE, Fakes, alive, until
 
 pytestmark = pytest.mark.slow
-
-# Listens, notes how it was called in its folder, says ready, and waits. A file `NAME.fail` makes it fail at start;
-# SIGTERM is heeded unless a file `NAME.deaf` is there.
-SERVICE = """
-import json, os, pathlib, signal, socket, sys, time
-folder, name = pathlib.Path(__file__).parent, pathlib.Path(__file__).stem
-with open(folder / f"{name}.log", "a") as log:
-    print(json.dumps({"pid": os.getpid(), "arguments": sys.argv[1:]}), file=log)
-print("loading", file=sys.stderr, flush=True)
-if (folder / f"{name}.fail").exists():
-    print(f"{name}: no such model", file=sys.stderr)
-    sys.exit(3)
-if (folder / f"{name}.deaf").exists():
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-host, _, port = sys.argv[sys.argv.index("--listen") + 1].rpartition(":")
-listener = socket.create_server((host, int(port)))
-print("chatter on stdout", flush=True)
-print(f"ready {host}:{listener.getsockname()[1]}", flush=True)
-while True:
-    time.sleep(0.1)
-"""
-
-
-class Fakes:
-    def __init__(self, folder):
-        self.folder = folder
-        for name in ("executor", "scheduler"):
-            (folder / f"{name}.py").write_text(SERVICE)
-        self.programs = Programs((str(folder / "executor.py"),), (str(folder / "scheduler.py"),))
-        self.events: list[str] = []
-        self.lines: list[tuple[str, str]] = []
-
-    def start(self, **options) -> LocalServices:
-        options = {"stop_grace_s": 5.0, "on_event": self.events.append} | options
-        return LocalServices("model", programs=self.programs, on_log=lambda *line: self.lines.append(line), **options)
-
-    def starts(self, name: str) -> list[dict]:
-        path = self.folder / f"{name}.log"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.fixture
 def fakes(tmp_path) -> Fakes:
     return Fakes(tmp_path)
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
-
-
-def until(condition, timeout_s=20.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def test_both_start_with_their_arguments_and_stop(fakes):
@@ -210,20 +156,16 @@ def test_children_end_with_a_program_that_never_closes(fakes):
 
 UP = """
 import sys
-import cadenza.local
 from cadenza.cli import up
 from cadenza.cli.app import run
 up._print_settings = lambda services, places: None  # the scripts speak no gRPC
-cadenza.local.check_files = lambda model, settings: None  # and need no model
-folder = sys.argv[1]
-cadenza.local.Programs.__init__.__defaults__ = ((folder + "/executor.py",), (folder + "/scheduler.py",))
-sys.exit(run(sys.argv[2:]))
+sys.exit(run(sys.argv[1:]))
 """
 
 
 def run_up(fakes, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-c", UP, str(fakes.folder), "up", "--model", "model", *arguments],
+        [sys.executable, "-c", fakes.prelude + UP, "up", "--model", "model", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

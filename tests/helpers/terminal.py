@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -96,6 +97,15 @@ class Terminal:
             raise AssertionError(f"{pattern!r} was not shown before the end: {seen!r}") from None
         self._shown += data
         self._stream.feed(data)
+
+    def rest(self, timeout_s: float = 30.0) -> str:
+        """Return what is shown until the command ends; lines end as they do in a file."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(AssertionError):
+            while True:
+                self._read(deadline, "the end", self.text)
+        self.process.wait(max(0.1, deadline - time.monotonic()))
+        return self.text.replace("\r\n", "\n")
 
     def forget(self) -> None:
         """Drop what was shown so far; the screen stays as it is."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import itertools
+import sys
 import threading
 
 import pytest
@@ -114,6 +116,39 @@ def test_ctrl_c_while_the_loop_is_notified_leaves_nothing_running(blocking, scri
     assert script.was_cancelled.wait(5)
     assert script.cancelled == ["interrupted"]
     assert blocking.generate("a")[0].outputs[0].text == "a "
+
+
+def test_ctrl_c_at_any_line_of_a_blocking_call_is_a_keyboard_interrupt_and_no_other_error():
+    """Python raises it between any two bytecodes, here at each line that the call runs, in turn."""
+    loop = LoopThread.shared()
+
+    async def work() -> str:
+        await asyncio.sleep(0.001)
+        return "done"
+
+    for line in itertools.count():
+        passed = 0
+
+        def trace(frame, event, argument, line=line):
+            nonlocal passed
+            # A weak reference's callback swallows any exception; nobody can help that.
+            passed += event == "line" and "weakref" not in frame.f_code.co_filename
+            if passed > line:
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            loop.call(work)
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            assert loop.call(work) == "done"
+        else:
+            sys.settrace(None)
+            break
+        finally:
+            sys.settrace(None)
+    assert line > 20
 
 
 def test_ctrl_c_in_a_blocking_batch_aborts_it(blocking, script):

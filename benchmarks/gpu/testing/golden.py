@@ -21,7 +21,13 @@ NEW_TOKENS = 24
 VOCAB = 523
 PROMPTS = random_prompts(VOCAB, (1, 6, 40, 130))
 """The last two prompts take several steps of at most 64 tokens, while the others decode."""
-_SERVED = {"num_gpu_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
+_SERVED: dict[str, Any] = {
+    "device": DEVICE,
+    "num_gpu_blocks": 128,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 256,
+}
 _HEADS: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
     "qwen3": {"head_dim": 128},
@@ -45,7 +51,7 @@ _ROUNDED_TOLERANCE = 8.0
 def served(folder: Path, **options: Any) -> list[list[int]]:
     """The services' tokens for each prompt, all sent at once."""
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    with LLM(str(folder), device=DEVICE, skip_tokenizer_init=True, **{**_SERVED, **options}) as llm:
+    with LLM(str(folder), skip_tokenizer_init=True, **{**_SERVED, **options}) as llm:
         outputs = llm.generate([list(prompt) for prompt in PROMPTS], params)
     return [list(each.outputs[0].token_ids) for each in outputs]
 
@@ -111,7 +117,7 @@ def test_sampled_tokens_follow_from_the_seed(tmp_path: Path) -> None:
         temperature=0.9, top_k=40, top_p=0.95, seed=7, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False
     )
     sampled = []
-    with LLM(str(folder), device=DEVICE, skip_tokenizer_init=True, dtype="bfloat16", **_SERVED) as llm:
+    with LLM(str(folder), skip_tokenizer_init=True, dtype="bfloat16", **_SERVED) as llm:
         for prompts in (PROMPTS, PROMPTS[:1]):
             outputs = llm.generate([list(prompt) for prompt in prompts], params)
             sampled.append([list(each.outputs[0].token_ids) for each in outputs])

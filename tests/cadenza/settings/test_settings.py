@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+from typing import Literal, Unpack, get_type_hints
 
 import pytest
 
 import executor_svc.__main__ as executor
 import scheduler_svc.__main__ as scheduler
-from cadenza.local_options import config_classes
+from cadenza.llm import LLM
+from cadenza.llm_options import LLMOptions
+from cadenza.local_options import config_classes, service_options
 from cadenza.settings.file import OptionsFileError, read_file
 from cadenza.settings.help import GROUPS, group_of
 from cadenza.settings.names import ENV_PREFIX
@@ -172,8 +176,21 @@ def test_every_option_has_its_place_and_its_sentence():
             assert field.description.endswith("."), name
 
 
-def test_the_page_of_options_is_fresh():
+def test_the_page_of_options_and_the_types_for_editors_are_fresh():
     spec = importlib.util.spec_from_file_location("generate_options", ROOT / "docs" / "generate_options.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.TARGET.read_text(encoding="utf-8") == module.content(), "make docs"
+    for path, content in module.FILES.items():
+        assert path.read_text(encoding="utf-8") == content(), "make docs"
+
+
+def test_editors_know_every_option_with_its_type():
+    """The keyword arguments of LLM, as a type checker reads them."""
+    types = get_type_hints(LLMOptions)
+    assert set(types) == set(service_options())
+    assert types["block_size"] == int | None
+    assert types["watermark"] == float | None
+    assert types["enforce_eager"] == bool | None
+    assert types["device"] == Literal["auto", "cpu", "cuda"] | None
+    assert get_type_hints(LLM.__init__)["options"] == Unpack[LLMOptions]
+    assert not set(inspect.signature(LLM.__init__).parameters) & set(types)

@@ -1,0 +1,148 @@
+"""Options of the two services as keyword arguments, for editors and type checkers.
+
+Made by docs/generate_options.py from the services' configurations: change those, then `make docs`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+
+class LLMOptions(TypedDict, total=False):
+    """Keyword arguments of `LLM`; None counts as not given."""
+
+    simulate: str | None
+    """Simulate the model: steps take no time (instant), or the time that a JSON file of step costs gives;
+    docs/simulated.md. Values: instant, COSTS.json."""
+
+    simulate_vocab_size: int | None
+    """Number of token ids of the simulated model; a config.json in the folder of --model overrides it. [default:
+    32768]"""
+
+    simulate_eos_token_id: int | None
+    """Token id that ends outputs of the simulated model; a config.json in the folder of --model overrides it."""
+
+    device: Literal["auto", "cpu", "cuda"] | None
+    """Device that runs the model; auto: a GPU if PyTorch finds one, else the CPU. [default: auto]"""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None
+    """Data type of weights, activations and KV; auto: the checkpoint's data type. [default: auto]"""
+
+    numerics: Literal["auto", "exact", "fast"] | None
+    """exact: results of a request do not depend on the other requests of its batch, bit by bit; fast: no such
+    guarantee; auto: exact where the device and the model support it (docs/exactness.md). [default: auto]"""
+
+    quantization: Literal["none", "int8", "fp8", "fp8_w8a8"] | None
+    """Quantizes linear layers to 8 bits, on a GPU: int8 and fp8 quantize weights only, fp8_w8a8 also activations.
+    [default: none]"""
+
+    load_format: Literal["auto", "safetensors", "dummy"] | None
+    """Source of the weights; auto: safetensors files; dummy: random weights, only config.json is read. [default:
+    auto]"""
+
+    seed: int | None
+    """Seed of dummy weights. [default: 0]"""
+
+    num_threads: int | None
+    """Compute threads; default: one for each available core."""
+
+    block_size: int | None
+    """Tokens per KV block: 8, 16, 32 or 64. Values: 8, 16, 32, 64. [default: 16]"""
+
+    num_gpu_blocks: int | None
+    """KV blocks in device memory (on the CPU: in main memory); default: as many as gpu_memory_utilization allows."""
+
+    num_cpu_blocks: int | None
+    """KV blocks in host memory, for swapping. [default: 0]"""
+
+    kv_cache_dtype: Literal["auto", "model", "fp8"] | None
+    """Data type of KV blocks; model: the model's data type; fp8: e4m3, on a GPU of compute capability 9.0 or later,
+    with the checkpoint's scales if it has any; auto: fp8 on such a GPU if the checkpoint specifies it, else the model's
+    data type. [default: auto]"""
+
+    gpu_memory_utilization: float | None
+    """Share of the device's memory for weights, steps and KV; default: 0.9 of a GPU's memory, 0.5 of the free memory on
+    the CPU."""
+
+    max_model_len: int | None
+    """executor: Maximum tokens of a sequence, prompt and output together; default: the model's own limit. scheduler:
+    Maximum tokens of a sequence, prompt and output together; default: the executor's limit."""
+
+    max_num_seqs: int | None
+    """executor: Maximum sequences of a step; default on a GPU: 256. [default: 64] scheduler: Maximum sequences in one
+    step; default: the executor's limit."""
+
+    max_num_batched_tokens: int | None
+    """executor: Maximum tokens of a step, at least max_num_seqs; default on a GPU: 2,048; a default is never less than
+    max_num_seqs. [default: 512] scheduler: Token budget of one step; default: the executor's limit."""
+
+    enforce_eager: bool | None
+    """Captures no CUDA graphs on a GPU and launches every kernel of every step: steps are slower, the start is faster,
+    and profiles are easier to read. [default: off]"""
+
+    max_inflight_plans: int | None
+    """executor: Maximum plans in flight. [default: 4] scheduler: Plans sent ahead of their results. [default: 2]"""
+
+    log_level: Literal["debug", "info", "warning", "error"] | None
+    """What is logged to stderr. [default: info]"""
+
+    tokenizer: str | None
+    """Folder or hub id of the tokenizer; default: that of the executor's model."""
+
+    skip_tokenizer_init: bool | None
+    """Load no tokenizer: prompts and outputs are token ids only. [default: off]"""
+
+    enable_prefix_caching: bool | None
+    """Keep computed KV blocks for later prompts with the same prefix; a request can opt out. [default: on]"""
+
+    watermark: float | None
+    """Share of KV blocks kept free when new sequences are admitted. [default: 0.01]"""
+
+    batching: Literal["continuous", "static", "dynamic"] | None
+    """When sequences join a batch; continuous: at every step; static: a full batch starts together and runs until all
+    have finished; dynamic: as static, but a batch also starts when its window ends. [default: continuous]"""
+
+    batch_size: int | None
+    """Requests of a static or dynamic batch. [default: 8]"""
+
+    batch_window_ms: float | None
+    """How long a dynamic batch waits for more requests after its first. [default: 50.0]"""
+
+    waiting_served_ratio: float | None
+    """Continuous batching holds new requests back until the ratio of waiting to running ones reaches this; 0: never.
+    [default: 0.0]"""
+
+    max_waiting_steps: int | None
+    """Steps after which waiting_served_ratio no longer holds new requests back. [default: 20]"""
+
+    long_prefill_token_threshold: int | None
+    """Maximum tokens of one prompt in a step, so that a long prompt leaves budget for others; 0: the whole budget.
+    [default: 0]"""
+
+    max_queued_requests: int | None
+    """Maximum waiting requests; further ones are rejected with RESOURCE_EXHAUSTED. [default: 1024]"""
+
+    order: Literal["fcfs", "priority", "fair", "sjf"] | None
+    """Which request goes first; fcfs: the oldest; priority: the smallest priority, which also preempts larger ones;
+    fair: one of the least-served tenant; sjf: the shortest expected output. [default: fcfs]"""
+
+    tenant_weights: str | None
+    """Weights of tenants for --order fair, as in gold=4,free=1; 1 for all others."""
+
+    max_wait_s: float | None
+    """A request that arrived longer ago goes first in every order; without it, orders other than fcfs may let a request
+    wait forever."""
+
+    preemption: Literal["recompute", "swap", "auto"] | None
+    """What happens to the KV of a preempted request; recompute: it is computed again; swap: it moves to the host pool,
+    if that has free blocks (--num-cpu-blocks); auto: the cheaper one by measured rates. [default: recompute]"""
+
+    record: str | None
+    """File to write a plan log to: every call into the scheduler's core, every plan and result, for replay;
+    docs/replay.md."""
+
+    log_requests: bool | None
+    """Log one line for each request when it ends: its sizes, times and how it ended, never its text. [default: off]"""
+
+    log_stats_interval_s: float | None
+    """Time between two log lines of figures while requests run: queues, KV use, tokens/s; 0: none. [default: 10.0]"""

@@ -25,7 +25,7 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 _HELP = """Cadenza serves large language models with continuous batching and a paged KV cache.
 
 \b
-A first look, with the bundled model:
+A first look, with the demo model of a clone of the repository:
   cadenza demo
 A server, and requests from another terminal:
   cadenza up --model FOLDER_OR_HUB_ID
@@ -104,7 +104,8 @@ def cadenza(
 
 def demo(
     model: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Model folder; default: the embedded models/cadenza-demo.")
+        str | None,
+        typer.Option(metavar="TEXT", help="Model folder or hub id; default: the repository's models/cadenza-demo."),
     ] = None,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where the model runs.")] = "cpu",
     max_num_seqs: Annotated[
@@ -113,7 +114,7 @@ def demo(
 ) -> None:
     """Show live answers, then the schedule.
 
-    Starts both services on the bundled model, sends ten prompts at once, and draws the schedule that ran.
+    Starts both services on a small model, sends ten prompts at once, and draws the schedule that ran.
     """
     from cadenza.cli.demo import run_demo
 

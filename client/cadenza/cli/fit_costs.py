@@ -8,6 +8,7 @@ import typer
 
 from cadenza.cli.text import notice
 from cadenza.errors import OptionError
+from cadenza.settings.extras import install_command
 
 if TYPE_CHECKING:
     from cadenza.loadtest.results import LoadTestFile
@@ -64,7 +65,7 @@ def fit_costs(
         from cadenza.simulate.recordings import read_recording
     except ImportError as error:
         raise OptionError(
-            f"fit-costs is not installed here ({error}): pip install 'cadenza[loadtest,scheduler]'"
+            f"fit-costs is not installed here ({error}): {install_command('loadtest,scheduler')}"
         ) from None
     outputs = check_outputs(output=output, read=[recording, loadtest])
     clients = None if loadtest is None else _clients(loadtest)

@@ -12,6 +12,7 @@ from cadenza.cli.generate import Model, Target
 from cadenza.cli.load_options import Csv, Label, Output, Plots, Report, Sweep, of_results
 from cadenza.cli.service_args import Config, FieldOption, serving
 from cadenza.errors import CadenzaError, OptionError
+from cadenza.settings.extras import install_command
 
 HELP = """Send a load to a server and measure what its users would see.
 
@@ -56,7 +57,7 @@ def loadtest(
     """Run the command; raises CadenzaError."""
     load_names = {option.name for option in load_fields()}
     if not load_names:
-        raise OptionError("the load test is not installed here: pip install 'cadenza[loadtest]'")
+        raise OptionError(f"the load test is not installed here: {install_command('loadtest')}")
     from cadenza.cli.load_results import check_outputs, check_whole, nothing_counted, write_outputs
     from cadenza.cli.load_server import Place, reached_at, rerun_place
     from cadenza.cli.load_view import LoadView

@@ -13,6 +13,7 @@ from cadenza.cli.loadtest import load_fields
 from cadenza.cli.service_args import Config, FieldOption, service_fields
 from cadenza.cli.text import notice, number
 from cadenza.errors import CadenzaError, OptionError
+from cadenza.settings.extras import install_command
 
 if TYPE_CHECKING:
     from cadenza.loadtest.tables import NumberTable
@@ -69,7 +70,7 @@ def simulate(
     """Run the command; raises CadenzaError."""
     load_names = {option.name for option in _load_fields()}
     if not load_names:
-        raise OptionError("the simulator is not installed here: pip install 'cadenza[loadtest]'")
+        raise OptionError(f"the simulator is not installed here: {install_command('loadtest,scheduler')}")
     from cadenza.cli.load_results import check_outputs, check_whole, nothing_counted, tables_console, write_outputs
     from cadenza.loadtest.settings import make_settings, merged_values
     from cadenza.simulate.campaign import run_simulation

@@ -30,6 +30,8 @@ PYTEST := -m pytest -n $(TEST_WORKERS) --dist worksteal
 # What `make check` runs, without those marked slow: one folder for each part of the product, but for the kernels.
 FAST_TESTS := tests/cadenza tests/scheduler_svc tests/executor_svc tests/benchmarks tests/docs \
   --ignore tests/executor_svc/cpu --ignore tests/executor_svc/gpu
+# Where `make wheel` puts the wheel.
+DIST ?= dist
 BENCH_ARGS ?=
 BENCH_GPU_ARGS ?=
 EXPERIMENTS_ARGS ?=
@@ -112,9 +114,9 @@ experiments: $(VENV)/.installed-dev ## make docs/experiments.md again from new r
 	@$(PY) -m benchmarks.experiments $(EXPERIMENTS_ARGS)
 
 wheel: $(VENV)/.installed-dev ## build the wheel into dist/, and print the lines that install it elsewhere
-	@rm -f dist/cadenza-*.whl
-	@$(PY) -m build --quiet --wheel --no-isolation --outdir dist . >/dev/null
-	@wheel=$$(realpath dist/cadenza-*.whl); echo "$$wheel"; \
+	@rm -f $(DIST)/cadenza-*.whl
+	@log=$$($(PY) -m build --wheel --no-isolation --outdir $(DIST) . 2>&1) || { echo "$$log" >&2; exit 1; }
+	@wheel=$$(realpath $(DIST)/cadenza-*.whl); echo "$$wheel"; \
 	echo "torch first, or pip takes the CUDA build:"; \
 	echo "  pip install 'torch>=2.11,<2.14' --index-url https://download.pytorch.org/whl/cpu"; \
 	echo "  pip install 'cadenza[serve] @ file://$$wheel'"

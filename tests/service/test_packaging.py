@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from cadenza.cli.extras import LOADTEST_MODULES
 from tests.helpers.paths import ROOT
 
 PACKAGES = ("cadenza", "executor_svc", "scheduler_svc")
@@ -197,3 +198,47 @@ def test_a_missing_package_is_named_with_a_command_that_installs_it(clean: Clean
         pip, *arguments = shlex.split(command)
         dry = ["--dry-run", "--no-deps", "--no-index", "--force-reinstall"]
         run(sys.executable, "-m", pip, "--python", tmp_path / "bin" / "python", *arguments, *dry, cwd=tmp_path)
+
+
+# Runs the command line without the packages named in its first argument.
+WITHOUT = """
+import sys
+_, without, *arguments = sys.argv
+sys.modules.update(dict.fromkeys(without.split(",")))
+sys.argv = ["cadenza", *arguments]
+from cadenza.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("without", "command", "message"),
+    [
+        ("scipy", "loadtest --request-rate 4", "the load test needs scipy: {loadtest}"),
+        ("matplotlib,scipy", "simulate", "the simulator needs matplotlib, scipy: {both}"),
+        ("matplotlib", "simulate --request-rate 4", "the simulator needs matplotlib: {both}"),
+        ("aiohttp", "fit-costs recording", "fit-costs needs aiohttp: {both}"),
+        (
+            "pydantic_settings",
+            "up --max-num-seqs 3",
+            "No such option: --max-num-seqs (not all options of `cadenza up` are installed here: {serve})",
+        ),
+        (
+            "pydantic_settings",
+            "loadtest --request-rate 4",
+            "No such option: --request-rate (not all options of `cadenza loadtest` are installed here: {loadtest})",
+        ),
+    ],
+)
+def test_a_command_whose_packages_are_missing_says_so(
+    clean: CleanEnvironment, without: str, command: str, message: str
+) -> None:
+    extras = {"serve": "serve", "loadtest": "loadtest", "both": "loadtest,scheduler"}
+    lines = {name: f"pip install 'cadenza[{extra}] @ {clean.wheel.as_uri()}'" for name, extra in extras.items()}
+    result = clean.run("python", "-c", WITHOUT, without, *command.split())
+    assert (result.returncode, result.stderr) == (2, f"cadenza: {message.format(**lines)}\n")
+
+
+def test_the_modules_of_the_load_test_are_those_of_its_extra(clean: CleanEnvironment) -> None:
+    own = requirements(clean.wheel, {"loadtest"}).keys() - requirements(clean.wheel, {"cli"}).keys()
+    assert sorted(name.replace("-", "_") for name in own) == sorted(LOADTEST_MODULES)

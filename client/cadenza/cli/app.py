@@ -18,6 +18,7 @@ from cadenza import __version__
 from cadenza.cli import chat, fit_costs, generate, loadtest, report, simulate, top, up
 from cadenza.cli.service_args import FieldOption, GroupedCommand, service_fields, with_fields
 from cadenza.errors import CadenzaError, OptionError
+from cadenza.settings.extras import install_command
 
 # The usage error that typer raises; typer has its own copy of click and exports only this subclass.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -44,11 +45,12 @@ _EPILOG = "Exit codes: 0 success, 1 a failure, 2 wrong options, 130 Ctrl-C."
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """A command; `fields`: options from pydantic models, which follow its own."""
+    """A command; `fields`: options from pydantic models, which follow its own; none without `extra`."""
 
     module: ModuleType
     function: Callable[..., None]
     fields: Callable[[], Iterable[FieldOption]] = tuple
+    extra: str = ""
 
 
 def _for_model(*taken: str) -> Iterator[FieldOption]:
@@ -57,13 +59,13 @@ def _for_model(*taken: str) -> Iterator[FieldOption]:
 
 
 _COMMANDS = {
-    "up": _Command(up, up.up, service_fields),
-    "generate": _Command(generate, generate.generate, lambda: _for_model("seed")),
-    "chat": _Command(chat, chat.chat, lambda: _for_model("seed")),
+    "up": _Command(up, up.up, service_fields, "serve"),
+    "generate": _Command(generate, generate.generate, lambda: _for_model("seed"), "serve"),
+    "chat": _Command(chat, chat.chat, lambda: _for_model("seed"), "serve"),
     "top": _Command(top, top.top),
-    "loadtest": _Command(loadtest, loadtest.loadtest, lambda: [*loadtest.load_fields(), *_for_model()]),
+    "loadtest": _Command(loadtest, loadtest.loadtest, lambda: [*loadtest.load_fields(), *_for_model()], "loadtest"),
     "report": _Command(report, report.report),
-    "simulate": _Command(simulate, simulate.simulate, simulate.simulate_fields),
+    "simulate": _Command(simulate, simulate.simulate, simulate.simulate_fields, "loadtest,scheduler"),
     "fit-costs": _Command(fit_costs, fit_costs.fit_costs),
 }
 
@@ -137,7 +139,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except CadenzaError as error:
         return _fail(str(error), 1)
     except _UsageError as error:
-        return _fail(error.format_message(), 2)
+        return _fail(error.format_message() + _missing_options(requested), 2)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # the reader of the output has closed it, as in `cadenza generate | head -1`
@@ -150,6 +152,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return code if isinstance(code, int) else 0
+
+
+def _missing_options(requested: str) -> str:
+    """Added to a usage error of a command that lacks options here, because their packages are not installed."""
+    command = _COMMANDS.get(requested)
+    if command is None or not command.extra or any(True for _ in command.fields()):
+        return ""
+    return f" (not all options of `cadenza {requested}` are installed here: {install_command(command.extra)})"
 
 
 def _open_streams() -> None:

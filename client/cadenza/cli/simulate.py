@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cadenza.cli.extras import require_loadtest
 from cadenza.cli.load_options import Csv, Label, Output, Plots, Report, Sweep, of_results
 from cadenza.cli.loadtest import load_fields
 from cadenza.cli.service_args import Config, FieldOption, service_fields
 from cadenza.cli.text import notice, number
-from cadenza.errors import CadenzaError, OptionError
-from cadenza.settings.extras import install_command
+from cadenza.errors import CadenzaError
 
 if TYPE_CHECKING:
     from cadenza.loadtest.tables import NumberTable
@@ -68,14 +68,13 @@ def simulate(
     **options: Any,
 ) -> None:
     """Run the command; raises CadenzaError."""
-    load_names = {option.name for option in _load_fields()}
-    if not load_names:
-        raise OptionError(f"the simulator is not installed here: {install_command('loadtest,scheduler')}")
+    require_loadtest("the simulator", "loadtest,scheduler")
     from cadenza.cli.load_results import check_outputs, check_whole, nothing_counted, tables_console, write_outputs
     from cadenza.loadtest.settings import make_settings, merged_values
     from cadenza.simulate.campaign import run_simulation
     from cadenza.simulate.options import make_simulated
 
+    load_names = {option.name for option in _load_fields()}
     given = {name: options.pop(name) for name in load_names & options.keys()} | {"sweep": sweep or None}
     settings_before, before = _before(rerun)
     settings = make_settings(merged_values(settings_before, given))
@@ -99,11 +98,12 @@ def simulate(
 
 
 def simulate_fields() -> list[FieldOption]:
-    """The options of a load and of the services that apply to a simulation."""
+    """The options of a load and of the services that apply to a simulation; none if the extra is not installed."""
     fields = _load_fields()
-    if not fields:
+    try:
+        from cadenza.simulate.options import EXECUTOR_OPTIONS, SCHEDULER_OPTIONS
+    except ImportError:
         return []
-    from cadenza.simulate.options import EXECUTOR_OPTIONS, SCHEDULER_OPTIONS
 
     known = {*EXECUTOR_OPTIONS, *SCHEDULER_OPTIONS}
     services = [option for option in service_fields("Simulated services: {}") if option.name in known]

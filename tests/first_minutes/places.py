@@ -7,10 +7,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.first_minutes.pages import all_commands
 from tests.helpers.paths import ROOT
-from tests.helpers.wheel_environment import build_wheel, install_wheel
-
-_TORCH = ("torch==2.13.0",)
+from tests.helpers.wheel_environment import build_wheel, install_wheel, share_packages
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +22,19 @@ class Place:
 
 def wheel_place(folder: Path) -> Place:
     """The wheel beside the packages of the environment that runs this: made in seconds."""
-    wheel = build_wheel(folder)
+    wheel, _ = build_wheel(folder / "dist")
     install_wheel(wheel, folder / ".venv")
+    share_packages(folder / ".venv")
     return _linked(folder)
 
 
 def installed_place(folder: Path) -> Place:
-    """The wheel with its extra `serve`, everything installed anew: takes minutes."""
-    wheel = build_wheel(folder)
+    """The wheel, installed with all that it needs by the lines of the pages: takes minutes."""
+    build_wheel(folder / "dist")
     subprocess.run([sys.executable, "-m", "venv", folder / ".venv"], check=True)
-    pip = [folder / ".venv" / "bin" / "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
-    subprocess.run([*pip, *_TORCH], check=True, cwd=folder)
-    subprocess.run([*pip, f"cadenza[serve,loadtest] @ {wheel.as_uri()}"], check=True, cwd=folder)
+    for command in all_commands():
+        if command.line.startswith("pip install"):
+            subprocess.run(["bash", "-ec", f"source .venv/bin/activate; {command.line}"], check=True, cwd=folder)
     return _linked(folder)
 
 

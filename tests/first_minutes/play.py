@@ -17,6 +17,7 @@ _MINUTES = 60.0
 _SKIPPED = (
     ("docker", "needs an engine: tests/service/test_compose_engine.py"),
     ("make test", "it runs this"),
+    ("pip install", "done before by --place installed, which needs a network"),
     ("cadenza loadtest --url", "needs another server: tests/service/test_loadtest_openai.py"),
 )
 _SLOW = ("make ", "cadenza loadtest", "cadenza simulate")

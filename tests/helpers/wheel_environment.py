@@ -1,8 +1,6 @@
 """The wheel, built from this tree and installed where the source tree cannot be seen.
 
-An editable install puts the repository's root on the path and so hides packaging mistakes. The new environment's only
-other packages are those of the environment that runs the tests, reached through `sys.path` entries that process no
-.pth file: the editable install's .pth stays without effect there, and nothing is fetched.
+An editable install puts the repository's root on the path and so hides packaging mistakes.
 """
 
 from __future__ import annotations
@@ -16,24 +14,33 @@ from pathlib import Path
 from tests.helpers.paths import ROOT
 
 
-def build_wheel(folder: Path) -> Path:
-    """Build the wheel in `folder`; returns its path."""
-    _run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+def build_wheel(dist: Path) -> tuple[Path, str]:
+    """Build the wheel in `dist`; returns its path, and what `make wheel` printed."""
+    # With this environment, whatever .venv is.
+    printed = run("make", "--old-file=.venv/.installed-dev", "wheel", f"PY={sys.executable}", f"DIST={dist}", cwd=ROOT)
+    (wheel,) = dist.glob("*.whl")
+    return wheel, printed
 
 
 def install_wheel(wheel: Path, home: Path) -> None:
-    """Make the environment `home` with the wheel in it."""
+    """Make an environment at `home` with the wheel and nothing else; nothing is fetched."""
     venv.create(home, with_pip=False, symlinks=True)
-    # pip of this environment installs into the other one.
-    pip = [sys.executable, "-m", "pip", "--python", home / "bin" / "python"]
-    _run(*pip, "install", "-q", "--no-deps", "--no-index", wheel, cwd=home)
+    pip = [sys.executable, "-m", "pip", "--python", home / "bin" / "python"]  # of this environment
+    run(*pip, "install", "-q", "--no-deps", "--no-index", wheel, cwd=home)
+
+
+def share_packages(home: Path) -> None:
+    """Give the environment the packages of the one that runs this, but not what that one has in editable form.
+
+    They are reached through `sys.path` entries that process no .pth file.
+    """
     site = home / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     dependencies = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
     (site / "dependencies.pth").write_text("\n".join(dependencies) + "\n")
 
 
-def _run(*command: str | Path, cwd: Path) -> None:
+def run(*command: str | Path, cwd: Path) -> str:
+    """Run a command that must not fail; returns what it printed on stdout."""
     result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout

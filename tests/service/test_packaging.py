@@ -1,8 +1,6 @@
 """The wheel holds the three packages, no more, and they import where the source tree cannot be seen.
 
-An editable install puts the repository's root on the path and so hides packaging mistakes. Here the wheel is built
-and installed into a new environment, whose only other packages are those of the development environment, reached
-through `sys.path` entries that process no .pth file: the editable install's .pth stays without effect.
+It is installed into a new environment, whose only other packages are those of the environment that runs the tests.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ import re
 import shlex
 import subprocess
 import sys
-import sysconfig
-import venv
 import zipfile
 from dataclasses import dataclass
 from importlib import metadata
@@ -25,6 +21,7 @@ from packaging.requirements import Requirement
 
 from cadenza.cli.extras import LOADTEST_MODULES
 from tests.helpers.paths import ROOT
+from tests.helpers.wheel_environment import build_wheel, install_wheel, run, share_packages
 
 PACKAGES = ("cadenza", "executor_svc", "scheduler_svc")
 
@@ -52,35 +49,13 @@ class CleanEnvironment:
         return result.stdout.strip()
 
 
-def run(*command: str | Path, cwd: Path = ROOT) -> str:
-    """What the command printed on stdout."""
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-    return result.stdout
-
-
-def install(wheel: Path, home: Path) -> None:
-    """Makes an environment at `home` with the wheel and nothing else."""
-    venv.create(home, with_pip=False, symlinks=True)
-    # pip of this environment installs into the other one; nothing is fetched.
-    python = home / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel, cwd=home)
-
-
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> CleanEnvironment:
     folder = tmp_path_factory.mktemp("packaging")
-    dist = folder / "dist"
-    # With this environment, whatever .venv is.
-    printed = run("make", "--old-file=.venv/.installed-dev", "wheel", f"PY={sys.executable}", f"DIST={dist}")
-    (wheel,) = dist.glob("*.whl")
-
-    home = folder / "venv"
-    install(wheel, home)
-    site = home / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    dependencies = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
-    (site / "dependencies.pth").write_text("\n".join(dependencies) + "\n")
-    return CleanEnvironment(home, wheel, printed)
+    wheel, printed = build_wheel(folder / "dist")
+    install_wheel(wheel, folder / "venv")
+    share_packages(folder / "venv")
+    return CleanEnvironment(folder / "venv", wheel, printed)
 
 
 def test_make_wheel_prints_the_wheel_and_the_line_that_installs_it(clean: CleanEnvironment) -> None:
@@ -182,7 +157,7 @@ def test_the_demo_needs_a_model_outside_the_repository(clean: CleanEnvironment) 
 
 def test_a_missing_package_is_named_with_a_command_that_installs_it(clean: CleanEnvironment, tmp_path: Path) -> None:
     """In an environment with the wheel alone, without what it requires."""
-    install(clean.wheel, tmp_path)
+    install_wheel(clean.wheel, tmp_path)
     bare = CleanEnvironment(tmp_path, clean.wheel)
     programs = {
         "cli": ("cadenza", "--version"),
@@ -221,12 +196,12 @@ main()
         (
             "pydantic_settings",
             "up --max-num-seqs 3",
-            "No such option: --max-num-seqs (not all options of `cadenza up` are installed here: {serve})",
+            "there is no option --max-num-seqs (not all options of `cadenza up` are installed here: {serve})",
         ),
         (
             "pydantic_settings",
             "loadtest --request-rate 4",
-            "No such option: --request-rate (not all options of `cadenza loadtest` are installed here: {loadtest})",
+            "there is no option --request-rate (not all options of `cadenza loadtest` are installed here: {loadtest})",
         ),
     ],
 )

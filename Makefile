@@ -21,7 +21,7 @@ PYTHON ?=
 # on Linux means CUDA and gigabytes.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Extras in each stamp. Named here because a comma inside $(call …) would end the argument.
-RUN_EXTRAS := scheduler,executor,cli
+RUN_EXTRAS := serve
 DEV_EXTRAS := dev
 PYTEST_ARGS ?=
 # So many tests at a time; whichever ends first takes from the other; 0: in this process, for a debugger.
@@ -30,6 +30,8 @@ PYTEST := -m pytest -n $(TEST_WORKERS) --dist worksteal
 # What `make check` runs, without those marked slow: one folder for each part of the product, but for the kernels.
 FAST_TESTS := tests/cadenza tests/scheduler_svc tests/executor_svc tests/benchmarks tests/docs \
   --ignore tests/executor_svc/cpu --ignore tests/executor_svc/gpu
+# Where `make wheel` puts the wheel.
+DIST ?= dist
 BENCH_ARGS ?=
 BENCH_GPU_ARGS ?=
 EXPERIMENTS_ARGS ?=
@@ -37,7 +39,7 @@ EXPERIMENTS_ARGS ?=
 # What mypy checks: those of its folders that exist.
 TYPED := $(wildcard client/cadenza scheduler_svc executor_svc benchmarks examples)
 
-.PHONY: help demo test check fix protos protos-baseline docs kernels bench bench-gpu experiments install clean distclean
+.PHONY: help demo test check fix protos protos-baseline docs kernels bench bench-gpu experiments wheel install clean distclean
 .PHONY: check-py312 check-format check-lint check-types check-imports check-protos check-tests
 
 help: ## this list
@@ -110,6 +112,14 @@ bench-gpu: $(VENV)/.installed-dev ## on a GPU: tests, kernels, serving; BENCH_GP
 
 experiments: $(VENV)/.installed-dev ## make docs/experiments.md again from new runs; EXPERIMENTS_ARGS='--only 1,3 --place simulate' chooses
 	@$(PY) -m benchmarks.experiments $(EXPERIMENTS_ARGS)
+
+wheel: $(VENV)/.installed-dev ## build the wheel into dist/, and print the lines that install it elsewhere
+	@rm -f $(DIST)/cadenza-*.whl
+	@log=$$($(PY) -m build --wheel --no-isolation --outdir $(DIST) . 2>&1) || { echo "$$log" >&2; exit 1; }
+	@wheel=$$(realpath $(DIST)/cadenza-*.whl); echo "$$wheel"; \
+	echo "torch first, or pip takes the CUDA build:"; \
+	echo "  pip install 'torch>=2.11,<2.14' --index-url https://download.pytorch.org/whl/cpu"; \
+	echo "  pip install 'cadenza[serve] @ file://$$wheel'"
 
 install: $(VENV)/.installed-dev ## make .venv with everything in it
 

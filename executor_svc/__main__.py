@@ -24,7 +24,9 @@ try:
     from cadenza.transport import EXECUTOR_PORT, parse_address
     from executor_svc.config import ExecutorConfig
 except ModuleNotFoundError as missing:
-    sys.exit(f"error: {missing.name} is not installed: pip install 'cadenza[executor]'")
+    from cadenza.settings.extras import install_command
+
+    sys.exit(f"error: {missing.name} is not installed: {install_command('executor')}")
 
 
 _LOG = logging.getLogger("executor_svc")

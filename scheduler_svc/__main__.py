@@ -20,7 +20,9 @@ try:
     from cadenza.transport import EXECUTOR_PORT, SCHEDULER_PORT, parse_address
     from scheduler_svc.config import SchedulerConfig
 except ModuleNotFoundError as missing:
-    sys.exit(f"error: {missing.name} is not installed: pip install 'cadenza[scheduler]'")
+    from cadenza.settings.extras import install_command
+
+    sys.exit(f"error: {missing.name} is not installed: {install_command('scheduler')}")
 
 
 _LOG = logging.getLogger("scheduler_svc")

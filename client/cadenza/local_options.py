@@ -58,9 +58,9 @@ def config_classes() -> dict[str, type[ServiceSettings]]:
         from executor_svc.config import ExecutorConfig
         from scheduler_svc.config import SchedulerConfig
     except ImportError as error:
-        raise OptionError(
-            f"the services are not installed here ({error}): pip install 'cadenza[scheduler,executor]'"
-        ) from None
+        from cadenza.settings.extras import install_command
+
+        raise OptionError(f"the services are not installed here ({error}): {install_command('serve')}") from None
     return {EXECUTOR: ExecutorConfig, SCHEDULER: SchedulerConfig}
 
 

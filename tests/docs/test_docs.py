@@ -38,12 +38,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in _anchors(goal), f"{target}: there is no such heading"
 
 
-def test_the_chinese_readme_has_the_same_content() -> None:
+@pytest.mark.parametrize("name", ["README", "docs/quickstart"])
+def test_the_chinese_page_has_the_same_content(name: str) -> None:
     """Same sections, programs, links, names in code and numbers, in the same order where order matters."""
-    english, chinese = ROOT / "README.md", ROOT / "README.zh-CN.md"
+    english, chinese = ROOT / f"{name}.md", ROOT / f"{name}.zh-CN.md"
     texts = [page.read_text(encoding="utf-8") for page in (english, chinese)]
     assert _BLOCK.findall(texts[0]) == _BLOCK.findall(texts[1])
-    prose = [_prose(page) for page in (english, chinese)]
+    prose = [_prose(page).replace(".zh-CN.md", ".md") for page in (english, chinese)]
     for what, pattern in {
         "sections": r"^(#+) ",
         "code spans": r"`([^`\n]+)`",
@@ -52,7 +53,7 @@ def test_the_chinese_readme_has_the_same_content() -> None:
     }.items():
         left, right = (Counter(re.findall(pattern, text, re.M)) for text in prose)
         assert left == right, f"{what}: only in English {left - right}, only in Chinese {right - left}"
-    links = [[target for target in _LINK.findall(text) if not target.startswith("README")] for text in prose]
+    links = [[target for target in _LINK.findall(text) if Path(target).name != english.name] for text in prose]
     assert links[0] == links[1]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tests.helpers.paths import ROOT
 
-PAGES = ("README.md", "README.zh-CN.md", "docs/quickstart.md")
+PAGES = ("README.md", "README.zh-CN.md", "docs/quickstart.md", "docs/quickstart.zh-CN.md")
 
 
 @dataclass(frozen=True, slots=True)

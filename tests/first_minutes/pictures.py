@@ -1,4 +1,4 @@
-"""A terminal's screen as an SVG picture."""
+"""Screens of a busy server as SVG pictures, for docs/figures."""
 
 from __future__ import annotations
 
@@ -10,9 +10,61 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from tests.first_minutes.places import Place
+from tests.first_minutes.shell import Shell
 from tests.helpers.terminal import Terminal
 
+_SERVER = "cadenza up models/cadenza-demo"
+_LOAD = "cadenza loadtest --request-rate 40 --num-requests 100000 --quiet"
+_BAR = """python -c '
+from cadenza import LLM, SamplingParams
+with LLM("models/cadenza-demo") as llm:
+    llm.generate(["Tell me a story."] * 400, SamplingParams(max_tokens=64))
+'"""
 _NAMES = {"brown": "yellow", "default": None}
+
+
+def take_pictures(place: Place, size: tuple[int, int], home: Path, folder: Path) -> None:
+    """Keep screens of `up`, `top`, `top`'s details, `chat` and of LLM's bar."""
+    shells = server, load, client = [Shell(place.folder, size, {"HOME": str(home)}) for _ in range(3)]
+    try:
+        for shell in shells:
+            shell.run("source .venv/bin/activate", 10)
+            shell.clear()
+
+        def keep(shell: Shell, name: str, title: str) -> None:
+            save_picture(shell.terminal, folder / f"terminal-{name}-{size[0]}x{size[1]}.svg", title)
+
+        server.begin(_SERVER)
+        server.wait_screen("ready ", 60)
+        keep(server, "up", _SERVER)
+        client.begin("cadenza chat")
+        client.wait_screen(r"\n> ?\n*\Z")
+        client.type("Tell me a story about a fox.\n")
+        client.wait_screen(r"fox\.\n(.|\n)*\n> ?\n*\Z", 60)
+        keep(client, "chat", "cadenza chat")
+        client.type("/quit\n")
+        client.wait_prompt(20)
+        load.begin(_LOAD)
+        client.begin("cadenza top")
+        # Bars of many intervals, so that there is something to see.
+        client.wait_screen("[▁▂▃▄▅▆▇█]{8}" if size[0] >= 80 else "TTFT p50 +[0-9]", 60)
+        keep(client, "top", "cadenza top")
+        client.type("d")
+        client.wait_screen("plans")
+        keep(client, "top-details", "cadenza top, details")
+        client.type("q")
+        client.wait_prompt(20)
+        load.interrupt()
+        server.interrupt()
+        client.clear()
+        client.begin(_BAR)
+        client.wait_screen(r"[1-9]\d%")
+        keep(client, "bar", "LLM.generate")
+        client.wait_prompt(60)
+    finally:
+        for shell in shells:
+            shell.close()
 
 
 def save_picture(terminal: Terminal, path: Path, title: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,8 +39,6 @@ class Player:
     place: Place
     server: Shell
     client: Shell
-    on_screen: Callable[[Shell, str], None] = lambda shell, name: None
-    """Called with a name for each screen worth keeping."""
     _serves: bool = field(default=False, init=False)
 
     def skip_reason(self, command: Command, *, quick: bool) -> str:
@@ -98,7 +96,6 @@ class Player:
         self.server.begin(line)
         self.server.wait_screen(rf"ready {re.escape(_ADDRESS)}", _MINUTES)
         self._serves = True
-        self.on_screen(self.server, "up")
         return ""
 
     def _chat(self, line: str) -> str:
@@ -106,14 +103,12 @@ class Player:
         self.client.wait_screen(r"\n> ?\n*\Z")
         self.client.type("Tell me a story about a fox.\n")
         self.client.wait_screen(r"fox\.\n(.|\n)*\n> ?\n*\Z", _MINUTES)
-        self.on_screen(self.client, "chat")
         self.client.type("/quit\n")
         return self._fails(self.client.wait_prompt(20), self.client)
 
     def _watch(self, line: str) -> str:
         self.client.begin(line)
         self.client.wait_screen("running")
-        self.on_screen(self.client, "top")
         self.client.type("q")
         return self._fails(self.client.wait_prompt(20), self.client)
 
@@ -135,12 +130,11 @@ def play_all(
     *,
     home: Path,
     quick: bool,
-    on_screen: Callable[[Shell, str], None] = lambda shell, name: None,
 ) -> Iterator[Played]:
     """Play the commands in terminals of `size` (columns, lines); those that are skipped are left out."""
     environment = {"HOME": str(home), "HF_HUB_OFFLINE": "1"}
     shells = [Shell(place.folder, size, environment) for _ in range(2)]
-    player = Player(place, *shells, on_screen)
+    player = Player(place, *shells)
     try:
         if not place.is_clone:
             for shell in shells:

@@ -22,7 +22,7 @@ class Shell:
         unset = [part for name in os.environ if name.startswith(("PYTHON", "CADENZA_")) for part in ("-u", name)]
         assigned = [f"{name}={value}" for name, value in environment.items()]
         begin = ["bash", "-c", 'cd "$0" && PS1="$1" exec bash --noprofile --norc -i', str(folder), _PS1]
-        self.terminal = Terminal("/usr/bin/env", *unset, *assigned, *begin, kind="xterm-256color", size=size)
+        self.terminal = Terminal("/usr/bin/env", *unset, *assigned, *begin, kind="xterm-256color", size=size, echo=True)
         self.wait_prompt(10)
 
     def type(self, text: str) -> None:
@@ -39,6 +39,10 @@ class Shell:
         self._number += 1
         self.terminal.forget()
         self.type(f"{line}\n")
+
+    def clear(self) -> None:
+        """Empty the screen."""
+        self.run("clear", 10)
 
     def interrupt(self, timeout_s: float = 20) -> int:
         """Press Ctrl-C; returns the exit code of what ran."""

@@ -35,21 +35,27 @@ class _Emulator(pyte.Screen):
 
 
 class Terminal:
-    """A command in a terminal of its own: what it shows, and a keyboard. What is typed is not shown.
+    """A command in a terminal of its own: what it shows, and a keyboard. What is typed is shown only with `echo`.
 
     `kind` goes into TERM; a dumb one is sent no control sequences. Any other is emulated: `screen` is what one would
     see. With `keyboard` False standard input is empty and no terminal.
     """
 
     def __init__(
-        self, *command: str, kind: str = "dumb", size: tuple[int, int] = (80, 24), keyboard: bool = True
+        self,
+        *command: str,
+        kind: str = "dumb",
+        size: tuple[int, int] = (80, 24),
+        keyboard: bool = True,
+        echo: bool = False,
     ) -> None:
         self._master, slave = pty.openpty()
         self._emulator = _Emulator(*size, lambda data: os.write(self._master, data.encode()))
         self._stream = pyte.ByteStream(self._emulator)
         self.resize(*size)
         modes = termios.tcgetattr(slave)
-        modes[3] &= ~termios.ECHO
+        if not echo:
+            modes[3] &= ~termios.ECHO
         termios.tcsetattr(slave, termios.TCSANOW, modes)
         environment = {**os.environ, "TERM": kind, "PYTHONUTF8": "1", "LC_ALL": "C.UTF-8"}
         inside = [sys.executable, "-c", IN_A_TERMINAL, *command] if keyboard else command

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 
 from cadenza import Client, SamplingParams
+from cadenza.healthcheck import check
 from tests.helpers.compose import ROOT
 
 pytestmark = [
@@ -47,10 +47,15 @@ class Compose:
     def target(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    tool: tuple[str, ...]
+
     def __call__(self, *arguments: str, expected: tuple[int, ...] = (0,)) -> str:
-        """Run docker-compose, or `docker compose` where that is what there is; returns its stdout."""
-        tool = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
-        return _run(*tool, "-p", PROJECT, *arguments, expected=expected, SCHEDULER_PORT=str(self.port))
+        """Run Compose; returns its stdout."""
+        return self.run(*self.tool, *arguments, expected=expected)
+
+    def run(self, *command: str, expected: tuple[int, ...] = (0,)) -> str:
+        """Run a command, in which Compose finds this project; returns its stdout."""
+        return _run(*command, expected=expected, COMPOSE_PROJECT_NAME=PROJECT, SCHEDULER_PORT=str(self.port))
 
     def inside(self, service: str, *command: str, expected: tuple[int, ...] = (0,)) -> str:
         return self("exec", "-T", service, *command, expected=expected)
@@ -60,15 +65,20 @@ class Compose:
         return found
 
     def up(self) -> None:
-        """Start what is not running; return when both are healthy."""
-        self("up", "-d")
-        for service in SERVICES:
-            self.wait_healthy(service)
+        """Start what is not running, and wait, by the lines of docs/docker.md."""
+        self.run("sh", "-e", "-c", _lines_to_start(self.tool))
 
-    def wait_healthy(self, service: str) -> None:
-        deadline = time.monotonic() + 120
-        while (state := self.inspect(service)["State"])["Health"]["Status"] != "healthy":
-            assert time.monotonic() < deadline, state
+
+def _tool() -> tuple[str, ...]:
+    """`docker compose` where the engine's program has that plugin, otherwise docker-compose 1.29."""
+    plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
+    return ("docker", "compose") if plugin.returncode == 0 else ("docker-compose",)
+
+
+def _lines_to_start(tool: tuple[str, ...]) -> str:
+    page = (ROOT / "docs" / "docker.md").read_text()
+    (lines,) = re.findall(rf"^```sh\n({' '.join(tool)} up (?:--wait|-d).*?)(?:^cadenza .*?)?^```", page, re.M | re.S)
+    return lines
 
 
 def _run(*command: str, expected: tuple[int, ...] = (0,), **environment: str) -> str:
@@ -82,13 +92,19 @@ def _run(*command: str, expected: tuple[int, ...] = (0,), **environment: str) ->
 def compose() -> Iterator[Compose]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    stack = Compose(port)
+    stack = Compose(port, _tool())
     try:
         stack("build")
         stack.up()
         yield stack
     finally:
         stack("down", "--volumes")
+
+
+def test_it_serves_when_the_lines_of_the_page_return(compose: Compose) -> None:
+    compose("stop")
+    compose.up()
+    assert check(compose.target) is None
 
 
 def test_generate_from_the_host(compose: Compose) -> None:

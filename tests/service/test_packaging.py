@@ -7,17 +7,23 @@ through `sys.path` entries that process no .pth file: the editable install's .pt
 
 from __future__ import annotations
 
+import email
 import os
+import re
+import shlex
 import subprocess
 import sys
 import sysconfig
 import venv
 import zipfile
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
+from cadenza.cli.extras import LOADTEST_MODULES
 from tests.helpers.paths import ROOT
 
 PACKAGES = ("cadenza", "executor_svc", "scheduler_svc")
@@ -31,44 +37,56 @@ class CleanEnvironment:
 
     folder: Path
     wheel: Path
+    printed: str = ""  # by `make wheel`
+
+    def run(self, program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """Runs a program of the environment in a folder that is not the repository."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        command = [self.folder / "bin" / program, *arguments]
+        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
 
     def python(self, code: str) -> str:
-        """Runs `code` in a folder that is not the repository; returns what it printed."""
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        result = subprocess.run(
-            [self.folder / "bin" / "python", "-c", code],
-            cwd=self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        """Runs `code`; returns what it printed."""
+        result = self.run("python", "-c", code)
         assert result.returncode == 0, result.stderr
         return result.stdout.strip()
 
 
-def run(*command: str | Path, cwd: Path = ROOT) -> None:
+def run(*command: str | Path, cwd: Path = ROOT) -> str:
+    """What the command printed on stdout."""
     result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def install(wheel: Path, home: Path) -> None:
+    """Makes an environment at `home` with the wheel and nothing else."""
+    venv.create(home, with_pip=False, symlinks=True)
+    # pip of this environment installs into the other one; nothing is fetched.
+    python = home / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel, cwd=home)
 
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> CleanEnvironment:
     folder = tmp_path_factory.mktemp("packaging")
     dist = folder / "dist"
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", dist, ROOT, cwd=folder)
+    # With this environment, whatever .venv is.
+    printed = run("make", "--old-file=.venv/.installed-dev", "wheel", f"PY={sys.executable}", f"DIST={dist}")
     (wheel,) = dist.glob("*.whl")
 
     home = folder / "venv"
-    venv.create(home, with_pip=False, symlinks=True)
-    # pip of this environment installs into the other one; nothing is fetched.
-    python = home / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel, cwd=folder)
-
+    install(wheel, home)
     site = home / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     dependencies = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
     (site / "dependencies.pth").write_text("\n".join(dependencies) + "\n")
-    return CleanEnvironment(home, wheel)
+    return CleanEnvironment(home, wheel, printed)
+
+
+def test_make_wheel_prints_the_wheel_and_the_line_that_installs_it(clean: CleanEnvironment) -> None:
+    first, *_, last = clean.printed.splitlines()
+    assert first == str(clean.wheel)
+    assert last.strip() == f"pip install 'cadenza[serve] @ {clean.wheel.as_uri()}'"
 
 
 def test_wheel_holds_the_packages_only(clean: CleanEnvironment) -> None:
@@ -113,5 +131,114 @@ def test_stubs_import_alone(clean: CleanEnvironment) -> None:
     assert loaded == "[]"
 
 
-def test_console_script_is_installed(clean: CleanEnvironment) -> None:
-    assert (clean.folder / "bin" / "cadenza").is_file()
+def test_the_console_script_runs(clean: CleanEnvironment) -> None:
+    result = clean.run("cadenza", "--version")
+    assert (result.returncode, result.stdout) == (0, f"cadenza {clean.wheel.name.split('-')[1]}\n")
+
+
+def test_the_extra_serve_brings_all_that_the_services_need(clean: CleanEnvironment) -> None:
+    """Its requirements, with those of the extras that it names, hold here: what is tested is what it installs."""
+    needed = requirements(clean.wheel, {"serve"})
+    assert {"typer", "rich", "torch", "transformers", "uvloop", "pydantic-settings", "grpcio"} <= needed.keys()
+    for name, requirement in needed.items():
+        assert requirement.specifier.contains(metadata.version(name), prereleases=True), requirement
+
+
+def requirements(wheel: Path, extras: set[str]) -> dict[str, Requirement]:
+    """What the wheel requires on this machine, with `extras`; an extra may name others of the same package."""
+    with zipfile.ZipFile(wheel) as file:
+        (path,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+        text = file.read(path).decode()
+    wheel_metadata = email.message_from_string(text)
+    assert extras <= set(wheel_metadata.get_all("Provides-Extra", []))
+    found = {}
+    for line in wheel_metadata.get_all("Requires-Dist", []):
+        requirement = Requirement(line)
+        if any(requirement.marker is None or requirement.marker.evaluate({"extra": extra}) for extra in extras):
+            if requirement.name == "cadenza":
+                found |= requirements(wheel, requirement.extras)
+            else:
+                found[requirement.name] = requirement
+    return found
+
+
+def test_the_lines_for_the_cpu_build_of_torch_are_those_of_the_extra(clean: CleanEnvironment) -> None:
+    torch = requirements(clean.wheel, {"executor"})["torch"]
+    pages = [ROOT / "Makefile", *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    lines = re.findall(r"pip install '(torch[<>=][^']+)'", "".join(page.read_text() for page in pages))
+    assert len(lines) >= 2
+    assert [Requirement(line).specifier for line in lines] == [torch.specifier] * len(lines)
+
+
+def test_the_demo_needs_a_model_outside_the_repository(clean: CleanEnvironment) -> None:
+    refused = clean.run("cadenza", "demo")
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert "give --model FOLDER_OR_HUB_ID" in line
+    served = clean.run("cadenza", "demo", "--model", ROOT / "models" / "cadenza-demo")
+    assert served.returncode == 0, served.stderr
+    assert "75" in served.stdout
+
+
+def test_a_missing_package_is_named_with_a_command_that_installs_it(clean: CleanEnvironment, tmp_path: Path) -> None:
+    """In an environment with the wheel alone, without what it requires."""
+    install(clean.wheel, tmp_path)
+    bare = CleanEnvironment(tmp_path, clean.wheel)
+    programs = {
+        "cli": ("cadenza", "--version"),
+        "scheduler": ("python", "-m", "scheduler_svc"),
+        "executor": ("python", "-m", "executor_svc"),
+    }
+    for extra, program in programs.items():
+        result = bare.run(*program)
+        assert result.returncode == 1
+        (command,) = re.findall(r": (pip install .*)\n", result.stderr)
+        assert command == f"pip install 'cadenza[{extra}] @ {clean.wheel.as_uri()}'"
+        # pip takes it: the place is there, and the wheel has the extra. Nothing is fetched.
+        pip, *arguments = shlex.split(command)
+        dry = ["--dry-run", "--no-deps", "--no-index", "--force-reinstall"]
+        run(sys.executable, "-m", pip, "--python", tmp_path / "bin" / "python", *arguments, *dry, cwd=tmp_path)
+
+
+# Runs the command line without the packages named in its first argument.
+WITHOUT = """
+import sys
+_, without, *arguments = sys.argv
+sys.modules.update(dict.fromkeys(without.split(",")))
+sys.argv = ["cadenza", *arguments]
+from cadenza.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("without", "command", "message"),
+    [
+        ("scipy", "loadtest --request-rate 4", "the load test needs scipy: {loadtest}"),
+        ("matplotlib,scipy", "simulate", "the simulator needs matplotlib, scipy: {both}"),
+        ("matplotlib", "simulate --request-rate 4", "the simulator needs matplotlib: {both}"),
+        ("aiohttp", "fit-costs recording", "fit-costs needs aiohttp: {both}"),
+        (
+            "pydantic_settings",
+            "up --max-num-seqs 3",
+            "No such option: --max-num-seqs (not all options of `cadenza up` are installed here: {serve})",
+        ),
+        (
+            "pydantic_settings",
+            "loadtest --request-rate 4",
+            "No such option: --request-rate (not all options of `cadenza loadtest` are installed here: {loadtest})",
+        ),
+    ],
+)
+def test_a_command_whose_packages_are_missing_says_so(
+    clean: CleanEnvironment, without: str, command: str, message: str
+) -> None:
+    extras = {"serve": "serve", "loadtest": "loadtest", "both": "loadtest,scheduler"}
+    lines = {name: f"pip install 'cadenza[{extra}] @ {clean.wheel.as_uri()}'" for name, extra in extras.items()}
+    result = clean.run("python", "-c", WITHOUT, without, *command.split())
+    assert (result.returncode, result.stderr) == (2, f"cadenza: {message.format(**lines)}\n")
+
+
+def test_the_modules_of_the_load_test_are_those_of_its_extra(clean: CleanEnvironment) -> None:
+    own = requirements(clean.wheel, {"loadtest"}).keys() - requirements(clean.wheel, {"cli"}).keys()
+    assert sorted(name.replace("-", "_") for name in own) == sorted(LOADTEST_MODULES)

@@ -13,7 +13,9 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except ImportError as error:
-        sys.stderr.write(f"cadenza: the command line needs {error.name}: pip install 'cadenza[cli]'\n")
+        from cadenza.settings.extras import install_command
+
+        sys.stderr.write(f"cadenza: the command line needs {error.name}: {install_command('cli')}\n")
         raise SystemExit(1) from None
     try:
         from cadenza.cli.app import run

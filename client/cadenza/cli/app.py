@@ -18,6 +18,7 @@ from cadenza import __version__
 from cadenza.cli import chat, fit_costs, generate, loadtest, report, simulate, top, up
 from cadenza.cli.service_args import FieldOption, GroupedCommand, service_fields, with_fields
 from cadenza.errors import CadenzaError, OptionError
+from cadenza.settings.extras import install_command
 from cadenza.spelling import suggestion
 
 # The usage error that typer raises; typer has its own copy of click and exports only this subclass.
@@ -26,7 +27,7 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 _HELP = """Cadenza serves large language models with continuous batching and a paged KV cache.
 
 \b
-A first look, with the bundled model:
+A first look, with the demo model of a clone of the repository:
   cadenza demo
 A server, and requests from another terminal:
   cadenza up FOLDER_OR_HUB_ID
@@ -45,11 +46,12 @@ _EPILOG = "Exit codes: 0 success, 1 a failure, 2 wrong options, 130 Ctrl-C."
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """A command; `fields`: options from pydantic models, which follow its own."""
+    """A command; `fields`: options from pydantic models, which follow its own; none without `extra`."""
 
     module: ModuleType
     function: Callable[..., None]
     fields: Callable[[], Iterable[FieldOption]] = tuple
+    extra: str = ""
 
 
 def _for_model(*taken: str) -> Iterator[FieldOption]:
@@ -58,14 +60,14 @@ def _for_model(*taken: str) -> Iterator[FieldOption]:
 
 
 _COMMANDS = {
-    "up": _Command(up, up.up, service_fields),
-    "serve": _Command(up, up.up, service_fields),
-    "generate": _Command(generate, generate.generate, lambda: _for_model("seed")),
-    "chat": _Command(chat, chat.chat, lambda: _for_model("seed")),
+    "up": _Command(up, up.up, service_fields, "serve"),
+    "serve": _Command(up, up.up, service_fields, "serve"),
+    "generate": _Command(generate, generate.generate, lambda: _for_model("seed"), "serve"),
+    "chat": _Command(chat, chat.chat, lambda: _for_model("seed"), "serve"),
     "top": _Command(top, top.top),
-    "loadtest": _Command(loadtest, loadtest.loadtest, lambda: [*loadtest.load_fields(), *_for_model()]),
+    "loadtest": _Command(loadtest, loadtest.loadtest, lambda: [*loadtest.load_fields(), *_for_model()], "loadtest"),
     "report": _Command(report, report.report),
-    "simulate": _Command(simulate, simulate.simulate, simulate.simulate_fields),
+    "simulate": _Command(simulate, simulate.simulate, simulate.simulate_fields, "loadtest,scheduler"),
     "fit-costs": _Command(fit_costs, fit_costs.fit_costs),
 }
 
@@ -124,7 +126,8 @@ def cadenza(
 
 def demo(
     model: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Model folder; default: the embedded models/cadenza-demo.")
+        str | None,
+        typer.Option(metavar="TEXT", help="Model folder or hub id; default: the repository's models/cadenza-demo."),
     ] = None,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where the model runs.")] = "cpu",
     max_num_seqs: Annotated[
@@ -133,7 +136,7 @@ def demo(
 ) -> None:
     """Show live answers, then the schedule.
 
-    Starts both services on the bundled model, sends ten prompts at once, and draws the schedule that ran.
+    Starts both services on a small model, sends ten prompts at once, and draws the schedule that ran.
     """
     from cadenza.cli.demo import run_demo
 
@@ -157,7 +160,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except CadenzaError as error:
         return _fail(str(error), 1)
     except _UsageError as error:
-        return _fail(_usage_message(error), 2)
+        return _fail(_usage_message(error) + _missing_options(requested), 2)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # the reader of the output has closed it, as in `cadenza generate | head -1`
@@ -190,6 +193,14 @@ def _usage_message(error: Any) -> str:
         return str(error.format_message())
     flags = sorted({flag for parameter in error.ctx.command.params for flag in parameter.opts})
     return f"there is no option {error.option_name}{suggestion(error.option_name, flags)}"
+
+
+def _missing_options(requested: str) -> str:
+    """Added to a usage error of a command that lacks options here, because their packages are not installed."""
+    command = _COMMANDS.get(requested)
+    if command is None or not command.extra or any(True for _ in command.fields()):
+        return ""
+    return f" (not all options of `cadenza {requested}` are installed here: {install_command(command.extra)})"
 
 
 def _open_streams() -> None:

@@ -1,4 +1,4 @@
-"""`cadenza demo`: concurrent prompts on the bundled model, and the schedule that ran."""
+"""`cadenza demo`: concurrent prompts on the repository's demo model, and the schedule that ran."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _REFRESH_PER_S = 15
 def run_demo(*, model: str | None, device: str, max_num_seqs: int) -> None:
     """Run the whole demo and print it; raises CadenzaError if anything fails."""
     console = Console(highlight=False)
-    folder = model or str(_embedded_model())
+    folder = model or str(_demo_model())
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         with console.status("starting an executor and a scheduler, two processes, on this machine"):
@@ -63,13 +63,16 @@ def run_demo(*, model: str | None, device: str, max_num_seqs: int) -> None:
     console.print(f"both services are stopped; {time.monotonic() - started:.1f} s in all")
 
 
-def _embedded_model() -> Path:
+def _demo_model() -> Path:
     """models/cadenza-demo in the source tree or below the current folder; raises OptionError."""
     places = [Path(__file__).resolve().parents[3], Path.cwd()]
     for place in places:
         if (folder := place / "models" / "cadenza-demo").is_dir():
             return folder
-    raise OptionError(f"option model: there is no embedded model at {places[0] / 'models' / 'cadenza-demo'}")
+    raise OptionError(
+        "option model: the demo model is not in this installation: give --model FOLDER_OR_HUB_ID, or run the demo in a "
+        "clone of Cadenza's repository, whose models/cadenza-demo it takes"
+    )
 
 
 async def _run(console: Console, target: str, max_num_seqs: int) -> None:

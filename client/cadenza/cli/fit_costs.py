@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cadenza.cli.extras import require_loadtest
 from cadenza.cli.text import notice
-from cadenza.errors import OptionError
 
 if TYPE_CHECKING:
     from cadenza.loadtest.results import LoadTestFile
@@ -55,17 +55,14 @@ def fit_costs(
     name: Annotated[str, typer.Option(metavar="TEXT", help="Name of the model; default: the file's name.")] = "",
 ) -> None:
     """Run the command; raises CadenzaError."""
-    try:
-        from cadenza.cli.load_results import check_outputs
-        from cadenza.simulate.compatibility_check import check_compatible
-        from cadenza.simulate.executor_profiles import write_profile
-        from cadenza.simulate.fit import fit_costs as fit
-        from cadenza.simulate.fit import fitted_profile, with_clients
-        from cadenza.simulate.recordings import read_recording
-    except ImportError as error:
-        raise OptionError(
-            f"fit-costs is not installed here ({error}): pip install 'cadenza[loadtest,scheduler]'"
-        ) from None
+    require_loadtest("fit-costs", "loadtest,scheduler")
+    from cadenza.cli.load_results import check_outputs
+    from cadenza.simulate.compatibility_check import check_compatible
+    from cadenza.simulate.executor_profiles import write_profile
+    from cadenza.simulate.fit import fit_costs as fit
+    from cadenza.simulate.fit import fitted_profile, with_clients
+    from cadenza.simulate.recordings import read_recording
+
     outputs = check_outputs(output=output, read=[recording, loadtest])
     clients = None if loadtest is None else _clients(loadtest)
     found = read_recording(recording)

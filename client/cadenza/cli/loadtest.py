@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cadenza.cli.extras import require_loadtest
 from cadenza.cli.generate import Model, Target
 from cadenza.cli.load_options import Csv, Label, Output, Plots, Report, Sweep, of_results
 from cadenza.cli.service_args import Config, FieldOption, serving
@@ -54,9 +55,7 @@ def loadtest(
     **options: Any,
 ) -> None:
     """Run the command; raises CadenzaError."""
-    load_names = {option.name for option in load_fields()}
-    if not load_names:
-        raise OptionError("the load test is not installed here: pip install 'cadenza[loadtest]'")
+    require_loadtest("the load test")
     from cadenza.cli.load_results import check_outputs, check_whole, nothing_counted, write_outputs
     from cadenza.cli.load_server import Place, reached_at, rerun_place
     from cadenza.cli.load_view import LoadView
@@ -65,6 +64,7 @@ def loadtest(
     from cadenza.loadtest.schedule import planned_points
     from cadenza.loadtest.settings import make_settings, merged_values, settings_of
 
+    load_names = {option.name for option in load_fields()}
     given = {name: options.pop(name) for name in load_names & options.keys()} | {"sweep": sweep or None}
     place = Place(target, model, config, {name: value for name, value in options.items() if value is not None})
     was = read_again(rerun, "loadtest") if rerun is not None else None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cadenza.cli.extras import require_loadtest
 from cadenza.cli.load_options import Csv, Label, Output, Plots, Report, Sweep, of_results
 from cadenza.cli.loadtest import load_fields
 from cadenza.cli.service_args import Config, FieldOption, service_fields
@@ -78,9 +79,7 @@ def simulate(
     **options: Any,
 ) -> None:
     """Run the command; raises CadenzaError."""
-    load_names = {option.name for option in _load_fields()}
-    if not load_names:
-        raise OptionError("the simulator is not installed here: pip install 'cadenza[loadtest]'")
+    require_loadtest("the simulator", "loadtest,scheduler")
     from cadenza.cli.load_results import check_outputs, check_whole, nothing_counted, write_outputs
     from cadenza.cli.search_view import SearchView
     from cadenza.loadtest.settings import make_settings, merged_values
@@ -88,6 +87,7 @@ def simulate(
     from cadenza.simulate.options import make_simulated
     from cadenza.simulate.time_budget import TimeBudget, read_time_budget
 
+    load_names = {option.name for option in _load_fields()}
     given = {name: options.pop(name) for name in load_names & options.keys()} | {"sweep": sweep or None}
     settings_before, before = _before(rerun)
     settings = make_settings(merged_values(settings_before, given))
@@ -114,11 +114,12 @@ def simulate(
 
 
 def simulate_fields() -> list[FieldOption]:
-    """The options of a load and of the services that apply to a simulation."""
+    """The options of a load and of the services that apply to a simulation; none if the extra is not installed."""
     fields = _load_fields()
-    if not fields:
+    try:
+        from cadenza.simulate.options import EXECUTOR_OPTIONS, SCHEDULER_OPTIONS
+    except ImportError:
         return []
-    from cadenza.simulate.options import EXECUTOR_OPTIONS, SCHEDULER_OPTIONS
 
     known = {*EXECUTOR_OPTIONS, *SCHEDULER_OPTIONS}
     services = [option for option in service_fields("Simulated services: {}") if option.name in known]

@@ -37,6 +37,8 @@ block_size = 32. The command line overrides the environment, which overrides the
 """
 EPILOG = "Exit codes: 0 stopped by a signal, 1 a service did not start or died repeatedly, 2 wrong options."
 _LOOK_S = 0.5
+_NAME_CELLS = 9
+_MIN_CELLS = 20
 _STYLES = {"executor": "cyan", "scheduler": "green", "cadenza": "bold yellow"}
 
 Named = Annotated[
@@ -119,9 +121,16 @@ def _console() -> Console:
 
 
 def _log(service: str, line: str) -> None:
+    """Print a line behind the name of its service. On a terminal, words wrap whole and stay behind the bar."""
     from rich.text import Text
 
-    _console().print(Text.assemble((f"{service:9} │ ", _STYLES[service]), Text(line)))
+    console, name = _console(), f"{service:{_NAME_CELLS}} │ "
+    rows = [Text(line)]
+    if console.is_terminal:
+        rows = list(rows[0].wrap(console, max(_MIN_CELLS, console.width - len(name)))) or rows
+    for row in rows:
+        console.print(Text.assemble((name, _STYLES[service]), row))
+        name = f"{'':{_NAME_CELLS}} │ "
 
 
 def _stop(number: int, frame: object) -> None:

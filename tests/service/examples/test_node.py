@@ -1,16 +1,19 @@
-"""The Node programs in examples/node and on docs/callers.md, against a real server."""
+"""The Node programs in examples/node and node-stubs and on docs/callers.md, against a real server."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.examples import EXAMPLES, one, run
+from tests.helpers.examples import EXAMPLES, REFUSED_TOP_P, one, run
 from tests.helpers.paths import ROOT
+from tests.helpers.services import connection
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -28,30 +31,44 @@ def npm_ci(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def node_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of examples/node, in a folder that is laid out as the repository is."""
+    """A folder that is laid out as the repository is, with copies of the examples in Node."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("there is no node")
     root = tmp_path_factory.mktemp("checkout")
     (root / "protos").symlink_to(ROOT / "protos")
-    folder = root / "examples" / "node"
-    shutil.copytree(EXAMPLES / "node", folder, ignore=shutil.ignore_patterns("node_modules"))
+    for name in ("node", "node-stubs"):
+        without = shutil.ignore_patterns("node_modules", "gen")
+        shutil.copytree(EXAMPLES / name, root / "examples" / name, ignore=without)
+    return root / "examples"
+
+
+def with_packages(folder: Path) -> Path:
+    """The same folder with its packages, by the committed lock file."""
+    result = npm_ci(folder)
+    no_network = _NO_NETWORK.search(result.stderr)
+    if result.returncode != 0 and no_network:
+        pytest.skip(f"npm cannot reach its registry: {no_network[1]}")
+    assert result.returncode == 0, result.stderr
     return folder
 
 
 @pytest.fixture(scope="module")
 def node_folder(node_sources: Path) -> Path:
-    """The same with its packages, by the committed lock file."""
-    result = npm_ci(node_sources)
-    no_network = _NO_NETWORK.search(result.stderr)
-    if result.returncode != 0 and no_network:
-        pytest.skip(f"npm cannot reach its registry: {no_network[1]}")
-    assert result.returncode == 0, result.stderr
-    return node_sources
+    return with_packages(node_sources / "node")
+
+
+@pytest.fixture(scope="module")
+def stubs_folder(node_sources: Path) -> Path:
+    """With its stubs made, by the buf of this environment."""
+    folder = with_packages(node_sources / "node-stubs")
+    search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    run("env", f"PATH={search}", "npm", "run", "stubs", cwd=folder)
+    return folder
 
 
 def test_only_a_missing_network_is_taken_for_one(node_sources: Path, tmp_path: Path) -> None:
     """Otherwise a broken example could pass as skipped."""
-    shutil.copytree(node_sources, tmp_path / "node", ignore=shutil.ignore_patterns("node_modules"))
+    shutil.copytree(node_sources / "node", tmp_path / "node", ignore=shutil.ignore_patterns("node_modules"))
     offline = ("--cache", str(tmp_path / "cache"), "--fetch-retries", "0", "--registry", "http://127.0.0.1:9")
     refused = npm_ci(tmp_path / "node", *offline)
     assert refused.returncode != 0
@@ -65,6 +82,16 @@ def test_only_a_missing_network_is_taken_for_one(node_sources: Path, tmp_path: P
 def test_node_gets_the_same_text(target: str, answers: dict[str, str], node_folder: Path) -> None:
     for prompt, answer in answers.items():
         assert run("node", "generate.js", target, prompt, cwd=node_folder) == answer + "\n"
+
+
+async def test_node_gets_the_same_texts_by_generated_stubs(
+    target: str, answers: dict[str, str], stubs_folder: Path
+) -> None:
+    for prompt, answer in answers.items():
+        lines = run("node", "generate.js", target, prompt, cwd=stubs_folder).splitlines()
+        assert lines == [answer, f"[InvalidArgument] {REFUSED_TOP_P}", "[Canceled]", "[DeadlineExceeded]"]
+    async with connection(target) as running:
+        await running.wait_until_free()
 
 
 def test_the_node_program_of_the_page(target: str, node_folder: Path) -> None:

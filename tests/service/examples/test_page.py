@@ -21,8 +21,9 @@ def test_the_page_has_no_other_kind_of_block() -> None:
 
 def test_excerpts_are_what_the_examples_say() -> None:
     python = "\n".join(path.read_text() for path in EXAMPLES.glob("*.py"))
-    files = {"js": "node/generate.js", "java": "java/Generate.java", "go": "go/main.go"}
-    sources = {"python": python} | {kind: (EXAMPLES / path).read_text() for kind, path in files.items()}
+    files = {"java": "java/Generate.java", "go": "go/main.go"}
+    node = "\n".join((EXAMPLES / name / "generate.js").read_text() for name in ("node", "node-stubs"))
+    sources = {"python": python, "js": node} | {kind: (EXAMPLES / path).read_text() for kind, path in files.items()}
     for block in blocks():
         if block.info in sources:
             assert block.text in sources[block.info]
@@ -49,7 +50,8 @@ def test_the_commands_of_the_page_exist() -> None:
     for path in re.findall(r"examples/\S+\.(?:sh|txt)", text):
         assert (ROOT / path).is_file()
         assert path.endswith(".txt") or os.access(ROOT / path, os.X_OK)
-    assert (EXAMPLES / "node" / "package-lock.json").exists()
+    for folder in re.findall(r"cd (\S+) && npm ci", text):
+        assert (ROOT / folder / "package-lock.json").is_file()
 
 
 def test_the_table_has_every_example() -> None:

@@ -48,7 +48,7 @@ class LLM:
         **options: Unpack[LLMOptions],
     ) -> None:
         shorten_interrupts()
-        with LoadProgress(os.fspath(model), shown=use_tqdm_on_load) as progress:
+        with LoadProgress(str(model), shown=use_tqdm_on_load) as progress:
 
             def on_log(service: str, line: str) -> None:
                 progress.log(service, line)

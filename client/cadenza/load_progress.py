@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
 import time
+import unicodedata
 from types import TracebackType
 from typing import TextIO
 
@@ -27,7 +29,7 @@ class LoadProgress:
         self._stream: TextIO | None = sys.stderr if shown else None
         self._started = time.monotonic()
         self._message = ""  # the last one of the executor
-        self._drawn = 0  # characters of the live line that is on the screen
+        self._drawn = 0  # columns of the live line that is on the screen
         self._running = threading.Lock()  # held until the end; KeyboardInterrupt cannot break a bare lock
         self._running.acquire()
         self._redrawing: threading.Thread | None = None
@@ -59,7 +61,8 @@ class LoadProgress:
     def log(self, service: str, line: str) -> None:
         """A line of a service's log: `DATE TIME LEVEL MODULE: MESSAGE`; shown if it is from the one that loads."""
         if service == EXECUTOR:
-            self._message = f"; {line.partition(': ')[2] or line}"
+            message = line.partition(": ")[2] or line
+            self._message = f"; {''.join(each for each in message if each.isprintable())}"
 
     def _redraw(self) -> None:
         shown = ""
@@ -85,11 +88,11 @@ class LoadProgress:
             return
         line = f"cadenza: {text}"
         if self._redrawing is not None:  # a longer line would wrap, and could not be drawn over
-            line = line[: _columns(self._stream) - 1]
-        over = "\r" if self._drawn else ""
-        self._stream.write(f"{over}{line.ljust(self._drawn)}{end}")
+            line = _cut(line, _columns(self._stream) - 1)
+        over, rest = ("\r", " " * (self._drawn - _width(line))) if self._drawn else ("", "")
+        self._stream.write(f"{over}{line}{rest}{end}")
         self._stream.flush()
-        self._drawn = 0 if end else len(line)
+        self._drawn = 0 if end else _width(line)
 
 
 def _columns(stream: TextIO) -> int:
@@ -97,3 +100,13 @@ def _columns(stream: TextIO) -> int:
         return os.get_terminal_size(stream.fileno()).columns or _COLUMNS
     except OSError:
         return _COLUMNS
+
+
+def _cut(text: str, columns: int) -> str:
+    ends = itertools.accumulate(map(_width, text))
+    return text[: sum(end <= columns for end in ends)]
+
+
+def _width(text: str) -> int:
+    """Columns of a text: East Asian characters have two."""
+    return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text)

@@ -8,12 +8,13 @@ import sys
 
 import pytest
 
+from cadenza import LLM, OptionError
 from tests.helpers.service_scripts import SERVICE, Fakes
 from tests.helpers.terminal import Terminal
 
 pytestmark = pytest.mark.slow
 
-LLM = "from cadenza import LLM\nLLM('some/model'{options}).close()\n"
+PROGRAM = "from cadenza import LLM\nLLM('some/model'{options}).close()\n"
 STARTING = "cadenza: starting executor and scheduler, loading some/model"
 
 
@@ -23,7 +24,7 @@ def fakes(tmp_path) -> Fakes:
 
 
 def script(fakes: Fakes, options: str = "") -> list[str]:
-    return [sys.executable, "-c", fakes.prelude + LLM.format(options=options)]
+    return [sys.executable, "-c", fakes.prelude + PROGRAM.format(options=options)]
 
 
 def run(fakes: Fakes, options: str = "") -> subprocess.CompletedProcess:
@@ -43,27 +44,48 @@ def test_nothing_is_shown_with_the_keyword_of_vllm(fakes):
     assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
 
 
-def test_wrong_options_are_refused_before_anything_is_shown(fakes):
+def test_wrong_options_are_refused_before_anything_is_shown(fakes, capsys):
     assert "starting" not in run(fakes, ", block_size=3").stderr
+    with pytest.raises(OptionError, match="option model: must be a folder or a hub id, not 5"):
+        LLM(5)
+    assert capsys.readouterr().err == ""
+
+
+def slow_executor(fakes: Fakes, message: str):
+    """Let the executor log a message and get ready only when the file is there that is returned."""
+    go_on = fakes.folder / "go_on"
+    wait = (
+        f"print('2026 INFO executor_svc.x: ' + {message!r}, file=sys.stderr, flush=True)\n"
+        f"while not pathlib.Path({str(go_on)!r}).exists():\n    time.sleep(0.01)\n"
+    )
+    (fakes.folder / "executor.py").write_text(SERVICE.replace("host, _, port", f"{wait}host, _, port"))
+    return go_on
 
 
 def test_a_live_line_in_a_terminal(fakes):
     """It shows for how long and the executor's last message, is cut at the width, and the last state stays."""
-    go_on = fakes.folder / "go_on"
-    wait = (
-        f"print('2026 INFO executor_svc.x: read 3 of 4 files' + 80 * '.', file=sys.stderr, flush=True)\n"
-        f"while not pathlib.Path({str(go_on)!r}).exists():\n    time.sleep(0.01)\n"
-    )
-    (fakes.folder / "executor.py").write_text(SERVICE.replace("host, _, port", f"{wait}host, _, port"))
+    go_on = slow_executor(fakes, "read 3 of 4\x1b[2J files" + 80 * ".")
     terminal = Terminal(*script(fakes), kind="xterm", size=(110, 10))
     try:
         lines = terminal.wait_for_screen("read 3 of 4")
-        assert re.fullmatch(rf"{STARTING}, \d s; read 3 of 4 files\.+", lines[0])
+        assert re.fullmatch(rf"{STARTING}, \d s; read 3 of 4\[2J files\.+", lines[0])
         assert (len(lines[0]), lines[1]) == (109, "")
         go_on.touch()
         terminal.rest()
         assert re.fullmatch(r"cadenza: some/model is ready in \d+\.\d s", terminal.screen[0])
         assert terminal.screen[1:] == [""] * 9
+    finally:
+        terminal.close()
+
+
+def test_a_live_line_of_wide_characters(fakes):
+    go_on = slow_executor(fakes, 60 * "读取")
+    terminal = Terminal(*script(fakes), kind="xterm", size=(110, 10))
+    try:
+        assert terminal.wait_for_screen("读取")[1:] == [""] * 9
+        go_on.touch()
+        terminal.rest()
+        assert re.fullmatch(r"cadenza: some/model is ready in \d+\.\d s", terminal.screen[0])
     finally:
         terminal.close()
 

@@ -1,8 +1,10 @@
-"""The progress bar of `LLM.generate` and `LLM.chat`: vLLM's, on stderr."""
+"""The progress bar of `LLM.generate` and `LLM.chat`, on stderr: vLLM's, and a shorter one where that does not fit."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,14 +32,30 @@ def prompts_bar(num_prompts: int, use_tqdm: UseTqdm) -> Iterator[Callable[[Reque
         bar.close()
 
 
+_WIDE_COLUMNS = 120
+"""Of a terminal that shows vLLM's whole bar; with fewer, tqdm would cut off the tokens per second at its end."""
+_SHORT_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_NARROW_COLUMNS = 65
+"""With fewer, the bar has the speed of outputs alone."""
+
+
 class _Bar:
     def __init__(self, num_prompts: int, use_tqdm: UseTqdm) -> None:
         from tqdm.auto import tqdm  # plain in a terminal, a widget in a notebook
 
-        make = use_tqdm if callable(use_tqdm) else tqdm
         self._num_input_tokens = self._num_output_tokens = 0
         self._started = time.monotonic()
-        self._bar = make(total=num_prompts, desc="Processed prompts", dynamic_ncols=True, postfix=self._rates())
+        # A terminal that does not state its width, and what is no terminal, get the whole bar.
+        self._columns = _columns() if use_tqdm is True else 0
+        self._is_short = 0 < self._columns < _WIDE_COLUMNS
+        make = use_tqdm if callable(use_tqdm) else tqdm
+        self._bar = make(
+            total=num_prompts,
+            desc="Processed prompts",
+            dynamic_ncols=True,
+            postfix=self._rates(),
+            **({"bar_format": _SHORT_FORMAT} if self._is_short else {}),
+        )
 
     def add(self, output: RequestOutput) -> None:
         """Count a prompt that has ended."""
@@ -53,4 +71,16 @@ class _Bar:
     def _rates(self) -> str:
         elapsed_s = max(time.monotonic() - self._started, 1e-9)
         speed_in, speed_out = self._num_input_tokens / elapsed_s, self._num_output_tokens / elapsed_s
-        return f"est. speed input: {speed_in:.2f} toks/s, output: {speed_out:.2f} toks/s"
+        if not self._is_short:
+            return f"est. speed input: {speed_in:.2f} toks/s, output: {speed_out:.2f} toks/s"
+        if self._columns < _NARROW_COLUMNS:
+            return f"{speed_out:.0f} toks/s"
+        return f"input {speed_in:.0f}, output {speed_out:.0f} toks/s"
+
+
+def _columns() -> int:
+    """The width of the terminal on stderr; 0: there is none, or it does not state it."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return 0

@@ -72,16 +72,21 @@ def test_while_the_services_load(fakes):
 
 
 def test_twice_while_the_services_stop(fakes):
-    """The first interrupts the program, the second its exit, which waits for services that heed no SIGTERM."""
-    for name in ("executor", "scheduler"):
-        (fakes.folder / f"{name}.deaf").touch()
+    """The first interrupts the program, the second its exit, which waits for a service that does not heed SIGTERM."""
+    stopping, scheduler = fakes.folder / "stopping", fakes.folder / "scheduler.py"
+    deaf = f"signal.signal(signal.SIGTERM, lambda *_: pathlib.Path({str(stopping)!r}).touch())\n"
+    scheduler.write_text(SERVICE.replace("host, _, port", f"{deaf}host, _, port", 1))
     script = fakes.folder / "mine.py"
-    script.write_text(f"{fakes.prelude}\nfrom cadenza import LLM\nllm = LLM('some/model')\ninput('running')\n")
+    script.write_text(
+        f"{fakes.prelude}\nimport time\nfrom cadenza import LLM\n"
+        "llm = LLM('some/model')\nprint('running', flush=True)\nwhile True: time.sleep(0.01)\n"
+    )
     terminal = Terminal(sys.executable, str(script), size=(200, 50))
     try:
         terminal.wait_for("running", timeout_s=60)
         terminal.type(CTRL_C)
         terminal.wait_for("KeyboardInterrupt")
+        until(stopping.exists)
         terminal.type(CTRL_C)
         assert terminal.rest().strip() == ""
     finally:

@@ -28,7 +28,7 @@ async def test_figures_come_every_ten_seconds_while_requests_run(caplog: pytest.
     async with started(step_s=0.5) as world:
         await world.clock.advance(25)
         assert lines(caplog) == [], "an idle engine logs nothing"
-        world.submit(40, num_prompt_tokens=160)  # 40 steps: 20 seconds less a moment
+        world.submit(38, num_prompt_tokens=160)  # 38 steps: 19 seconds
         await world.clock.advance(9.9)
         assert lines(caplog) == []
         await world.clock.advance(0.2)

@@ -116,6 +116,7 @@ class Player:
     def _write_lines(self, line: str) -> str:
         """A command that writes lines to a file until Ctrl-C."""
         path = self.place.folder / line.rpartition(">")[2].strip()
+        path.unlink(missing_ok=True)  # of a run before
         self.client.begin(line)
         deadline = time.monotonic() + _MINUTES
         while not (path.exists() and path.read_text().endswith("}\n")):

@@ -16,8 +16,16 @@ from tests.helpers.paths import ROOT
 
 def build_wheel(dist: Path) -> tuple[Path, str]:
     """Build the wheel in `dist`; returns its path, and what `make wheel` printed."""
-    # With this environment, whatever .venv is.
-    printed = run("make", "--old-file=.venv/.installed-dev", "wheel", f"PY={sys.executable}", f"DIST={dist}", cwd=ROOT)
+    # With this environment, whatever .venv is; and as if no other make had called it.
+    printed = run(
+        "make",
+        "--no-print-directory",
+        "--old-file=.venv/.installed-dev",
+        "wheel",
+        f"PY={sys.executable}",
+        f"DIST={dist}",
+        cwd=ROOT,
+    )
     (wheel,) = dist.glob("*.whl")
     return wheel, printed
 

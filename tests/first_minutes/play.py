@@ -13,7 +13,7 @@ from tests.first_minutes.places import Place
 from tests.first_minutes.shell import Shell
 
 _ADDRESS = "127.0.0.1:50051"
-_MINUTES = 60.0
+_MINUTE_S = 60.0
 _SKIPPED = (
     ("docker", "needs an engine: tests/service/test_compose_engine.py"),
     ("make test", "it runs this"),
@@ -40,6 +40,8 @@ class Player:
     place: Place
     server: Shell
     client: Shell
+    timeout_s: float
+    """Of a command that ends by itself."""
     _serves: bool = field(default=False, init=False)
 
     def skip_reason(self, command: Command, *, quick: bool) -> str:
@@ -71,7 +73,7 @@ class Player:
         if line.startswith(("cadenza up", "cadenza serve")):
             return self._start_server(line)
         if "source " in line and not self._serves:
-            return self._fails(self.server.run(line, 15 * _MINUTES), self.server) or self._run(line)
+            return self._fails(self.server.run(line, self.timeout_s), self.server) or self._run(line)
         if line.startswith("cadenza chat"):
             return self._chat(line)
         if line == "cadenza top":
@@ -81,7 +83,7 @@ class Player:
         return self._run(line)
 
     def _run(self, line: str) -> str:
-        code = self.client.run(line, 15 * _MINUTES)
+        code = self.client.run(line, self.timeout_s)
         return self._fails(code, self.client)
 
     def _fails(self, code: int, shell: Shell, expected: int = 0) -> str:
@@ -95,7 +97,7 @@ class Player:
             if problem:
                 return problem
         self.server.begin(line)
-        self.server.wait_screen(rf"ready {re.escape(_ADDRESS)}", _MINUTES)
+        self.server.wait_screen(rf"ready {re.escape(_ADDRESS)}", _MINUTE_S)
         self._serves = True
         return ""
 
@@ -103,7 +105,7 @@ class Player:
         self.client.begin(line)
         self.client.wait_screen(r"\n> ?\n*\Z")
         self.client.type("Tell me a story about a fox.\n")
-        self.client.wait_screen(r"fox\.\n(.|\n)*\n> ?\n*\Z", _MINUTES)
+        self.client.wait_screen(r"fox\.\n(.|\n)*\n> ?\n*\Z", _MINUTE_S)
         self.client.type("/quit\n")
         return self._fails(self.client.wait_prompt(20), self.client)
 
@@ -118,7 +120,7 @@ class Player:
         path = self.place.folder / line.rpartition(">")[2].strip()
         path.unlink(missing_ok=True)  # of a run before
         self.client.begin(line)
-        deadline = time.monotonic() + _MINUTES
+        deadline = time.monotonic() + _MINUTE_S
         while not (path.exists() and path.read_text().endswith("}\n")):
             assert time.monotonic() < deadline, f"{path.name} stays empty"
             time.sleep(0.05)
@@ -136,7 +138,7 @@ def play_all(
     """Play the commands in terminals of `size` (columns, lines); those that are skipped are left out."""
     environment = {"HOME": str(home), "HF_HUB_OFFLINE": "1"}
     shells = [Shell(place.folder, size, environment) for _ in range(2)]
-    player = Player(place, *shells)
+    player = Player(place, *shells, timeout_s=_MINUTE_S if quick else 15 * _MINUTE_S)
     try:
         if not place.is_clone:
             for shell in shells:

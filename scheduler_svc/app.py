@@ -225,8 +225,8 @@ def _log_choices(model: ModelDescription, tokenizer: Tokenizer | None, max_model
     longest = model.num_device_blocks * model.block_size + 1
     if longest < max_model_len:
         _LOG.warning(
-            "the longest request that fits into %d KV blocks has %d tokens, prompt and output together, though "
-            "max_model_len is %d: an output ends there with KV_CAPACITY; give more --num-gpu-blocks, or a smaller "
-            "--max-model-len",
-            model.num_device_blocks, longest, max_model_len,
+            "the longest request that fits into %d KV blocks has %d tokens, prompt (at most %d) and output together, "
+            "though max_model_len is %d: an output ends there with KV_CAPACITY; give more --num-gpu-blocks, or a "
+            "smaller --max-model-len",
+            model.num_device_blocks, longest, longest - 2, max_model_len,
         )  # fmt: skip

@@ -35,6 +35,7 @@ from cadenza.prompts import (
 )
 from cadenza.sampling_params import SamplingParams
 from cadenza.session import BatchItem, OnOutput, SessionBatch, batch_results
+from cadenza.short_interrupts import shorten_interrupts
 from cadenza.transport import SCHEDULER_PORT, channel_options, format_address, parse_address
 from cadenza.v1 import generation_pb2
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
@@ -55,6 +56,7 @@ class AsyncClient:
     """
 
     def __init__(self, target: str = f"127.0.0.1:{SCHEDULER_PORT}") -> None:
+        shorten_interrupts()
         self.target = format_address(*parse_address(target, default_port=SCHEDULER_PORT))
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the channel's

@@ -115,7 +115,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, target: str) -> CadenzaError:
             return from_status(status_pb2.Status.FromString(value))
     message = error.details() or error.code().name
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        message = f"no service at {target}, or it went away: {message}"
+        message = f"no service at {target}, or it went away (cadenza up MODEL starts one): {message}"
     elif error.code() is grpc.StatusCode.UNIMPLEMENTED:
         message = f"{target} does not have this call; is it a Cadenza scheduler? ({message})"
     return _make(error.code(), message, {}, [])

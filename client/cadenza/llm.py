@@ -158,8 +158,11 @@ class LLM:
         self, prompts: list[Prompt], sampling_params: Params, use_tqdm: UseTqdm, enable_prefix_caching: bool
     ) -> list[RequestOutput]:
         params = match_params(sampling_params, len(prompts))  # a wrong argument shows no bar
-        with prompts_bar(len(prompts), use_tqdm) as on_output:
+        with prompts_bar(len(prompts), use_tqdm, self._count_output_tokens) as on_output:
             return self._guarded(lambda: self._client._run(prompts, params, enable_prefix_caching, on_output))
+
+    def _count_output_tokens(self) -> int:
+        return self._client.server_info().load.num_output_tokens
 
     def _guarded(self, call: Callable[[], T]) -> T:
         """Run a call; if a service died, raise its error in place of the lost connection's."""

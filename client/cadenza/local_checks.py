@@ -35,8 +35,8 @@ def check_model(model: str | os.PathLike[str]) -> str:
         return str(path.resolve())
     if path.exists():
         raise OptionError(f"option model: {model!r} is not a folder")
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise OptionError(f"option model: {model!r} is not a folder{_nearest_folder(path)}")
+    if _is_path(model):
+        raise OptionError(f"option model: there is no folder {model!r}{_nearest_folder(path)}")
     return model
 
 
@@ -50,6 +50,9 @@ def check_files(model: str, settings: Mapping[str, Setting]) -> None:
     if not Path(model).is_dir():
         _check_hub(model)
         return
+    tokenizer = settings.get("tokenizer")
+    if tokenizer is not None and _is_path(str(tokenizer.value)) and not Path(tokenizer.value).expanduser().is_dir():
+        raise tokenizer.refused("tokenizer", f"there is no folder {tokenizer.value!r}")
     try:
         check_folder(Path(model), with_weights=_value(settings, "load_format") != "dummy")
     except StartError as error:
@@ -86,6 +89,11 @@ def check_address(host: str, port: object) -> None:
             hint = _IN_USE_HINT if error.errno == errno.EADDRINUSE else ""
             reason = (error.strerror or str(error)).lower()
             raise OptionError(f"option {name}: cannot listen on {format_address(host, port)}: {reason}{hint}") from None
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name cannot be a hub id."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def _value(settings: Mapping[str, Setting], name: str) -> object:

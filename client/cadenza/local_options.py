@@ -225,7 +225,7 @@ def _own_tokenizer(model: str) -> list[str]:
 def _unknown(name: str, known: list[str]) -> str:
     if name in _OWN:
         return f"option {name} cannot be given here: {_OWN[name]}"
-    hint = suggestion(name, known) or f"; options are {', '.join(sorted(known))}"
+    hint = suggestion(name, known) or "; `cadenza up --help` lists them"
     return f"unknown option {name}{hint}"
 
 

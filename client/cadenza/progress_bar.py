@@ -5,31 +5,65 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from cadenza.errors import CadenzaError
 from cadenza.outputs import RequestOutput
 
 UseTqdm = bool | Callable[..., Any]
 """True: a bar of tqdm; False: none; a callable with the arguments of `tqdm`, such as a subclass: the bar it returns."""
 
 
+_REFRESH_S = 0.5
+
+
 @contextlib.contextmanager
-def prompts_bar(num_prompts: int, use_tqdm: UseTqdm) -> Iterator[Callable[[RequestOutput], None]]:
+def prompts_bar(
+    num_prompts: int, use_tqdm: UseTqdm, count_output: Callable[[], int]
+) -> Iterator[Callable[[RequestOutput], None]]:
     """A bar over finished prompts, and the function that each result is given to.
 
-    Its rates count the tokens of finished prompts, in tokens per second since the start, as vLLM's do. The last state
-    stays on the screen, after an error too.
+    Its rates are tokens per second since the start: inputs of finished prompts, as in vLLM, and outputs as the server
+    counts them (`count_output`, called on a thread of the bar), in the end those of the prompts. The last state stays
+    on the screen, after an error too.
     """
     if not use_tqdm:
         yield lambda output: None
         return
     bar = _Bar(num_prompts, use_tqdm)
     try:
-        yield bar.add
+        with _refreshing(bar, count_output):
+            yield bar.add
     finally:
         bar.close()
+
+
+@contextlib.contextmanager
+def _refreshing(bar: _Bar, count_output: Callable[[], int]) -> Iterator[None]:
+    """Show the time and the server's count again and again, also while no prompt ends."""
+    running = threading.Lock()  # held until the end; KeyboardInterrupt cannot break a bare lock
+
+    def refresh() -> None:
+        before: int | None = None
+        while not running.acquire(timeout=_REFRESH_S):
+            try:
+                count = count_output()
+            except CadenzaError:  # of a server that is away; the call that waits for it reports the error
+                continue
+            before = count if before is None else before
+            bar.refresh(count - before)
+
+    running.acquire()
+    thread = threading.Thread(target=refresh, name="cadenza-progress-bar", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        running.release()
+        thread.join()
 
 
 _WIDE_COLUMNS = 120
@@ -43,7 +77,8 @@ class _Bar:
     def __init__(self, num_prompts: int, use_tqdm: UseTqdm) -> None:
         from tqdm.auto import tqdm  # plain in a terminal, a widget in a notebook
 
-        self._num_input_tokens = self._num_output_tokens = 0
+        self._num_prompts = num_prompts
+        self._num_ended = self._num_input_tokens = self._num_output_tokens = self._num_counted_tokens = 0
         self._started = time.monotonic()
         # A terminal that does not state its width, and what is no terminal, get the whole bar.
         self._columns = _columns() if use_tqdm is True else 0
@@ -62,15 +97,24 @@ class _Bar:
         # Every sample reads the prompt, as in vLLM.
         self._num_input_tokens += len(output.prompt_token_ids or ()) * len(output.outputs)
         self._num_output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+        self._num_ended += 1
         self._bar.set_postfix_str(self._rates(), refresh=False)
         self._bar.update(1)
+
+    def refresh(self, num_output_tokens: int) -> None:
+        """Show the time, and the output tokens of all prompts so far."""
+        self._num_counted_tokens = num_output_tokens
+        self._bar.set_postfix_str(self._rates())
 
     def close(self) -> None:
         self._bar.close()
 
     def _rates(self) -> str:
         elapsed_s = max(time.monotonic() - self._started, 1e-9)
-        speed_in, speed_out = self._num_input_tokens / elapsed_s, self._num_output_tokens / elapsed_s
+        num_output = self._num_output_tokens
+        if self._num_ended < self._num_prompts:
+            num_output = max(num_output, self._num_counted_tokens)
+        speed_in, speed_out = self._num_input_tokens / elapsed_s, num_output / elapsed_s
         if not self._is_short:
             return f"est. speed input: {speed_in:.2f} toks/s, output: {speed_out:.2f} toks/s"
         if self._columns < _NARROW_COLUMNS:

@@ -18,6 +18,12 @@ def suggestion(name: str, known: Collection[str], prefix: str = "") -> str:
 
     A `prefix` that all names share does not count as similarity.
     """
-    bare = [other.removeprefix(prefix) for other in known]
-    close = difflib.get_close_matches(name.removeprefix(prefix), bare, n=3, cutoff=0.6)
+    bare, given = {other.removeprefix(prefix) for other in known}, name.removeprefix(prefix)
+    close = difflib.get_close_matches(given, sorted(bare), n=3, cutoff=0.6)
+    if close and _likeness(given, close[0]) >= _SURE:  # the others are no candidates then
+        close = close[:1]
     return f"; did you mean {' or '.join(prefix + other for other in close)}?" if close else ""
+
+
+def _likeness(name: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, other, name).ratio()

@@ -37,34 +37,38 @@ class UnreadableMessageError(Exception):
     """The bytes cannot be parsed; the message is the parser's reason."""
 
 
+_CODES: dict[type[Exception], grpc.StatusCode] = {
+    RequestRejectedError: grpc.StatusCode.INVALID_ARGUMENT,
+    PreconditionError: grpc.StatusCode.FAILED_PRECONDITION,
+    UnreadableMessageError: grpc.StatusCode.INVALID_ARGUMENT,
+    QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RequestExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    DrainingError: grpc.StatusCode.UNAVAILABLE,
+    NotServingError: grpc.StatusCode.UNAVAILABLE,
+    UnknownRequestError: grpc.StatusCode.NOT_FOUND,
+    AbortedEarlyError: grpc.StatusCode.CANCELLED,
+}
+
+
+def code_of(exc: Exception) -> grpc.StatusCode:
+    """The status code of an error; INTERNAL for unexpected ones."""
+    return next((code for kind, code in _CODES.items() if isinstance(exc, kind)), grpc.StatusCode.INTERNAL)
+
+
 def status_of(exc: Exception) -> status_pb2.Status:
     """The status of an error for the client; unexpected errors are logged and become INTERNAL."""
-    code, message = grpc.StatusCode, _truncate(str(exc))
+    code, message = code_of(exc), _truncate(str(exc))
     match exc:
-        case RequestRejectedError():
-            status = make_status(
-                code.INVALID_ARGUMENT, f"{exc.field}: {message}", [field_violation(exc.field, message)]
-            )
-        case PreconditionError():
-            status = make_status(
-                code.FAILED_PRECONDITION, f"{exc.field}: {message}", [field_violation(exc.field, message)]
-            )
+        case RequestRejectedError() | PreconditionError():
+            return make_status(code, f"{exc.field}: {message}", [field_violation(exc.field, message)])
         case UnreadableMessageError():
-            status = make_status(code.INVALID_ARGUMENT, f"the message cannot be read: {message}")
+            return make_status(code, f"the message cannot be read: {message}")
         case QueueFullError():
-            status = make_status(code.RESOURCE_EXHAUSTED, message, [retry_info(exc.retry_after_s)])
-        case RequestExistsError():
-            status = make_status(code.ALREADY_EXISTS, message)
-        case DrainingError() | NotServingError():
-            status = make_status(code.UNAVAILABLE, message)
-        case UnknownRequestError():
-            status = make_status(code.NOT_FOUND, message)
-        case AbortedEarlyError():
-            status = make_status(code.CANCELLED, message)
-        case _:
-            _LOG.error("a call failed: %s", exc, exc_info=exc)
-            status = make_status(code.INTERNAL, f"{type(exc).__name__}: {message}")
-    return status
+            return make_status(code, message, [retry_info(exc.retry_after_s)])
+    if code is grpc.StatusCode.INTERNAL:
+        _LOG.error("a call failed: %s", exc, exc_info=exc)
+        message = f"{type(exc).__name__}: {message}"
+    return make_status(code, message)
 
 
 def _truncate(message: str) -> str:

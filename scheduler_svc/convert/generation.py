@@ -156,7 +156,10 @@ def _part_fields(part: types_pb2.PromptPart) -> PromptFields:
             chat = part.chat
             return PromptFields(
                 chat=ChatFields(
-                    messages=tuple((message.role, message.content) for message in chat.messages),
+                    messages=tuple(
+                        (message.role, message.content if message.HasField("content") else None)
+                        for message in chat.messages
+                    ),
                     add_generation_prompt=chat.add_generation_prompt
                     if chat.HasField("add_generation_prompt")
                     else None,

@@ -226,7 +226,7 @@ class Scheduler:
         needed = num_prompt // block_size + count
         largest = max(lane.spec.num_blocks for lane in self.lanes.values())
         if needed > largest:
-            needs = f"{num_prompt} prompt tokens" + (f" and {count} sequences" if count > 1 else "")
+            needs = f"{num_prompt} prompt tokens and {f'{count} sequences' if count > 1 else 'one of output'}"
             raise RequestRejectedError(
                 "prompt", f"{needs} need {needed} KV blocks of {block_size} tokens; the pool has {largest}"
             )

@@ -12,7 +12,8 @@ import grpc
 from grpc_status import rpc_status
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.convert.errors import NotServingError, status_of
+from scheduler_svc.convert.errors import NotServingError, code_of, status_of
+from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.requests.builder import RequestBuilder
 
@@ -63,9 +64,10 @@ class Front:
             raise NotServingError(f"the service is starting: it waits for {', '.join(self.config.executor)}")
 
     def log_refused(self, request_id: str, exc: Exception) -> None:
-        """Log a request that never ran: the kind of error and the field; its message may quote the request's text."""
+        """Log a request that never ran: the status code and the field. The message may quote the request's text."""
         if self.config.log_requests:
-            _LOG.info("request %.100r refused: %s %s", request_id, type(exc).__name__, getattr(exc, "field", ""))
+            field = f", {exc.field}" if isinstance(exc, RequestRejectedError | PreconditionError) else ""
+            _LOG.info("request %.100r: refused with %s%s", request_id, code_of(exc).name, field)
 
     @contextmanager
     def stream(self, wake: asyncio.Event, *, is_client: bool = True) -> Iterator[None]:

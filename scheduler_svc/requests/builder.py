@@ -170,9 +170,11 @@ class RequestBuilder:
             raise RequestRejectedError(path, "a chat must be the only part of a prompt")
         if not chat.messages:
             raise RequestRejectedError(f"{path}.messages", "must hold at least one message")
-        for index, (role, _) in enumerate(chat.messages):
+        for index, (role, content) in enumerate(chat.messages):
             if not role:
                 raise RequestRejectedError(f"{path}.messages[{index}].role", "must be given")
+            if content is None:
+                raise RequestRejectedError(f"{path}.messages[{index}].content", "must be given; it may be empty")
         if chat.continue_final_message and chat.add_generation_prompt:
             raise RequestRejectedError(f"{path}.add_generation_prompt", "excludes continue_final_message")
 
@@ -182,7 +184,7 @@ class RequestBuilder:
         adds = chat.add_generation_prompt if chat.add_generation_prompt is not None else not continues
         try:
             return self.tokenizer.encode_chat(
-                [{"role": role, "content": content} for role, content in chat.messages],
+                [{"role": role, "content": content or ""} for role, content in chat.messages],
                 add_generation_prompt=adds,
                 continue_final_message=continues,
             )
@@ -242,7 +244,7 @@ class RequestBuilder:
 
 def _num_chars(part: PromptFields) -> int:
     if part.chat is not None:
-        return sum(len(content) for _, content in part.chat.messages)
+        return sum(len(content or "") for _, content in part.chat.messages)
     return len(part.text or "")
 
 

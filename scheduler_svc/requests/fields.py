@@ -18,9 +18,9 @@ class OutputMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChatFields:
-    """A chat: role and content of each turn."""
+    """A chat: role and content of each turn; None: no content was given, which is refused."""
 
-    messages: tuple[tuple[str, str], ...]
+    messages: tuple[tuple[str, str | None], ...]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

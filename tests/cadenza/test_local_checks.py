@@ -26,8 +26,11 @@ def test_model_folders(tmp_path):
     assert check_model(tmp_path) == str(tmp_path)
     assert check_model("org/name") == "org/name"
     for wrong in (str(tmp_path / "nope"), tmp_path / "nope", "./nope", "~/nope-at-all", "a/b/c"):
-        with pytest.raises(OptionError, match="is not a folder"):
+        with pytest.raises(OptionError, match=r"^option model: there is no folder"):
             check_model(wrong)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OptionError, match=r"is not a folder$"):
+        check_model(tmp_path / "file")
     for empty in ("", " "):
         with pytest.raises(OptionError, match=r"^option model: it is empty"):
             check_model(empty)
@@ -35,7 +38,7 @@ def test_model_folders(tmp_path):
 
 def test_a_misspelled_folder_gets_the_nearest():
     wrong = DEMO_MODEL.with_name("cadenza-dmo")
-    with pytest.raises(OptionError, match=f"is not a folder; did you mean {DEMO_MODEL}\\?$"):
+    with pytest.raises(OptionError, match=f"there is no folder .*; did you mean {DEMO_MODEL}\\?$"):
         check_model(wrong)
 
 
@@ -52,6 +55,12 @@ def test_the_files_of_a_folder(tmp_path):
     with pytest.raises(OptionError, match=r"no weights: .*, and model.gguf is not read"):
         check_files(str(tmp_path), {})
     check_files(str(tmp_path), {"load_format": Setting("dummy")})
+
+
+def test_a_tokenizer_of_its_own():
+    with pytest.raises(OptionError, match=r"^CADENZA_TOKENIZER: option tokenizer: there is no folder '/no/such'$"):
+        check_files(str(DEMO_MODEL), {"tokenizer": Setting("/no/such", "CADENZA_TOKENIZER")})
+    check_files(str(DEMO_MODEL), {"tokenizer": Setting("org/name")})
 
 
 class _Hub:
@@ -176,5 +185,5 @@ def torch_sees_a_gpu() -> bool:
 def test_llm_makes_the_same_checks(tmp_path):
     with pytest.raises(OptionError, match=r"config.json is missing"):
         LLM(tmp_path)
-    with pytest.raises(OptionError, match="is not a folder"):
+    with pytest.raises(OptionError, match="there is no folder"):
         LLM(Path("/no/such"))

@@ -214,7 +214,7 @@ def test_up_restarts_visibly_and_gives_up_in_the_end(fakes):
     [
         (["--block-size", "7"], "cadenza: option block_size: must be 8, 16, 32 or 64"),
         (["--dtype", "int3"], "cadenza: option dtype: input should be"),
-        (["--model", "/no/such"], "cadenza: option model: '/no/such' is not a folder"),
+        (["--model", "/no/such"], "cadenza: option model: there is no folder '/no/such'"),
         (["--blok-size", "8"], "cadenza: there is no option --blok-size; did you mean --block-size"),
     ],
 )

@@ -15,10 +15,27 @@ PROGRAM = """
 from types import SimpleNamespace
 from cadenza.progress_bar import prompts_bar
 output = SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[SimpleNamespace(token_ids=[4, 5])])
-with prompts_bar(1000, True) as add:
+with prompts_bar(1000, True, lambda: 0) as add:
     for _ in range(1000):
         add(output)
 """
+
+
+LONG = """
+import threading
+from cadenza.progress_bar import prompts_bar
+counts = iter(range(0, 10**9, 50))
+with prompts_bar(3, True, lambda: next(counts)):
+    threading.Event().wait()
+"""
+
+
+def test_time_and_output_go_on_while_no_prompt_ends() -> None:
+    """A first long prompt would otherwise look as if nothing happened."""
+    terminal = Terminal(sys.executable, "-c", LONG, kind="xterm", size=(80, 24))
+    (line, *_) = terminal.wait_for_screen(r"00:0[1-9]<\?, input 0, output [1-9]\d* toks/s")
+    terminal.close()
+    assert "0/3" in line
 
 
 @pytest.mark.parametrize(

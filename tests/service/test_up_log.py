@@ -31,10 +31,10 @@ def test_the_log_of_a_small_cache_and_its_requests():
     scheduler = [line for service, line in lines if service == "scheduler"]
     (warning,) = (line for line in scheduler if " WARNING " in line)
     longest = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
-    assert f"fits into 2 KV blocks has {longest} tokens, prompt and output together, though max_model_len" in warning
+    assert f"fits into 2 KV blocks has {longest} tokens, prompt (at most 31) and output together, though" in warning
     (ended,) = (line for line in scheduler if "kv_capacity, prompt 3 tokens, output" in line)
     assert output.request_id in ended
-    assert len([line for line in scheduler if "refused: RequestRejectedError sampling_params.logprobs" in line]) == 1
+    assert len([line for line in scheduler if "refused with INVALID_ARGUMENT, sampling_params.logprobs" in line]) == 1
     assert not [line for _, line in lines if "secret" in line]
     assert not [line for _, line in lines if "waiting" in line]
 

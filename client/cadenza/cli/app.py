@@ -82,6 +82,8 @@ _ELSEWHERE = {
     "run": "cadenza up MODEL serves a model, and cadenza chat --model MODEL talks with it",
 }
 """What to use in place of commands of other programs."""
+_ADDRESS_FLAGS = ("--port", "--host", "--server", "--address", "--addr", "--endpoint")
+"""What programs elsewhere call --target."""
 
 
 def make_app(requested: str) -> typer.Typer:
@@ -191,6 +193,8 @@ def _usage_message(error: Any) -> str:
     """The message of an error that click found; for an unknown option with the nearest names."""
     if not hasattr(error, "possibilities") or error.ctx is None:
         return str(error.format_message())
+    if error.option_name in _ADDRESS_FLAGS and "target" in {parameter.name for parameter in error.ctx.command.params}:
+        return f"there is no option {error.option_name}: --target HOST:PORT names the server"
     flags = sorted({flag for parameter in error.ctx.command.params for flag in parameter.opts})
     return f"there is no option {error.option_name}{suggestion(error.option_name, flags)}"
 

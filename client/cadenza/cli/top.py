@@ -30,10 +30,10 @@ Examples:
 
 Shows queues, tokens/s, time to first token (TTFT), and KV cache use; bars show the last intervals. Keys: q quits, d
 shows details (steps, plans, sessions, preemptions). The live view covers at least the last 5 seconds, a line of --json
-its interval. If the server goes away, the command waits for it; with --once that is an error. A watch costs the
-scheduler a record for each step.
+its interval. If the server goes away, the command waits for it. A server that is not there at the start is an error
+with --once, --json or in a pipe. A watch costs the scheduler a record for each step.
 """
-EPILOG = "Exit codes: 0 success (q, --once), 1 no server (--once) or not a Cadenza server, 2 wrong options, 130 Ctrl-C."
+EPILOG = "Exit codes: 0 success (q, --once), 1 no server or not a Cadenza server, 2 wrong options, 130 Ctrl-C."
 _LIVE_WINDOW_S = 5.0
 _INTERVALS_S = (0.1, 600.0)
 
@@ -51,20 +51,27 @@ def top(
         raise OptionError("option interval: must be {:g} to {:g} seconds, not {:g}".format(*_INTERVALS_S, interval))
     with serving(target, None, None, {}) as address:
         if as_json:
-            asyncio.run(follow(address, _lines(address), interval_s=interval, window_s=0.0, once=once))
+            asyncio.run(follow(address, _lines(address), interval_s=interval, window_s=0.0, once=once, waits=False))
         else:
             _pictures(address, interval, once=once)
 
 
-async def follow(target: str, show: Show, *, interval_s: float, window_s: float, once: bool) -> None:
-    """Show observations of a server, forever or `once`; with `once`, an unreachable server raises its error."""
+async def follow(
+    target: str, show: Show, *, interval_s: float, window_s: float, once: bool, waits: bool = True
+) -> None:
+    """Show observations of a server, forever or `once`.
+
+    An unreachable server raises its error with `once`, and at the first observation unless the command `waits` for it.
+    """
+    waits = waits and not once
     from cadenza.top.figures import Lost
     from cadenza.top.watching import observe
 
     async with contextlib.aclosing(observe(target, interval_s=interval_s, window_s=window_s)) as observed:
         async for observation in observed:
-            if once and isinstance(observation, Lost):
+            if isinstance(observation, Lost) and not waits:
                 raise observation.error
+            waits = not once
             show(observation)
             if once:
                 return
@@ -98,4 +105,4 @@ def _pictures(target: str, interval_s: float, *, once: bool) -> None:
         view.add(observation)
         console.print(view.whole(console.width), "", sep="\n")
 
-    asyncio.run(follow(target, show, interval_s=interval_s, window_s=0.0, once=once))
+    asyncio.run(follow(target, show, interval_s=interval_s, window_s=0.0, once=once, waits=False))

@@ -219,15 +219,20 @@ def test_closed_streams(target, script, monkeypatch):
         (["serv", "m"], 2, "cadenza: there is no command 'serv'; did you mean serve?\n"),
         (["generat", "x"], 2, "cadenza: there is no command 'generat'; did you mean generate?\n"),
         (["run", "m"], 2, "cadenza: there is no command 'run'; cadenza up MODEL serves a model, and cadenza chat "),
-        (["up", "--modle", "m"], 2, "cadenza: there is no option --modle; did you mean --model or "),
+        (["up", "--modle", "m"], 2, "cadenza: there is no option --modle; did you mean --model?\n"),
         (["serve", "m", "--prot", "1"], 2, "cadenza: there is no option --prot; did you mean --port"),
         (["chat", "--temprature", "0"], 2, "cadenza: there is no option --temprature; did you mean --temperature"),
+        (
+            ["generate", "--port", "1", "x"],
+            2,
+            "cadenza: there is no option --port: --target HOST:PORT names the serve",
+        ),
         (["up", "m", "--model", "other"], 2, "cadenza: option model: it is given twice: m and --model other\n"),
         (["up"], 2, "cadenza: option model: it is missing: cadenza up MODEL; or --model, CADENZA_MODEL, or model in a"),
         (["up", "--model", "m", "--port", "x"], 2, "cadenza: option port: must be an integer from 0 to 65535, not 'x'"),
         (["up", "--config", "/no/such"], 2, "cadenza: /no/such: no such file or directory"),
         (["chat", "--config", "/no/such"], 2, "cadenza: /no/such: no such file or directory"),
-        (["demo", "--model", "/no/such"], 2, "cadenza: option model: '/no/such' is not a folder"),
+        (["demo", "--model", "/no/such"], 2, "cadenza: option model: there is no folder '/no/such'"),
     ],
 )
 def test_errors_are_one_line(arguments, code, message, capsys):

@@ -25,7 +25,7 @@ _NAMES = {"brown": "yellow", "default": None}
 
 
 def take_pictures(place: Place, size: tuple[int, int], home: Path, folder: Path) -> None:
-    """Keep screens of `up`, `top`, `top`'s details, `chat` and of LLM's bar."""
+    """Keep screens of `top`, `top`'s details, `chat` and of LLM's bar."""
     shells = server, load, client = [Shell(place.folder, size, {"HOME": str(home)}) for _ in range(3)]
     try:
         for shell in shells:
@@ -37,7 +37,6 @@ def take_pictures(place: Place, size: tuple[int, int], home: Path, folder: Path)
 
         server.begin(_SERVER)
         server.wait_screen("ready ", 60)
-        keep(server, "up", _SERVER)
         client.begin("cadenza chat")
         client.wait_screen(r"\n> ?\n*\Z")
         client.type("Tell me a story about a fox.\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -46,6 +47,6 @@ def clone_place(folder: Path) -> Place:
 
 def _linked(folder: Path) -> Place:
     """The folder with what the pages name by paths."""
-    for name in ("models", "examples", "protos"):
-        (folder / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "models" / "cadenza-demo", folder / "models" / "cadenza-demo")
+    (folder / "examples").symlink_to(ROOT / "examples")
     return Place(folder, is_clone=False)

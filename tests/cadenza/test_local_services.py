@@ -290,10 +290,10 @@ def test_up_restarts_visibly_and_does_not_give_up(fakes):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_ctrl_z_stops_up_alone(fakes):
-    """Its services run on, and are not taken for stopped when it goes on."""
-    with run_up(fakes, "--port", "0", start_new_session=True) as up:
+    """The terminal stops the whole process group. The services, in sessions of their own, run on."""
+    with run_up(fakes, "--port", "0", process_group=0) as up:
         up.stdout.readline()
-        os.killpg(up.pid, signal.SIGTSTP)
+        os.killpg(up.pid, signal.SIGSTOP)
         until(lambda: process_state(up.pid) == "T")
         assert [process_state(pid) for pid in children(fakes)] == ["S", "S"]
         os.killpg(up.pid, signal.SIGCONT)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -114,11 +115,36 @@ def _print_settings(services: Any, places: Any) -> None:
         _log("cadenza", line)
 
 
+class _LogFile:
+    """stderr, without its errors: a line that cannot be written is lost, as when the disk is full. Serving goes on."""
+
+    encoding = property(lambda self: sys.stderr.encoding)
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return sys.stderr.isatty()
+
+    def fileno(self) -> int:
+        """Its file descriptor."""
+        return sys.stderr.fileno()
+
+    def write(self, text: str) -> int:
+        """Write text, or lose it."""
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered, or keep it."""
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+
+
 @cache
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(stderr=True, soft_wrap=True, highlight=False)
+    return Console(file=cast(IO[str], _LogFile()), soft_wrap=True, highlight=False)
 
 
 def _log(service: str, line: str) -> None:

@@ -41,6 +41,7 @@ Every option can also be set in the environment, such as CADENZA_BLOCK_SIZE=32, 
 block_size = 32. The command line overrides the environment, which overrides the file.
 """
 EPILOG = "Exit codes: 0 stopped by a signal, 1 a service did not start the first time, 2 wrong options."
+_LOOK_S = 0.5
 _NAME_CELLS = 9
 _MIN_CELLS = 20
 _STYLES = {"executor": "cyan", "scheduler": "green", "cadenza": "bold yellow"}
@@ -82,7 +83,7 @@ def up(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
-    restarted: queue.SimpleQueue[str] = queue.SimpleQueue()  # a signal may interrupt its get, unlike that of an Event
+    restarted: queue.SimpleQueue[str] = queue.SimpleQueue()  # unlike an Event, it may be interrupted by a signal
     with LocalServices(
         value("model", None),
         host=value("host", "127.0.0.1"),
@@ -98,8 +99,10 @@ def up(
         sys.stdout.write(f"ready {services.target}\n")
         sys.stdout.flush()
         while True:
-            if restarted.get() == EXECUTOR:  # values that it chooses itself, such as the number of blocks, may change
-                _print_settings(services, places)
+            # Python runs a signal's handler once the main thread is awake, and the signal may have woken another one.
+            with contextlib.suppress(queue.Empty):
+                if restarted.get(timeout=_LOOK_S) == EXECUTOR:
+                    _print_settings(services, places)  # values that it chooses itself, as its blocks, may have changed
 
 
 def _print_settings(services: Any, places: Any) -> None:

@@ -104,8 +104,7 @@ class SupervisedService:
         elif self._child.exit_code() is not None:
             self._ended(now)
         elif self._ready_at is None and self._child.is_ready:
-            self._ready_at = now
-            self._on_back()
+            self._is_back(now)
         else:
             self._kill_if_stuck(now)
 
@@ -125,9 +124,15 @@ class SupervisedService:
         elif self._ready_at is None and now - self._started_at > self._start_timeout_s:
             self._child.kill(f"killed because it was not ready after {self._start_timeout_s:g} s")
 
+    def _is_back(self, now: float) -> None:
+        self._ready_at = now
+        self._on_back()
+
     def _ended(self, now: float) -> None:
+        reason = self._child.exit_reason()  # all of its output has been read now
+        if self._ready_at is None and self._child.is_ready:
+            self._is_back(now)  # it lived between two looks
         what = "did not start" if self._ready_at is None else "died"
-        reason = self._child.exit_reason()
         self._child.stop(0)
         if self._ready_at is not None and self._made_progress(now - self._ready_at):
             self._num_deaths = 0

@@ -127,6 +127,19 @@ def test_a_life_of_ten_seconds_takes_the_delay_back_to_its_start(world):
     assert world.die_and_return(lived_s=10.5) == pytest.approx(0.2, abs=2.5 * TICK_S)
 
 
+def test_a_life_between_two_looks_counts(world):
+    """It was ready and completed a step, and both are known only after its death."""
+    world.die_and_return()
+    world.steps = True
+    world.child.die("killed by signal 9")
+    world.run(0.5)
+    world.child.is_ready = True
+    world.child.die("killed by signal 9")
+    world.run(TICK_S)
+    assert world.num_back == 2
+    assert world.events[2:] == ["the executor died (killed by signal 9); starting it again in 0.2 s"]
+
+
 def test_loading_is_no_progress_however_long_it_takes(world):
     """Nor does a step count that an earlier process completed: only a process that was ready is asked about."""
     world.steps = True

@@ -37,6 +37,7 @@ class ChildService:
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._ready = threading.Event()
         self._address = ""
+        self._kill_reason = ""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cadenza.child_guard", *program, *arguments],
             stdin=subprocess.PIPE,
@@ -62,6 +63,11 @@ class ChildService:
         """The child's process id."""
         return self._process.pid
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has printed its ready line."""
+        return self._ready.is_set()
+
     def exit_code(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
         return self._process.poll()
@@ -85,10 +91,12 @@ class ChildService:
         return self._address
 
     def exit_reason(self) -> str:
-        """How the child ended: exit code or signal, and the end of its log."""
+        """How the child ended, in one line: exit code or signal, and the end of its log; or the reason of `kill`."""
         for reader in self._readers:
             reader.join(timeout=1.0)
         code = self.exit_code()
+        if self._kill_reason and code == -signal.SIGKILL:
+            return self._kill_reason
         how = f"exit code {code}" if code is None or code >= 0 else f"killed by signal {-code}"
         # A service reports its error in one line with this prefix; the last line of a traceback is its error.
         lines = [line.strip() for line in self._tail if line.strip()] or ["it logged nothing"]
@@ -105,6 +113,11 @@ class ChildService:
         """Send it SIGTERM."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
+
+    def kill(self, reason: str) -> None:
+        """Send it SIGKILL, which ends a stopped process too; `exit_reason` gives the reason."""
+        self._kill_reason = reason
+        self._process.kill()
 
     def stop(self, grace_s: float) -> None:
         """Stop it with SIGTERM, after `grace_s` seconds with SIGKILL; returns when it has exited and is reaped."""

@@ -84,7 +84,7 @@ class InternalError(CadenzaError):
 
 
 class LocalServiceError(CadenzaError):
-    """A service that this process runs did not start, or died repeatedly."""
+    """A service that this process runs did not start, or died again and again without progress."""
 
 
 class OptionError(CadenzaError, ValueError):

@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import TypeVar, Unpack
 
 from cadenza.client import Client
-from cadenza.errors import LocalServiceError, UnavailableError
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.llm_options import LLMOptions
 from cadenza.load_progress import LoadProgress
@@ -30,9 +29,10 @@ class LLM:
     that the services start; their logs go to the loggers `cadenza.executor` and `cadenza.scheduler`.
 
     Raises OptionError for an unknown or invalid option before anything starts, and LocalServiceError with the service's
-    own message when one does not start, or not within `start_timeout_s`. Use it with `with`, or call `close`; otherwise
-    the services end when the object is collected or the program ends. Stopped services have `stop_grace_s` seconds to
-    end before they are killed.
+    own message when one does not start, or not within `start_timeout_s`. A service that dies later is started again.
+    After five deaths of one service without progress in between, the calls in progress and all later ones raise
+    LocalServiceError: a script does not hang. Use it with `with`, or call `close`; otherwise the services end when the
+    object is collected or the program ends. Stopped services have `stop_grace_s` seconds to end before they are killed.
     """
 
     def __init__(
@@ -165,14 +165,9 @@ class LLM:
         return self._client.server_info().load.num_output_tokens
 
     def _guarded(self, call: Callable[[], T]) -> T:
-        """Run a call; if a service died, raise its error in place of the lost connection's."""
-        try:
+        """Run a call; if a service was given up, raise its error in place of the lost connection's."""
+        with self._services.naming_failure():
             return call()
-        except UnavailableError as error:
-            # The watcher notices the death shortly after the connection has ended.
-            if self._services.wait_failure(0.5) and self._services.failure is not None:
-                raise LocalServiceError(self._services.failure.message) from error
-            raise
 
 
 def _refuse_lora(lora_request: object) -> None:

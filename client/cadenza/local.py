@@ -9,26 +9,28 @@ import socket
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from cadenza.child_process import ChildService, LogSink
-from cadenza.errors import LocalServiceError
+from cadenza.errors import LocalServiceError, UnavailableError
+from cadenza.executor_progress import ExecutorProgress
 from cadenza.local_checks import check_address, check_device, check_files, check_model
 from cadenza.local_options import EXECUTOR, SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
 from cadenza.short_interrupts import quiet_at_exit
+from cadenza.supervisor import RestartPolicy, SupervisedService
 from cadenza.transport import format_address
 
 _logger = logging.getLogger("cadenza.local")
 
-MAX_QUICK_DEATHS = 5
-QUICK_DEATHS_S = 60.0
-_FIRST_BACKOFF_S = 0.2
 _WATCH_S = 0.1
 _START_GRACE_S = 0.5
+_GIVEN_UP_GRACE_S = 2.0
+_JOIN_S = 10.0
+_FAILURE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,12 @@ class _Family:
     kept: contextlib.ExitStack  # held as long as services may be started: the executor's port
     start_timeout_s: float
     stop_grace_s: float
+    restarts: RestartPolicy
     on_log: LogSink
     on_event: Callable[[str], None]
     on_back: Callable[[str], None]
     owner: int = field(default_factory=os.getpid)  # the parent process
     children: dict[str, ChildService] = field(default_factory=dict)
-    deaths: dict[str, deque[float]] = field(default_factory=lambda: {EXECUTOR: deque(), SCHEDULER: deque()})
     stopping: threading.Event = field(default_factory=threading.Event)
     failed: threading.Event = field(default_factory=threading.Event)
     failure: LocalServiceError | None = None
@@ -69,9 +71,10 @@ class LocalServices:
     option goes to the services that have it. Options that are not given may come from the environment, such as
     CADENZA_BLOCK_SIZE, or from the TOML file `config`. Everything is checked before anything is started: an OptionError
     names the option. Then `on_start` is called, and `on_log` gets each line of the services' logs. A LocalServiceError
-    names the service that did not start and the reason. A service that dies later is restarted at the same port, with a
-    message to `on_event`, and `on_back` gets its name when it is ready again; after five deaths within a minute both
-    services are stopped, and `failure` is set.
+    names the service that did not start and the reason. A service that dies later, or that a signal has stopped for
+    long, is started again at the same port as `restarts` says. Each such event is a line to `on_event`, and `on_back`
+    gets the service's name when it is ready again. After `restarts.max_deaths` deaths without progress both services
+    are stopped, and `failure` is set: calls in flight end with UNAVAILABLE, which `naming_failure` explains.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class LocalServices:
         port: int = 0,
         start_timeout_s: float = 1800.0,
         stop_grace_s: float = 10.0,
+        restarts: RestartPolicy | None = None,
         config: str | os.PathLike[str] | None = None,
         on_log: LogSink | None = None,
         on_event: Callable[[str], None] | None = None,
@@ -105,6 +109,7 @@ class LocalServices:
             kept,
             start_timeout_s,
             stop_grace_s,
+            restarts or RestartPolicy(),
             on_log or log_line,
             on_event or _logger.warning,
             on_back or (lambda service: None),
@@ -161,6 +166,17 @@ class LocalServices:
         """Wait until the services have failed for good; returns False if `timeout_s` seconds pass before."""
         return self._family.failed.wait(timeout_s)
 
+    @contextlib.contextmanager
+    def naming_failure(self) -> Iterator[None]:
+        """In the body, raise `failure` in place of an UnavailableError that a service which was given up has caused."""
+        try:
+            yield
+        except UnavailableError as error:
+            # The connection may end shortly before the failure is known.
+            if self.wait_failure(_FAILURE_S) and self.failure is not None:
+                raise LocalServiceError(self.failure.message) from error
+            raise
+
     def close(self) -> None:
         """Stop both with SIGTERM, then SIGKILL; returns when they have exited. A second call does nothing."""
         self._finalizer()
@@ -174,69 +190,66 @@ def _start_both(family: _Family) -> None:
         family.addresses[child.name] = address
 
 
-def _start(family: _Family, service: str) -> None:
-    """Restart one service at its address and wait until it is ready."""
-    _spawn(family, service).wait_ready(family.start_timeout_s, family.stopping)
-
-
 def _spawn(family: _Family, service: str) -> ChildService:
-    """Start one service at its address."""
+    """Start one service at its address; raises LocalServiceError if the system refuses a process."""
     arguments = ["--listen", family.addresses[service]]
     if service == EXECUTOR:
         program, arguments = family.programs.executor, [*family.arguments.executor, *arguments]
     else:
         arguments += ["--executor", family.addresses[EXECUTOR]]
         program, arguments = family.programs.scheduler, [*family.arguments.scheduler, *arguments]
-    child = ChildService(service, program, arguments, family.on_log)
+    try:
+        child = ChildService(service, program, arguments, family.on_log)
+    except (OSError, RuntimeError) as error:  # no process, file descriptor or thread
+        raise LocalServiceError(str(error)) from error
     family.children[service] = child
     return child
 
 
 def _watch(family: _Family) -> None:
-    """Restart services that die, until `stopping` is set."""
+    """Supervise both services until `stopping` is set or one of them is given up."""
+    progress = ExecutorProgress(lambda: family.addresses[SCHEDULER])
+    services = [
+        _supervised(family, EXECUTOR, progress.completed_step),
+        _supervised(family, SCHEDULER, lambda: False),  # it is measured by its lifetime alone
+    ]
     try:
         while not family.stopping.wait(_WATCH_S):
-            for service, child in list(family.children.items()):
-                if child.exit_code() is not None and not family.stopping.is_set():
-                    _restart(family, service, child)
+            for service in services:
+                service.look(time.monotonic())
     except LocalServiceError as error:
-        if family.stopping.is_set():
-            return
         family.failure = error
-        _stop_children(family, family.stop_grace_s)
-        family.on_event(str(error))
+        _report(family.on_event, str(error))
         family.failed.set()
+        # The streams wait for a service that will not come: ending them must not take long.
+        _stop_children(family, min(family.stop_grace_s, _GIVEN_UP_GRACE_S))
 
 
-def _restart(family: _Family, service: str, child: ChildService) -> None:
-    """Restart a dead service with a growing delay; raises LocalServiceError after too many deaths."""
-    words = child.exit_reason()
-    child.stop(0)
-    deaths = family.deaths[service]
-    while True:
-        now = time.monotonic()
-        deaths.append(now)
-        while deaths[0] < now - QUICK_DEATHS_S:
-            deaths.popleft()
-        if len(deaths) >= MAX_QUICK_DEATHS:
-            raise LocalServiceError(
-                f"the {service} died {len(deaths)} times within {QUICK_DEATHS_S:.0f} s and is given up ({words})"
-            )
-        delay_s = _FIRST_BACKOFF_S * 2 ** (len(deaths) - 1)
-        family.on_event(f"the {service} died ({words}); starting it again in {delay_s:.1f} s")
-        if family.stopping.wait(delay_s):
-            return
-        try:
-            _start(family, service)
-        except LocalServiceError as error:
-            words = str(error)
-            family.children[service].stop(0)
-            if family.stopping.is_set():
-                return
-            continue
-        family.on_event(f"the {service} is back at {family.addresses[service]}")
-        family.on_back(service)
-        return
+def _supervised(family: _Family, service: str, completed_step: Callable[[], bool]) -> SupervisedService:
+    return SupervisedService(
+        service,
+        family.children[service],
+        time.monotonic(),
+        spawn=partial(_spawn, family, service),
+        policy=family.restarts,
+        start_timeout_s=family.start_timeout_s,
+        completed_step=completed_step,
+        on_event=partial(_report, family.on_event),
+        on_back=partial(_is_back, family, service),
+    )
+
+
+def _is_back(family: _Family, service: str) -> None:
+    _report(family.on_event, f"the {service} is back at {family.addresses[service]}")
+    _report(family.on_back, service)
+
+
+def _report(callback: Callable[[str], None], text: str) -> None:
+    """Call a function of the caller's; its errors must not end the supervision."""
+    try:
+        callback(text)
+    except Exception:
+        _logger.exception("%r failed with the argument %r", callback, text)
 
 
 def _stop(family: _Family) -> None:
@@ -246,7 +259,7 @@ def _stop(family: _Family) -> None:
         try:
             family.stopping.set()
             if family.watcher is not None and family.watcher is not threading.current_thread():
-                family.watcher.join(timeout=family.stop_grace_s)
+                family.watcher.join(timeout=_JOIN_S)
             _stop_children(family, family.stop_grace_s)
         except KeyboardInterrupt:  # most likely the second Ctrl-C, because the first one led here
             _stop_children(family, 0)

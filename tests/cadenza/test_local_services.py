@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from cadenza.errors import LocalServiceError, OptionError
+from cadenza.errors import LocalServiceError, OptionError, UnavailableError
 from cadenza.local import _reserve_port
+from cadenza.stopped_process import process_state
+from cadenza.supervisor import RestartPolicy
 from tests.helpers.service_scripts import SERVICE, Fakes, alive, until
 
 pytestmark = pytest.mark.slow
@@ -104,15 +109,76 @@ def test_a_dead_service_comes_back_at_its_port(fakes, name):
 
 
 def test_a_service_that_keeps_dying_is_given_up(fakes):
-    services = fakes.start()
+    services = fakes.start(restarts=RestartPolicy(first_delay_s=0.02, max_deaths=4))
     pids = services.pids()
     (fakes.folder / "executor.fail").touch()
     os.kill(pids["executor"], signal.SIGKILL)
     assert services.wait_failure(30)
-    assert "the executor died 5 times within 60 s and is given up" in str(services.failure)
-    assert "no such model" in str(services.failure)
-    assert not alive(pids["scheduler"])
+    with pytest.raises(LocalServiceError) as caught, services.naming_failure():
+        raise UnavailableError("the connection is lost")
+    assert str(caught.value) == (
+        "the executor did not start (exit code 3: executor: no such model); "
+        "it has died 4 times without progress and is given up"
+    )
+    assert fakes.events[-1] == str(services.failure) == str(caught.value)
+    until(lambda: not alive(pids["scheduler"]))
     services.close()
+
+
+def test_an_error_of_services_that_live_is_left_as_it_is(fakes):
+    with (
+        fakes.start() as services,
+        pytest.raises(UnavailableError, match=r"^draining$"),
+        services.naming_failure(),
+    ):
+        raise UnavailableError("draining")
+
+
+def test_without_a_limit_it_is_never_given_up(fakes):
+    """The other service is started again meanwhile, and both events are reported with what happened before."""
+    policy = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, max_deaths=None)
+    with fakes.start(restarts=policy) as services:
+        (fakes.folder / "executor.fail").touch()
+        os.kill(services.pids()["executor"], signal.SIGKILL)
+        until(lambda: any("it has died 7 times" in text for text in fakes.events))
+        os.kill(services.pids()["scheduler"], signal.SIGKILL)
+        until(lambda: any("the scheduler is back" in text for text in fakes.events))
+        assert not any("the executor is back" in text for text in fakes.events)
+        (fakes.folder / "executor.fail").unlink()
+        until(lambda: any("the executor is back" in text for text in fakes.events))
+        assert services.failure is None
+    assert (
+        "the executor did not start (exit code 3: executor: no such model); it has died 7 times without progress; "
+        "starting it again in 0.05 s"
+    ) in fakes.events
+    assert not any("\n" in text for text in fakes.events)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.parametrize("name", ["executor", "scheduler"])
+def test_a_stopped_service_is_killed_and_started_again(fakes, name):
+    with fakes.start(restarts=RestartPolicy(stopped_limit_s=0.5)) as services:
+        pid = services.pids()[name]
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: any("is back" in text for text in fakes.events))
+        assert services.pids()[name] != pid
+        assert not alive(pid)
+    assert re.fullmatch(
+        rf"the {name} died \(killed because a signal had stopped it for \d s\); starting it again in 0.2 s",
+        fakes.events[0],
+    )
+
+
+def test_a_callback_that_raises_ends_no_supervision(fakes):
+    def fail(text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with fakes.start(on_event=fail, on_back=fail) as services:
+        for count in (2, 3):
+            os.kill(services.pids()["executor"], signal.SIGKILL)
+            until(lambda count=count: len(fakes.starts("executor")) == count)
+            pid = fakes.starts("executor")[-1]["pid"]
+            until(lambda pid=pid: services.pids()["executor"] == pid)
 
 
 def test_a_deaf_service_is_killed(fakes):
@@ -159,16 +225,18 @@ import sys
 from cadenza.cli import up
 from cadenza.cli.app import run
 up._print_settings = lambda services, places: None  # the scripts speak no gRPC
+from cadenza.supervisor import RestartPolicy
+RestartPolicy.__init__.__defaults__ = (0.02, *RestartPolicy.__init__.__defaults__[1:])  # first_delay_s
 sys.exit(run(sys.argv[1:]))
 """
 
 
-def run_up(fakes, *arguments: str) -> subprocess.Popen:
+def run_up(fakes, *arguments: str, **options) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-c", fakes.prelude + UP, "up", "--model", "model", *arguments],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
+        **{"stderr": subprocess.PIPE, **options},
     )
 
 
@@ -197,16 +265,82 @@ def test_up_stops_while_it_starts(fakes):
         assert up.wait(timeout=20) == 0
 
 
-def test_up_restarts_visibly_and_gives_up_in_the_end(fakes):
+def test_up_restarts_visibly_and_does_not_give_up(fakes):
+    """Six failures, once more than `LLM` would accept."""
     with run_up(fakes, "--port", "0") as up:
         up.stdout.readline()
         (fakes.folder / "scheduler.fail").touch()
         os.kill(fakes.starts("scheduler")[0]["pid"], signal.SIGKILL)
-        _, err = up.communicate(timeout=40)
-        assert up.returncode == 1
-    assert "cadenza   │ the scheduler died" in err
-    assert err.strip().splitlines()[-1].startswith("cadenza: the scheduler died 5 times within 60 s")
-    assert "Traceback" not in err
+        until(lambda: len(fakes.starts("scheduler")) == 6)
+        (fakes.folder / "scheduler.fail").unlink()
+        lines = [up.stderr.readline()]
+        while "the scheduler is back" not in lines[-1]:
+            lines.append(up.stderr.readline())
+        up.send_signal(signal.SIGTERM)
+        _, err = up.communicate(timeout=20)
+        assert up.returncode == 0
+    reported = [line for line in lines if line.startswith("cadenza ")]
+    assert reported[0] == "cadenza   │ the scheduler died (killed by signal 9); starting it again in 0.02 s\n"
+    assert reported[5] == (
+        "cadenza   │ the scheduler did not start (exit code 3: scheduler: no such model); "
+        "it has died 6 times without progress; starting it again in 0.64 s\n"
+    )
+    assert len(reported) == 7
+    assert "Traceback" not in "".join(lines) + err
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_ctrl_z_stops_up_alone(fakes):
+    """The terminal stops the whole process group. The services, in sessions of their own, run on."""
+    with run_up(fakes, "--port", "0", process_group=0) as up:
+        up.stdout.readline()
+        os.killpg(up.pid, signal.SIGSTOP)
+        until(lambda: process_state(up.pid) == "T")
+        states = [process_state(pid) for pid in children(fakes)]
+        os.killpg(up.pid, signal.SIGCONT)
+        up.send_signal(signal.SIGTERM)
+        _, err = up.communicate(timeout=20)
+        assert up.returncode == 0
+    assert not {"T", ""} & set(states)
+    assert "died" not in err
+
+
+@pytest.fixture(params=["full disk", "closed pipe"])
+def unwritable(request) -> Iterator[int]:
+    """A file descriptor to which nothing can be written."""
+    if request.param == "full disk":
+        descriptor = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, descriptor = os.pipe()
+        os.close(reader)
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_up_serves_on_when_its_log_cannot_be_written(fakes, unwritable):
+    """The executor logs more than a pipe holds: it would be stuck if its log were read no more."""
+    lines = 'for _ in range(3000):\n    print("a long line of the log " * 3, file=sys.stderr)\n'
+    (fakes.folder / "executor.py").write_text(SERVICE.replace("host, _, port", f"{lines}host, _, port", 1))
+    with run_up(fakes, "--port", "0", stderr=unwritable) as up:
+        assert up.stdout.readline().startswith("ready ")
+        os.kill(fakes.starts("executor")[0]["pid"], signal.SIGKILL)
+        until(lambda: len(fakes.starts("executor")) == 2)
+        up.send_signal(signal.SIGTERM)
+        assert up.wait(timeout=20) == 0
+
+
+@pytest.mark.parametrize("name", ["executor", "scheduler"])
+def test_up_ends_when_the_first_start_fails(fakes, name):
+    """With the service's own error, once."""
+    script = fakes.folder / f"{name}.py"
+    script.write_text("import sys; print('error: no such model', file=sys.stderr); sys.exit(1)")
+    with run_up(fakes, "--port", "0") as up:
+        out, err = up.communicate(timeout=20)
+    assert (up.returncode, out) == (1, "")
+    assert [line for line in err.splitlines() if "model" in line] == [
+        f"cadenza: the {name} did not start: exit code 1: no such model"
+    ]
+    assert "starting it again" not in err
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rich.live import Live
 from cadenza.async_client import AsyncClient
 from cadenza.cli.demo_view import Answer, answers_table, live_table, plain_line, summary_lines
 from cadenza.cli.text import printable
-from cadenza.errors import FailedPreconditionError, LocalServiceError, OptionError, UnavailableError
+from cadenza.errors import FailedPreconditionError, OptionError
 from cadenza.local import LocalServices
 from cadenza.sampling_params import SamplingParams
 from cadenza.schedule import build_schedule, summarize
@@ -54,12 +54,8 @@ def run_demo(*, model: str | None, device: str, max_num_seqs: int) -> None:
             f"serve at {services.target} after {time.monotonic() - started:.1f} s",
             soft_wrap=True,
         )
-        try:
+        with services.naming_failure():
             asyncio.run(_run(console, services.target, max_num_seqs))
-        except UnavailableError as error:
-            if services.wait_failure(0.5) and services.failure is not None:
-                raise LocalServiceError(services.failure.message) from error
-            raise
     console.print(f"both services are stopped; {time.monotonic() - started:.1f} s in all")
 
 

@@ -77,7 +77,11 @@ def with_fields(command: Callable[..., None], options: Iterable[FieldOption]) ->
 
 @contextlib.contextmanager
 def serving(target: str | None, model: str | None, config: str | None, options: dict[str, Any]) -> Iterator[str]:
-    """Yields the server's address: `target`, or a server started here for `model` and stopped at the end."""
+    """Yields the server's address: `target`, or a server started here for `model` and stopped at the end.
+
+    Raises LocalServiceError if a service started here does not start, or is given up after five deaths without
+    progress.
+    """
     from cadenza.transport import SCHEDULER_PORT, parse_address
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -103,7 +107,8 @@ def serving(target: str | None, model: str | None, config: str | None, options: 
         with console.status(f"starting both services on {model}"):
             # Events arrive on another thread while the answer streams: each is a line of its own.
             services = stack.enter_context(LocalServices(model, config=config, on_event=console.print, **given))
-        yield services.target
+        with services.naming_failure():
+            yield services.target
 
 
 def named_model(model: str | None, config: str | None) -> str | None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import signal
 import sys
-import threading
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from cadenza.cli.service_args import Config
-from cadenza.errors import LocalServiceError, OptionError
+from cadenza.errors import OptionError
 from cadenza.transport import SCHEDULER_PORT
 
 if TYPE_CHECKING:
@@ -29,13 +30,17 @@ Example:
 MODEL is a folder or a Hugging Face hub id; --model gives it too. `cadenza serve` is the same command.
 
 Prints `ready HOST:PORT` on stdout once it can serve. The effective options and the logs of both services go to stderr,
-each line with the name of the service. A service that dies is restarted; after a restart of the executor, the effective
-options are printed again. Ctrl-C or SIGTERM stops both.
+each line with the name of the service. Ctrl-C or SIGTERM stops both.
+
+Once both have served, a service that dies is started again, for as long as it takes: after 0.2 s, and after twice the
+time for each death without progress, up to 30 s. Progress is a completed step of the executor, or 10 s of life. On
+Linux a service that a signal has stopped for 3 s is killed, and so started again. Meanwhile requests wait, until their
+deadlines at most. After a restart of the executor, the effective options are printed again.
 
 Every option can also be set in the environment, such as CADENZA_BLOCK_SIZE=32, or in a TOML file (--config), such as
 block_size = 32. The command line overrides the environment, which overrides the file.
 """
-EPILOG = "Exit codes: 0 stopped by a signal, 1 a service did not start or died repeatedly, 2 wrong options."
+EPILOG = "Exit codes: 0 stopped by a signal, 1 a service did not start the first time, 2 wrong options."
 _LOOK_S = 0.5
 _NAME_CELLS = 9
 _MIN_CELLS = 20
@@ -60,9 +65,10 @@ def up(
     config: Config = None,
     **options: Any,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then return; raises LocalServiceError if a service cannot be kept running."""
+    """Serve until SIGINT or SIGTERM; raises LocalServiceError if a service does not start the first time."""
     from cadenza.local import LocalServices
     from cadenza.local_options import EXECUTOR, Setting, read_places
+    from cadenza.supervisor import RestartPolicy
 
     if named is not None and model not in (None, named):
         raise OptionError(f"option model: it is given twice: {named} and --model {model}")
@@ -77,27 +83,26 @@ def up(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
-    executor_is_back = threading.Event()
+    restarted: queue.SimpleQueue[str] = queue.SimpleQueue()  # unlike an Event, it may be interrupted by a signal
     with LocalServices(
         value("model", None),
         host=value("host", "127.0.0.1"),
         port=value("port", SCHEDULER_PORT),
         config=config,
+        restarts=RestartPolicy(max_deaths=None),
         on_log=_log,
         on_event=lambda text: _log("cadenza", text),
-        on_back=lambda service: executor_is_back.set() if service == EXECUTOR else None,
+        on_back=restarted.put,
         **options,
     ) as services:
         _print_settings(services, places)
         sys.stdout.write(f"ready {services.target}\n")
         sys.stdout.flush()
-        while not services.wait_failure(_LOOK_S):
-            if executor_is_back.is_set():
-                executor_is_back.clear()
-                _print_settings(
-                    services, places
-                )  # values that it chooses itself, such as the number of blocks, may change
-        raise services.failure or LocalServiceError("the services ended")
+        while True:
+            # Python runs a signal's handler once the main thread is awake, and the signal may have woken another one.
+            with contextlib.suppress(queue.Empty):
+                if restarted.get(timeout=_LOOK_S) == EXECUTOR:
+                    _print_settings(services, places)  # values that it chooses itself, as its blocks, may have changed
 
 
 def _print_settings(services: Any, places: Any) -> None:
@@ -113,11 +118,36 @@ def _print_settings(services: Any, places: Any) -> None:
         _log("cadenza", line)
 
 
+class _LogFile:
+    """stderr, without its errors: a line that cannot be written is lost, as when the disk is full. Serving goes on."""
+
+    encoding = property(lambda self: sys.stderr.encoding)
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return sys.stderr.isatty()
+
+    def fileno(self) -> int:
+        """Its file descriptor."""
+        return sys.stderr.fileno()
+
+    def write(self, text: str) -> int:
+        """Write text, or lose it."""
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered, or keep it."""
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+
+
 @cache
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(stderr=True, soft_wrap=True, highlight=False)
+    return Console(file=cast(IO[str], _LogFile()), soft_wrap=True, highlight=False)
 
 
 def _log(service: str, line: str) -> None:

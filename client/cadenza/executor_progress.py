@@ -1,0 +1,40 @@
+"""Whether an executor that just died had completed a step, as its scheduler knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from cadenza.transport import channel_options
+from cadenza.v1 import generation_pb2, generation_pb2_grpc
+
+_TIMEOUT_S = 1.0
+
+
+class ExecutorProgress:
+    """Reads the scheduler's GetServerInfo after the death of an executor.
+
+    Until the next session is open, it still describes the process that died. `target` gives the scheduler's address.
+    """
+
+    def __init__(self, target: Callable[[], str]) -> None:
+        self._target = target
+        self._counted = 0
+
+    def completed_step(self) -> bool:
+        """Whether the last executor of the scheduler completed a step; True once for each incarnation.
+
+        False if the scheduler does not answer within a second: then the executor counts as one without progress.
+        """
+        with grpc.insecure_channel(self._target(), options=channel_options()) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            try:
+                info = stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
+            except grpc.RpcError:
+                return False
+        for executor in info.executors[:1]:
+            if executor.last_step_id > 0 and executor.incarnation != self._counted:
+                self._counted = executor.incarnation
+                return True
+        return False

@@ -119,7 +119,7 @@ class Engine:
         return (self.clock.monotonic_ns() - self._started_ns) / 1e9
 
     def add_health_listener(self, callback: Callable[[bool], None]) -> None:
-        """Call `callback(healthy)` when the executor connects, disconnects, stalls or goes on, or a drain begins or ends."""
+        """Call `callback(healthy)` whenever `healthy` may have changed: the session, a stalled step, a drain."""
         self._health_listeners.append(callback)
 
     # --- requests ----------------------------------------------------------------------------------------------------

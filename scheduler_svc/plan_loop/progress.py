@@ -18,10 +18,11 @@ MIN_ALLOWED_S = 2.0
 FACTOR = 3.0
 """And this many times its predicted duration."""
 NUM_FIRST_STEPS = 3
-FIRST_STEP_S = 30.0
-"""The first steps of a session may take this long. An executor compiles its kernels and captures its graphs before it
-serves, but a first step may still compile a rarely used kernel, start the library of its matrix products, or touch a
-whole KV pool for the first time: seconds each, and no earlier step predicts them."""
+FIRST_STEP_S = 60.0
+"""The first steps with an incarnation may take this long, as no earlier step predicts them. An executor compiles its
+kernels and captures its graphs before it serves. But a first step may still compile a rarely used kernel, and it may be
+as long as steps can be: 2,048 tokens of a model of 0.8 billion parameters took 57 s on two cores that four other
+processes kept busy (measured)."""
 _LATE_S = 1.0
 """A timer that is later than this means that this process was suspended or busy."""
 
@@ -56,7 +57,7 @@ class ProgressWatch:
         self._bound = StepBound()
         self._incarnation = 0
         self._num_ended = 0
-        """Steps of this session that have ended."""
+        """Steps of this incarnation that have ended."""
         self._running: _Running | None = None
         self._timer: Timer | None = None
         self._due = 0.0
@@ -64,8 +65,7 @@ class ProgressWatch:
     def session_opened(self, incarnation: int) -> None:
         """A session begins; another incarnation may be another machine, whose steps are not known yet."""
         if incarnation != self._incarnation:
-            self._bound, self._incarnation = StepBound(), incarnation
-        self._num_ended = 0
+            self._bound, self._incarnation, self._num_ended = StepBound(), incarnation, 0
 
     def started(self, lane: Lane) -> None:
         """The executor can begin the lane's oldest plan in flight now, if there is one."""

@@ -82,6 +82,7 @@ class TimedExecutor:
         self.clock, self.model, self.step_s = clock, model, step_s
         self.lane: Lane | None = None
         """The core's lane of this executor, which knows which slots of a plan sample."""
+        self.incarnation = 1
         self.hangs = False
         """While set, steps do not end: their results wait for `go_on`."""
         self.opened_at: list[float] = []
@@ -105,11 +106,11 @@ class TimedExecutor:
 class TimedStream:
     """One session with a TimedExecutor: steps run one after another."""
 
-    opened = SessionOpened(incarnation=1, last_completed_step_id=0)
     resident_bytes = 0
 
     def __init__(self, executor: TimedExecutor) -> None:
         self._executor = executor
+        self.opened = SessionOpened(executor.incarnation, last_completed_step_id=0)
         self._free_at = executor.clock.monotonic()
         self._results: asyncio.Queue[StepResult | None] = asyncio.Queue()
         self._held: list[StepResult] = []

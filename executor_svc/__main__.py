@@ -54,7 +54,7 @@ def read_config(arguments: list[str]) -> ExecutorConfig | None:
 
 
 def main() -> int:
-    """Run the service. Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options."""
+    """Run the service. Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options, 4 a step hung."""
     config = read_config(sys.argv[1:])
     if config is None:
         return 2

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -17,6 +19,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.plan.description import Description
 from executor_svc.service.servicer import add_services
+from executor_svc.worker.watchdog import StepWatchdog
 from executor_svc.worker.worker import Executor, Worker
 
 _log = logging.getLogger(__name__)
@@ -24,6 +27,7 @@ _log = logging.getLogger(__name__)
 # Seconds that a stop waits for streams, and then for the running step.
 _STOP_GRACE_S = 0.2
 _STOP_STEP_S = 1.5
+EXIT_HUNG = 4
 
 
 def build_executor(config: ExecutorConfig, described: Future[Description]) -> Executor:
@@ -86,7 +90,8 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
     worker.start()
     try:
         if await _wait_until_loaded(stop, worker, report):
-            code = await _serve_until(stop, server, worker, described.result(), address, report)
+            with _watchdog(worker, config.step_timeout_s):
+                code = await _serve_until(stop, server, worker, described.result(), address, report)
         else:
             code = 0 if stop.is_set() else 1
     finally:
@@ -135,6 +140,21 @@ async def _serve_until(
         return 0
     report(f"the device is lost: {lost.result()}")
     return 1
+
+
+@contextmanager
+def _watchdog(worker: Worker, timeout_s: float) -> Iterator[None]:
+    """End this process when a step runs for longer than timeout_s seconds; 0: never."""
+    if not timeout_s:
+        yield
+        return
+    # The device thread does not end, so only os._exit ends the process.
+    watchdog = StepWatchdog(worker.activity, timeout_s, lambda: os._exit(EXIT_HUNG))
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.stop()
 
 
 async def _wait_for_first(stop: asyncio.Event, other: asyncio.Future[Any]) -> None:

@@ -26,7 +26,7 @@ class ExecutorConfig(ServiceSettings):
 
     model_config = SettingsConfigDict(cli_prog_name="python -m executor_svc")
     service: ClassVar[str] = "executor"
-    exit_codes: ClassVar[str] = "Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options."
+    exit_codes: ClassVar[str] = "Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options, 4 a step hung."
 
     # Before `model`, whose check reads it.
     simulate: str | None = Field(
@@ -49,6 +49,13 @@ class ExecutorConfig(ServiceSettings):
         description="Token id that ends outputs of the simulated model; a config.json in the folder of --model "
         "overrides it.",
         json_schema_extra=about("Simulation"),
+    )
+    inject: str | None = Field(
+        None,
+        min_length=1,
+        description="For tests, with --simulate: a fault of this process; hang@STEP: its step of this number never "
+        "ends, hang@STEP:SECONDS: it takes so much longer.",
+        json_schema_extra=about("Simulation", values="hang@STEP, hang@STEP:SECONDS"),
     )
     model: str = Field(
         "",
@@ -153,6 +160,14 @@ class ExecutorConfig(ServiceSettings):
     )
     max_inflight_plans: int = Field(
         4, ge=1, le=4, description="Maximum plans in flight.", json_schema_extra=about("Batching", "plans")
+    )
+    step_timeout_s: float = Field(
+        300.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="A step that runs for longer ends the process with exit code 4, so that it is started again; 0: "
+        "never. Give more where a step of max_num_batched_tokens may take minutes.",
+        json_schema_extra=about("Batching", "s"),
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="What is logged to stderr.", json_schema_extra=about("Logging")

@@ -100,7 +100,7 @@ class Service:
             _LOG.warning("--preemption %s: the executor has no host blocks (--num-cpu-blocks)", self._config.preemption)
         self._front.open(RequestBuilder(model, self._tokenizer, max_model_len=max_model_len))
         self._engine.add_health_listener(self._health.set)
-        self._health.set(self._engine.connected and not self._engine.draining)
+        self._health.set(self._engine.healthy)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`; raises the engine's failure if it stopped by itself."""

@@ -64,6 +64,8 @@ class ExecutorInfo:
     num_inflight_plans: int
     last_step_id: int
     resident_bytes: int  # memory resident in its process; 0: not known
+    stalled_step_id: int = 0  # a step that has run for much longer than it should; 0: none
+    stalled_s: float = 0.0  # for how long that step has run
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,10 @@ class LLMOptions(TypedDict, total=False):
     simulate_eos_token_id: int | None
     """Token id that ends outputs of the simulated model; a config.json in the folder of --model overrides it."""
 
+    inject: str | None
+    """For tests, with --simulate: a fault of this process; hang@STEP: its step of this number never ends,
+    hang@STEP:SECONDS: it takes so much longer. Values: hang@STEP, hang@STEP:SECONDS."""
+
     device: Literal["auto", "cpu", "cuda"] | None
     """Device that runs the model; auto: a GPU if PyTorch finds one, else the CPU. [default: auto]"""
 
@@ -82,6 +86,10 @@ class LLMOptions(TypedDict, total=False):
 
     max_inflight_plans: int | None
     """executor: Maximum plans in flight. [default: 4] scheduler: Plans sent ahead of their results. [default: 2]"""
+
+    step_timeout_s: float | None
+    """A step that runs for longer ends the process with exit code 4, so that it is started again; 0: never. Give more
+    where a step of max_num_batched_tokens may take minutes. [default: 300.0]"""
 
     log_level: Literal["debug", "info", "warning", "error"] | None
     """What is logged to stderr. [default: info]"""

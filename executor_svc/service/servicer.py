@@ -17,6 +17,7 @@ import psutil
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cadenza.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
 from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, execution_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
@@ -27,7 +28,6 @@ from executor_svc.worker.worker import RejectedPlan, Session, Worker
 
 _log = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S = 0.5
 MAX_TRACED_STEPS = 1000
 
 _process = psutil.Process()
@@ -61,12 +61,12 @@ class _Holder:
     def __init__(self, scheduler_id: str, epoch: int) -> None:
         self.scheduler_id = scheduler_id
         self.epoch = epoch
-        self.fenced = False
+        self.refusal: _Refusal | None = None
         self.serving: asyncio.Task[None] | None = None
 
-    def fence(self) -> None:
-        """End the stream: its scheduler has opened a newer one."""
-        self.fenced = True
+    def end(self, refusal: _Refusal) -> None:
+        """End the stream with this status, even while a message waits for a scheduler that reads nothing."""
+        self.refusal = refusal
         if self.serving is not None:
             self.serving.cancel()
 
@@ -74,11 +74,12 @@ class _Holder:
 class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
     """Serves one worker to one scheduler at a time."""
 
-    def __init__(self, worker: Worker, description: Description, heartbeat_interval_s: float) -> None:
+    def __init__(self, worker: Worker, description: Description, heartbeat_s: float, silence_s: float) -> None:
         self._worker = worker
         self._incarnation = description.incarnation
         self._description = description_to_wire(description)
-        self._heartbeat_interval_s = heartbeat_interval_s
+        self._heartbeat_s = heartbeat_s
+        self._silence_s = silence_s
         self._holder: _Holder | None = None
         self._last_epoch = 0
 
@@ -101,17 +102,23 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         holder: _Holder | None = None
         try:
             holder = self._take(await _first(request_iterator))
-            holder.serving = asyncio.create_task(self._serve(holder.epoch, request_iterator, context))
+            holder.serving = asyncio.create_task(self._serve(holder, request_iterator, context))
             await holder.serving
         except _Refusal as refusal:
             await context.abort(refusal.code, refusal.message)
         except asyncio.CancelledError:
-            if holder is None or not holder.fenced:
+            if holder is None or holder.refusal is None:
                 raise
-            await context.abort(grpc.StatusCode.ABORTED, "this scheduler has opened a newer session")
+            # Released first: the status cannot be sent while the scheduler reads nothing.
+            self._release(holder)
+            await context.abort(holder.refusal.code, holder.refusal.message)
         finally:
-            if holder is not None and self._holder is holder:
-                self._holder = None
+            if holder is not None:
+                self._release(holder)
+
+    def _release(self, holder: _Holder) -> None:
+        if self._holder is holder:
+            self._holder = None
 
     def _take(self, opening: pb.OpenSession) -> _Holder:
         """Make this stream the holder, fencing an older one of the same scheduler; raises _Refusal."""
@@ -128,13 +135,14 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             message = f"epoch {opening.epoch} is not larger than the last, {self._last_epoch}"
             raise _Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
         if current is not None:
-            current.fence()
+            current.end(_Refusal(grpc.StatusCode.ABORTED, "this scheduler has opened a newer session"))
         self._last_epoch = opening.epoch
         self._holder = _Holder(opening.scheduler_id, opening.epoch)
         return self._holder
 
-    async def _serve(self, epoch: int, requests: AsyncIterator[pb.ExecuteRequest], context: _Context) -> None:
+    async def _serve(self, holder: _Holder, requests: AsyncIterator[pb.ExecuteRequest], context: _Context) -> None:
         """Serve one session, from its opening to the last result."""
+        epoch = holder.epoch
         outbox: asyncio.Queue[_Outgoing] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         session, opened = self._worker.open_session(epoch, lambda result: _post(loop, outbox, result))
@@ -149,8 +157,10 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                 resident_bytes=resident_bytes(),
             )
             await context.write(pb.ExecuteResponse(opened=answer))
-            helpers.append(asyncio.create_task(self._read(session, requests, outbox)))
+            silence = PeerSilence(self._silence_s)
+            helpers.append(asyncio.create_task(self._read(session, requests, outbox, silence)))
             helpers.append(asyncio.create_task(self._beat(outbox)))
+            helpers.append(asyncio.create_task(_end_when_silent(holder, silence)))
             await self._write(epoch, outbox, context)
         finally:
             self._worker.close_session(session)
@@ -159,12 +169,17 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             await asyncio.gather(*helpers, return_exceptions=True)
 
     async def _read(
-        self, session: Session, requests: AsyncIterator[pb.ExecuteRequest], outbox: asyncio.Queue[_Outgoing]
+        self,
+        session: Session,
+        requests: AsyncIterator[pb.ExecuteRequest],
+        outbox: asyncio.Queue[_Outgoing],
+        silence: PeerSilence,
     ) -> None:
         """Queue plans until the scheduler half-closes."""
         num_plans, problem = 0, ""
         try:
             async for request in requests:
+                silence.heard()
                 kind = request.WhichOneof("message")
                 if kind == "plan":
                     received_ns = time.monotonic_ns()
@@ -182,7 +197,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
     async def _beat(self, outbox: asyncio.Queue[_Outgoing]) -> None:
         """Send a heartbeat at every interval, except while earlier messages wait for a slow reader."""
         while True:
-            await asyncio.sleep(self._heartbeat_interval_s)
+            await asyncio.sleep(self._heartbeat_s)
             if outbox.empty():
                 activity = self._worker.activity()
                 outbox.put_nowait(
@@ -210,6 +225,17 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                 num_plans = item.num_plans
             else:
                 await context.write(item)
+
+
+async def _end_when_silent(holder: _Holder, silence: PeerSilence) -> None:
+    """End the session when its scheduler sends nothing any more, so that another one may come."""
+    await silence.wait_until_lost()
+    _log.warning(
+        "scheduler %s is silent for %.1f s: its session of epoch %d ends",
+        holder.scheduler_id, silence.silent_s, holder.epoch,
+    )  # fmt: skip
+    # A scheduler that receives UNAVAILABLE opens a new session; ABORTED would stop it.
+    holder.end(_Refusal(grpc.StatusCode.UNAVAILABLE, f"no message from the scheduler for {silence.silent_s:.1f} s"))
 
 
 def resident_bytes() -> int:
@@ -263,11 +289,15 @@ async def add_services(
     server: grpc.aio.Server,
     worker: Worker,
     description: Description,
-    heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
+    heartbeat_s: float = HEARTBEAT_S,
+    silence_s: float = SILENCE_S,
 ) -> health.aio.HealthServicer:
-    """Register all services of an executor; the model is loaded, so health reports SERVING."""
+    """Register all services of an executor; the model is loaded, so health reports SERVING.
+
+    A session ends when its scheduler has sent nothing for silence_s seconds.
+    """
     execution_pb2_grpc.add_ExecutionServiceServicer_to_server(
-        ExecutionServicer(worker, description, heartbeat_interval_s), server
+        ExecutionServicer(worker, description, heartbeat_s, silence_s), server
     )
     admin_pb2_grpc.add_ExecutorAdminServiceServicer_to_server(ExecutorAdminServicer(worker), server)
     health_servicer = health.aio.HealthServicer()

@@ -10,6 +10,7 @@ from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.simulated.clock import sharpen_sleep
 from executor_svc.simulated.costs import read_costs
 from executor_svc.simulated.executor import SimulatedStepExecutor
+from executor_svc.simulated.injection import read_injection
 from executor_svc.simulated.memory import PoolSizes
 from executor_svc.simulated.model import fingerprint, simulated_model
 
@@ -20,12 +21,13 @@ def build_simulated(config: ExecutorConfig) -> tuple[SimulatedStepExecutor, Desc
     """Build the executor, on the thread that will run it; raises StartError with a message for the user."""
     config = config.sized_for("simulated")
     costs = read_costs(config.simulate or "instant")
+    injection = read_injection(config.inject) if config.inject is not None else None
     model = simulated_model(config)
     geometry = model.geometry
     sizes = _pool_sizes(config, geometry.max_model_len)
     limits = limits_of(config, geometry, sizes)
     try:
-        executor = SimulatedStepExecutor(limits, costs)
+        executor = SimulatedStepExecutor(limits, costs, injection=injection)
     except MemoryError as error:
         raise StartError(
             f"--num-gpu-blocks {sizes.num_device_blocks} and --num-cpu-blocks {sizes.num_host_blocks} need "

@@ -16,6 +16,7 @@ from executor_svc.simulated.attention import Attention
 from executor_svc.simulated.clock import sleep_until
 from executor_svc.simulated.costs import StepCosts, StepWork
 from executor_svc.simulated.hashing import U64, draw_hashes, logits_hashes
+from executor_svc.simulated.injection import HangingStep
 from executor_svc.simulated.memory import DigestPools
 from executor_svc.simulated.ranking import Ranking
 from executor_svc.simulated.token_choice import best_candidates, choose, prompt_columns, row_logprobs
@@ -25,7 +26,11 @@ class SimulatedStepExecutor:
     """The real slots and plan checks, over digests in place of keys and values."""
 
     def __init__(
-        self, limits: Limits, costs: StepCosts | None = None, wait: Callable[[int], None] = sleep_until
+        self,
+        limits: Limits,
+        costs: StepCosts | None = None,
+        wait: Callable[[int], None] = sleep_until,
+        injection: HangingStep | None = None,
     ) -> None:
         """wait: returns at a moment of the monotonic clock in ns; not called if all costs are 0."""
         self.limits = limits
@@ -34,6 +39,7 @@ class SimulatedStepExecutor:
         self._attention = Attention(self.slots, self.pools)
         self._costs = costs or StepCosts()
         self._wait = wait
+        self._injection = injection
         # The end of all steps so far, in modelled time.
         self._free_ns = 0
 
@@ -64,6 +70,8 @@ class SimulatedStepExecutor:
         """
         started = time.monotonic_ns()
         received_ns = started if received_ns is None else received_ns
+        if self._injection is not None:
+            self._injection.before_step()
         self.slots.apply(plan)
         scheduled = self.slots.schedule(plan)
         moving = time.monotonic_ns()

@@ -230,6 +230,7 @@ class Worker:
             return
         self.ready.set_result(executor)
         begun: deque[_LaunchedStep] = deque()
+        ended_ns = 0
         while (item := self._next(begun)) is not None:
             if isinstance(item, _Open):
                 # The session of the launched steps has ended.
@@ -241,7 +242,9 @@ class Worker:
             else:
                 self._answer(item.step, self._finish(executor, item))
                 self._tracing.after_step()
-            self._running = (begun[0].step.plan.step_id, begun[0].started_ns) if begun else None
+                ended_ns = time.monotonic_ns()
+            # A step that was launched ahead starts when the one before it has ended.
+            self._running = (begun[0].step.plan.step_id, max(begun[0].started_ns, ended_ns)) if begun else None
 
     def _next(self, begun: deque[_LaunchedStep]) -> _Open | _Step | _LaunchedStep | None:
         """Wait for the next work: a step to finish, a step to launch, or a session to open; None: stop."""

@@ -143,6 +143,8 @@ def executor_info(state: ExecutorState) -> pb.ExecutorInfo:
         num_inflight_plans=state.num_inflight_plans,
         last_step_id=state.last_step_id,
         resident_bytes=state.resident_bytes,
+        stalled_step_id=state.stalled_step_id,
+        stalled_s=state.stalled_s,
     )
 
 

@@ -109,12 +109,17 @@ class Engine:
         return self._loop.connected
 
     @property
+    def healthy(self) -> bool:
+        """Whether requests are accepted and the executor runs them."""
+        return self.connected and not self._loop.stalled and not self.draining
+
+    @property
     def uptime_s(self) -> float:
         """Seconds since the engine was created."""
         return (self.clock.monotonic_ns() - self._started_ns) / 1e9
 
     def add_health_listener(self, callback: Callable[[bool], None]) -> None:
-        """Call `callback(healthy)` whenever the executor connects or disconnects, or a drain begins or ends."""
+        """Call `callback(healthy)` whenever `healthy` may have changed: the session, a stalled step, a drain."""
         self._health_listeners.append(callback)
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -314,6 +319,10 @@ class Engine:
             self._recorder.clear()
         self._report_health()
 
+    def on_progress(self) -> None:
+        """Report health to the listeners."""
+        self._report_health()
+
     def _close(self, key: RequestKey, live: LiveRequest, now_ns: int) -> None:
         live.ended = True
         live.times.end_ns = now_ns
@@ -347,4 +356,4 @@ class Engine:
 
     def _report_health(self) -> None:
         for callback in self._health_listeners:
-            callback(self.connected and not self.draining)
+            callback(self.healthy)

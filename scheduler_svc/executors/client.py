@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 
+from cadenza.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
 from cadenza.transport import EXECUTOR_PORT, PROTOCOL_VERSION, channel_options, format_address, parse_address
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc as pb_grpc
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     _Call = grpc.aio.StreamStreamCall[pb.ExecuteRequest, pb.ExecuteResponse]
 
 _LOG = logging.getLogger(__name__)
-_HEARTBEAT_S = 0.5
-_SILENCE_S = 10.0
 _OPEN_TIMEOUT_S = 60.0
 """An executor answers a new session only after its running step has ended."""
 _FIRST_NOTICE_S = 10.0
@@ -42,7 +41,7 @@ _FENCED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED)
 class GrpcExecutor:
     """An ExecutorPort for one address. The channel reconnects by itself."""
 
-    def __init__(self, target: str, scheduler_id: str, *, silence_s: float = _SILENCE_S) -> None:
+    def __init__(self, target: str, scheduler_id: str, *, silence_s: float = SILENCE_S) -> None:
         """silence_s: an executor without messages for this long counts as lost. Raises ValueError for a bad address."""
         self.target = format_address(*parse_address(target, default_port=EXECUTOR_PORT))
         self._scheduler_id = scheduler_id
@@ -112,14 +111,13 @@ class GrpcPlanStream:
         """Resident memory of the executor's process in bytes, as last reported; 0: unknown."""
         self._call = call
         self._epoch = epoch
-        self._silence_s = silence_s
+        self._silence = PeerSilence(silence_s)
         self._write_lock = asyncio.Lock()
-        self._last_seen = time.monotonic()
         self._inflight: deque[tuple[int, float]] = deque()
         """(step_id, time of sending), oldest first."""
         self._lost = ""
         self._closed = False
-        self._heartbeat_task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, scheduler_id: str) -> None:
         """Send OpenSession, wait for SessionOpened, start the heartbeats."""
@@ -136,7 +134,10 @@ class GrpcPlanStream:
             raise ExecutorLostError("the answer to OpenSession is not this session's SessionOpened")
         self.opened = SessionOpened(message.opened.incarnation, message.opened.last_completed_step_id)
         self.resident_bytes = message.opened.resident_bytes
-        self._heartbeat_task = asyncio.create_task(self._send_heartbeats(), name="executor-heartbeat")
+        self._tasks = [
+            asyncio.create_task(self._send_heartbeats(), name="executor-heartbeat"),
+            asyncio.create_task(self._end_when_silent(), name="executor-silence"),
+        ]
 
     async def send(self, plan: StepPlan) -> None:
         """Send the next plan; raises ExecutorLostError."""
@@ -153,8 +154,8 @@ class GrpcPlanStream:
     async def close(self) -> None:
         """End the session; safe to call twice."""
         self._closed = True
-        if self._heartbeat_task is not None:
-            self._heartbeat_task.cancel()
+        for task in self._tasks:
+            task.cancel()
         # A call that is only dropped stays open (grpc#43462).
         self._call.cancel()
 
@@ -178,7 +179,7 @@ class GrpcPlanStream:
             await self._raise_lost(exc)
         if not isinstance(message, pb.ExecuteResponse):
             await self._raise_lost(None)
-        self._last_seen = time.monotonic()
+        self._silence.heard()
         if message.WhichOneof("message") == "heartbeat":
             self.last_heartbeat = message.heartbeat
             self.resident_bytes = message.heartbeat.resident_bytes
@@ -212,26 +213,22 @@ class GrpcPlanStream:
         raise ExecutorLostError(f"{code.name}: {details}") from exc
 
     async def _send_heartbeats(self) -> None:
-        """Send heartbeats, and break the session when the executor is silent."""
-        last_tick = time.monotonic()
+        """Send heartbeats at the interval."""
         while True:
-            await asyncio.sleep(_HEARTBEAT_S)
-            now = time.monotonic()
-            if now - last_tick > 2 * _HEARTBEAT_S + 1.0:
-                # This process was suspended: messages that arrived meanwhile are not read yet.
-                self._last_seen = max(self._last_seen, now - self._silence_s / 2)
-            last_tick = now
-            if now - self._last_seen > self._silence_s:
-                self._lost = f"no message for {now - self._last_seen:.1f} s"
-                self._call.cancel()
-                return
+            await asyncio.sleep(HEARTBEAT_S)
             if self._write_lock.locked():
                 # A write is blocked: heartbeats must not pile up behind it.
                 continue
             try:
-                await self._write(pb.ExecuteRequest(heartbeat=self._heartbeat(now)))
+                await self._write(pb.ExecuteRequest(heartbeat=self._heartbeat(time.monotonic())))
             except ExecutorLostError:
                 return  # the reader raises the reason
+
+    async def _end_when_silent(self) -> None:
+        """Break the session when the executor sends nothing any more."""
+        await self._silence.wait_until_lost()
+        self._lost = f"no message for {self._silence.silent_s:.1f} s"
+        self._call.cancel()
 
     def _heartbeat(self, now: float) -> pb.Heartbeat:
         if not self._inflight:

@@ -27,6 +27,7 @@ from scheduler_svc.plan_loop.ports import (
     ModelDescription,
     PlanStream,
 )
+from scheduler_svc.plan_loop.progress import ProgressWatch
 
 _LOG = logging.getLogger(__name__)
 _RECONNECT_S = 0.2
@@ -46,6 +47,9 @@ class PlanLoopListener(Protocol):
 
     def on_connected(self, connected: bool) -> None:
         """A session was opened or has ended."""
+
+    def on_progress(self) -> None:
+        """The executor has stalled, or makes progress again."""
 
 
 class PlanLoop:
@@ -70,6 +74,7 @@ class PlanLoop:
         self._clock = clock
         self._wake = asyncio.Event()
         self._pacer = StepPacer()
+        self._progress = ProgressWatch(clock, executor.target, listener.on_progress)
         self._epoch = 0
         self._incarnation = 0
         self._last_done_step_id = 0
@@ -82,8 +87,14 @@ class PlanLoop:
         return self._core.lanes[self._executor_id]
 
     @property
+    def stalled(self) -> bool:
+        """Whether a step has run for much longer than it should."""
+        return self._progress.stall is not None
+
+    @property
     def state(self) -> ExecutorState:
         """The executor's current state."""
+        stall = self._progress.stall
         return ExecutorState(
             target=self._executor.target,
             connected=self.connected,
@@ -94,6 +105,8 @@ class PlanLoop:
             num_inflight_plans=len(self.lane.inflight),
             last_step_id=self._last_done_step_id,
             resident_bytes=self._stream.resident_bytes if self._stream is not None else 0,
+            stalled_step_id=stall.step_id if stall is not None else 0,
+            stalled_s=self._clock.monotonic() - stall.since if stall is not None else 0.0,
         )
 
     async def describe(self) -> None:
@@ -127,6 +140,7 @@ class PlanLoop:
         self._core.session_opened(stream.opened.last_completed_step_id)
         _LOG.info("executor %s: session %d is open", self._executor.target, self._epoch)
         self._stream = stream
+        self._progress.session_opened(self._incarnation)
         self._set_connected(True)
         tasks = [asyncio.create_task(self._send_plans(stream)), asyncio.create_task(self._receive_results(stream))]
         try:
@@ -139,6 +153,7 @@ class PlanLoop:
             await asyncio.gather(*tasks, return_exceptions=True)
             await stream.close()
             self._stream = None
+            self._progress.session_closed()
             self._set_connected(False)
             self._listener.on_outputs(self._core.executor_lost(self._executor_id, self._clock.monotonic()))
 
@@ -170,6 +185,7 @@ class PlanLoop:
             self._listener.on_planned(self.lane.inflight[-1])
             if len(self.lane.inflight) == 1:
                 self._pacer.started(now)
+                self._progress.started(self.lane)
             await stream.send(plan)
 
     async def _wait_until_due(self) -> None:
@@ -212,6 +228,8 @@ class PlanLoop:
         self._last_done_step_id = result.step_id
         self._pacer.observe(step.total_tokens, result.total_ns / 1e9)
         self._pacer.started(now)
+        self._progress.ended()
+        self._progress.started(self.lane)
         self._listener.on_outputs(outputs)
         self._listener.on_applied(step, result, outputs, now)
 

@@ -235,6 +235,8 @@ class ExecutorState:
     num_inflight_plans: int
     last_step_id: int
     resident_bytes: int
+    stalled_step_id: int
+    stalled_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,10 +58,14 @@ class FakeClock(Clock):
         while self._timers and self._timers[0].when_ns <= end_ns:
             timer = heapq.heappop(self._timers)
             if timer.callback is not None:
-                self.now_ns = timer.when_ns
+                self.now_ns = max(self.now_ns, timer.when_ns)
                 timer.callback()
                 await _settle()
         self.now_ns = end_ns
+
+    def suspend(self, seconds: float) -> None:
+        """Let time pass in which this process does not run: timers that come due are late."""
+        self.now_ns += round(seconds * 1e9)
 
 
 async def _settle() -> None:
@@ -78,6 +82,9 @@ class TimedExecutor:
         self.clock, self.model, self.step_s = clock, model, step_s
         self.lane: Lane | None = None
         """The core's lane of this executor, which knows which slots of a plan sample."""
+        self.incarnation = 1
+        self.hangs = False
+        """While set, steps do not end: their results wait for `go_on`."""
         self.opened_at: list[float] = []
         self.stream: TimedStream | None = None
 
@@ -89,17 +96,24 @@ class TimedExecutor:
         self.stream = TimedStream(self)
         return self.stream
 
+    def go_on(self) -> None:
+        """End the steps that hang."""
+        self.hangs = False
+        assert self.stream is not None
+        self.stream.deliver_held()
+
 
 class TimedStream:
     """One session with a TimedExecutor: steps run one after another."""
 
-    opened = SessionOpened(incarnation=1, last_completed_step_id=0)
     resident_bytes = 0
 
     def __init__(self, executor: TimedExecutor) -> None:
         self._executor = executor
+        self.opened = SessionOpened(executor.incarnation, last_completed_step_id=0)
         self._free_at = executor.clock.monotonic()
         self._results: asyncio.Queue[StepResult | None] = asyncio.Queue()
+        self._held: list[StepResult] = []
         self.planned_at: list[float] = []
 
     async def send(self, plan: StepPlan) -> None:
@@ -112,7 +126,19 @@ class TimedStream:
             plan.step_id, slots=slots, token_ids=[9] * len(slots), total_ns=round(executor.step_s * 1e9)
         )
         self._free_at = max(now, self._free_at) + executor.step_s
-        executor.clock.call_later(self._free_at - now, lambda: self._results.put_nowait(result))
+        executor.clock.call_later(self._free_at - now, lambda: self._deliver(result))
+
+    def _deliver(self, result: StepResult) -> None:
+        if self._executor.hangs:
+            self._held.append(result)
+        else:
+            self._results.put_nowait(result)
+
+    def deliver_held(self) -> None:
+        """Deliver the results that waited."""
+        for result in self._held:
+            self._results.put_nowait(result)
+        self._held.clear()
 
     async def results(self) -> AsyncIterator[StepResult]:
         while (result := await self._results.get()) is not None:

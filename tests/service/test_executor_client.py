@@ -132,7 +132,7 @@ async def test_a_decode_plan_is_a_few_bytes():
 
 
 async def test_heartbeats_go_both_ways(monkeypatch):
-    monkeypatch.setattr(executor_client, "_HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(executor_client, "HEARTBEAT_S", 0.02)
     executor = ScriptedExecutor()
     async with connected(executor, silence_s=5) as client:
         stream = await client.open(1)
@@ -147,7 +147,7 @@ async def test_heartbeats_go_both_ways(monkeypatch):
 
 
 async def test_silence_is_loss(monkeypatch):
-    monkeypatch.setattr(executor_client, "_HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(executor_client, "HEARTBEAT_S", 0.02)
     async with connected(ScriptedExecutor(silent=True), silence_s=0.1) as client:
         stream = await client.open(1)
         with pytest.raises(ExecutorLostError, match="no message for"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 from collections.abc import AsyncIterator
@@ -204,3 +205,48 @@ async def test_cancelled_stream_drops_its_queued_plans(fake: Harness) -> None:
     fake.runner.gate.set()
     assert (await opening).opened.last_completed_step_id == 1
     assert len(fake.runner.batches) == 1
+
+
+# ---------------------------------------------------------------- a scheduler that is silent
+
+
+async def test_a_silent_scheduler_loses_the_executor() -> None:
+    """UNAVAILABLE, at which it opens a new session if it is there after all; and another one is free to come."""
+    async with fake_executor(silence_s=0.3) as fake:
+        silent = await fake.open(1, "A")
+        assert (await silent.step(1)).status == pb.STEP_STATUS_OK
+        assert await silent.status() is grpc.StatusCode.UNAVAILABLE
+        assert "no message from the scheduler for 0.3 s" in await silent.call.details()
+        other = await fake.open(2, "B")
+        assert (await other.step(2)).status == pb.STEP_STATUS_OK
+
+
+async def test_a_silent_scheduler_that_reads_nothing_loses_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that waits for it, as in a stopped process, does not keep the session."""
+    async with fake_executor(silence_s=0.3) as fake:
+        silent = await fake.open(1, "A")
+        text = "x" * 3_000_000
+        monkeypatch.setattr(
+            servicer, "result_to_wire", lambda result, epoch, incarnation: pb.StepResult(error_message=text)
+        )
+        for step_id in (1, 2, 3):
+            await silent.plan(step_id)
+        async with asyncio.timeout(10):
+            opened = None
+            while not opened:
+                other = fake.stream()
+                await other.send(open=pb.OpenSession(scheduler_id="B", epoch=2, protocol_version=1))
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    opened = (await other.call.read()).opened
+        assert opened.epoch == 2
+        silent.call.cancel()
+
+
+async def test_heartbeats_of_the_scheduler_keep_its_session() -> None:
+    async with fake_executor(silence_s=0.3) as fake:
+        stream = await fake.open(1)
+        for _ in range(30):
+            await stream.send(heartbeat=pb.Heartbeat())
+            assert (await stream.receive()).WhichOneof("message") == "heartbeat"
+            assert (await stream.receive()).WhichOneof("message") == "heartbeat"
+        assert (await stream.step(1)).status == pb.STEP_STATUS_OK

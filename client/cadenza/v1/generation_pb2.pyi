@@ -862,6 +862,8 @@ class ExecutorInfo(_message.Message):
     NUM_INFLIGHT_PLANS_FIELD_NUMBER: _builtins.int
     LAST_STEP_ID_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    STALLED_STEP_ID_FIELD_NUMBER: _builtins.int
+    STALLED_S_FIELD_NUMBER: _builtins.int
     target: _builtins.str
     """Its address."""
     connected: _builtins.bool
@@ -880,6 +882,12 @@ class ExecutorInfo(_message.Message):
     """step_id of its last completed step."""
     resident_bytes: _builtins.int
     """Resident memory of its process in bytes, from its last heartbeat; 0: unknown, as while it is not connected."""
+    stalled_step_id: _builtins.int
+    """step_id of a step that has run for much longer than it should; 0: the executor makes progress, has nothing to do,
+    or is not connected. Health is NOT_SERVING until this step ends, and requests wait.
+    """
+    stalled_s: _builtins.float
+    """For how long that step has run, in seconds; 0: none."""
     def __init__(
         self,
         *,
@@ -892,10 +900,12 @@ class ExecutorInfo(_message.Message):
         num_inflight_plans: _builtins.int = ...,
         last_step_id: _builtins.int = ...,
         resident_bytes: _builtins.int = ...,
+        stalled_step_id: _builtins.int = ...,
+        stalled_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connected", b"connected", "device", b"device", "epoch", b"epoch", "incarnation", b"incarnation", "last_step_id", b"last_step_id", "num_inflight_plans", b"num_inflight_plans", "resident_bytes", b"resident_bytes", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connected", b"connected", "device", b"device", "epoch", b"epoch", "incarnation", b"incarnation", "last_step_id", b"last_step_id", "num_inflight_plans", b"num_inflight_plans", "resident_bytes", b"resident_bytes", "stalled_s", b"stalled_s", "stalled_step_id", b"stalled_step_id", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

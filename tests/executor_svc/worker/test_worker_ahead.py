@@ -207,3 +207,18 @@ def test_a_new_session_hears_nothing_of_steps_that_run(rig: Rig) -> None:
     rig.submit(3)
     rig.launched().end()
     assert rig.answers(1) == [(3, StepStatus.OK)]
+
+
+def test_the_age_of_a_step_counts_from_the_end_of_the_one_before(rig: Rig) -> None:
+    """Not from its launch, at which the device still runs the step before."""
+    rig.submit(1, 2, 3)
+    first, second = rig.launched(), rig.launched()
+    before_ns = time.monotonic_ns()
+    first.end()
+    third = rig.launched()
+    activity = rig.worker.activity()
+    assert activity.age_ns <= time.monotonic_ns() - before_ns
+    assert activity.step_id == 2
+    for step in (second, third):
+        step.end()
+    assert rig.answers(3) == [(step_id, StepStatus.OK) for step_id in (1, 2, 3)]

@@ -183,7 +183,7 @@ class Scheduler:
         check_result(lane, lane.inflight[0], result)
         step = lane.inflight.popleft()
         self.num_output_tokens += take_result(self._requests, lane, step, result)
-        lane.slots.on_result(result.step_id)
+        lane.on_result(result.step_id)
         lane.update_rates(step, result)
         outputs = self.take_outputs()
         self.num_output_tokens += sum(len(output.token_ids) for output in outputs.hypotheses)

@@ -262,6 +262,7 @@ class Engine:
             if live.finish_if_all_ended():
                 self._close(key, live, now)
             live.notify()
+        self._release_finished()
 
     def _extend(
         self,
@@ -299,12 +300,11 @@ class Engine:
 
     def on_applied(self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float) -> None:
         """Record the step for watches and for the log."""
-        ended = self._core.take_finished()
         if step.chunks:
             self._log.on_applied(step)
         if self._recorder.watches:
             contexts = context_lens(self._loop.lane, step, applied=set(outputs.sequences))
-            self._recorder.on_applied(step, contexts, result, ended, now)
+            self._recorder.on_applied(step, contexts, result, now)
 
     def on_connected(self, connected: bool) -> None:
         """Report health to the listeners."""
@@ -326,6 +326,14 @@ class Engine:
             self._idle.set()
 
     # --- helpers -----------------------------------------------------------------------------------------------------
+
+    def _release_finished(self) -> None:
+        """Let go of the sequences that have finished, at once: there may be no executor, and no result for hours."""
+        finished = self._core.take_finished()
+        self._recorder.on_finished(finished)
+        for sequence in finished:
+            if sequence.group.finished:
+                sequence.group.release_sequences()
 
     def _set_deadline(self, request: EngineRequest) -> None:
         if request.deadline is None:

@@ -181,7 +181,7 @@ class Engine:
 
     def load(self) -> Load:
         """The current state of queues and memory."""
-        lane, blocks = self._loop.lane, self._loop.lane.blocks
+        lane, blocks, prefixes = self._loop.lane, self._loop.lane.blocks, self._core.prefix_counts
         used = lane.spec.num_blocks - blocks.num_free
         stored = lane.num_stored_tokens
         reserved = lane.num_reserved_tokens
@@ -198,14 +198,14 @@ class Engine:
             num_unused_slots=used * lane.spec.block_size - stored - reserved,
             num_reserved_slots=reserved,
             num_used_slots=lane.slots.num_used,
-            num_steps=self._core.last_step_id,
+            num_steps=self._core.num_steps,
             num_output_tokens=self._core.num_output_tokens,
             num_preemptions=self._core.num_preemptions,
-            num_prefix_queries=blocks.num_prefix_queries,
-            num_prefix_hits=blocks.num_prefix_hits,
+            num_prefix_queries=prefixes.num_queried,
+            num_prefix_hits=prefixes.num_hits,
             num_shared_block_refs=blocks.num_shared_refs,
             num_cached_host_blocks=blocks.host_pool.num_idle,
-            num_prefix_host_hits=blocks.num_prefix_host_hits,
+            num_prefix_host_hits=prefixes.num_host_hits,
         )
 
     def executor_infos(self) -> list[ExecutorState]:

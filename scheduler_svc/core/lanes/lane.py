@@ -10,6 +10,7 @@ from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.lanes.slot_pool import SlotPool
 from scheduler_svc.core.memory.block_manager import BlockManager
+from scheduler_svc.core.memory.prefix_cache import PrefixCounts
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.queues.orders import OrderPolicy
 from scheduler_svc.core.queues.queues import RunningQueue
@@ -24,8 +25,16 @@ _discard: Callable[[int], None] = deque[int](maxlen=0).append
 class Lane:
     """One executor's block manager, slots, running sequences and plans in flight."""
 
-    def __init__(self, spec: ExecutorSpec, policy: OrderPolicy, *, prefix_caching: bool = False) -> None:
+    def __init__(
+        self,
+        spec: ExecutorSpec,
+        policy: OrderPolicy,
+        *,
+        prefix_caching: bool = False,
+        prefix_counts: PrefixCounts | None = None,
+    ) -> None:
         self.spec = spec
+        self._prefix_counts = prefix_counts
         self._policy = policy
         self._caching = prefix_caching and spec.shares_prefixes
         self.rates = MeasuredRates()
@@ -42,6 +51,7 @@ class Lane:
             num_host_blocks=spec.num_host_blocks,
             caching=self._caching,
             rates=self.rates,
+            prefix_counts=self._prefix_counts,
         )
         self.slots = SlotPool(spec.num_slots)
         self.running = RunningQueue(self._policy)

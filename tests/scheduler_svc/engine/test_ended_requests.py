@@ -11,7 +11,7 @@ import pytest
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import PriorityOrder
 from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampling, SequenceState
-from scheduler_svc.plan_loop.ports import EngineRequest, SequenceBlockTable, StepRecord
+from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription, SequenceBlockTable, StepRecord
 from tests.helpers.kept_objects import kept_objects
 from tests.helpers.virtual_engine import MODEL, STEP_S, World, started
 
@@ -31,17 +31,20 @@ def submit(world: World, request_id: str, num_prompt_tokens: int = 20, *, priori
     world.engine.submit(EngineRequest(spec, deadline=1.0 + ENDS_S))
 
 
-async def lose_executor(world: World) -> None:
-    """Break the session; the executor does not come back."""
+async def lose_executor(world: World) -> asyncio.Event:
+    """Break the session; the executor comes back when the returned event is set."""
+    back = asyncio.Event()
 
-    async def never() -> object:
-        return await asyncio.Event().wait()
+    async def describe() -> ModelDescription:
+        await back.wait()
+        return world.executor.model
 
-    world.executor.describe = never  # type: ignore[assignment,method-assign]
+    world.executor.describe = describe  # type: ignore[method-assign]
     assert world.executor.stream is not None
     world.executor.stream.break_off()
     await world.clock.advance(STEP_S)
     assert not world.engine.connected
+    return back
 
 
 async def bring_to(world: World, state: SequenceState, fields: dict[str, object]) -> None:
@@ -144,6 +147,23 @@ async def test_a_watch_learns_which_sequences_left() -> None:
         left = [leave for record in records for leave in record.left]
         assert [sequence_id for sequence_id, _ in left] == [joined]
         assert left[0][1] > 1, "its output tokens"
+
+
+async def test_a_watch_without_an_executor_keeps_no_leaves_of_waiting_requests() -> None:
+    async with started() as world, world.engine.watch() as watch:
+        back = await lose_executor(world)
+        for index in range(100):
+            submit(world, str(index))
+            world.engine.abort("", str(index))
+        back.set()
+        await world.clock.advance(ENDS_S / 2)
+        assert world.engine.connected
+        submit(world, "r")
+        await world.clock.advance(4 * STEP_S)
+        world.engine.abort("", "r")
+        await world.clock.advance(4 * STEP_S)
+        records, _ = await anext(watch)
+        assert len([leave for record in records for leave in record.left]) == 1
 
 
 async def test_a_later_watch_learns_nothing_of_earlier_leaves() -> None:

@@ -26,7 +26,9 @@ _MAX_ERRORS = 1000
 _MAX_ECHO_CHARS = 4096
 """Maximum length of a request id repeated in an error."""
 _TURN_BYTES = MAX_CHUNK_BYTES // 16
-"""Approximate maximum size of a request's output in its turn, while other requests have output too."""
+"""Approximate maximum size of a request's output in one turn."""
+_PAUSE_BYTES = _TURN_BYTES // 2
+"""After so much output the event loop runs other tasks: converting a whole message would hold it for 10 ms and more."""
 
 
 class _Entry:
@@ -64,7 +66,7 @@ class Session:
         try:
             with self._front.stream(self._wake):
                 while True:
-                    message = self._collect()
+                    message = await self._collect()
                     if message is not None:
                         await self._context.write(message)
                         continue
@@ -173,7 +175,7 @@ class Session:
 
     # --- output ------------------------------------------------------------------------------------------------------
 
-    def _collect(self) -> pb.SessionResponse | None:
+    async def _collect(self) -> pb.SessionResponse | None:
         """New outputs and errors, up to about 1 MiB; None if there are none.
 
         Requests take turns: one with more output than its turn takes goes on after all others, in this message if it
@@ -187,8 +189,12 @@ class Session:
             num_bytes += event.ByteSize()
             message.events.append(event)
         self._errors_drained.set()
+        next_pause = _PAUSE_BYTES
         while self._outputs and num_bytes < MAX_CHUNK_BYTES:
-            num_bytes += self._take_turn(message, MAX_CHUNK_BYTES - num_bytes)
+            num_bytes += self._take_turn(message, min(_TURN_BYTES, MAX_CHUNK_BYTES - num_bytes))
+            if num_bytes >= next_pause:
+                next_pause = num_bytes + _PAUSE_BYTES
+                await asyncio.sleep(0)
         return message if message.events else None
 
     def _take_turn(self, message: pb.SessionResponse, max_bytes: int) -> int:
@@ -197,7 +203,7 @@ class Session:
         # Marked again below, behind the others, if it has more.
         del self._outputs[request_id]
         reader = entry.reader
-        chunk = reader.take(min(max_bytes, _TURN_BYTES) if self._outputs else max_bytes) if reader is not None else None
+        chunk = reader.take(max_bytes) if reader is not None else None
         if chunk is None or reader is None:
             return 0
         event = message.events.add(request_id=request_id, done=chunk.is_last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from cadenza.v1 import generation_pb2 as pb
@@ -53,9 +54,9 @@ def add(opened: Session, request_id: str, *, prompt_logprobs: int = 0) -> LiveRe
     return live
 
 
-def messages_of(opened: Session) -> list[pb.SessionResponse]:
+async def messages_of(opened: Session) -> list[pb.SessionResponse]:
     messages: list[pb.SessionResponse] = []
-    while (message := opened._collect()) is not None:
+    while (message := await opened._collect()) is not None:
         messages.append(message)
     return messages
 
@@ -64,38 +65,38 @@ def ids_of(message: pb.SessionResponse) -> list[str]:
     return [event.request_id for event in message.events]
 
 
-def test_a_backlog_of_prompt_logprobs_delays_no_other_request() -> None:
+async def test_a_backlog_of_prompt_logprobs_delays_no_other_request() -> None:
     opened = session()
     add(opened, "large", prompt_logprobs=NUM_PROMPT_TOKENS)
     for index in range(50):
         add(opened, str(index))
-    first = opened._collect()
+    first = await opened._collect()
     assert first is not None
     assert set(ids_of(first)) == {"large", *map(str, range(50))}
     # An output that comes while the backlog is being sent is in the next message.
     add(opened, "late")
-    second = opened._collect()
+    second = await opened._collect()
     assert second is not None
     assert set(ids_of(second)) == {"late", "large"}
 
 
-def test_messages_are_as_large_as_for_the_backlog_alone() -> None:
+async def test_messages_are_as_large_as_for_the_backlog_alone() -> None:
     alone, shared = session(), session()
     for opened in (alone, shared):
         add(opened, "large", prompt_logprobs=NUM_PROMPT_TOKENS)
     for index in range(50):
         add(shared, str(index))
-    expected, found = messages_of(alone), messages_of(shared)
+    expected, found = await messages_of(alone), await messages_of(shared)
     assert len(found) == len(expected) > 5
     assert max(message.ByteSize() for message in found) < 1.1 * MAX_CHUNK_BYTES
 
 
-def test_the_order_within_a_request_stays() -> None:
+async def test_the_order_within_a_request_stays() -> None:
     opened = session()
     for name in ("a", "b"):
         live = add(opened, name, prompt_logprobs=NUM_PROMPT_TOKENS)
         live.samples[0].extend((10,), finish=Finish(FinishDetail.MAX_TOKENS))
-    messages = messages_of(opened)
+    messages = await messages_of(opened)
     assert {name for message in messages[:2] for name in ids_of(message)} == {"a", "b"}
     for name in ("a", "b"):
         events = [event for message in messages for event in message.events if event.request_id == name]
@@ -108,12 +109,12 @@ def test_the_order_within_a_request_stays() -> None:
         assert list(events[-1].response.outputs[0].token_ids) == [9, 10]
 
 
-def test_large_backlogs_share_a_message_alike() -> None:
+async def test_large_backlogs_share_a_message_alike() -> None:
     opened = session()
     for name in "abcd":
         add(opened, name, prompt_logprobs=NUM_PROMPT_TOKENS)
     sizes: dict[str, int] = {}
-    for message in (opened._collect(), opened._collect()):
+    for message in (await opened._collect(), await opened._collect()):
         assert message is not None
         for event in message.events:
             sizes[event.request_id] = sizes.get(event.request_id, 0) + event.ByteSize()
@@ -121,9 +122,28 @@ def test_large_backlogs_share_a_message_alike() -> None:
     assert max(sizes.values()) < 1.5 * min(sizes.values())
 
 
-def test_errors_leave_room_for_outputs() -> None:
+async def test_errors_leave_room_for_outputs() -> None:
     opened: Any = session()
     for index in range(900):
         opened._report(f"{index}" + "x" * 4000, RequestRejectedError("prompt", "is empty"), done=True)
     add(opened, "served")
-    assert "served" in ids_of(opened._collect())
+    assert "served" in ids_of(await opened._collect())
+
+
+async def test_the_event_loop_runs_other_tasks_while_a_large_message_is_made() -> None:
+    opened = session()
+    add(opened, "large", prompt_logprobs=NUM_PROMPT_TOKENS)
+    num_pauses = 0
+
+    async def count_pauses() -> None:
+        nonlocal num_pauses
+        while True:
+            await asyncio.sleep(0)
+            num_pauses += 1
+
+    other = asyncio.create_task(count_pauses())
+    message = await opened._collect()
+    other.cancel()
+    assert message is not None
+    assert len(message.events) >= 16
+    assert num_pauses >= 14, "one after each full turn"

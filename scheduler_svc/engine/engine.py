@@ -19,6 +19,7 @@ from scheduler_svc.core.sequences.sequence import Sequence as CoreSequence
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, StepResult, TokenLogprobs
 from scheduler_svc.engine.activity_log import ActivityLog
+from scheduler_svc.engine.freed_memory import FreedMemory
 from scheduler_svc.engine.live_request import Listener, LiveRequest
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
 from scheduler_svc.plan_loop.clock import Clock, Timer
@@ -40,7 +41,16 @@ _FINISHED = SequenceState.FINISHED
 class Engine:
     """Turns requests into live requests and feeds them with outputs. Implements PlanLoopListener."""
 
-    def __init__(self, config: SchedulerConfig, core: Scheduler, executor: ExecutorPort, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        core: Scheduler,
+        executor: ExecutorPort,
+        clock: Clock,
+        *,
+        release_memory: Callable[[], None] | None = None,
+    ) -> None:
+        """release_memory: returns free memory to the operating system; called when most of it has become free."""
         self._config = config
         self._core = core
         self.clock = clock
@@ -55,6 +65,7 @@ class Engine:
         self._log = ActivityLog(
             clock, self.load, interval_s=config.log_stats_interval_s, log_requests=config.log_requests
         )
+        self._freed_memory = FreedMemory(clock, release_memory)
         self._health_listeners: list[Callable[[bool], None]] = []
         self._task: asyncio.Task[None] | None = None
         self.draining = False
@@ -82,6 +93,7 @@ class Engine:
         for tenant, request_id in list(self._live):
             self.abort(tenant, request_id)
         self._log.stop()
+        self._freed_memory.stop()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -140,6 +152,7 @@ class Engine:
         self._core.add_request(spec, self.clock.monotonic())
         live = LiveRequest(request, self.clock.monotonic_ns())
         self._live[spec.key] = live
+        self._freed_memory.on_arrival(spec)
         self._idle.clear()
         self._set_deadline(request)
         self._loop.wake()
@@ -322,6 +335,7 @@ class Engine:
         if timer is not None:
             timer.cancel()
         self._log.on_ended(live)
+        self._freed_memory.on_ended(live.request.spec)
         if not self._live:
             self._idle.set()
 

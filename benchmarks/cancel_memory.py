@@ -3,7 +3,7 @@
 The scheduler runs as a process, with a simulated executor and after the executor was killed. Requests come over real
 gRPC in batches: once all of a batch are queued or running, all are cancelled, and the next batch follows when the
 scheduler has none left. Two ways: Generate calls that the client cancels, and requests of a Session that it aborts. One
-request in `--long-every` has a long prompt. A first round of each, not counted, fills the allocator's pools.
+request in `--long-every` has a long prompt. A first round of each, not counted, fills the prefix cache and the allocators' pools.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cadenza.v1 import generation_pb2_grpc, types_pb2
 
 NAME = "cancel_memory"
 _BATCH = 200
-_WARM_UP = 10 * _BATCH
+_WARM_UP = 50 * _BATCH
 _VOCAB_SIZE = 32768
 _PROMPT_TOKENS, _LONG_PROMPT_TOKENS = 100, 8000
 _STEP_MS = 10

@@ -3,7 +3,8 @@
 The scheduler runs as a process, with a simulated executor and after the executor was killed. Requests come over real
 gRPC in batches: once all of a batch are queued or running, all are cancelled, and the next batch follows when the
 scheduler has none left. Two ways: Generate calls that the client cancels, and requests of a Session that it aborts. One
-request in `--long-every` has a long prompt. A first round of each, not counted, fills the prefix cache and the allocators' pools.
+request in `--long-every` has a long prompt. A first round of each, not counted, fills the prefix cache and the
+allocators' pools.
 """
 
 from __future__ import annotations

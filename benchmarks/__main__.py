@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import (
+    cancel_memory,
     cpu_serving,
     exactness_cost,
     loadtest_agreement,
@@ -20,6 +21,7 @@ from benchmarks.common.benchmark import Benchmark, progress
 from benchmarks.common.command import add_common_options, command_parser, run_benchmark, run_command
 
 _MODULES = (
+    cancel_memory,
     cpu_serving,
     exactness_cost,
     loadtest_agreement,

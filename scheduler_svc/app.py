@@ -31,6 +31,7 @@ from scheduler_svc.front.admin import AdminServicer
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.generation import GenerationServicer
 from scheduler_svc.front.health import HealthServicer
+from scheduler_svc.front.process_memory import release_free_memory
 from scheduler_svc.front.unreadable import UnreadableMessages
 from scheduler_svc.plan_loop.clock import SystemClock
 from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, ModelDescription
@@ -63,7 +64,7 @@ class Service:
         (executor,) = self._executors
         self._recording = ExitStack()
         core, recorded = self._recording.enter_context(core_and_executor(config, executor))
-        self._engine = Engine(config, core, recorded, SystemClock())
+        self._engine = Engine(config, core, recorded, SystemClock(), release_memory=release_free_memory)
         self._front = Front(self._engine, config, version=_version())
         self._health = HealthServicer(list(_SERVICES))
         self._tokenizer: Tokenizer | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExistsError, RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.memory.prefix_cache import PrefixCounts
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.queues import WaitingQueue
@@ -45,7 +46,10 @@ class Scheduler:
     def __init__(self, policies: Policies | None = None) -> None:
         self._requests = RequestTable(policies or Policies())
         self.last_step_id = 0
+        # Counts since the start, over all executors: they never decrease, whatever becomes of an executor.
+        self.num_steps = 0
         self.num_output_tokens = 0
+        self.prefix_counts = PrefixCounts()
         self._num_arrivals = 0
         self._num_sequences = 0
 
@@ -86,7 +90,9 @@ class Scheduler:
         if spec.num_slots < spec.max_num_seqs:
             raise LimitsError(f"num_slots ({spec.num_slots}) must be at least max_num_seqs ({spec.max_num_seqs})")
         policies = self._requests.policies
-        self.lanes[executor_id] = Lane(spec, policies.order, prefix_caching=policies.prefix_caching)
+        self.lanes[executor_id] = Lane(
+            spec, policies.order, prefix_caching=policies.prefix_caching, prefix_counts=self.prefix_counts
+        )
 
     def session_opened(self, last_completed_step_id: int) -> None:
         """Continue the step ids after those that the executor ran, perhaps for an earlier scheduler."""
@@ -165,6 +171,7 @@ class Scheduler:
         if step is None:
             return None
         self.last_step_id = step.plan.step_id
+        self.num_steps += 1
         lane.inflight.append(step)
         return step.plan
 
@@ -183,7 +190,7 @@ class Scheduler:
         check_result(lane, lane.inflight[0], result)
         step = lane.inflight.popleft()
         self.num_output_tokens += take_result(self._requests, lane, step, result)
-        lane.slots.on_result(result.step_id)
+        lane.on_result(result.step_id)
         lane.update_rates(step, result)
         outputs = self.take_outputs()
         self.num_output_tokens += sum(len(output.token_ids) for output in outputs.hypotheses)

@@ -19,6 +19,7 @@ from scheduler_svc.core.sequences.sequence import Sequence as CoreSequence
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, StepResult, TokenLogprobs
 from scheduler_svc.engine.activity_log import ActivityLog
+from scheduler_svc.engine.freed_memory import FreedMemory
 from scheduler_svc.engine.live_request import Listener, LiveRequest
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
 from scheduler_svc.plan_loop.clock import Clock, Timer
@@ -40,7 +41,16 @@ _FINISHED = SequenceState.FINISHED
 class Engine:
     """Turns requests into live requests and feeds them with outputs. Implements PlanLoopListener."""
 
-    def __init__(self, config: SchedulerConfig, core: Scheduler, executor: ExecutorPort, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        core: Scheduler,
+        executor: ExecutorPort,
+        clock: Clock,
+        *,
+        release_memory: Callable[[], None] | None = None,
+    ) -> None:
+        """release_memory: returns free memory to the operating system; called when most of it has become free."""
         self._config = config
         self._core = core
         self.clock = clock
@@ -55,6 +65,7 @@ class Engine:
         self._log = ActivityLog(
             clock, self.load, interval_s=config.log_stats_interval_s, log_requests=config.log_requests
         )
+        self._freed_memory = FreedMemory(clock, release_memory)
         self._health_listeners: list[Callable[[bool], None]] = []
         self._task: asyncio.Task[None] | None = None
         self.draining = False
@@ -82,6 +93,7 @@ class Engine:
         for tenant, request_id in list(self._live):
             self.abort(tenant, request_id)
         self._log.stop()
+        self._freed_memory.stop()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -145,6 +157,7 @@ class Engine:
         self._core.add_request(spec, self.clock.monotonic())
         live = LiveRequest(request, self.clock.monotonic_ns())
         self._live[spec.key] = live
+        self._freed_memory.on_arrival(spec)
         self._idle.clear()
         self._set_deadline(request)
         self._loop.wake()
@@ -186,7 +199,7 @@ class Engine:
 
     def load(self) -> Load:
         """The current state of queues and memory."""
-        lane, blocks = self._loop.lane, self._loop.lane.blocks
+        lane, blocks, prefixes = self._loop.lane, self._loop.lane.blocks, self._core.prefix_counts
         used = lane.spec.num_blocks - blocks.num_free
         stored = lane.num_stored_tokens
         reserved = lane.num_reserved_tokens
@@ -203,14 +216,14 @@ class Engine:
             num_unused_slots=used * lane.spec.block_size - stored - reserved,
             num_reserved_slots=reserved,
             num_used_slots=lane.slots.num_used,
-            num_steps=self._core.last_step_id,
+            num_steps=self._core.num_steps,
             num_output_tokens=self._core.num_output_tokens,
             num_preemptions=self._core.num_preemptions,
-            num_prefix_queries=blocks.num_prefix_queries,
-            num_prefix_hits=blocks.num_prefix_hits,
+            num_prefix_queries=prefixes.num_queried,
+            num_prefix_hits=prefixes.num_hits,
             num_shared_block_refs=blocks.num_shared_refs,
             num_cached_host_blocks=blocks.host_pool.num_idle,
-            num_prefix_host_hits=blocks.num_prefix_host_hits,
+            num_prefix_host_hits=prefixes.num_host_hits,
         )
 
     def executor_infos(self) -> list[ExecutorState]:
@@ -267,6 +280,7 @@ class Engine:
             if live.finish_if_all_ended():
                 self._close(key, live, now)
             live.notify()
+        self._release_finished()
 
     def _extend(
         self,
@@ -304,12 +318,11 @@ class Engine:
 
     def on_applied(self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float) -> None:
         """Record the step for watches and for the log."""
-        ended = self._core.take_finished()
         if step.chunks:
             self._log.on_applied(step)
         if self._recorder.watches:
             contexts = context_lens(self._loop.lane, step, applied=set(outputs.sequences))
-            self._recorder.on_applied(step, contexts, result, ended, now)
+            self._recorder.on_applied(step, contexts, result, now)
 
     def on_connected(self, connected: bool) -> None:
         """Report health to the listeners."""
@@ -331,10 +344,19 @@ class Engine:
         if timer is not None:
             timer.cancel()
         self._log.on_ended(live)
+        self._freed_memory.on_ended(live.request.spec)
         if not self._live:
             self._idle.set()
 
     # --- helpers -----------------------------------------------------------------------------------------------------
+
+    def _release_finished(self) -> None:
+        """Let go of the sequences that have finished, at once: there may be no executor, and no result for hours."""
+        finished = self._core.take_finished()
+        self._recorder.on_finished(finished)
+        for sequence in finished:
+            if sequence.group.finished:
+                sequence.group.release_sequences()
 
     def _set_deadline(self, request: EngineRequest) -> None:
         if request.deadline is None:

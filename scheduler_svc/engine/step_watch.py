@@ -65,6 +65,7 @@ class StepRecorder:
         self._started_ns = started_ns
         self._loads: dict[int, Load] = {}
         self._first_token_ns: list[int] = []
+        self._left: list[tuple[int, int]] = []
 
     def on_planned(self, step_id: int) -> None:
         """Keep the current load for a planned step."""
@@ -76,22 +77,29 @@ class StepRecorder:
         if self.watches:
             self._first_token_ns.append(since_arrival_ns)
 
+    def on_finished(self, sequences: list[Sequence]) -> None:
+        """Keep the ids and token counts of finished sequences for the next record.
+
+        Only of those that were admitted: so they are few while no step is recorded, however many requests are aborted.
+        """
+        if self.watches:
+            admitted = [sequence for sequence in sequences if sequence.last_slot is not None]
+            self._left += [(sequence.sequence_id, sequence.num_output_tokens) for sequence in admitted]
+        else:
+            self._first_token_ns, self._left = [], []
+            self._loads.clear()
+
     def on_applied(
         self,
         step: PlannedStep,
         contexts: dict[Sequence, int],
         result: StepResult,
-        ended: list[Sequence],
         now: float,
     ) -> None:
-        """Record a step whose result was applied.
-
-        contexts: context length of each sequence before the step. ended: sequences that finished since the last
-        record.
-        """
+        """Record a step whose result was applied. contexts: context length of each sequence before the step."""
         load = self._loads.pop(step.plan.step_id, None)
-        record = self._record(step, contexts, result, ended, load or self._load(), now)
-        self._first_token_ns = []
+        record = self._record(step, contexts, result, load or self._load(), now)
+        self._first_token_ns, self._left = [], []
         for watch in self.watches:
             watch.put(record)
 
@@ -104,7 +112,6 @@ class StepRecorder:
         step: PlannedStep,
         contexts: dict[Sequence, int],
         result: StepResult,
-        ended: list[Sequence],
         load: Load,
         now: float,
     ) -> StepRecord:
@@ -125,7 +132,7 @@ class StepRecorder:
             num_tokens=[chunks.get(sequence, 1) for sequence in contexts],
             context_lens=list(contexts.values()),
             num_sampled=[sampled.get(sequence.last_slot, 0) for sequence in contexts],
-            left=[(sequence.sequence_id, sequence.num_output_tokens) for sequence in ended],
+            left=self._left,
             preempted_ids=[sequence.sequence_id for sequence in step.preempted],
             swapped_out_ids=[sequence.sequence_id for sequence in step.swapped_out],
             swapped_in_ids=[sequence.sequence_id for sequence in step.swapped_in],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 
 
@@ -12,3 +14,15 @@ def resident_bytes() -> int:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def release_free_memory() -> None:
+    """Return free memory to the operating system, as far as the allocators can; takes some milliseconds.
+
+    A full collection empties the interpreter's lists of spare objects, each of which may hold a whole arena. glibc's
+    malloc_trim returns free pages in the middle of its heap; other C libraries have none, or need none.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

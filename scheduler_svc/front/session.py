@@ -25,6 +25,10 @@ _MAX_ERRORS = 1000
 """Maximum errors kept for a client that does not read; beyond it the session stops reading requests."""
 _MAX_ECHO_CHARS = 4096
 """Maximum length of a request id repeated in an error."""
+_TURN_BYTES = MAX_CHUNK_BYTES // 16
+"""Approximate maximum size of a request's output in one turn."""
+_PAUSE_BYTES = _TURN_BYTES // 2
+"""After so much output the event loop runs other tasks: converting a whole message would hold it for 10 ms and more."""
 
 
 class _Entry:
@@ -62,7 +66,7 @@ class Session:
         try:
             with self._front.stream(self._wake):
                 while True:
-                    message = self._collect()
+                    message = await self._collect()
                     if message is not None:
                         await self._context.write(message)
                         continue
@@ -171,32 +175,48 @@ class Session:
 
     # --- output ------------------------------------------------------------------------------------------------------
 
-    def _collect(self) -> pb.SessionResponse | None:
-        """New outputs and errors, up to about 1 MiB; None if there are none."""
+    async def _collect(self) -> pb.SessionResponse | None:
+        """New outputs and errors, up to about 1 MiB; None if there are none.
+
+        Requests take turns: one with more output than its turn takes goes on after all others, in this message if it
+        has room left, else in the next one. Errors have half of a message while there are outputs.
+        """
         message = pb.SessionResponse()
         num_bytes = 0
-        while self._errors and num_bytes < MAX_CHUNK_BYTES:
+        max_error_bytes = MAX_CHUNK_BYTES // 2 if self._outputs else MAX_CHUNK_BYTES
+        while self._errors and num_bytes < max_error_bytes:
             event = self._errors.popleft()
             num_bytes += event.ByteSize()
             message.events.append(event)
         self._errors_drained.set()
+        next_pause = _PAUSE_BYTES
         while self._outputs and num_bytes < MAX_CHUNK_BYTES:
-            request_id, entry = next(iter(self._outputs.items()))
-            chunk = entry.reader.take(MAX_CHUNK_BYTES - num_bytes) if entry.reader is not None else None
-            if chunk is None or entry.reader is None:
-                del self._outputs[request_id]
-                continue
-            event = message.events.add(request_id=request_id, done=chunk.is_last)
-            with_ids = entry.fields.return_prompt_token_ids
-            num_bytes += chunk.num_bytes + len(request_id)
-            if with_ids and chunk.is_first:
-                num_bytes += PROMPT_TOKEN_BYTES * len(entry.reader.live.request.spec.prompt_token_ids)
-            convert.fill_response(event.response, entry.reader.live, chunk, with_prompt_ids=with_ids)
-            if chunk.is_last:
-                self._drop(entry)
-            elif chunk.is_whole:
-                del self._outputs[request_id]
+            num_bytes += self._take_turn(message, min(_TURN_BYTES, MAX_CHUNK_BYTES - num_bytes))
+            if num_bytes >= next_pause:
+                next_pause = num_bytes + _PAUSE_BYTES
+                await asyncio.sleep(0)
         return message if message.events else None
+
+    def _take_turn(self, message: pb.SessionResponse, max_bytes: int) -> int:
+        """Add output of the request whose turn it is; returns its approximate size in bytes."""
+        request_id, entry = next(iter(self._outputs.items()))
+        # Marked again below, behind the others, if it has more.
+        del self._outputs[request_id]
+        reader = entry.reader
+        chunk = reader.take(max_bytes) if reader is not None else None
+        if chunk is None or reader is None:
+            return 0
+        event = message.events.add(request_id=request_id, done=chunk.is_last)
+        with_ids = entry.fields.return_prompt_token_ids
+        num_bytes = chunk.num_bytes + len(request_id)
+        if with_ids and chunk.is_first:
+            num_bytes += PROMPT_TOKEN_BYTES * len(reader.live.request.spec.prompt_token_ids)
+        convert.fill_response(event.response, reader.live, chunk, with_prompt_ids=with_ids)
+        if chunk.is_last:
+            self._drop(entry)
+        elif not chunk.is_whole:
+            self._outputs[request_id] = entry
+        return num_bytes
 
     def _fail(self, entry: _Entry, exc: Exception) -> None:
         self._drop(entry)

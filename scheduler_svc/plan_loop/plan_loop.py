@@ -136,7 +136,8 @@ class PlanLoop:
         self._epoch = max(self._epoch + 1, self._clock.wall_time_ns() // 1_000_000)
         stream = await self._executor.open(self._epoch)
         self._incarnation = stream.opened.incarnation
-        self._last_done_step_id = stream.opened.last_completed_step_id
+        # A new incarnation has completed none, and a count never goes back.
+        self._last_done_step_id = max(self._last_done_step_id, stream.opened.last_completed_step_id)
         self._core.session_opened(stream.opened.last_completed_step_id)
         _LOG.info("executor %s: session %d is open", self._executor.target, self._epoch)
         self._stream = stream

@@ -247,5 +247,5 @@ class Run:
             self._past = [*self._past[-4:], (*outcome.spec.prompt_token_ids, *outcome.tokens[0])]
 
     def _count_lane(self) -> None:
-        self.counts["prefix hits"] += self._core.lanes[_EXECUTOR].blocks.num_prefix_hits
+        self.counts["prefix hits"] = self._core.prefix_counts.num_hits
         self.counts["preemptions"] = self._core.num_preemptions

@@ -324,7 +324,10 @@ class World:
         assert len(holders) + self.blocks.num_free <= self.num_blocks
         assert all(self.blocks.pool.ref_counts[block_id] >= count for block_id, count in holders.items())
         assert self.blocks.num_used_host == len({block_id for row in self.swapped for block_id in row.host_block_ids})
-        assert (self.blocks.num_prefix_queries, self.blocks.num_prefix_hits) == (self.num_queries, self.num_hits)
+        assert (self.blocks.prefix_counts.num_queried, self.blocks.prefix_counts.num_hits) == (
+            self.num_queries,
+            self.num_hits,
+        )
         assert not (self.blocks.num_cached and not self.caching)
 
     def _check_counts(self) -> None:

@@ -154,7 +154,7 @@ class Rig:
         assert blocks.num_free == self.setting.num_blocks
         assert blocks.num_used_host == 0
         assert not self.executor.slots.admitted.any()
-        self.happened["hits"] += blocks.num_prefix_hits
+        self.happened["hits"] += blocks.prefix_counts.num_hits
         return self.outcome
 
     def _arrivals(self, chats: list[Chat]) -> Iterator[list[Chat]]:

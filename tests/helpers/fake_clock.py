@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.types import StepPlan, StepResult
+from scheduler_svc.core.types import Candidates, StepPlan, StepResult
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.ports import ExecutorLostError, ModelDescription, PlanStream, SessionOpened
 
 _NUM_TURNS = 50
 """Turns of the event loop after which every task waits again for this clock."""
+_CANDIDATES = Candidates(tuple(range(9, 17)), tuple(-0.1 * rank for rank in range(1, 9)))
 
 
 @dataclass(order=True)
@@ -74,7 +75,10 @@ async def _settle() -> None:
 
 
 class TimedExecutor:
-    """An ExecutorPort in this process: each step takes `step_s` on the clock, and every slot samples token 9."""
+    """An ExecutorPort in this process: each step takes `step_s` on the clock, and every slot samples token 9.
+
+    A beam has tokens 9 to 16 as candidates.
+    """
 
     target = "virtual"
 
@@ -121,9 +125,14 @@ class TimedStream:
         assert executor.lane is not None
         step = next(step for step in executor.lane.inflight if step.plan.step_id == plan.step_id)
         self.planned_at.append(step.planned_at)
-        slots = step.sampling_slots
+        beams = set(step.candidate_slots)
+        slots = [slot for slot in step.sampling_slots if slot not in beams]
         result = StepResult(
-            plan.step_id, slots=slots, token_ids=[9] * len(slots), total_ns=round(executor.step_s * 1e9)
+            plan.step_id,
+            slots=slots,
+            token_ids=[9] * len(slots),
+            candidates=dict.fromkeys(beams, _CANDIDATES),
+            total_ns=round(executor.step_s * 1e9),
         )
         self._free_at = max(now, self._free_at) + executor.step_s
         executor.clock.call_later(self._free_at - now, lambda: self._deliver(result))

@@ -37,6 +37,7 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
     max_num_seqs: int = 64
     incarnation: int = 7
     protocol_version: int = 1
+    features: tuple[pb.ExecutorFeature, ...] = ()
     silent: bool = False
     """Say nothing: no heartbeats, no results."""
     going: asyncio.Event = field(default_factory=asyncio.Event)
@@ -73,6 +74,7 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
             fingerprint=types_pb2.NumericsFingerprint(mode=types_pb2.NUMERICS_MODE_EXACT, digest=b"d" * 32),
             device="cpu",
             version="test",
+            features=self.features,
         )  # fmt: skip
 
     async def Execute(self, request_iterator, context):

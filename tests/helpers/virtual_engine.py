@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import RequestSpec, Sampling
 from scheduler_svc.engine.engine import Engine
@@ -27,10 +28,10 @@ MODEL = ModelDescription(
 class World:
     """An engine with one executor, both on a fake clock."""
 
-    def __init__(self, config: SchedulerConfig, step_s: float) -> None:
+    def __init__(self, config: SchedulerConfig, step_s: float, model: ModelDescription, policies: Policies) -> None:
         self.clock = FakeClock()
-        self.executor = TimedExecutor(self.clock, MODEL, step_s)
-        self.core = Scheduler()
+        self.executor = TimedExecutor(self.clock, model, step_s)
+        self.core = Scheduler(policies)
         self.engine = Engine(config, self.core, self.executor, self.clock)
 
     def submit(
@@ -49,9 +50,15 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def started(config: SchedulerConfig | None = None, *, step_s: float = STEP_S) -> AsyncIterator[World]:
+async def started(
+    config: SchedulerConfig | None = None,
+    *,
+    step_s: float = STEP_S,
+    model: ModelDescription = MODEL,
+    policies: Policies | None = None,
+) -> AsyncIterator[World]:
     """A World whose engine is connected; stopped at the end."""
-    world = World(config or SchedulerConfig(), step_s)
+    world = World(config or SchedulerConfig(), step_s, model, policies or Policies())
     starting = asyncio.create_task(world.engine.start())
     await world.clock.advance(0)
     await starting

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cadenza.transport import channel_options
-from cadenza.v1 import admin_pb2, generation_pb2_grpc
+from cadenza.v1 import admin_pb2, execution_pb2, generation_pb2_grpc
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
@@ -45,6 +45,28 @@ async def test_streams_survive_a_new_session_with_the_executor(w):
         out.add(response)
     assert out.ids == [101] * 200
     await w.idle()
+
+
+async def counters_of(w):
+    """The counts since the start that two requests with a common prefix raise, from GetServerInfo."""
+    for _ in range(2):
+        await collect(w.stub.Generate(request(ids=[7] * 40)))
+    info = await w.stub.GetServerInfo(pb.GetServerInfoRequest())
+    names = ("num_steps", "num_output_tokens", "num_prefix_queries", "num_prefix_hits")
+    return {name: getattr(info.load, name) for name in names} | {"last_step_id": info.executors[0].last_step_id}
+
+
+async def test_counters_survive_a_new_session_with_another_executor():
+    """The new incarnation has run no step, and has fewer blocks."""
+    executor = ScriptedExecutor(features=(execution_pb2.EXECUTOR_FEATURE_SHARED_PREFIXES,))
+    async with world(executor, skip_tokenizer_init=True) as w:
+        before = await counters_of(w)
+        assert all(before.values()), before
+        executor.incarnation, executor.num_plans, executor.num_blocks = 8, 0, 128
+        await executor.break_up()
+        await w.until(lambda: w.engine.executor_infos()[0].incarnation == 8)
+        after = await counters_of(w)
+        assert all(after[name] > count for name, count in before.items()), (before, after)
 
 
 async def test_what_goes_wrong_inside_is_internal(w, caplog, monkeypatch):

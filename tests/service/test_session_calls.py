@@ -9,7 +9,7 @@ import pytest
 
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
-from tests.helpers.scheduler_world import collect, request, script, session_events, violation
+from tests.helpers.scheduler_world import Output, collect, request, script, session_events, violation
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_errors_are_logged")]
 
@@ -116,3 +116,30 @@ async def test_a_slow_reader_gets_few_messages_and_holds_nobody_up(w):
     outs = {}
     await session_events(slow, outs)
     assert len(outs["slow"].ids) == 200
+
+
+async def test_requests_with_much_output_take_turns(w, monkeypatch):
+    """All end in the same step, the one with the most output first; none waits for another's last message."""
+    monkeypatch.setattr("scheduler_svc.front.session.MAX_CHUNK_BYTES", 8000)
+    monkeypatch.setattr("scheduler_svc.front.session._TURN_BYTES", 500)
+    final = {"output_mode": pb.OUTPUT_MODE_FINAL, "max_tokens": 100}
+    w.executor.going.clear()
+    before = w.stub.Generate(request())
+    # With no further plan allowed in flight, the next one admits them all.
+    await w.until(lambda: w.engine.executor_infos()[0].num_inflight_plans == 2)
+    call = w.stub.Session()
+    await call.write(pb.SessionRequest(generate=request(request_id="much", logprobs=20, **final)))
+    for index in range(5):
+        await call.write(pb.SessionRequest(generate=request(request_id=str(index), **final)))
+    await call.done_writing()
+    await w.until(lambda: len(w.engine._live) == 7)
+    w.executor.going.set()
+    first, outs = await call.read(), {}
+    assert {event.request_id for event in first.events} == {"much", "0", "1", "2", "3", "4"}
+    for event in first.events:
+        outs.setdefault(event.request_id, Output()).add(event.response)
+    assert outs["much"].finish is None, "the case is what it says"
+    assert await session_events(call, outs) == (ANY, [])
+    assert {len(out.ids) for out in outs.values()} == {100}
+    assert len((await collect(before)).ids) == 8
+    await w.idle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Collection, KeysView
 
@@ -9,6 +10,7 @@ from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.lanes.slot_pool import SlotPool
 from scheduler_svc.core.memory.block_manager import BlockManager
+from scheduler_svc.core.memory.prefix_cache import PrefixCounts
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.queues.orders import OrderPolicy
 from scheduler_svc.core.queues.queues import RunningQueue
@@ -23,11 +25,20 @@ _discard: Callable[[int], None] = deque[int](maxlen=0).append
 class Lane:
     """One executor's block manager, slots, running sequences and plans in flight."""
 
-    def __init__(self, spec: ExecutorSpec, policy: OrderPolicy, *, prefix_caching: bool = False) -> None:
+    def __init__(
+        self,
+        spec: ExecutorSpec,
+        policy: OrderPolicy,
+        *,
+        prefix_caching: bool = False,
+        prefix_counts: PrefixCounts | None = None,
+    ) -> None:
         self.spec = spec
+        self._prefix_counts = prefix_counts
         self._policy = policy
         self._caching = prefix_caching and spec.shares_prefixes
         self.rates = MeasuredRates()
+        self.inflight: deque[PlannedStep] = deque()
         self.reset()
 
     def reset(self) -> None:
@@ -40,6 +51,7 @@ class Lane:
             num_host_blocks=spec.num_host_blocks,
             caching=self._caching,
             rates=self.rates,
+            prefix_counts=self._prefix_counts,
         )
         self.slots = SlotPool(spec.num_slots)
         self.running = RunningQueue(self._policy)
@@ -63,13 +75,19 @@ class Lane:
         """Sequences whose tokens are all planned: they hold no slot and no blocks, and only await results."""
         self.retired: list[Sequence] = []
         """Sequences added to `finishing` since the last plan."""
-        self.inflight: deque[PlannedStep] = deque()
+        # Emptied, not replaced: nothing may keep lost plans and their sequences.
+        self.inflight.clear()
         self.sequence_at: list[Sequence | None] = [None] * spec.num_slots
-        """By slot: its holder, or its last holder, to which the results of plans before the slot's release belong."""
+        """By slot: its holder, or its last holder, to which the results of plans before the slot's release belong.
+
+        None once these results are in: a sequence that has ended is not kept.
+        """
         self.append_at: list[Callable[[int], None]] = [_discard] * spec.num_slots
         """By slot: the function that takes a sampled token."""
         self.discarding_slots: set[int] = set()
         """Slots of finished sequences, for which tokens may still arrive."""
+        self._vacated: dict[int, int] = {}
+        """Slots without a holder: the step after whose result nothing refers to the last holder. Ascending steps."""
         self._known: set[Sequence] = set()
         self._num_with_stop_id: Counter[int] = Counter()
 
@@ -98,6 +116,7 @@ class Lane:
         self.sequence_at[slot] = sequence
         self.append_at[slot] = sequence.token_ids.append
         self.discarding_slots.discard(slot)
+        self._vacated.pop(slot, None)
         self.swapped.pop(sequence, None)
         if sequence not in self._known and not sequence.is_beam:
             self._known.add(sequence)
@@ -130,9 +149,35 @@ class Lane:
             self.slots.release(slot)
         else:
             self.slots.free(slot)
+            self._vacate(slot)
         sequence.slot, sequence.described = None, False
         if not keeps_blocks:
             self.blocks.free(sequence, invalid_kv=invalid_kv)
+
+    def take_released_slots(self, step_id: int) -> list[int]:
+        """The slots that the plan of this step releases on the executor."""
+        released = self.slots.take_released(step_id)
+        self._vacated.update(dict.fromkeys(released, step_id))
+        return released
+
+    def on_result(self, step_id: int) -> None:
+        """Record a step's result: slots become free, and the last holders of vacated slots are forgotten."""
+        self.slots.on_result(step_id)
+        for slot in list(itertools.takewhile(lambda slot: self._vacated[slot] <= step_id, self._vacated)):
+            del self._vacated[slot]
+            self._forget_holder(slot)
+
+    def _vacate(self, slot: int) -> None:
+        """Forget the last holder of a free slot once the plans in flight have their results."""
+        if self.inflight:
+            self._vacated[slot] = self.inflight[-1].plan.step_id
+        else:
+            self._forget_holder(slot)
+
+    def _forget_holder(self, slot: int) -> None:
+        self.sequence_at[slot] = None
+        self.append_at[slot] = _discard
+        self.discarding_slots.discard(slot)
 
     def swap_out(self, sequences: list[Sequence]) -> None:
         """Stop running sequences and move their KV to the host pool; InvariantError if it has too few free blocks."""
@@ -236,6 +281,9 @@ class Lane:
         reserved = [block_id for group in self._groups for block_id in group.reserved_blocks]
         self.blocks.check_integrity([*self.running, *self.swapped], reserved)
         self.slots.check_integrity([held_slot(sequence) for sequence in self.running])
+        known = {*self.slots.to_release, *self._vacated, *(held_slot(sequence) for sequence in self.running)}
+        if any(sequence is not None and slot not in known for slot, sequence in enumerate(self.sequence_at)):
+            raise InvariantError("a free slot keeps its last holder")
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         self.decode_batch.check_integrity(decoding)
         prefilling = set(self.prefilling)

@@ -40,6 +40,11 @@ class SlotPool:
         """Free a slot at once: the executor does not know it, and no result for it is pending."""
         self._free.append(slot)
 
+    @property
+    def to_release(self) -> list[int]:
+        """Slots that the next plan must release."""
+        return self._to_release
+
     def take_released(self, step_id: int) -> list[int]:
         """The slots that the plan of this step must release."""
         released, self._to_release = self._to_release, []

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Ids
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.memory.block_moves import Moves
 from scheduler_svc.core.memory.block_tiers import BlockTiers
-from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix, Parent, host_place
+from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix, Parent, PrefixCounts, host_place
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.sequences.sequence import Sequence
 
@@ -28,6 +28,7 @@ class BlockManager:
     """Allocates blocks to sequences and frees them. Sizes are in tokens unless stated in blocks.
 
     Without `caching` there is no prefix cache; without `rates` every move counts as cheaper than computing.
+    `prefix_counts` are added to.
     """
 
     def __init__(
@@ -39,14 +40,10 @@ class BlockManager:
         num_host_blocks: int = 0,
         caching: bool = False,
         rates: MeasuredRates | None = None,
+        prefix_counts: PrefixCounts | None = None,
     ) -> None:
         self.block_size = block_size
-        self.num_prefix_queries = 0
-        """Number of tokens of admitted sequences that looked up the prefix cache, since start."""
-        self.num_prefix_hits = 0
-        """Number of these tokens that were found."""
-        self.num_prefix_host_hits = 0
-        """Number of these tokens found in the host pool."""
+        self.prefix_counts = prefix_counts or PrefixCounts()
         self._num_watermark_blocks = int(watermark * num_blocks)
         self._chains: dict[int, list[int]] = {}
         """By sequence id: the nodes found by its last lookup."""
@@ -213,9 +210,9 @@ class BlockManager:
                 self.pool.share(block_id)
             sequence.block_ids = [*shared, *taken]
         if found:
-            self.num_prefix_queries += found.num_queried
-            self.num_prefix_hits += found.num_tokens
-            self.num_prefix_host_hits += found.num_host * self.block_size
+            self.prefix_counts.num_queried += found.num_queried
+            self.prefix_counts.num_hits += found.num_tokens
+            self.prefix_counts.num_host_hits += found.num_host * self.block_size
 
     def share_blocks(self, source: Sequence, child: Sequence, num_tokens: int) -> None:
         """Fork: share all blocks of `source` that hold the first `num_tokens` tokens with a child without blocks."""

@@ -19,6 +19,18 @@ Parent = int | Root
 """The predecessor of a block of tokens: another node, or a root."""
 
 
+@dataclass(slots=True)
+class PrefixCounts:
+    """Counts since the start, in tokens. They outlive the pools: a lost executor's cache is gone, its counts stay."""
+
+    num_queried: int = 0
+    """Number of tokens of admitted sequences that looked up the prefix cache."""
+    num_hits: int = 0
+    """Number of these tokens that were found."""
+    num_host_hits: int = 0
+    """Number of these tokens found in the host pool."""
+
+
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
     """The longest cached prefix of a sequence that is worth using, at the time of the lookup."""

@@ -346,6 +346,14 @@ class SequenceGroup:
         """Whether all of its sequences have finished."""
         return all(sequence.state is SequenceState.FINISHED for sequence in self.sequences)
 
+    def release_sequences(self) -> None:
+        """Drop its finished sequences.
+
+        Each refers to its group: together they would be a cycle, and stay in memory until the garbage collector runs.
+        """
+        self.sequences, self.beams = [], []
+        self.candidates.clear()
+
     def drop_candidates(self) -> None:
         """Drop candidates: plans in flight will not return them."""
         self.candidates.clear()

@@ -34,7 +34,7 @@ def plan_step(requests: RequestTable, lane: Lane, plan: StepPlan, now: float) ->
     # A sequence preempted for lack of memory would be admitted again at once.
     if not memory_is_short:
         fully_planned += admit(requests, lane, step, budget, num_admissible)
-    plan.released_slots = lane.stale_slots + lane.slots.take_released(plan.step_id)
+    plan.released_slots = lane.stale_slots + lane.take_released_slots(plan.step_id)
     lane.stale_slots = []
     step.retired, lane.retired = lane.retired, []
     _take_moves(lane, step)

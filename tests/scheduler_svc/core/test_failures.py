@@ -85,7 +85,7 @@ def test_kv_that_is_no_number_is_found_by_nobody(max_tokens: int) -> None:
     assert bench.details["bad"] is FinishDetail.NON_FINITE_LOGITS
     bench.add("next", 13, max_tokens)
     bench.run()
-    assert bench.lane.blocks.num_prefix_hits == 0
+    assert bench.lane.blocks.prefix_counts.num_hits == 0
 
 
 def test_a_group_that_needs_blocks_for_its_fork_preempts_a_lower_one_in_time() -> None:

@@ -21,13 +21,13 @@ def caching(**limits: int) -> Bench:
 
 def hits(bench: Bench, request_id: str, *args: object, **more: object) -> int:
     """Serve a request to its end; returns the tokens that it found in the cache."""
-    before = bench.lane.blocks.num_prefix_hits
+    before = bench.lane.blocks.prefix_counts.num_hits
     bench.add(request_id, *args, **more)  # type: ignore[arg-type]
     bench.run()
     for index in range(bench.specs[request_id].num_samples):
         if not bench.specs[request_id].beams:
             assert bench.samples[request_id, index] == bench.known(request_id, index)
-    return bench.lane.blocks.num_prefix_hits - before
+    return bench.lane.blocks.prefix_counts.num_hits - before
 
 
 def test_a_shared_system_prompt_is_computed_once() -> None:
@@ -127,7 +127,7 @@ def test_hits_count_once_for_each_admission() -> None:
     bench = caching(max_num_batched_tokens=4)
     hits(bench, "a", (*SYSTEM_PROMPT, 30))
     blocks = bench.lane.blocks
-    assert (blocks.num_prefix_queries, blocks.num_prefix_hits) == (17, 0)
+    assert (blocks.prefix_counts.num_queried, blocks.prefix_counts.num_hits) == (17, 0)
     # One that waits looks again with every step, and one of many chunks is admitted once.
     others = [bench.add(f"other {index}", 2, max_tokens=30) for index in range(4)]
     for _ in range(5):
@@ -135,11 +135,11 @@ def test_hits_count_once_for_each_admission() -> None:
     bench.add("b", (*SYSTEM_PROMPT, *range(30, 39)))
     for _ in range(5):
         bench.step(depth=1)
-    assert blocks.num_prefix_hits == 0, "it waits"
+    assert blocks.prefix_counts.num_hits == 0, "it waits"
     for spec in others:
         bench.take(bench.core.abort(spec.key, FinishDetail.ABORTED))
     bench.run()
-    assert (blocks.num_prefix_queries, blocks.num_prefix_hits) == (17 + 4 * 2 + 25, 16)
+    assert (blocks.prefix_counts.num_queried, blocks.prefix_counts.num_hits) == (17 + 4 * 2 + 25, 16)
 
 
 def test_a_preempted_sequence_finds_its_own_tokens() -> None:
@@ -148,7 +148,7 @@ def test_a_preempted_sequence_finds_its_own_tokens() -> None:
     bench.add("young", range(30, 38), max_tokens=24)
     bench.run()
     assert bench.core.num_preemptions > 0
-    assert bench.lane.blocks.num_prefix_hits > 0
+    assert bench.lane.blocks.prefix_counts.num_hits > 0
     assert [bench.tokens[name] for name in ("old", "young")] == [bench.known(name) for name in ("old", "young")]
 
 

@@ -61,7 +61,7 @@ def test_whole_blocks_of_a_common_prefix_are_shared_while_in_use() -> None:
     assert second.block_ids[:2] == first.block_ids[:2]
     assert second.block_ids[2] != first.block_ids[2]
     assert blocks.num_shared_refs == 2
-    assert (blocks.num_prefix_queries, blocks.num_prefix_hits) == (22, 8)
+    assert (blocks.prefix_counts.num_queried, blocks.prefix_counts.num_hits) == (22, 8)
 
 
 def test_looking_up_changes_nothing() -> None:
@@ -72,7 +72,7 @@ def test_looking_up_changes_nothing() -> None:
     found = blocks.find_cached_prefix(make(list(range(10))))
     assert (found.num_idle, found.num_to_take(3)) == (2, 3)
     assert (blocks.num_free, blocks.num_cached, blocks.pool.ref_counts) == before
-    assert blocks.num_prefix_queries == 10
+    assert blocks.prefix_counts.num_queried == 10
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_who_opts_out_leaves_nothing_behind() -> None:
     blocks.free(sequence)
     assert found is NO_PREFIX
     assert (blocks.num_cached, num_found(blocks, list(range(10)))) == (0, 0)
-    assert blocks.num_prefix_queries == 0
+    assert blocks.prefix_counts.num_queried == 0
 
 
 def test_prompt_logprobs_are_computed_not_found_until_they_are_known() -> None:

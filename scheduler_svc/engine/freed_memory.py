@@ -1,0 +1,65 @@
+"""Notices when most requests have ended, so that the process can return their memory to the operating system.
+
+The allocators keep what was freed for later requests: after a burst of long prompts that were all aborted, the process
+would look as large as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scheduler_svc.core.types import RequestSpec
+from scheduler_svc.plan_loop.clock import Clock, Timer
+
+MIN_FREED_TOKENS = 250_000
+"""Prompt tokens, 15 MB or more: freeing less is not worth a pause."""
+MAX_LIVE_TOKENS = 50_000
+"""Prompt tokens of unfinished requests: a collection looks at each, and must not hold the event loop for long."""
+_DELAY_S = 1.0
+"""By then, streams have sent the last output of requests that have ended, and nothing refers to them."""
+
+
+class FreedMemory:
+    """Calls `release` when few of the prompts are left that were in memory since the last call.
+
+    A steadily busy service never gets there: the memory of requests that end serves those that come.
+    """
+
+    def __init__(self, clock: Clock, release: Callable[[], None] | None) -> None:
+        self._clock = clock
+        self._release = release
+        self._num_tokens = 0
+        self._peak = 0
+        self._timer: Timer | None = None
+
+    def on_arrival(self, spec: RequestSpec) -> None:
+        """A request was queued."""
+        self._num_tokens += _num_tokens(spec)
+        self._peak = max(self._peak, self._num_tokens)
+
+    def on_ended(self, spec: RequestSpec) -> None:
+        """A request has ended."""
+        self._num_tokens -= _num_tokens(spec)
+        if self._release is not None and self._timer is None and self._has_shrunk:
+            self._timer = self._clock.call_later(_DELAY_S, self._call)
+
+    def stop(self) -> None:
+        """Call no more."""
+        self._release = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def _has_shrunk(self) -> bool:
+        return self._num_tokens <= MAX_LIVE_TOKENS and self._peak - self._num_tokens >= MIN_FREED_TOKENS
+
+    def _call(self) -> None:
+        self._timer = None
+        # A new burst may have come meanwhile, and uses the memory.
+        if self._release is not None and self._has_shrunk:
+            self._peak = self._num_tokens
+            self._release()
+
+
+def _num_tokens(spec: RequestSpec) -> int:
+    return len(spec.prompt_token_ids) * spec.num_sequences

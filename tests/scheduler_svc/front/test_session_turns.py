@@ -1,0 +1,149 @@
+"""The requests of a session take turns in its messages: a large backlog of one delays no other."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from cadenza.v1 import generation_pb2 as pb
+from cadenza.v1 import types_pb2
+from scheduler_svc.convert.generation import request_fields
+from scheduler_svc.core.errors import RequestRejectedError
+from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, RequestSpec, Sampling
+from scheduler_svc.engine.live_request import LiveRequest
+from scheduler_svc.engine.reader import MAX_CHUNK_BYTES, RequestReader
+from scheduler_svc.front.session import Session, _Entry
+from scheduler_svc.plan_loop.ports import EngineRequest
+
+NUM_PROMPT_TOKENS = 20_000
+NUM_TOP = 20
+
+
+class Quiet:
+    """The parts of a Front that a session calls here."""
+
+    def __init__(self) -> None:
+        self.engine = self
+
+    def detach(self, *_: object) -> None:
+        """Nothing runs."""
+
+    def log_refused(self, *_: object) -> None:
+        """Nothing is logged."""
+
+
+def session() -> Session:
+    return Session(Quiet(), None)  # type: ignore[arg-type]
+
+
+def add(opened: Session, request_id: str, *, prompt_logprobs: int = 0) -> LiveRequest:
+    """A request with one output token, and with the logprobs of so many prompt tokens, in the session."""
+    num_top = NUM_TOP if prompt_logprobs else None
+    spec = RequestSpec(request_id, (5,) * (prompt_logprobs + 1), Sampling(num_prompt_logprobs=num_top))
+    live = LiveRequest(EngineRequest(spec), 1)
+    if live.prompt_logprobs is not None:
+        count = prompt_logprobs
+        rows = PromptLogprobs(1, [-0.5] * count, [1] * count, NUM_TOP, [7] * NUM_TOP * count, [-1.0] * NUM_TOP * count)
+        live.prompt_logprobs.extend(rows)
+    live.samples[0].extend((9,))
+    part = types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[5]))
+    entry = _Entry(opened, request_fields(pb.GenerateRequest(request_id=request_id, prompt=[part])))
+    entry.reader = RequestReader(live)
+    opened._entries[request_id] = entry
+    opened.mark(entry)
+    return live
+
+
+async def messages_of(opened: Session) -> list[pb.SessionResponse]:
+    messages: list[pb.SessionResponse] = []
+    while (message := await opened._collect()) is not None:
+        messages.append(message)
+    return messages
+
+
+def ids_of(message: pb.SessionResponse) -> list[str]:
+    return [event.request_id for event in message.events]
+
+
+async def test_a_backlog_of_prompt_logprobs_delays_no_other_request() -> None:
+    opened = session()
+    add(opened, "large", prompt_logprobs=NUM_PROMPT_TOKENS)
+    for index in range(50):
+        add(opened, str(index))
+    first = await opened._collect()
+    assert first is not None
+    assert set(ids_of(first)) == {"large", *map(str, range(50))}
+    # An output that comes while the backlog is being sent is in the next message.
+    add(opened, "late")
+    second = await opened._collect()
+    assert second is not None
+    assert set(ids_of(second)) == {"late", "large"}
+
+
+async def test_messages_are_as_large_as_for_the_backlog_alone() -> None:
+    alone, shared = session(), session()
+    for opened in (alone, shared):
+        add(opened, "large", prompt_logprobs=NUM_PROMPT_TOKENS)
+    for index in range(50):
+        add(shared, str(index))
+    expected, found = await messages_of(alone), await messages_of(shared)
+    assert len(found) == len(expected) > 5
+    assert max(message.ByteSize() for message in found) < 1.1 * MAX_CHUNK_BYTES
+
+
+async def test_the_order_within_a_request_stays() -> None:
+    opened = session()
+    for name in ("a", "b"):
+        live = add(opened, name, prompt_logprobs=NUM_PROMPT_TOKENS)
+        live.samples[0].extend((10,), finish=Finish(FinishDetail.MAX_TOKENS))
+    messages = await messages_of(opened)
+    assert {name for message in messages[:2] for name in ids_of(message)} == {"a", "b"}
+    for name in ("a", "b"):
+        events = [event for message in messages for event in message.events if event.request_id == name]
+        starts = [event.response.prompt_logprobs_start for event in events if event.response.prompt_logprobs.num_top]
+        sizes = [len(event.response.prompt_logprobs.chosen_logprobs) for event in events]
+        assert starts[0] == 1
+        assert starts[1:] == [start + size for start, size in zip(starts, sizes, strict=False)][: len(starts) - 1]
+        assert sum(sizes) == NUM_PROMPT_TOKENS
+        assert [event.done for event in events] == [False] * (len(events) - 1) + [True]
+        assert list(events[-1].response.outputs[0].token_ids) == [9, 10]
+
+
+async def test_large_backlogs_share_a_message_alike() -> None:
+    opened = session()
+    for name in "abcd":
+        add(opened, name, prompt_logprobs=NUM_PROMPT_TOKENS)
+    sizes: dict[str, int] = {}
+    for message in (await opened._collect(), await opened._collect()):
+        assert message is not None
+        for event in message.events:
+            sizes[event.request_id] = sizes.get(event.request_id, 0) + event.ByteSize()
+    assert sizes.keys() == set("abcd")
+    assert max(sizes.values()) < 1.5 * min(sizes.values())
+
+
+async def test_errors_leave_room_for_outputs() -> None:
+    opened: Any = session()
+    for index in range(900):
+        opened._report(f"{index}" + "x" * 4000, RequestRejectedError("prompt", "is empty"), done=True)
+    add(opened, "served")
+    assert "served" in ids_of(await opened._collect())
+
+
+async def test_the_event_loop_runs_other_tasks_while_a_large_message_is_made() -> None:
+    opened = session()
+    add(opened, "large", prompt_logprobs=NUM_PROMPT_TOKENS)
+    num_pauses = 0
+
+    async def count_pauses() -> None:
+        nonlocal num_pauses
+        while True:
+            await asyncio.sleep(0)
+            num_pauses += 1
+
+    other = asyncio.create_task(count_pauses())
+    message = await opened._collect()
+    other.cancel()
+    assert message is not None
+    assert len(message.events) >= 16
+    assert num_pauses >= 14, "one after each full turn"

@@ -81,6 +81,8 @@ class TimedExecutor:
     """
 
     target = "virtual"
+    num_steps_before = 0
+    """Steps that it completed for an earlier scheduler."""
 
     def __init__(self, clock: Clock, model: ModelDescription, step_s: float) -> None:
         self.clock, self.model, self.step_s = clock, model, step_s
@@ -114,7 +116,7 @@ class TimedStream:
 
     def __init__(self, executor: TimedExecutor) -> None:
         self._executor = executor
-        self.opened = SessionOpened(executor.incarnation, last_completed_step_id=0)
+        self.opened = SessionOpened(executor.incarnation, executor.num_steps_before)
         self._free_at = executor.clock.monotonic()
         self._results: asyncio.Queue[StepResult | None] = asyncio.Queue()
         self._held: list[StepResult] = []

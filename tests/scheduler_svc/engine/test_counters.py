@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.plan_loop.ports import Load, ModelDescription, SessionOpened
-from tests.helpers.fake_clock import TimedStream
+from scheduler_svc.plan_loop.ports import Load, ModelDescription
+from tests.helpers.fake_clock import TimedExecutor
 from tests.helpers.virtual_engine import MODEL, STEP_S, World, started
 
 COUNTERS = (
@@ -74,7 +74,7 @@ async def test_no_counter_decreases_when_the_executor_comes_back(model: ModelDes
 
 async def test_steps_are_counted_from_the_schedulers_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The executor has run a thousand steps for an earlier scheduler: step ids go on from there."""
-    monkeypatch.setattr(TimedStream, "opened", SessionOpened(incarnation=1, last_completed_step_id=1000))
+    monkeypatch.setattr(TimedExecutor, "num_steps_before", 1000)
     async with started() as world:
         world.submit(4)
         await world.clock.advance(10 * STEP_S)

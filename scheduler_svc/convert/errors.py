@@ -10,6 +10,7 @@ from google.rpc import status_pb2
 from cadenza.transport import field_violation, make_status, retry_info
 from scheduler_svc.core.errors import (
     DrainingError,
+    ModelChangedError,
     PreconditionError,
     QueueFullError,
     RequestExistsError,
@@ -49,6 +50,8 @@ def status_of(exc: Exception) -> status_pb2.Status:
             status = make_status(
                 code.FAILED_PRECONDITION, f"{exc.field}: {message}", [field_violation(exc.field, message)]
             )
+        case ModelChangedError():
+            status = make_status(code.FAILED_PRECONDITION, message)
         case UnreadableMessageError():
             status = make_status(code.INVALID_ARGUMENT, f"the message cannot be read: {message}")
         case QueueFullError():

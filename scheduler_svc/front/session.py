@@ -185,6 +185,9 @@ class Session:
             chunk = entry.reader.take(MAX_CHUNK_BYTES - num_bytes) if entry.reader is not None else None
             if chunk is None or entry.reader is None:
                 del self._outputs[request_id]
+                if entry.reader is not None and entry.reader.live.error is not None:
+                    self._drop(entry)
+                    self._report(request_id, entry.reader.live.error, done=True, refused=False)
                 continue
             event = message.events.add(request_id=request_id, done=chunk.is_last)
             with_ids = entry.fields.return_prompt_token_ids
@@ -194,7 +197,7 @@ class Session:
             convert.fill_response(event.response, entry.reader.live, chunk, with_prompt_ids=with_ids)
             if chunk.is_last:
                 self._drop(entry)
-            elif chunk.is_whole:
+            elif chunk.is_whole and entry.reader.live.error is None:
                 del self._outputs[request_id]
         return message if message.events else None
 
@@ -202,8 +205,10 @@ class Session:
         self._drop(entry)
         self._report(entry.fields.request_id, exc, done=True)
 
-    def _report(self, request_id: str, exc: Exception, *, done: bool) -> None:
-        self._front.log_refused(request_id, exc)
+    def _report(self, request_id: str, exc: Exception, *, done: bool, refused: bool = True) -> None:
+        """Report an error; `refused`: the request never ran. The engine logs the end of one that did."""
+        if refused:
+            self._front.log_refused(request_id, exc)
         event = pb.SessionEvent(request_id=request_id[:_MAX_ECHO_CHARS], done=done)
         event.error.CopyFrom(status_of(exc))
         self._errors.append(event)

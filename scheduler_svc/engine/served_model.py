@@ -78,8 +78,13 @@ class ServedModel:
             _LOG.warning("%s: %d unfinished requests end", reason, len(requests))
         elif not change.same_numerics:
             _LOG.warning("%s: %d unfinished requests go on", change.other_numerics, len(requests))
-        else:
-            _LOG.info("the executor at %s came back with another description", change.target)
+        after = change.after
+        _LOG.info(
+            "the executor at %s came back changed: %s, vocabulary %d, max_model_len %d, %d KV blocks of %d tokens, "
+            "%d sequences a step",
+            change.target, after.name, after.vocab_size, after.max_model_len, after.num_device_blocks,
+            after.block_size, after.max_num_seqs,
+        )  # fmt: skip
         prepared.serve(self.number)
         return [ModelChangedError(reason) if reason else self._misfit(each.spec, change.after) for each in requests]
 
@@ -99,7 +104,7 @@ class ServedModel:
         rejected = self._core.misfit(spec.key)
         if rejected is not None:
             # The request was right when it came, so its error is not INVALID_ARGUMENT.
-            return PreconditionError(rejected.field, f"{rejected} of the executor that came back")
+            return PreconditionError(rejected.field, f"the executor that came back cannot hold it: {rejected}")
         try:
             self._prepared.check_request(spec, model)
         except PreconditionError as exc:

@@ -23,7 +23,6 @@ from scheduler_svc.core.types import (
 )
 from scheduler_svc.plan_loop.ports import ModelDescription
 
-
 _DIGEST_DIGITS = 12
 """Hexadecimal digits of a digest in a message: enough to see that two differ."""
 

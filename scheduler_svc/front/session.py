@@ -66,7 +66,7 @@ class Session:
                     if message is not None:
                         await self._context.write(message)
                         continue
-                    if self._input_over and not self._entries:
+                    if self._input_over and not self._entries and not self._errors:
                         return
                     self._front.check_serving()
                     await self._wake.wait()

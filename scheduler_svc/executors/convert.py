@@ -71,7 +71,8 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
 
 def _numerics(message: types_pb2.NumericsFingerprint) -> tuple[tuple[str, str], ...]:
     """Return the parts of a fingerprint for a message: names and values."""
-    mode = types_pb2.NumericsMode.Name(message.mode) if message.mode in types_pb2.NumericsMode.values() else "?"
+    known = message.mode in types_pb2.NumericsMode.values()
+    mode = types_pb2.NumericsMode.Name(message.mode) if known else str(message.mode)
     return (
         ("mode", mode.removeprefix("NUMERICS_MODE_").lower()),
         ("weights", message.weights_digest.hex()[:_DIGEST_DIGITS]),

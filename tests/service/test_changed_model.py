@@ -77,8 +77,11 @@ async def test_the_new_model_is_served_with_its_own_tokenizer(tokenizer_folder: 
         assert list((await w.stub.Tokenize(long)).token_ids) == [599]
 
 
-async def test_a_session_reports_each_error_and_serves_the_new_model(tokenizer_folder: str) -> None:
-    async with world(tokenizer=tokenizer_folder) as w:
+async def test_a_session_reports_each_error_and_serves_the_new_model(
+    tokenizer_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with world(tokenizer=tokenizer_folder, log_requests=True) as w:
         call = w.stub.Session()
         for name, mode in (("delta", pb.OUTPUT_MODE_DELTA), ("final", pb.OUTPUT_MODE_FINAL)):
             message = request(request_id=name, max_tokens=200, output_mode=mode)
@@ -100,6 +103,9 @@ async def test_a_session_reports_each_error_and_serves_the_new_model(tokenizer_f
         assert set(outs) == {"delta", "new"}, "a request with OUTPUT_MODE_FINAL has no part of its output"
         assert (outs["delta"].finish, outs["delta"].stats) == (None, None)
         assert outs["new"].ids == [101] * 8
+        lines = [record.getMessage() for record in caplog.records if "request 'final'" in record.getMessage()]
+        assert len(lines) == 1, "it ended, and was not refused"
+        assert lines[0].startswith("request 'final': ModelChangedError, prompt 2 tokens, output ")
         assert await call.code() is grpc.StatusCode.OK
 
 

@@ -150,13 +150,26 @@ class ChangingWorld:
         finishes = [sample.finish for sample in self.live[request_id].samples]
         return ["" if finish is None else finish.detail.name for finish in finishes]
 
+    def state(self) -> str:
+        """What is held, for the message of a failed test."""
+        lane = self.core.lanes[0]
+        groups = [
+            (group.spec.request_id, group.has_all_results, [sequence.state.name for sequence in group.sequences])
+            for group in self.core.groups.values()
+        ]
+        return (
+            f"at {self.clock.monotonic()} connected {self.engine.connected}, described {self.executor.num_described} "
+            f"times, {len(lane.inflight)} plans in flight, {len(lane.running)} running, {len(self.core.waiting)} "
+            f"waiting, failure {self.engine.failure!r}, {lane.spec}, {groups}"
+        )
+
     async def run(self, seconds: float = 20.0) -> None:
         """Let time pass until all requests have ended, or for so long; then everything must be free."""
         end = self.clock.monotonic() + seconds
         while self.clock.monotonic() < end and not all(live.ended for live in self.live.values()):
             await self.clock.advance(10 * STEP_S)
             self.core.check_integrity()
-        assert [name for name, live in self.live.items() if not live.ended] == []
+        assert [name for name, live in self.live.items() if not live.ended] == [], self.state()
         assert not self.core.groups
 
 

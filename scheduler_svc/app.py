@@ -10,12 +10,10 @@ import gc
 import importlib.metadata
 import logging
 import signal
-import threading
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -31,16 +29,15 @@ from scheduler_svc.front.admin import AdminServicer
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.generation import GenerationServicer
 from scheduler_svc.front.health import HealthServicer
+from scheduler_svc.front.model_front import ModelFront
 from scheduler_svc.front.process_memory import release_free_memory
 from scheduler_svc.front.unreadable import UnreadableMessages
 from scheduler_svc.plan_loop.clock import SystemClock
 from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, ModelDescription
 from scheduler_svc.recording.recording import core_and_executor
-from scheduler_svc.requests.builder import RequestBuilder
-from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError, load_tokenizer, preload
+from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError
 
 _LOG = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _STOP_GRACE_S = 0.5
 
 _NO_TOKENIZER = (
@@ -67,7 +64,7 @@ class Service:
         self._engine = Engine(config, core, recorded, SystemClock(), release_memory=release_free_memory)
         self._front = Front(self._engine, config, version=_version())
         self._health = HealthServicer(list(_SERVICES))
-        self._tokenizer: Tokenizer | None = None
+        self._model = ModelFront(self._front, config)
         self._server = grpc.aio.server(interceptors=[UnreadableMessages()], options=server_options())
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self._front), self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._front), self._server)
@@ -86,20 +83,13 @@ class Service:
         _LOG.info("connecting to the executor at %s", ", ".join(self._config.executor))
         starting = asyncio.create_task(self._engine.start())
         try:
-            await self._start_tokenizer()
+            await self._model.preload()
             await starting
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-        model = self._engine.model
-        await self._finish_tokenizer(model)
-        max_model_len = min(self._config.max_model_len or model.max_model_len, model.max_model_len)
-        _log_choices(model, self._tokenizer, max_model_len)
-        if self._tokenizer is None and not self._config.skip_tokenizer_init:
-            _LOG.warning("%s", _NO_TOKENIZER)
-        if self._config.preemption != "recompute" and not model.num_host_blocks:
-            _LOG.warning("--preemption %s: the executor has no host blocks (--num-cpu-blocks)", self._config.preemption)
-        self._front.open(RequestBuilder(model, self._tokenizer, max_model_len=max_model_len))
+        await self._model.open(self._engine.served_model, lambda: self._engine.model)
+        self._log_choices()
         self._engine.add_health_listener(self._health.set)
         self._health.set(self._engine.healthy)
 
@@ -119,24 +109,15 @@ class Service:
         self._recording.close()
         for executor in self._executors:
             await executor.aclose()
-        if self._tokenizer is not None:
-            self._tokenizer.close()
+        self._model.close()
 
-    async def _start_tokenizer(self) -> None:
-        """Do what needs no executor: load the tokenizer if an option names it, else import its library."""
-        named = self._config.tokenizer
-        if self._config.skip_tokenizer_init:
-            return
-        if named is None:
-            await _in_thread(preload)
-        else:
-            self._tokenizer = await _in_thread(lambda: load_tokenizer(named, required=True))
-
-    async def _finish_tokenizer(self, model: ModelDescription) -> None:
-        if not self._config.skip_tokenizer_init and self._config.tokenizer is None:
-            self._tokenizer = await _in_thread(lambda: load_tokenizer(model.tokenizer))
-        if self._tokenizer is not None:
-            self._tokenizer.check_fits(model.vocab_size)
+    def _log_choices(self) -> None:
+        model, tokenizer, config = self._engine.model, self._model.tokenizer, self._config
+        _log_model(model, tokenizer, self._model.max_model_len)
+        if tokenizer is None and not config.skip_tokenizer_init:
+            _LOG.warning("%s", _NO_TOKENIZER)
+        if config.preemption != "recompute" and not model.num_host_blocks:
+            _LOG.warning("--preemption %s: the executor has no host blocks (--num-cpu-blocks)", config.preemption)
 
 
 async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
@@ -194,21 +175,6 @@ async def _wait_for_either(stop: asyncio.Event, other: asyncio.Task[Any]) -> Non
         stopped.cancel()
 
 
-def _in_thread(work: Callable[[], _T]) -> asyncio.Future[_T]:
-    """Run blocking work in a daemon thread (the interpreter would wait for asyncio.to_thread's thread at exit)."""
-    result: Future[_T] = Future()
-
-    def run() -> None:
-        result.set_running_or_notify_cancel()
-        try:
-            result.set_result(work())
-        except BaseException as exc:
-            result.set_exception(exc)
-
-    threading.Thread(target=run, name="loading", daemon=True).start()
-    return asyncio.wrap_future(result)
-
-
 def _version() -> str:
     try:
         return importlib.metadata.version("cadenza")
@@ -216,7 +182,7 @@ def _version() -> str:
         return "0"
 
 
-def _log_choices(model: ModelDescription, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+def _log_model(model: ModelDescription, tokenizer: Tokenizer | None, max_model_len: int) -> None:
     _LOG.info(
         "serving %s (%s, %s) on %s: vocabulary %d, max_model_len %d, %d KV blocks of %d tokens, tokenizer %s",
         model.name, model.architecture, model.dtype, model.device, model.vocab_size, max_model_len,

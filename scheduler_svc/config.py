@@ -161,6 +161,13 @@ class SchedulerConfig(ServiceSettings):
         "the host pool, if that has free blocks (--num-cpu-blocks); auto: the cheaper one by measured rates.",
         json_schema_extra=about("Scheduling"),
     )
+    allow_fingerprint_change: bool = Field(
+        False,
+        description="Let unfinished requests go on when an executor comes back with another numerics fingerprint, as "
+        "after a change of threads or weights, though their later tokens may differ; otherwise they end with "
+        "FAILED_PRECONDITION.",
+        json_schema_extra=about("Scheduling"),
+    )
     record: str | None = Field(
         None,
         min_length=1,

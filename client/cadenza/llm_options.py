@@ -145,6 +145,11 @@ class LLMOptions(TypedDict, total=False):
     """What happens to the KV of a preempted request; recompute: it is computed again; swap: it moves to the host pool,
     if that has free blocks (--num-cpu-blocks); auto: the cheaper one by measured rates. [default: recompute]"""
 
+    allow_fingerprint_change: bool | None
+    """Let unfinished requests go on when an executor comes back with another numerics fingerprint, as after a change of
+    threads or weights, though their later tokens may differ; otherwise they end with FAILED_PRECONDITION. [default:
+    off]"""
+
     record: str | None
     """File to write a plan log to: every call into the scheduler's core, every plan and result, for replay;
     docs/replay.md."""

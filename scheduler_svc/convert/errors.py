@@ -10,6 +10,7 @@ from google.rpc import status_pb2
 from cadenza.transport import field_violation, make_status, retry_info
 from scheduler_svc.core.errors import (
     DrainingError,
+    ModelChangedError,
     PreconditionError,
     QueueFullError,
     RequestExistsError,
@@ -47,6 +48,7 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     NotServingError: grpc.StatusCode.UNAVAILABLE,
     UnknownRequestError: grpc.StatusCode.NOT_FOUND,
     AbortedEarlyError: grpc.StatusCode.CANCELLED,
+    ModelChangedError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 

@@ -23,6 +23,10 @@ class PreconditionError(SchedulerError):
         self.field = field
 
 
+class ModelChangedError(SchedulerError):
+    """The executor came back with another model or other numerics, under which the request cannot go on."""
+
+
 class QueueFullError(SchedulerError):
     """The waiting queue is full; try again after `retry_after_s` seconds."""
 

@@ -40,6 +40,17 @@ MAX_FAILED_STEPS = 5
 """A group that was part of this many failed steps without progress in between is finished with an error."""
 
 
+def check_limits(spec: ExecutorSpec) -> None:
+    """Raise LimitsError for limits of an executor that would not allow progress."""
+    if spec.max_num_batched_tokens < spec.max_num_seqs:
+        raise LimitsError(
+            f"max_num_batched_tokens ({spec.max_num_batched_tokens}) must be at least max_num_seqs "
+            f"({spec.max_num_seqs}): a step gives every decoding sequence a token"
+        )
+    if spec.num_slots < spec.max_num_seqs:
+        raise LimitsError(f"num_slots ({spec.num_slots}) must be at least max_num_seqs ({spec.max_num_seqs})")
+
+
 class Scheduler:
     """Makes every scheduling decision and holds every request's state."""
 
@@ -81,14 +92,11 @@ class Scheduler:
     # --- executors ---------------------------------------------------------------------------------------------------
 
     def add_executor(self, executor_id: int, spec: ExecutorSpec) -> None:
-        """Create a lane for an executor; raises LimitsError for limits that would not allow progress."""
-        if spec.max_num_batched_tokens < spec.max_num_seqs:
-            raise LimitsError(
-                f"max_num_batched_tokens ({spec.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({spec.max_num_seqs}): a step gives every decoding sequence a token"
-            )
-        if spec.num_slots < spec.max_num_seqs:
-            raise LimitsError(f"num_slots ({spec.num_slots}) must be at least max_num_seqs ({spec.max_num_seqs})")
+        """Create an executor's lane, or replace the lane of a lost executor by an empty one with these limits.
+
+        Requests go on within the new limits; `misfit` names those that cannot. Raises LimitsError, as `check_limits`.
+        """
+        check_limits(spec)
         policies = self._requests.policies
         self.lanes[executor_id] = Lane(
             spec, policies.order, prefix_caching=policies.prefix_caching, prefix_counts=self.prefix_counts
@@ -150,6 +158,25 @@ class Scheduler:
         if group is not None and group.sequences[sample_index].state is not SequenceState.FINISHED:
             self._requests.finish(group.sequences[sample_index], Finish(FinishDetail.STOP_STRING), report=False)
 
+    def misfit(self, key: RequestKey) -> RequestRejectedError | None:
+        """Why an unfinished request can never run within the present limits; None if it can, or is unknown.
+
+        None too for samples with output: planning ends each one that is too long, with MAX_MODEL_LEN or KV_CAPACITY.
+        """
+        group = self.groups.get(key)
+        if group is None:
+            return None
+        # Samples after their fork are admitted one by one.
+        count = 1 if group.can_admit_partially else group.spec.num_sequences
+        try:
+            self._check_count_fits(group.spec, count)
+            if not any(sequence.num_output_tokens for sequence in group.sequences):
+                self._check_length_fits(group.spec)
+                self._check_blocks_fit(group.spec, count)
+        except RequestRejectedError as exc:
+            return exc
+        return None
+
     def take_outputs(self) -> StepOutputs:
         """The outputs since the last call."""
         return self._requests.take_outputs()
@@ -208,28 +235,34 @@ class Scheduler:
 
     def _check_fits(self, spec: RequestSpec) -> None:
         """Reject a request that no executor can hold; the message has the numbers."""
-        num_prompt = len(spec.prompt_token_ids)
-        if num_prompt == 0:
+        if not spec.prompt_token_ids:
             raise RequestRejectedError("prompt", "the prompt has no tokens")
-        longest = max(lane.spec.max_model_len for lane in self.lanes.values())
+        self._check_length_fits(spec)
+        count, num_prompt = spec.num_sequences, len(spec.prompt_token_ids)
+        self._check_count_fits(spec, count)
+        if count > 1 and count * (num_prompt + spec.sampling.num_values) > MAX_ADMITTED_VALUES:
+            raise RequestRejectedError(
+                _count_field(spec),
+                f"{count} sequences of {num_prompt} prompt tokens exceed {MAX_ADMITTED_VALUES} numbers in a plan",
+            )
+        self._check_blocks_fit(spec, count)
+
+    def _check_length_fits(self, spec: RequestSpec) -> None:
+        num_prompt, longest = len(spec.prompt_token_ids), max(lane.spec.max_model_len for lane in self.lanes.values())
         if num_prompt + 1 > longest:
             raise RequestRejectedError(
                 "prompt", f"{num_prompt} prompt tokens and one of output exceed max_model_len = {longest}"
             )
-        self._check_group_fits(spec)
 
-    def _check_group_fits(self, spec: RequestSpec) -> None:
-        """Reject a group whose sequences cannot start together."""
-        count, num_prompt = spec.num_sequences, len(spec.prompt_token_ids)
-        field = "sampling_params.beam_width" if spec.beams else "sampling_params.n"
+    def _check_count_fits(self, spec: RequestSpec, count: int) -> None:
+        """Reject `count` sequences, which must run together, if they are more than a step can have."""
         most = max(lane.spec.max_num_seqs for lane in self.lanes.values())
         if count > most:
-            raise RequestRejectedError(field, f"{count} sequences exceed max_num_seqs = {most}")
-        if count > 1 and count * (num_prompt + spec.sampling.num_values) > MAX_ADMITTED_VALUES:
-            raise RequestRejectedError(
-                field, f"{count} sequences of {num_prompt} prompt tokens exceed {MAX_ADMITTED_VALUES} numbers in a plan"
-            )
-        block_size = next(iter(self.lanes.values())).spec.block_size
+            raise RequestRejectedError(_count_field(spec), f"{count} sequences exceed max_num_seqs = {most}")
+
+    def _check_blocks_fit(self, spec: RequestSpec, count: int) -> None:
+        """Reject a prompt that, with `count` sequences that share it, needs more blocks than the pool has."""
+        block_size, num_prompt = next(iter(self.lanes.values())).spec.block_size, len(spec.prompt_token_ids)
         needed = num_prompt // block_size + count
         largest = max(lane.spec.num_blocks for lane in self.lanes.values())
         if needed > largest:
@@ -237,3 +270,7 @@ class Scheduler:
             raise RequestRejectedError(
                 "prompt", f"{needs} need {needed} KV blocks of {block_size} tokens; the pool has {largest}"
             )
+
+
+def _count_field(spec: RequestSpec) -> str:
+    return "sampling_params.beam_width" if spec.beams else "sampling_params.n"

@@ -89,6 +89,8 @@ def request_line(live: LiveRequest) -> str:
     cached = f" ({counts.num_cached_tokens} cached)" if counts.num_cached_tokens else ""
     ends = Counter(sample.finish.detail.name.lower() for sample in live.samples if sample.finish is not None)
     ended = " ".join(f"{name} x{count}" if count > 1 else name for name, count in ends.items())
+    if live.error is not None:
+        ended = f"{ended} {type(live.error).__name__}".lstrip()
     preempted = f", preempted {counts.num_preemptions}" if counts.num_preemptions else ""
     queued = _since(times.arrival_ns, times.first_plan_ns or times.end_ns)
     first = f", first token {_since(times.arrival_ns, times.first_token_ns)}" if times.first_token_ns else ""

@@ -21,8 +21,10 @@ from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceS
 from scheduler_svc.engine.activity_log import ActivityLog
 from scheduler_svc.engine.freed_memory import FreedMemory
 from scheduler_svc.engine.live_request import Listener, LiveRequest
+from scheduler_svc.engine.served_model import PreparedModel, ServedModel
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
 from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.plan_loop.model_change import ModelChange
 from scheduler_svc.plan_loop.plan_loop import PlanLoop
 from scheduler_svc.plan_loop.ports import (
     EngineRequest,
@@ -72,6 +74,7 @@ class Engine:
         self.fenced = asyncio.Event()
         """Set when the engine has stopped permanently: fenced by another scheduler, or crashed; see `failure`."""
         self.failure: Exception | None = None
+        self.served_model = ServedModel(core, allow_fingerprint_change=config.allow_fingerprint_change)
 
     # --- start and stop ----------------------------------------------------------------------------------------------
 
@@ -139,7 +142,8 @@ class Engine:
     def submit(self, request: EngineRequest) -> LiveRequest:
         """Queue a request; an unfinished request with the same id and the same body is returned instead.
 
-        Raises RequestRejectedError, QueueFullError, RequestExistsError, DrainingError.
+        Raises RequestRejectedError, PreconditionError, QueueFullError, RequestExistsError, DrainingError,
+        ModelChangedError.
         """
         spec = request.spec
         known = self._live.get(spec.key)
@@ -153,6 +157,7 @@ class Engine:
             raise QueueFullError(
                 f"{len(self._core.waiting)} requests wait already (max_queued_requests)", self._retry_after_s()
             )
+        self.served_model.check(request, self.model)
         self._log.on_arrival()
         self._core.add_request(spec, self.clock.monotonic())
         live = LiveRequest(request, self.clock.monotonic_ns())
@@ -335,6 +340,21 @@ class Engine:
     def on_progress(self) -> None:
         """Report health to the listeners."""
         self._report_health()
+
+    async def prepare_model(self, change: ModelChange) -> Callable[[], None]:
+        """Let the front prepare for a changed model; returns the call that adopts it. Raises ModelRefusedError."""
+        return partial(self._adopt_model, change, await self.served_model.prepare(change))
+
+    def _adopt_model(self, change: ModelChange, prepared: PreparedModel) -> None:
+        """Serve the changed model, and end the requests that cannot go on with it; their output stays readable."""
+        unfinished = list(self._live.items())
+        errors = self.served_model.adopt(change, prepared, [live.request for _, live in unfinished])
+        for (key, live), error in zip(unfinished, errors, strict=True):
+            if error is not None:
+                live.error = error
+                self._close(key, live, self.clock.monotonic_ns())
+                self.on_outputs(self._core.abort(key, FinishDetail.EXECUTOR_ERROR))
+                live.notify()
 
     def _close(self, key: RequestKey, live: LiveRequest, now_ns: int) -> None:
         live.ended = True

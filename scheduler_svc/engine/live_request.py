@@ -110,13 +110,25 @@ class LivePromptLogprobs:
 class LiveRequest:
     """A request with its samples, times and listeners."""
 
-    __slots__ = ("_listeners", "counts", "ended", "prompt_logprobs", "request", "returned", "samples", "times")
+    __slots__ = (
+        "_listeners",
+        "counts",
+        "ended",
+        "error",
+        "prompt_logprobs",
+        "request",
+        "returned",
+        "samples",
+        "times",
+    )
 
     def __init__(self, request: EngineRequest, arrival_ns: int) -> None:
         self.request = request
         self.times = RequestTimes(arrival_ns=arrival_ns)
         self.counts = RequestCounts()
         self.ended = False
+        self.error: Exception | None = None
+        """Why it ended without a finish of every sample; readers raise it after the output so far."""
         make_text = request.make_text
         self.samples = [LiveSample(make_text() if make_text else None) for _ in range(request.spec.num_samples)]
         self.returned = self.samples if request.best_of is None else []

@@ -23,6 +23,9 @@ from scheduler_svc.core.types import (
 )
 from scheduler_svc.plan_loop.ports import ModelDescription
 
+_DIGEST_DIGITS = 12
+"""Hexadecimal digits of a digest in a message: enough to see that two differ."""
+
 
 class ProtocolError(Exception):
     """An executor's message contradicts the protocol."""
@@ -53,6 +56,8 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
         device=message.device,
         incarnation=message.incarnation,
         fingerprint=message.fingerprint.SerializeToString(),
+        is_exact=message.fingerprint.mode == types_pb2.NUMERICS_MODE_EXACT,
+        numerics=_numerics(message.fingerprint),
         gives_prompt_logprobs=pb.EXECUTOR_FEATURE_PROMPT_LOGPROBS in message.features,
         has_logits_processors=pb.EXECUTOR_FEATURE_LOGITS_PROCESSORS in message.features,
         can_copy=pb.EXECUTOR_FEATURE_BLOCK_COPY in message.features,
@@ -61,6 +66,24 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
         gives_candidates=pb.EXECUTOR_FEATURE_BEAMS in message.features,
         gives_debug_digest=pb.EXECUTOR_FEATURE_DEBUG_DIGEST in message.features,
         shares_prefixes=pb.EXECUTOR_FEATURE_SHARED_PREFIXES in message.features,
+    )
+
+
+def _numerics(message: types_pb2.NumericsFingerprint) -> tuple[tuple[str, str], ...]:
+    """Return the parts of a fingerprint for a message: names and values."""
+    known = message.mode in types_pb2.NumericsMode.values()
+    mode = types_pb2.NumericsMode.Name(message.mode) if known else str(message.mode)
+    return (
+        ("mode", mode.removeprefix("NUMERICS_MODE_").lower()),
+        ("weights", message.weights_digest.hex()[:_DIGEST_DIGITS]),
+        ("dtype", message.dtype),
+        ("kv_dtype", message.kv_dtype),
+        ("kernels", message.kernels),
+        ("isa", message.isa),
+        ("threads", str(message.num_threads)),
+        ("versions", ", ".join(message.versions)),
+        # Last: it covers the fields of config.json that no other part shows.
+        ("digest", message.digest.hex()[:_DIGEST_DIGITS]),
     )
 
 

@@ -45,7 +45,7 @@ class Front:
         return self._num_clients
 
     def open(self, builder: RequestBuilder) -> None:
-        """Accept calls: the engine has started."""
+        """Accept calls: the engine has started. Called again with another builder when the model changes."""
         self._builder = builder
 
     def stop(self) -> None:

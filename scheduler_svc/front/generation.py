@@ -121,7 +121,10 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         return pb.DetokenizeResponse(text=text)
 
     async def _stream(self, live: LiveRequest, fields: RequestFields, context: Any) -> None:
-        """Send a request's output until it finishes; when the stream ends early, the engine detaches it."""
+        """Send a request's output until it finishes; when the stream ends early, the engine detaches it.
+
+        Raises the error of a request that ended with one, after its output so far.
+        """
         wake = asyncio.Event()
         reader = RequestReader(live, final_only=fields.output_mode is OutputMode.FINAL)
 
@@ -134,6 +137,8 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 while not reader.done:
                     chunk = reader.take()
                     if chunk is None:
+                        if live.error is not None:
+                            raise live.error
                         self._front.check_serving()
                         await wake.wait()
                         wake.clear()

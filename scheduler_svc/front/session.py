@@ -70,7 +70,7 @@ class Session:
                     if message is not None:
                         await self._context.write(message)
                         continue
-                    if self._input_over and not self._entries:
+                    if self._input_over and not self._entries and not self._errors:
                         return
                     self._front.check_serving()
                     await self._wake.wait()
@@ -205,6 +205,9 @@ class Session:
         reader = entry.reader
         chunk = reader.take(max_bytes) if reader is not None else None
         if chunk is None or reader is None:
+            if reader is not None and reader.live.error is not None:
+                self._drop(entry)
+                self._report(request_id, reader.live.error, done=True, refused=False)
             return 0
         event = message.events.add(request_id=request_id, done=chunk.is_last)
         with_ids = entry.fields.return_prompt_token_ids
@@ -214,7 +217,7 @@ class Session:
         convert.fill_response(event.response, reader.live, chunk, with_prompt_ids=with_ids)
         if chunk.is_last:
             self._drop(entry)
-        elif not chunk.is_whole:
+        elif not chunk.is_whole or reader.live.error is not None:
             self._outputs[request_id] = entry
         return num_bytes
 
@@ -222,8 +225,10 @@ class Session:
         self._drop(entry)
         self._report(entry.fields.request_id, exc, done=True)
 
-    def _report(self, request_id: str, exc: Exception, *, done: bool) -> None:
-        self._front.log_refused(request_id, exc)
+    def _report(self, request_id: str, exc: Exception, *, done: bool, refused: bool = True) -> None:
+        """Report an error; `refused`: the request never ran. The engine logs the end of one that did."""
+        if refused:
+            self._front.log_refused(request_id, exc)
         event = pb.SessionEvent(request_id=request_id[:_MAX_ECHO_CHARS], done=done)
         event.error.CopyFrom(status_of(exc))
         self._errors.append(event)

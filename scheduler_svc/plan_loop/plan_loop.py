@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.errors import InvariantError, LimitsError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
-from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.scheduler import Scheduler, check_limits
 from scheduler_svc.core.types import ExecutorSpec, StepResult, StepStatus
 from scheduler_svc.plan_loop.clock import Clock
+from scheduler_svc.plan_loop.model_change import ModelChange, ModelRefusedError, model_change
 from scheduler_svc.plan_loop.pacing import StepPacer
 from scheduler_svc.plan_loop.ports import (
     ExecutorFencedError,
@@ -31,6 +33,8 @@ from scheduler_svc.plan_loop.progress import ProgressWatch
 
 _LOG = logging.getLogger(__name__)
 _RECONNECT_S = 0.2
+_REFUSED_S = 1.0
+"""Time until the description of an executor that does not fit is read again: another may have replaced it."""
 
 
 class PlanLoopListener(Protocol):
@@ -50,6 +54,12 @@ class PlanLoopListener(Protocol):
 
     def on_progress(self) -> None:
         """The executor has stalled, or makes progress again."""
+
+    async def prepare_model(self, change: ModelChange) -> Callable[[], None]:
+        """Prepare for a changed model or changed limits of the executor; raises ModelRefusedError.
+
+        The loop calls the result once the executor's session is open and the lane has the new limits.
+        """
 
 
 class PlanLoop:
@@ -119,7 +129,7 @@ class PlanLoop:
         self._wake.set()
 
     async def run(self) -> None:
-        """Keep a session open, again and again; raises ExecutorFencedError, RuntimeError for a changed model."""
+        """Keep a session open, again and again; raises ExecutorFencedError."""
         while True:
             try:
                 await self._session()
@@ -131,10 +141,14 @@ class PlanLoop:
 
     async def _session(self) -> None:
         """Open a session and run it until it breaks."""
-        self._check_model(await self._executor.describe())
+        model, adopt = await self._describe_again()
         # Larger at each open, and larger than the epochs of a scheduler that ran before this one.
         self._epoch = max(self._epoch + 1, self._clock.wall_time_ns() // 1_000_000)
         stream = await self._executor.open(self._epoch)
+        if stream.opened.incarnation != model.incarnation:
+            await stream.close()
+            raise ExecutorLostError("another executor took its place while the session was opened")
+        adopt()
         self._incarnation = stream.opened.incarnation
         # A new incarnation has completed none, and a count never goes back.
         self._last_done_step_id = max(self._last_done_step_id, stream.opened.last_completed_step_id)
@@ -158,20 +172,42 @@ class PlanLoop:
             self._set_connected(False)
             self._listener.on_outputs(self._core.executor_lost(self._executor_id, self._clock.monotonic()))
 
-    def _check_model(self, model: ModelDescription) -> None:
-        """Check that a reconnected executor runs the same model (RuntimeError if not); adopt new cache sizes."""
-        served = self.model
-        if (model.name, model.vocab_size, model.dtype) != (served.name, served.vocab_size, served.dtype):
-            raise RuntimeError(
-                f"executor {self._executor.target} came back with {model.name} ({model.dtype}), "
-                f"but {served.name} ({served.dtype}) is being served"
-            )
-        if model.fingerprint != served.fingerprint:
-            _LOG.warning("the executor's numerics fingerprint has changed: later tokens of running requests may differ")
-        spec = _executor_spec(model, self._config)
-        if spec != self.lane.spec:
-            self._core.add_executor(self._executor_id, spec)
-        self.model = model
+    async def _describe_again(self) -> tuple[ModelDescription, Callable[[], None]]:
+        """Wait for an executor that can be served; returns its description, and the call that adopts it.
+
+        One that cannot is logged and described again until it, or another one at its address, fits.
+        """
+        refusal = ""
+        while True:
+            model = await self._executor.describe()
+            try:
+                return model, await self._check_model(model)
+            except (LimitsError, ModelRefusedError) as exc:
+                if str(exc) != refusal:
+                    refusal = str(exc)
+                    _LOG.error("executor %s cannot be used: %s; requests wait", self._executor.target, refusal)
+            await self._clock.sleep(_REFUSED_S)
+
+    async def _check_model(self, model: ModelDescription) -> Callable[[], None]:
+        """Prepare for a reconnected executor; returns the call that adopts it. Raises LimitsError, ModelRefusedError.
+
+        Nothing has changed yet if it raises, or if no session can be opened.
+        """
+        change, spec = model_change(self._executor.target, self.model, model), _executor_spec(model, self._config)
+        check_limits(spec)
+        adopt_requests = None if change is None else await self._listener.prepare_model(change)
+
+        def adopt() -> None:
+            self.model = model
+            if change is not None and not change.same_numerics:
+                self._pacer = StepPacer()
+            # A new lane has an empty prefix cache: KV of other numerics must never be used.
+            if spec != self.lane.spec or (change is not None and not change.same_numerics):
+                self._core.add_executor(self._executor_id, spec)
+            if adopt_requests is not None:
+                adopt_requests()
+
+        return adopt
 
     async def _send_plans(self, stream: PlanStream) -> None:
         while True:

@@ -34,6 +34,10 @@ class ModelDescription:
     incarnation: int
     fingerprint: bytes
     """The serialized NumericsFingerprint, opaque to the engine."""
+    is_exact: bool = True
+    """Whether its numerics are exact: equal fingerprints then mean equal tokens."""
+    numerics: tuple[tuple[str, str], ...] = ()
+    """The parts of the fingerprint as (name, value), to say what differs."""
     gives_prompt_logprobs: bool = True
     has_logits_processors: bool = True
     """Whether it supports penalties, logit bias, allowed tokens and bad words."""
@@ -149,6 +153,8 @@ class EngineRequest:
     resume_grace_s: float = 0.0
     best_of: BestOf | None = None
     """None: all samples are returned, as they are generated."""
+    model_number: int | None = None
+    """The number of the description (`ServedModel.number`) that it was checked against; None: the present one."""
 
 
 @dataclass(slots=True)

@@ -34,8 +34,17 @@ _DEADLINE_SLACK_S = 1.0
 class RequestBuilder:
     """Validates requests against the model, tokenizes them, and fills in defaults and seeds."""
 
-    def __init__(self, model: ModelDescription, tokenizer: Tokenizer | None, *, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: ModelDescription,
+        tokenizer: Tokenizer | None,
+        *,
+        max_model_len: int,
+        model_number: int | None = None,
+    ) -> None:
+        """`model_number`: the number of this description, for the requests; None: it never changes."""
         self._model = model
+        self._model_number = model_number
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
 
@@ -114,6 +123,7 @@ class RequestBuilder:
             deadline=now + min(limits) if limits else None,
             body_digest=fields.body_digest,
             best_of=_best_of(fields.sampling),
+            model_number=self._model_number,
         )
 
     def tokenize(self, prompt: Sequence[PromptFields], *, add_special_tokens: bool = True) -> list[int]:

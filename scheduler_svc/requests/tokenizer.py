@@ -158,6 +158,15 @@ class Tokenizer:
         """Return whether `run` would do the work on the event loop."""
         return num_chars <= _INLINE_CHARS
 
+    def has_same_tokens(self, other: Tokenizer) -> bool:
+        """Return whether each token id means the same token."""
+        same: bool = self._inner.get_vocab() == other._inner.get_vocab()
+        return same
+
+    def retire(self) -> None:
+        """End the threads once their queued work is done."""
+        self._pool.shutdown(wait=False)
+
     def close(self) -> None:
         """End the threads; running work is finished, queued work is dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)

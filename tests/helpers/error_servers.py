@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -101,8 +103,8 @@ async def _starting() -> AsyncIterator[Server]:
         await executor_server.stop(0)
 
 
-async def _prepare(w: World, name: str) -> list[grpc.aio.Call]:
-    """Bring it into its state; returns the calls that keep it there."""
+async def _prepare(w: World, name: str) -> list[grpc.aio.Call | asyncio.Task[None]]:
+    """Bring it into its state; returns the calls and tasks that keep it there."""
     match name:
         case "full":
             w.executor.going.clear()
@@ -114,6 +116,12 @@ async def _prepare(w: World, name: str) -> list[grpc.aio.Call]:
             return [await _hold(w, "taken")]
         case "halted":
             w.executor.going.clear()
+        case "other_model":
+            return [_change(w, name="other", vocab_size=600)]
+        case "other_numerics":
+            return [_change(w, digest=b"e" * 32)]
+        case "smaller":
+            return [_change(w, num_blocks=2)]
         case "draining":
             await w.admin.Drain(admin_pb2.DrainRequest())
         case "stopping":
@@ -123,6 +131,18 @@ async def _prepare(w: World, name: str) -> list[grpc.aio.Call]:
             await w.executor.break_up()
             await w.engine.fenced.wait()
     return []
+
+
+def _change(w: World, **changes: Any) -> asyncio.Task[None]:
+    """Replace the executor as soon as a request is accepted; no step runs before."""
+    w.executor.going.clear()
+
+    async def change() -> None:
+        await w.until(lambda: w.engine._live)
+        await w.executor.become(**changes)
+        w.executor.going.set()
+
+    return asyncio.create_task(change())
 
 
 async def _hold(w: World, request_id: str) -> grpc.aio.Call:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -35,6 +36,12 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
     max_model_len: int = 256
     num_blocks: int = 256
     max_num_seqs: int = 64
+    name: str = "toy"
+    vocab_size: int = VOCAB_SIZE
+    tokenizer: str = ""
+    digest: bytes = b"d" * 32
+    """Of the numerics fingerprint."""
+    max_logprobs: int = 20
     incarnation: int = 7
     protocol_version: int = 1
     features: tuple[pb.ExecutorFeature, ...] = ()
@@ -62,16 +69,17 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
             protocol_version=self.protocol_version,
             incarnation=self.incarnation,
             model=pb.ModelGeometry(
-                name="toy", architecture="Toy", vocab_size=VOCAB_SIZE, max_model_len=self.max_model_len,
+                name=self.name, architecture="Toy", vocab_size=self.vocab_size, max_model_len=self.max_model_len,
                 dtype="float32", num_parameters=11,
             ),
+            tokenizer=self.tokenizer,
             eos_token_ids=[EOS],
             kv=pb.KvGeometry(block_size=16, num_device_blocks=self.num_blocks, num_groups=1),
             limits=pb.ExecutorLimits(
                 num_slots=2 * self.max_num_seqs, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=512,
-                max_logprobs=20, max_inflight_plans=4,
+                max_logprobs=self.max_logprobs, max_inflight_plans=4,
             ),
-            fingerprint=types_pb2.NumericsFingerprint(mode=types_pb2.NUMERICS_MODE_EXACT, digest=b"d" * 32),
+            fingerprint=types_pb2.NumericsFingerprint(mode=types_pb2.NUMERICS_MODE_EXACT, digest=self.digest),
             device="cpu",
             version="test",
             features=self.features,
@@ -124,6 +132,14 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
         self.breaking = code, "broken by the test"
         (task,) = self.running
         task.cancel()
+
+    async def become(self, **changes: Any) -> None:
+        """Another incarnation takes its place, with these fields; the session ends."""
+        self.incarnation += 1
+        for name, value in changes.items():
+            assert hasattr(self, name), name
+            setattr(self, name, value)
+        await self.break_up()
 
     async def _beat(self, context, writing: asyncio.Lock):
         """Until it is cancelled; gRPC takes one write of a call at a time, so both writers share a lock."""

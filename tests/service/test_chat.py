@@ -192,13 +192,13 @@ def test_generate_prints_every_character(town, tokenizer, name, capsys):
 def test_chat_goes_on_after_a_refusal_and_keeps_what_was_said(town, tokenizer, capsys, monkeypatch):
     say(town, tokenizer, TEXTS["mixed"], seed=43)
     rendered_chats = []
-    encode_chat = type(town.service._tokenizer).encode_chat
+    encode_chat = type(town.service._model.tokenizer).encode_chat
 
     def noting(self, messages, **options):
         rendered_chats.append([(message["role"], message["content"]) for message in messages])
         return encode_chat(self, messages, **options)
 
-    monkeypatch.setattr(type(town.service._tokenizer), "encode_chat", noting)
+    monkeypatch.setattr(type(town.service._model.tokenizer), "encode_chat", noting)
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nno\n再来\n"))
     assert run(["chat", "--target", town.target, "--seed", "43", "--system", SYSTEM["content"]]) == 0
     captured = capsys.readouterr()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cadenza.v1 import execution_pb2 as pb
+from cadenza.v1 import types_pb2
 from executor_svc.config import ExecutorConfig
 from executor_svc.service.convert import description_to_wire, plan_from_wire
 from executor_svc.simulated.build import build_simulated
@@ -107,6 +108,29 @@ def test_the_simulated_executor_does_all_that_its_pools_allow() -> None:
     assert model.gives_debug_digest
     assert list(message.features) == sorted(set(message.features))
     assert not model_description(described()).can_swap, "there is no host pool"
+
+
+def test_the_fingerprint_is_read_in_parts() -> None:
+    message = described()
+    model = model_description(message)
+    assert model.is_exact
+    assert dict(model.numerics) == {
+        "mode": "exact",
+        "weights": message.fingerprint.weights_digest.hex()[:12],
+        "dtype": "uint64",
+        "kv_dtype": "uint64",
+        "kernels": message.fingerprint.kernels,
+        "isa": "any",
+        "threads": "1",
+        "versions": message.fingerprint.versions[0],
+        "digest": message.fingerprint.digest.hex()[:12],
+    }
+    message.fingerprint.mode = types_pb2.NUMERICS_MODE_FAST
+    fast = model_description(message)
+    assert not fast.is_exact
+    assert fast.fingerprint != model.fingerprint
+    message.fingerprint.mode = 99  # type: ignore[assignment]  # of a newer executor
+    assert dict(model_description(message).numerics)["mode"] == "99"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.types import Candidates, StepPlan, StepResult
@@ -95,7 +95,7 @@ class TimedExecutor:
         self.stream: TimedStream | None = None
 
     async def describe(self) -> ModelDescription:
-        return self.model
+        return replace(self.model, incarnation=self.incarnation)
 
     async def open(self, epoch: int) -> PlanStream:
         self.opened_at.append(self.clock.monotonic())

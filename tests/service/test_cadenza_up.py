@@ -68,7 +68,7 @@ def test_the_settings_in_force_are_printed(running, model):
     assert re.fullmatch(r"memory    executor [\d.]+ MiB, scheduler [\d.]+ MiB resident", memory)
     threads = f"{prints.num_threads} thread{'' if prints.num_threads == 1 else 's'}"
     assert lines == [
-        "CADENZA_BLOK_SIZE in the environment is not an option; did you mean CADENZA_BLOCK_SIZE or CADENZA_BATCH_SIZE?",
+        "CADENZA_BLOK_SIZE in the environment is not an option; did you mean CADENZA_BLOCK_SIZE?",
         f"model     {model}",
         f"          LlamaForCausalLM, {info.num_parameters / 1000:.3g} thousand parameters ({info.num_parameters:,})",
         f"weights   float32, {weight_bytes / 1024:.1f} KiB ({weight_bytes:,} bytes)",
@@ -175,7 +175,7 @@ def test_the_logs_hold_no_second_warning(running):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("block_sise = 8", "cadenza: {}: block_sise: there is no such option; did you mean block_size or batch_size?"),
+        ("block_sise = 8", "cadenza: {}: block_sise: there is no such option; did you mean block_size?"),
         ("block_size = 9", "cadenza: {}: option block_size: must be 8, 16, 32 or 64"),
         ("a = 1\nb = x", "cadenza: {}: this is not TOML: Invalid value (at line 2, column 5)"),
     ],

@@ -130,7 +130,8 @@ MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, str]] = {
     ),
     "a prompt over the pool": (
         {"prompt": 50}, {"num_device_blocks": 12}, 0, "prompt",
-        "the executor that came back cannot hold it: 50 prompt tokens and one of output need 13 KV blocks of 4 tokens; the pool has 12",
+        "the executor that came back cannot hold it: 50 prompt tokens and one of output need 13 KV blocks of 4 tokens; "
+        "the pool has 12",
     ),
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ import (
 
 // request is a chat of one message, answered greedily. A field that is not set takes the server's default.
 func request(prompt string) *pb.GenerateRequest {
-	chat := &pb.Chat{Messages: []*pb.ChatMessage{{Role: "user", Content: prompt}}}
+	chat := &pb.Chat{Messages: []*pb.ChatMessage{{Role: "user", Content: proto.String(prompt)}}}
 	return &pb.GenerateRequest{
 		Prompt:         []*pb.PromptPart{{Part: &pb.PromptPart_Chat{Chat: chat}}},
 		SamplingParams: &pb.SamplingParams{Temperature: proto.Float64(0), MaxTokens: proto.Uint32(64)},

@@ -58,6 +58,8 @@ class Terminal:
             modes[3] &= ~termios.ECHO
         termios.tcsetattr(slave, termios.TCSANOW, modes)
         environment = {**os.environ, "TERM": kind, "PYTHONUTF8": "1", "LC_ALL": "C.UTF-8"}
+        for name in ("COLUMNS", "LINES"):  # pytest-xdist sets them for its workers; rich believes them
+            environment.pop(name, None)
         inside = [sys.executable, "-c", IN_A_TERMINAL, *command] if keyboard else command
         stdin = slave if keyboard else subprocess.DEVNULL
         self.process = subprocess.Popen(inside, stdin=stdin, stdout=slave, stderr=slave, env=environment)

@@ -126,8 +126,8 @@ async def test_a_request_that_fits_no_more_ends_alone(tokenizer_folder: str) -> 
         ]
         assert statuses[0].message == "sampling_params.logprobs: the executor returns at most 5, not 9"
         assert statuses[1].message == (
-            "prompt: the executor that came back cannot hold it: 100 prompt tokens need 7 KV blocks of 16 tokens; the "
-            "pool has 6"
+            "prompt: the executor that came back cannot hold it: 100 prompt tokens and one of output need 7 KV "
+            "blocks of 16 tokens; the pool has 6"
         )
         w.executor.going.set()
         assert len((await collect(fits)).ids) == 8

@@ -3,7 +3,11 @@ takes no longer than seconds, in terminals of two sizes. `python -m tests.first_
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,15 +20,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    with socket.socket() as probe:
+    return wheel_place(tmp_path_factory.mktemp("elsewhere"))
+
+
+@pytest.fixture
+def port_of_the_pages() -> Iterator[None]:
+    """Port 50051, which the pages name, for one test at a time: tests run in several processes."""
+    with (Path(tempfile.gettempdir()) / "cadenza-tests-50051.lock").open("w") as lock, socket.socket() as probe:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", 50051))
         except OSError:
             pytest.skip("another server has port 50051, which the pages name")
-    return wheel_place(tmp_path_factory.mktemp("elsewhere"))
+        probe.close()
+        yield
 
 
+@pytest.mark.usefixtures("port_of_the_pages")
 @pytest.mark.parametrize("size", [(80, 24), (50, 12)], ids=["80x24", "50x12"])
 def test_every_command_does_what_its_page_says(place: Place, size: tuple[int, int], tmp_path) -> None:
     played = list(play_all(place, size, all_commands(), home=tmp_path, quick=True))
@@ -34,6 +47,7 @@ def test_every_command_does_what_its_page_says(place: Place, size: tuple[int, in
         assert f"cadenza {command} " in lines
 
 
+@pytest.mark.usefixtures("port_of_the_pages")
 def test_a_command_that_fails_is_noticed(place: Place, tmp_path) -> None:
     """Otherwise the test above could not fail."""
     wrong = [each for each in all_commands() if each.line.startswith("source")]

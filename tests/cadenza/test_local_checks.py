@@ -154,7 +154,7 @@ def test_addresses():
     ],
 )
 def test_up_refuses_in_one_line_before_it_starts_anything(options, name):
-    """A child would import torch or transformers; `-X importtime` lists what the command itself has imported."""
+    """The program has no Popen that works: a child process would end it with another message."""
     if torch_sees_a_gpu() and name == "device":
         pytest.skip("there is a GPU")
     done = subprocess.run(

@@ -72,8 +72,8 @@ _COMMANDS = {
 }
 
 
-_ALIASES = {"serve": "up"}
-"""Other names of commands, which --help leaves out."""
+_ALIASES = ("serve",)
+"""Second names of commands, which --help leaves out."""
 _ELSEWHERE = {
     "bench": "cadenza loadtest measures a server",
     "complete": "cadenza generate --raw continues a text",

@@ -40,31 +40,36 @@ _LOAD_PANELS = ("Workload", "Load", "Measuring")
 _NOT_SIMULATED = ("timeout_s", "warm_up_requests", "sweep")
 
 
+Executor = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME|FILE", help="Profile of an executor; several: all together.  [default: a100-40gb-opt-13b]"
+    ),
+]
+Executors = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,…", help="Copies of the executors under one scheduler; each number is a point.  [default: 1]"
+    ),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SECONDS|none",
+        help="With --find-max-rate: end the search after this time, such as 90, 90s or 5m, with what is known "
+        "then; trials become shorter to fit. none or 0: no limit.  [default: 45]",
+    ),
+]
+
+
 class NothingHoldsError(CadenzaError):
     """No rate holds, or no request was served."""
 
 
 def simulate(
-    executor: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME|FILE", help="Profile of an executor; several: all together.  [default: a100-40gb-opt-13b]"
-        ),
-    ] = None,
-    executors: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,…", help="Copies of the executors under one scheduler; each number is a point.  [default: 1]"
-        ),
-    ] = None,
-    time_budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SECONDS|none",
-            help="With --find-max-rate: end the search after this time, such as 90, 90s or 5m, with what is known "
-            "then; trials become shorter to fit. none or 0: no limit.  [default: 45]",
-        ),
-    ] = None,
+    executor: Executor = None,
+    executors: Executors = None,
+    time_budget: Budget = None,
     config: Config = None,
     sweep: Sweep = None,
     rerun: Annotated[

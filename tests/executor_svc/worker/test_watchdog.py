@@ -78,7 +78,7 @@ def test_a_step_that_begins_after_the_suspension_is_not_given_more_time() -> Non
     assert hung_at(steps, watchdog, 5) is None
     steps.now_ns += 3600 * SECOND
     steps.begin(2)
-    assert hung_at(steps, watchdog, 100) == 32, "a check more: the first one cannot tell when the suspension ended"
+    assert hung_at(steps, watchdog, 100) == 32, "a check more: the first one cannot know when the suspension ended"
 
 
 def test_its_thread_reports_a_hang_once_and_can_be_stopped() -> None:

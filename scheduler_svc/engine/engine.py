@@ -174,6 +174,7 @@ class Engine:
 
     def abort(self, tenant: str, request_id: str, detail: FinishDetail = FinishDetail.ABORTED) -> bool:
         """Finish a request now and free what it holds; False if it is unknown."""
+        self._loop.deliver()
         if (tenant, request_id) not in self._live:
             return False
         self.on_outputs(self._core.abort((tenant, request_id), detail))
@@ -321,13 +322,16 @@ class Engine:
             if live is not None:
                 live.counts.num_preemptions = sequence.group.num_preemptions
 
-    def on_applied(self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float) -> None:
-        """Record the step for watches and for the log."""
+    def on_applied(
+        self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float
+    ) -> Callable[[], None] | None:
+        """Record the step for the log; returns the call that records it for watches, with its first tokens."""
         if step.chunks:
             self._log.on_applied(step)
-        if self._recorder.watches:
-            contexts = context_lens(self._loop.lane, step, applied=set(outputs.sequences))
-            self._recorder.on_applied(step, contexts, result, now)
+        if not self._recorder.watches:
+            return None
+        contexts = context_lens(self._loop.lane, step, applied=set(outputs.sequences))
+        return partial(self._recorder.on_applied, step, contexts, result, now)
 
     def on_connected(self, connected: bool) -> None:
         """Report health to the listeners."""

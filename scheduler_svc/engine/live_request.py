@@ -159,6 +159,11 @@ class LiveRequest:
         """Number of output tokens over all samples, including samples that are not returned."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
+    @property
+    def has_finishes(self) -> bool:
+        """Whether a sample that readers get has finished."""
+        return any(sample.finish is not None for sample in self.returned)
+
     def finish_if_all_ended(self) -> bool:
         """Whether all samples have finished; with best_of, also chooses the returned ones."""
         if any(sample.finish is None for sample in self.samples):

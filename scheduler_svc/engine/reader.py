@@ -76,6 +76,11 @@ class RequestReader:
         """Logprobs of prompt tokens before this index were taken."""
         self._cursors = [_Cursor() for _ in range(live.num_returned)]
 
+    @property
+    def has_output(self) -> bool:
+        """Whether `take` may return something, or the request has ended with an error; cheap, for each step."""
+        return not self._final_only or self.live.has_finishes or self.live.error is not None
+
     def take(self, max_bytes: int = MAX_CHUNK_BYTES) -> Chunk | None:
         """New output of about `max_bytes` at most, but at least a token; None if there is none, or after the end."""
         if self.done:

@@ -44,7 +44,8 @@ class _Entry:
 
     def on_outputs(self, _: LiveRequest) -> None:
         """Listener of the live request."""
-        self.session.mark(self)
+        if self.reader is not None and self.reader.has_output:
+            self.session.mark(self)
 
 
 class Session:

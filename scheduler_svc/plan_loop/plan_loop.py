@@ -1,14 +1,17 @@
 """The plan loop: keeps a session with one executor and sends it plans, two in flight by default.
 
-A plan is sent as late as possible without letting the executor idle (see pacing). When the session breaks, for any
-reason, the core requeues the lane's running sequences, and the loop opens a new session once the executor answers.
+A plan is sent as late as possible without letting the executor idle (see pacing). After a result the next plan goes
+first, and the result's outputs are delivered while the executor computes. When the session breaks, for any reason, the
+core requeues the lane's running sequences, and the loop opens a new session once the executor answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from scheduler_svc.config import SchedulerConfig
@@ -46,8 +49,13 @@ class PlanLoopListener(Protocol):
     def on_planned(self, step: PlannedStep) -> None:
         """A step was planned and will be sent next."""
 
-    def on_applied(self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float) -> None:
-        """A step's result was applied, with these outputs."""
+    def on_applied(
+        self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float
+    ) -> Callable[[], None] | None:
+        """A step's result was applied, with these outputs, which are delivered later.
+
+        The loop makes the returned call after that.
+        """
 
     def on_connected(self, connected: bool) -> None:
         """A session was opened or has ended."""
@@ -89,6 +97,7 @@ class PlanLoop:
         self._incarnation = 0
         self._last_done_step_id = 0
         self._stream: PlanStream | None = None
+        self._undelivered: deque[Callable[[], None]] = deque()
         self.connected = False
 
     @property
@@ -127,6 +136,11 @@ class PlanLoop:
     def wake(self) -> None:
         """Signal a change after which there may be something to plan."""
         self._wake.set()
+
+    def deliver(self) -> None:
+        """Deliver all outputs so far, in order: before the listener changes a request by a call of its own."""
+        while self._undelivered:
+            self._undelivered.popleft()()
 
     async def run(self) -> None:
         """Keep a session open, again and again; raises ExecutorFencedError."""
@@ -170,6 +184,7 @@ class PlanLoop:
             self._stream = None
             self._progress.session_closed()
             self._set_connected(False)
+            self.deliver()
             self._listener.on_outputs(self._core.executor_lost(self._executor_id, self._clock.monotonic()))
 
     async def _describe_again(self) -> tuple[ModelDescription, Callable[[], None]]:
@@ -214,8 +229,9 @@ class PlanLoop:
             await self._wait_until_due()
             now = self._clock.monotonic()
             plan = self._core.plan_step(self._executor_id, now)
-            self._listener.on_outputs(self._core.take_outputs())
+            self._undelivered.append(partial(self._listener.on_outputs, self._core.take_outputs()))
             if plan is None:
+                self.deliver()
                 self._wake.clear()
                 await self._wait_for_outputs(self._core.wakes_at(self._executor_id, now))
                 continue
@@ -224,6 +240,7 @@ class PlanLoop:
                 self._pacer.started(now)
                 self._progress.started(self.lane)
             await stream.send(plan)
+            self.deliver()
 
     async def _wait_until_due(self) -> None:
         """Wait until the next plan is due: at once if the executor idles, late in its step if it is busy."""
@@ -253,6 +270,9 @@ class PlanLoop:
                 raise ExecutorLostError(f"step {result.step_id} ended {result.status.name}: {result.error_message}")
             self._apply(result)
             self._wake.set()
+            # The other task plans and sends the next step first, if one is due.
+            await asyncio.sleep(0)
+            self.deliver()
         raise ExecutorLostError("the plan stream ended")
 
     def _apply(self, result: StepResult) -> None:
@@ -267,8 +287,10 @@ class PlanLoop:
         self._pacer.started(now)
         self._progress.ended()
         self._progress.started(self.lane)
-        self._listener.on_outputs(outputs)
-        self._listener.on_applied(step, result, outputs, now)
+        self._undelivered.append(partial(self._listener.on_outputs, outputs))
+        record = self._listener.on_applied(step, result, outputs, now)
+        if record is not None:
+            self._undelivered.append(record)
 
     def _set_connected(self, connected: bool) -> None:
         self.connected = connected

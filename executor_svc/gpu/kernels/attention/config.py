@@ -72,7 +72,7 @@ class AttentionKind:
 
 _HOPPER = {
     ("16", 64): AttentionConfig(128, 128, 8, 3),
-    ("16", 128): AttentionConfig(128, 128, 8, 2),
+    ("16", 128): AttentionConfig(128, 64, 8, 3),
     ("16", 256): AttentionConfig(128, 32, 8, 3),
     ("fp8", 64): AttentionConfig(128, 128, 8, 3),
     ("fp8", 128): AttentionConfig(128, 64, 8, 3),
@@ -81,8 +81,6 @@ _HOPPER = {
     ("32", 128): AttentionConfig(32, 16, 4, 2),
     ("32", 256): AttentionConfig(32, 16, 8, 2),
 }
-_HOPPER_FEATURES = _HOPPER | {("16", 128): AttentionConfig(128, 64, 8, 3)}
-"""Tiles for a window or a softcap, which need additional registers."""
 _AMPERE = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(128, 32, 8, 3),
@@ -112,6 +110,11 @@ _DECODE_SOFTCAP = _DECODE | {
     ("16", 128): AttentionConfig(DECODE_ROWS, 64, 8, 3),
 }
 """With 4 warps, some kernels spill 4 bytes."""
+_HOPPER_DECODE = _DECODE | {("16", 128): AttentionConfig(DECODE_ROWS, 64, 4, 4)}
+"""Measured on an H100, as the next two: `tune-decode` in benchmarks/results/gpu_kernels.jsonl."""
+_HOPPER_DECODE_BF16 = _HOPPER_DECODE | {("fp8", 128): AttentionConfig(DECODE_ROWS, 32, 2, 4)}
+"""With a window or in float16 these tiles spill registers."""
+_HOPPER_DECODE_COPIED = _HOPPER_DECODE | {("fp8", 128): AttentionConfig(DECODE_ROWS, 64, 4, 3)}
 _HOPPER_WIDE = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(128, 64, 8, 2),
@@ -124,10 +127,12 @@ _HOPPER_WIDE = _HOPPER | {
 """For decodes with more query heads per KV head than rows of a decode tile: the split kernel needs more registers."""
 _HOPPER_COPIED = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
-    ("16", 128): AttentionConfig(128, 64, 8, 3),
+    ("16", 128): AttentionConfig(64, 64, 4, 3),
     ("fp8", 64): AttentionConfig(128, 64, 8, 3),
 }
-"""Tiles for the copy engine, no longer than a block of COPIED_BLOCK tokens."""
+"""Tiles for the copy engine, no longer than a block of COPIED_BLOCK tokens; that of ("16", 128) measured on an H100."""
+_HOPPER_COPIED_MANY = _HOPPER_COPIED | {("16", 128): AttentionConfig(128, 64, 8, 3)}
+"""For more query heads per KV head than 64 rows hold."""
 
 
 def padded(head_size: int) -> int:
@@ -159,6 +164,9 @@ def _may_copy(kind: AttentionKind, phase: Phase, arch: int) -> bool:
 
 def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> Mapping[tuple[str, int], AttentionConfig]:
     if phase is Phase.DECODE and not kind.wide:
+        if arch // 10 == 9 and not kind.softcap:
+            spills = kind.window or kind.dtype != torch.bfloat16
+            return _HOPPER_DECODE_COPIED if copies else _HOPPER_DECODE if spills else _HOPPER_DECODE_BF16
         return _DECODE_SOFTCAP if kind.softcap else _DECODE
     if arch in _SMALL_ARCHS:
         return _SMALL
@@ -167,8 +175,8 @@ def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> Mappin
     if phase is Phase.DECODE:
         return _HOPPER_WIDE
     if copies:
-        return _HOPPER_COPIED
-    return _HOPPER_FEATURES if kind.window or kind.softcap else _HOPPER
+        return _HOPPER_COPIED_MANY if kind.group > _HOPPER_COPIED["16", 128].rows else _HOPPER_COPIED
+    return _HOPPER
 
 
 def constants(kind: AttentionKind, config: AttentionConfig) -> dict[str, Any]:

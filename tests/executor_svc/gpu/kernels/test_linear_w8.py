@@ -169,6 +169,16 @@ def test_refusals(device: torch.device) -> None:
         call(x=torch.zeros(2, 8, dtype=torch.bfloat16), weight=torch.zeros(8, 8, dtype=torch.int8))
 
 
+@pytest.mark.parametrize("quantize", [quantize_int8, quantize_fp8])
+def test_weights_are_quantized_as_on_the_cpu(quantize: Any, device: torch.device) -> None:
+    """Bit for bit, so that a checkpoint is quantized alike everywhere; 16-bit weights often lie on a tie."""
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(3)).half()
+    narrow, scale = quantize(weight.to(device))
+    expected, expected_scale = quantize(weight)
+    assert torch.equal(scale.cpu(), expected_scale)
+    assert torch.equal(narrow.cpu().view(torch.int8), expected.view(torch.int8))
+
+
 def test_errors_of_quantized_weights() -> None:
     weight = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 50)[:, None]
     weight[7] = 0

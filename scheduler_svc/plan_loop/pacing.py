@@ -29,6 +29,15 @@ class StepPacer:
         """Record that the executor starts the oldest plan in flight now."""
         self._running_since = now
 
+    def ended(self, num_tokens: int, duration: float, now: float) -> None:
+        """Record that the oldest step ended, and that the executor goes on with the next one now.
+
+        duration: seconds from the step's launch. A step that was launched while another one ran waited for it, and took
+        no longer than the time since then.
+        """
+        self.observe(num_tokens, min(duration, max(0.0, now - self._running_since)))
+        self.started(now)
+
     def observe(self, num_tokens: int, duration: float) -> None:
         """Record that a step of `num_tokens` took `duration` seconds on the executor."""
         num_tokens = max(1, num_tokens)

@@ -283,8 +283,7 @@ class PlanLoop:
             _LOG.exception("a result contradicts its plan; the session is closed")
             raise ExecutorLostError(str(exc)) from exc
         self._last_done_step_id = result.step_id
-        self._pacer.observe(step.total_tokens, result.total_ns / 1e9)
-        self._pacer.started(now)
+        self._pacer.ended(step.total_tokens, result.total_ns / 1e9, now)
         self._progress.ended()
         self._progress.started(self.lane)
         self._undelivered.append(partial(self._listener.on_outputs, outputs))

@@ -47,6 +47,16 @@ def test_one_quick_step_counts_until_some_more_were_seen() -> None:
     assert pacer.predict(20) == 0.03
 
 
+def test_the_wait_for_an_earlier_step_is_no_part_of_a_step() -> None:
+    """A GPU's executor launches a step while the one before runs: each takes 10 ms, and 20 ms from its launch."""
+    pacer = StepPacer()
+    pacer.started(1.0)
+    for step in range(1, 6):
+        pacer.ended(20, 0.010 if step == 1 else 0.020, 1.0 + 0.010 * step)
+    assert pacer.predict(20) == pytest.approx(0.010)
+    assert 1.050 < pacer.due(20) < 1.055
+
+
 @given(
     st.lists(st.integers(0, 4096), min_size=1),
     st.integers(0, 4096),

@@ -17,6 +17,8 @@ from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import execution_pb2 as pb
 
 _MAX_ID_BYTES = 256
+_MAX_EPOCH = 2**63
+"""An accepted epoch must leave larger ones for later sessions."""
 _MAX_PROCESSES = 64
 
 
@@ -106,6 +108,8 @@ class Leases:
         if not 0 < len(opening.scheduler_id.encode()) <= _MAX_ID_BYTES:
             message = f"open.scheduler_id must have 1 to {_MAX_ID_BYTES} bytes"
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, message)
+        if opening.epoch > _MAX_EPOCH:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"open.epoch {opening.epoch} is over {_MAX_EPOCH}")
         next_epoch = self._last_epoch + 1
         if self._is_fenced(opening):
             # Its successor may have lost this executor meanwhile, but it is the successor that has the requests.

@@ -20,7 +20,7 @@ from scheduler_svc.plan_loop.ports import (
 _LOG = logging.getLogger(__name__)
 _MAX_EPOCHS = 5
 """Epochs that are tried at once. The second is right unless other openings come in between."""
-RETRY_S = 0.25
+RETRY_S = 0.1
 RENEWED_S = 1.0
 """A holder that was heard later than this after the first refusal is alive: what a dead one sent arrives earlier."""
 

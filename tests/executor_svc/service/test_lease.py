@@ -1,4 +1,4 @@
-"""Leases on a clock that the test moves: who gets the executor, who is refused with what, and what a renewal does."""
+"""Leases on a clock that the test moves: which scheduler gets the executor, and what the refused ones learn."""
 
 from __future__ import annotations
 
@@ -132,3 +132,9 @@ def test_a_lease_is_lost_after_two_seconds_without_a_message(world: World) -> No
 def test_an_id_has_a_length(world: World, scheduler_id: str) -> None:
     assert world.refused(1, scheduler_id).code is grpc.StatusCode.INVALID_ARGUMENT
     assert world.open(1, "x" * 256).epoch == 1
+
+
+def test_an_epoch_that_leaves_none_for_later_is_refused(world: World) -> None:
+    """The executor would be of no use until its next start."""
+    assert world.refused(2**64 - 1).code is grpc.StatusCode.INVALID_ARGUMENT
+    assert world.open(1).epoch == 1

@@ -100,7 +100,7 @@ async def test_a_dead_holder_is_waited_out(executor: ContestedExecutor, caplog: 
     executor.heard_at = [began - 0.1, began + 0.4, began + 0.9]
     with caplog.at_level(logging.WARNING):
         waited_s, _ = await opened_after(executor)
-    assert 0.9 + LEASE_S <= waited_s < 0.9 + LEASE_S + 0.3
+    assert 0.9 + LEASE_S <= waited_s < 0.9 + LEASE_S + 0.15
     assert [record.getMessage() for record in caplog.records] == [
         "executor virtual: scheduler X holds this executor; waiting for the end of its lease"
     ]
@@ -118,7 +118,7 @@ async def test_a_late_end_of_a_lease_is_no_sign_of_life(executor: ContestedExecu
     """An executor that is always busy notices the silence of a dead scheduler after twice the time or more."""
     executor.heard_at, executor.lease_s = [executor.clock.monotonic()], 10.0
     waited_s, _ = await opened_after(executor, 60.0)
-    assert 10.0 <= waited_s < 10.3
+    assert 10.0 <= waited_s < 10.15
 
 
 async def test_a_wall_clock_plays_no_part(executor: ContestedExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from cadenza.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
@@ -267,12 +269,12 @@ class GrpcPlanStream:
 
 
 def _session_refusal(metadata: grpc.aio.Metadata | None) -> pb.SessionRefusal | None:
-    """The SessionRefusal in the details of a status; None if there is none."""
+    """The SessionRefusal in the details of a status; None if there is none, or none that can be read."""
+    refusal = pb.SessionRefusal()
     for key, value in metadata or ():
         if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
-            for detail in status_pb2.Status.FromString(value).details:
-                refusal = pb.SessionRefusal()
-                if detail.Unpack(refusal):
+            with contextlib.suppress(DecodeError):
+                if any(detail.Unpack(refusal) for detail in status_pb2.Status.FromString(value).details):
                     return refusal
     return None
 

@@ -10,6 +10,7 @@ from array import array
 import grpc
 import pytest
 
+from cadenza.transport import STATUS_DETAILS_KEY, make_status
 from cadenza.v1 import execution_pb2
 from scheduler_svc.core.types import AdmittedSequence, Sampling, StepPlan, StepStatus, TokenLogprobs
 from scheduler_svc.executors import client as executor_client
@@ -172,6 +173,20 @@ async def test_a_small_epoch_is_refused_with_the_next_one():
             await client.open(40)
         assert caught.value.next_epoch == 41
         await (await client.open(41)).close()
+
+
+@pytest.mark.parametrize("details", [b"\xff\xff", b"", make_status(grpc.StatusCode.ABORTED, "x").SerializeToString()])
+async def test_details_that_are_no_refusal_are_left_alone(monkeypatch, details):
+    async def refuse(requests, context):
+        metadata = ((STATUS_DETAILS_KEY, details),)
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "because", metadata)
+
+    executor = ScriptedExecutor()
+    monkeypatch.setattr(executor, "Execute", refuse)
+    async with connected(executor) as client:
+        with pytest.raises(ExecutorLostError, match="because") as caught:
+            await client.open(1)
+        assert type(caught.value) is ExecutorLostError
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from executor_svc.plan.description import Description
 from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
 from executor_svc.service.convert import description_to_wire, plan_from_wire, result_to_wire
 from executor_svc.service.lease import Lease, Leases, Refusal
-from executor_svc.worker.worker import RejectedPlan, Session, Worker
+from executor_svc.worker.worker import Activity, RejectedPlan, Session, Worker
 
 _log = logging.getLogger(__name__)
 
@@ -94,12 +94,13 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         """Serve one session, from its opening to the last result."""
         outbox: asyncio.Queue[_Outgoing] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        session, opened = self._worker.open_session(lease.epoch, lambda result: _post(loop, outbox, result))
+        session, cleared = self._worker.open_session(lease.epoch, lambda result: _post(loop, outbox, result))
+        opened = asyncio.wrap_future(cleared)
         # All of them before the session is open: that waits for the running step, for minutes at worst.
         helpers = [
-            asyncio.create_task(self._answer_opening(lease, asyncio.wrap_future(opened), outbox)),
+            asyncio.create_task(self._answer_opening(lease, opened, outbox)),
             asyncio.create_task(self._read(session, requests, outbox, lease)),
-            asyncio.create_task(self._beat(outbox)),
+            asyncio.create_task(self._beat(outbox, opened)),
             asyncio.create_task(_end_when_silent(lease)),
         ]
         try:
@@ -153,12 +154,13 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         refusal = Refusal(grpc.StatusCode.INVALID_ARGUMENT, problem) if problem else None
         outbox.put_nowait(_EndOfPlans(num_plans, refusal))
 
-    async def _beat(self, outbox: asyncio.Queue[_Outgoing]) -> None:
+    async def _beat(self, outbox: asyncio.Queue[_Outgoing], opened: asyncio.Future[int]) -> None:
         """Send a heartbeat at every interval, except while earlier messages wait for a slow reader."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
             if outbox.empty():
-                activity = self._worker.activity()
+                # Until the session is open, a step of another session runs.
+                activity = self._worker.activity() if opened.done() else Activity(0, 0, 0)
                 outbox.put_nowait(
                     pb.ExecuteResponse(
                         heartbeat=pb.Heartbeat(

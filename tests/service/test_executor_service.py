@@ -263,7 +263,10 @@ async def test_heartbeats_come_while_the_opening_waits_for_a_step(fake: Harness)
     new = fake.stream()
     await new.send(open=pb.OpenSession(scheduler_id="A", epoch=2, protocol_version=1))
     for _ in range(3):
-        assert (await new.receive()).heartbeat.running_step_id == 1
+        response = await new.receive()
+        assert response.WhichOneof("message") == "heartbeat"
+        assert response.heartbeat.running_step_id == 0, "the running step is another session's"
+        assert response.heartbeat.resident_bytes > 0
     fake.runner.gate.set()
     while (response := await new.receive()).WhichOneof("message") == "heartbeat":
         pass

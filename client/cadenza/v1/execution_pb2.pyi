@@ -508,7 +508,9 @@ class ExecuteResponse(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """Heartbeat, every 500 ms, also while a step runs."""
+        """Heartbeat, every 500 ms, also while a step runs. Before SessionOpened it names no step, since the running one
+        belongs to another session.
+        """
 
     def __init__(
         self,
@@ -530,8 +532,8 @@ Global___ExecuteResponse: _TypeAlias = ExecuteResponse  # noqa: Y015
 @_typing.final
 class OpenSession(_message.Message):
     """OpenSession opens a session. The executor refuses it with a SessionRefusal in the status's details: with
-    FAILED_PRECONDITION if the epoch is not larger than the last, and with PERMISSION_DENIED while another scheduler holds
-    the executor. A process whose session was replaced by a newer process with its scheduler_id is refused with ABORTED.
+    FAILED_PRECONDITION if the epoch is not larger than the last, and with PERMISSION_DENIED while another scheduler
+    holds the executor. A process whose session was replaced by a newer process with its scheduler_id is refused with ABORTED.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -115,7 +115,11 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         self, lease: Lease, opened: asyncio.Future[int], outbox: asyncio.Queue[_Outgoing]
     ) -> None:
         """Confirm the session once the running step has ended and the slots are clear."""
-        last_completed = await opened
+        try:
+            last_completed = await opened
+        except Exception as exc:
+            lease.end(Refusal(grpc.StatusCode.INTERNAL, f"the slots cannot be cleared: {exc}"))
+            return
         _log.info(
             "scheduler %s at %s: session of epoch %d open, last completed step %d",
             lease.scheduler_id, lease.peer, lease.epoch, last_completed,

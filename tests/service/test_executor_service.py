@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from cadenza.v1 import admin_pb2, admin_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.service import servicer
+from executor_svc.worker.step import StepExecutor
 from tests.helpers.executor_harness import INCARNATION, Harness, Stream, admit, fake_executor, scheduled
 from tests.helpers.fake_executor import LIMITS
 
@@ -286,6 +287,22 @@ async def test_a_scheduler_that_is_silent_while_its_session_opens_loses_the_exec
         await asyncio.wait([other], timeout=0.1)
         fake.runner.gate.set()
         assert (await other).opened.epoch == 3
+
+
+async def test_slots_that_cannot_be_cleared_end_the_stream(fake: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    clear, errors = StepExecutor.clear, [RuntimeError("the device says no")]
+
+    def clear_or_fail(executor: StepExecutor) -> None:
+        if errors:
+            raise errors.pop()
+        clear(executor)
+
+    monkeypatch.setattr(StepExecutor, "clear", clear_or_fail)
+    stream = fake.stream()
+    await stream.send(open=pb.OpenSession(scheduler_id="A", epoch=1, protocol_version=1))
+    assert await stream.status() is grpc.StatusCode.INTERNAL
+    assert "the device says no" in await stream.call.details()
+    assert (await (await fake.open(2, "B")).step(1)).status == pb.STEP_STATUS_OK
 
 
 async def test_an_opening_is_answered_after_a_half_close(fake: Harness) -> None:

@@ -533,7 +533,8 @@ Global___ExecuteResponse: _TypeAlias = ExecuteResponse  # noqa: Y015
 class OpenSession(_message.Message):
     """OpenSession opens a session. The executor refuses it with a SessionRefusal in the status's details: with
     FAILED_PRECONDITION if the epoch is not larger than the last, and with PERMISSION_DENIED while another scheduler
-    holds the executor. A process whose session was replaced by a newer process with its scheduler_id is refused with ABORTED.
+    holds the executor. A process whose session was replaced by a newer process with its scheduler_id is refused with
+    ABORTED.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

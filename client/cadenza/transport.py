@@ -19,6 +19,8 @@ PROTOCOL_VERSION = 1
 SCHEDULER_PORT = 50051
 EXECUTOR_PORT = 50052
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+"""The key of a serialized google.rpc.Status in the trailing metadata of a call."""
 
 _COMMON: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

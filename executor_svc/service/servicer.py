@@ -17,14 +17,15 @@ import psutil
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cadenza.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
-from cadenza.transport import PROTOCOL_VERSION
+from cadenza.heartbeats import HEARTBEAT_S, SILENCE_S
+from cadenza.transport import STATUS_DETAILS_KEY, make_status
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, execution_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.plan.description import Description
 from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
 from executor_svc.service.convert import description_to_wire, plan_from_wire, result_to_wire
-from executor_svc.worker.worker import RejectedPlan, Session, Worker
+from executor_svc.service.lease import Lease, Leases, Refusal
+from executor_svc.worker.worker import Activity, RejectedPlan, Session, Worker
 
 _log = logging.getLogger(__name__)
 
@@ -35,40 +36,15 @@ _process = psutil.Process()
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class _Refusal(Exception):
-    """Ends a stream with a status code and a message."""
-
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-
-
 @dataclass(frozen=True, slots=True)
 class _EndOfPlans:
     """The end of a stream's plans: the scheduler has half-closed after num_plans, or a message is invalid."""
 
     num_plans: int
-    refusal: _Refusal | None = None
+    refusal: Refusal | None = None
 
 
 _Outgoing = StepResult | _EndOfPlans | pb.ExecuteResponse
-
-
-class _Holder:
-    """The stream that currently holds the executor."""
-
-    def __init__(self, scheduler_id: str, epoch: int) -> None:
-        self.scheduler_id = scheduler_id
-        self.epoch = epoch
-        self.refusal: _Refusal | None = None
-        self.serving: asyncio.Task[None] | None = None
-
-    def end(self, refusal: _Refusal) -> None:
-        """End the stream with this status, even while a message waits for a scheduler that reads nothing."""
-        self.refusal = refusal
-        if self.serving is not None:
-            self.serving.cancel()
 
 
 class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
@@ -79,9 +55,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         self._incarnation = description.incarnation
         self._description = description_to_wire(description)
         self._heartbeat_s = heartbeat_s
-        self._silence_s = silence_s
-        self._holder: _Holder | None = None
-        self._last_epoch = 0
+        self._leases = Leases(silence_s)
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeResponse:
         """Return the description, which is constant."""
@@ -99,87 +73,77 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: _Context
     ) -> None:
         """Open a session, then answer plans in order until the scheduler half-closes or a newer stream fences it."""
-        holder: _Holder | None = None
+        lease: Lease | None = None
         try:
-            holder = self._take(await _first(request_iterator))
-            holder.serving = asyncio.create_task(self._serve(holder, request_iterator, context))
-            await holder.serving
-        except _Refusal as refusal:
-            await context.abort(refusal.code, refusal.message)
+            lease = self._leases.take(await _first(request_iterator), context.peer())
+            lease.serving = asyncio.create_task(self._serve(lease, request_iterator, context))
+            await lease.serving
+        except Refusal as refusal:
+            await _abort(context, refusal)
         except asyncio.CancelledError:
-            if holder is None or holder.refusal is None:
+            if lease is None or lease.refusal is None:
                 raise
             # Released first: the status cannot be sent while the scheduler reads nothing.
-            self._release(holder)
-            await context.abort(holder.refusal.code, holder.refusal.message)
+            self._leases.release(lease)
+            await _abort(context, lease.refusal)
         finally:
-            if holder is not None:
-                self._release(holder)
+            if lease is not None:
+                self._leases.release(lease)
 
-    def _release(self, holder: _Holder) -> None:
-        if self._holder is holder:
-            self._holder = None
-
-    def _take(self, opening: pb.OpenSession) -> _Holder:
-        """Make this stream the holder, fencing an older one of the same scheduler; raises _Refusal."""
-        if opening.protocol_version != PROTOCOL_VERSION:
-            message = f"protocol version {opening.protocol_version} is not supported, {PROTOCOL_VERSION} is"
-            raise _Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
-        if not opening.scheduler_id:
-            raise _Refusal(grpc.StatusCode.INVALID_ARGUMENT, "open.scheduler_id is empty")
-        current = self._holder
-        if current is not None and current.scheduler_id != opening.scheduler_id:
-            message = f"scheduler {current.scheduler_id} holds this executor, in epoch {current.epoch}"
-            raise _Refusal(grpc.StatusCode.PERMISSION_DENIED, message)
-        if opening.epoch <= self._last_epoch:
-            message = f"epoch {opening.epoch} is not larger than the last, {self._last_epoch}"
-            raise _Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
-        if current is not None:
-            current.end(_Refusal(grpc.StatusCode.ABORTED, "this scheduler has opened a newer session"))
-        self._last_epoch = opening.epoch
-        self._holder = _Holder(opening.scheduler_id, opening.epoch)
-        return self._holder
-
-    async def _serve(self, holder: _Holder, requests: AsyncIterator[pb.ExecuteRequest], context: _Context) -> None:
+    async def _serve(self, lease: Lease, requests: AsyncIterator[pb.ExecuteRequest], context: _Context) -> None:
         """Serve one session, from its opening to the last result."""
-        epoch = holder.epoch
         outbox: asyncio.Queue[_Outgoing] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        session, opened = self._worker.open_session(epoch, lambda result: _post(loop, outbox, result))
-        helpers: list[asyncio.Task[None]] = []
+        session, cleared = self._worker.open_session(lease.epoch, lambda result: _post(loop, outbox, result))
+        opened = asyncio.wrap_future(cleared)
+        # All of them before the session is open: that waits for the running step, for minutes at worst.
+        helpers = [
+            asyncio.create_task(self._answer_opening(lease, opened, outbox)),
+            asyncio.create_task(self._read(session, requests, outbox, lease)),
+            asyncio.create_task(self._beat(outbox, opened)),
+            asyncio.create_task(_end_when_silent(lease)),
+        ]
         try:
-            last_completed = await asyncio.wrap_future(opened)
-            _log.info("session of epoch %d open, last completed step %d", epoch, last_completed)
-            answer = pb.SessionOpened(
-                epoch=epoch,
-                incarnation=self._incarnation,
-                last_completed_step_id=last_completed,
-                resident_bytes=resident_bytes(),
-            )
-            await context.write(pb.ExecuteResponse(opened=answer))
-            silence = PeerSilence(self._silence_s)
-            helpers.append(asyncio.create_task(self._read(session, requests, outbox, silence)))
-            helpers.append(asyncio.create_task(self._beat(outbox)))
-            helpers.append(asyncio.create_task(_end_when_silent(holder, silence)))
-            await self._write(epoch, outbox, context)
+            await self._write(lease.epoch, outbox, context)
         finally:
             self._worker.close_session(session)
             for helper in helpers:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
 
+    async def _answer_opening(
+        self, lease: Lease, opened: asyncio.Future[int], outbox: asyncio.Queue[_Outgoing]
+    ) -> None:
+        """Confirm the session once the running step has ended and the slots are clear."""
+        try:
+            last_completed = await opened
+        except Exception as exc:
+            lease.end(Refusal(grpc.StatusCode.INTERNAL, f"the slots cannot be cleared: {exc}"))
+            return
+        _log.info(
+            "scheduler %s at %s: session of epoch %d open, last completed step %d",
+            lease.scheduler_id, lease.peer, lease.epoch, last_completed,
+        )  # fmt: skip
+        answer = pb.SessionOpened(
+            epoch=lease.epoch,
+            incarnation=self._incarnation,
+            last_completed_step_id=last_completed,
+            resident_bytes=resident_bytes(),
+        )
+        outbox.put_nowait(pb.ExecuteResponse(opened=answer))
+
     async def _read(
         self,
         session: Session,
         requests: AsyncIterator[pb.ExecuteRequest],
         outbox: asyncio.Queue[_Outgoing],
-        silence: PeerSilence,
+        lease: Lease,
     ) -> None:
         """Queue plans until the scheduler half-closes."""
         num_plans, problem = 0, ""
         try:
             async for request in requests:
-                silence.heard()
+                lease.renew()
                 kind = request.WhichOneof("message")
                 if kind == "plan":
                     received_ns = time.monotonic_ns()
@@ -191,15 +155,16 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         except Exception as exc:
             # An undecodable message ends the reading; an open stream would then wait for ever.
             problem = f"a message cannot be read: {exc}"
-        refusal = _Refusal(grpc.StatusCode.INVALID_ARGUMENT, problem) if problem else None
+        refusal = Refusal(grpc.StatusCode.INVALID_ARGUMENT, problem) if problem else None
         outbox.put_nowait(_EndOfPlans(num_plans, refusal))
 
-    async def _beat(self, outbox: asyncio.Queue[_Outgoing]) -> None:
+    async def _beat(self, outbox: asyncio.Queue[_Outgoing], opened: asyncio.Future[int]) -> None:
         """Send a heartbeat at every interval, except while earlier messages wait for a slow reader."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
             if outbox.empty():
-                activity = self._worker.activity()
+                # Until the session is open, a step of another session runs.
+                activity = self._worker.activity() if opened.done() else Activity(0, 0, 0)
                 outbox.put_nowait(
                     pb.ExecuteResponse(
                         heartbeat=pb.Heartbeat(
@@ -212,9 +177,9 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                 )
 
     async def _write(self, epoch: int, outbox: asyncio.Queue[_Outgoing], context: _Context) -> None:
-        """Send queued messages until the scheduler has half-closed and every plan is answered."""
-        num_answered, num_plans = 0, None
-        while num_plans is None or num_answered < num_plans:
+        """Send queued messages until the scheduler has half-closed, and its opening and every plan is answered."""
+        num_answered, num_plans, is_open = 0, None, False
+        while num_plans is None or num_answered < num_plans or not is_open:
             item = await outbox.get()
             if isinstance(item, StepResult):
                 num_answered += 1
@@ -224,18 +189,26 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                     raise item.refusal
                 num_plans = item.num_plans
             else:
+                is_open = is_open or item.HasField("opened")
                 await context.write(item)
 
 
-async def _end_when_silent(holder: _Holder, silence: PeerSilence) -> None:
+async def _end_when_silent(lease: Lease) -> None:
     """End the session when its scheduler sends nothing any more, so that another one may come."""
-    await silence.wait_until_lost()
+    await lease.silence.wait_until_lost()
+    silent_s = lease.silence.silent_s
     _log.warning(
-        "scheduler %s is silent for %.1f s: its session of epoch %d ends",
-        holder.scheduler_id, silence.silent_s, holder.epoch,
-    )  # fmt: skip
+        "scheduler %s is silent for %.1f s: its session of epoch %d ends", lease.scheduler_id, silent_s, lease.epoch
+    )
     # A scheduler that receives UNAVAILABLE opens a new session; ABORTED would stop it.
-    holder.end(_Refusal(grpc.StatusCode.UNAVAILABLE, f"no message from the scheduler for {silence.silent_s:.1f} s"))
+    lease.end(Refusal(grpc.StatusCode.UNAVAILABLE, f"no message from the scheduler for {silent_s:.1f} s"))
+
+
+async def _abort(context: _Context, refusal: Refusal) -> None:
+    """End a stream with a refusal's status and detail."""
+    details = [] if refusal.detail is None else [refusal.detail]
+    status = make_status(refusal.code, refusal.message, details)
+    await context.abort(refusal.code, refusal.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
 
 
 def resident_bytes() -> int:
@@ -244,12 +217,12 @@ def resident_bytes() -> int:
 
 
 async def _first(requests: AsyncIterator[pb.ExecuteRequest]) -> pb.OpenSession:
-    """Return the opening message; raises _Refusal if the stream begins with another one."""
+    """Return the opening message; raises Refusal if the stream begins with another one."""
     async for request in requests:
         if request.WhichOneof("message") == "open":
             return request.open
         break
-    raise _Refusal(grpc.StatusCode.INVALID_ARGUMENT, "the first message must open the session")
+    raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "the first message must open the session")
 
 
 def _plan_or_rejection(message: pb.StepPlan) -> StepPlan | RejectedPlan:

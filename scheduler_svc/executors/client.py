@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
 
 from cadenza.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
-from cadenza.transport import EXECUTOR_PORT, PROTOCOL_VERSION, channel_options, format_address, parse_address
+from cadenza.transport import (
+    EXECUTOR_PORT,
+    PROTOCOL_VERSION,
+    STATUS_DETAILS_KEY,
+    channel_options,
+    format_address,
+    parse_address,
+)
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc as pb_grpc
 from scheduler_svc.core.types import StepPlan, StepResult
 from scheduler_svc.executors.convert import ProtocolError, model_description, step_plan, step_result
 from scheduler_svc.plan_loop.ports import (
     ExecutorFencedError,
+    ExecutorHeldError,
     ExecutorLostError,
     ModelDescription,
     SessionOpened,
+    StaleEpochError,
 )
 
 if TYPE_CHECKING:
@@ -36,15 +49,20 @@ _NOTICE_S = 30.0
 _DESCRIBE_TIMEOUT_S = 5.0
 _RETRY_S = 0.2
 _FENCED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED)
+"""Without a SessionRefusal that allows a retry, these stop the scheduler."""
 
 
 class GrpcExecutor:
     """An ExecutorPort for one address. The channel reconnects by itself."""
 
     def __init__(self, target: str, scheduler_id: str, *, silence_s: float = SILENCE_S) -> None:
-        """silence_s: an executor without messages for this long counts as lost. Raises ValueError for a bad address."""
+        """scheduler_id: the executor hands itself over at once to another process with the same id.
+
+        silence_s: an executor without messages for this long counts as lost. Raises ValueError for a bad address.
+        """
         self.target = format_address(*parse_address(target, default_port=EXECUTOR_PORT))
         self._scheduler_id = scheduler_id
+        self._incarnation = secrets.randbits(64)
         self._silence_s = silence_s
         self._channel = grpc.aio.insecure_channel(self.target, options=channel_options())
         self._stub: pb_grpc.ExecutionServiceAsyncStub = pb_grpc.ExecutionServiceStub(self._channel)
@@ -74,13 +92,14 @@ class GrpcExecutor:
         return model_description(message)
 
     async def open(self, epoch: int) -> GrpcPlanStream:
-        """Open a session; raises ExecutorLostError, ExecutorFencedError."""
+        """Open a session; raises ExecutorLostError, StaleEpochError, ExecutorHeldError, ExecutorFencedError."""
         stream = GrpcPlanStream(self._stub.Execute(), epoch, silence_s=self._silence_s)
         try:
-            await stream.start(self._scheduler_id)
+            await stream.start(self._scheduler_id, self._incarnation)
         except BaseException:
             await stream.close()
             raise
+        _LOG.info("executor %s: session %d of scheduler %s is open", self.target, epoch, self._scheduler_id)
         return stream
 
     async def aclose(self) -> None:
@@ -119,9 +138,18 @@ class GrpcPlanStream:
         self._closed = False
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, scheduler_id: str) -> None:
-        """Send OpenSession, wait for SessionOpened, start the heartbeats."""
-        opening = pb.OpenSession(scheduler_id=scheduler_id, epoch=self._epoch, protocol_version=PROTOCOL_VERSION)
+    async def start(self, scheduler_id: str, incarnation: int) -> None:
+        """Send OpenSession, start the heartbeats, wait for SessionOpened."""
+        opening = pb.OpenSession(
+            scheduler_id=scheduler_id,
+            epoch=self._epoch,
+            protocol_version=PROTOCOL_VERSION,
+            scheduler_incarnation=incarnation,
+        )
+        self._tasks = [
+            asyncio.create_task(self._send_heartbeats(), name="executor-heartbeat"),
+            asyncio.create_task(self._end_when_silent(), name="executor-silence"),
+        ]
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 await self._write(pb.ExecuteRequest(open=opening))
@@ -134,10 +162,6 @@ class GrpcPlanStream:
             raise ExecutorLostError("the answer to OpenSession is not this session's SessionOpened")
         self.opened = SessionOpened(message.opened.incarnation, message.opened.last_completed_step_id)
         self.resident_bytes = message.opened.resident_bytes
-        self._tasks = [
-            asyncio.create_task(self._send_heartbeats(), name="executor-heartbeat"),
-            asyncio.create_task(self._end_when_silent(), name="executor-silence"),
-        ]
 
     async def send(self, plan: StepPlan) -> None:
         """Send the next plan; raises ExecutorLostError."""
@@ -206,6 +230,11 @@ class GrpcPlanStream:
         if self._lost or self._closed:
             raise ExecutorLostError(self._lost or "the session was closed") from exc
         code, details = await self._call.code(), await self._call.details()
+        refusal = _session_refusal(await self._call.trailing_metadata())
+        if refusal is not None and code is grpc.StatusCode.FAILED_PRECONDITION:
+            raise StaleEpochError(f"{code.name}: {details}", refusal.next_epoch) from exc
+        if refusal is not None and refusal.holder_id:
+            raise ExecutorHeldError(str(details), refusal.holder_silent_ns / 1e9) from exc
         if code in _FENCED:
             raise ExecutorFencedError(f"the executor refuses this scheduler: {code.name}: {details}") from exc
         if code is grpc.StatusCode.OK:
@@ -237,6 +266,17 @@ class GrpcPlanStream:
         return pb.Heartbeat(
             running_step_id=step_id, running_age_ns=int((now - sent_at) * 1e9), num_queued_plans=len(self._inflight)
         )
+
+
+def _session_refusal(metadata: grpc.aio.Metadata | None) -> pb.SessionRefusal | None:
+    """The SessionRefusal in the details of a status; None if there is none, or none that can be read."""
+    refusal = pb.SessionRefusal()
+    for key, value in metadata or ():
+        if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
+            with contextlib.suppress(DecodeError):
+                if any(detail.Unpack(refusal) for detail in status_pb2.Status.FromString(value).details):
+                    return refusal
+    return None
 
 
 def _reason(exc: grpc.aio.AioRpcError) -> str:

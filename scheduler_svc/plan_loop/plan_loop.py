@@ -23,6 +23,7 @@ from scheduler_svc.core.scheduler import Scheduler, check_limits
 from scheduler_svc.core.types import ExecutorSpec, StepResult, StepStatus
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.model_change import ModelChange, ModelRefusedError, model_change
+from scheduler_svc.plan_loop.opening import open_session
 from scheduler_svc.plan_loop.pacing import StepPacer
 from scheduler_svc.plan_loop.ports import (
     ExecutorFencedError,
@@ -156,9 +157,7 @@ class PlanLoop:
     async def _session(self) -> None:
         """Open a session and run it until it breaks."""
         model, adopt = await self._describe_again()
-        # Larger at each open, and larger than the epochs of a scheduler that ran before this one.
-        self._epoch = max(self._epoch + 1, self._clock.wall_time_ns() // 1_000_000)
-        stream = await self._executor.open(self._epoch)
+        stream, self._epoch = await open_session(self._executor, self._clock, self._epoch + 1)
         if stream.opened.incarnation != model.incarnation:
             await stream.close()
             raise ExecutorLostError("another executor took its place while the session was opened")
@@ -167,7 +166,6 @@ class PlanLoop:
         # A new incarnation has completed none, and a count never goes back.
         self._last_done_step_id = max(self._last_done_step_id, stream.opened.last_completed_step_id)
         self._core.session_opened(stream.opened.last_completed_step_id)
-        _LOG.info("executor %s: session %d is open", self._executor.target, self._epoch)
         self._stream = stream
         self._progress.session_opened(self._incarnation)
         self._set_connected(True)

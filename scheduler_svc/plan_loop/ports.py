@@ -69,7 +69,24 @@ class ExecutorLostError(Exception):
 
 
 class ExecutorFencedError(ExecutorLostError):
-    """Another scheduler holds the executor: this one must stop, and never open a larger epoch."""
+    """Another scheduler, or a newer process of this one, has the executor: this one must stop and open no session."""
+
+
+class StaleEpochError(ExecutorLostError):
+    """The executor refused the epoch of an opening; it names the smallest one that it accepts."""
+
+    def __init__(self, message: str, next_epoch: int) -> None:
+        super().__init__(message)
+        self.next_epoch = next_epoch
+
+
+class ExecutorHeldError(ExecutorLostError):
+    """Another scheduler holds the executor, dead or alive."""
+
+    def __init__(self, message: str, silent_s: float) -> None:
+        """silent_s: seconds since the executor received that scheduler's last message."""
+        super().__init__(message)
+        self.silent_s = silent_s
 
 
 class PlanStream(Protocol):
@@ -100,7 +117,7 @@ class ExecutorPort(Protocol):
         """Wait until the executor answers, and return its description."""
 
     async def open(self, epoch: int) -> PlanStream:
-        """Open a session; raises ExecutorLostError, ExecutorFencedError."""
+        """Open a session; raises ExecutorLostError, StaleEpochError, ExecutorHeldError, ExecutorFencedError."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,8 @@ class Harness:
         await stream.send(
             open=pb.OpenSession(**{"protocol_version": 1} | fields, scheduler_id=scheduler_id, epoch=epoch)
         )
-        response = await stream.receive()
+        while (response := await stream.receive()).WhichOneof("message") == "heartbeat":
+            pass
         assert response.WhichOneof("message") == "opened", response
         stream.opened, stream.epoch = response.opened, epoch
         return stream

@@ -91,7 +91,10 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
         if self.refuse is not None:
             await context.abort(*self.refuse)
         if first.open.epoch <= self.last_epoch:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the epoch is not larger")
+            refusal = pb.SessionRefusal(next_epoch=self.last_epoch + 1)
+            status = transport.make_status(grpc.StatusCode.FAILED_PRECONDITION, "the epoch is not larger", [refusal])
+            details = ((transport.STATUS_DETAILS_KEY, status.SerializeToString()),)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, status.message, details)
         self.last_epoch = epoch = first.open.epoch
         self.slots.clear()
         opened = pb.SessionOpened(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 
 class ServiceProcess:
@@ -41,10 +42,15 @@ class ServiceProcess:
 
 
 @contextlib.asynccontextmanager
-async def service_process(module: str, *options: str, listen: str = "127.0.0.1:0") -> AsyncIterator[ServiceProcess]:
-    """`python -m module`; yields it once it serves, and kills it at the end."""
+async def service_process(
+    module: str, *options: str, listen: str = "127.0.0.1:0", environment: Mapping[str, str] | None = None
+) -> AsyncIterator[ServiceProcess]:
+    """`python -m module`, with these variables too; yields it once it serves, and kills it at the end."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, "--listen", listen, *options, stdout=PIPE, stderr=PIPE
+        *(sys.executable, "-m", module, "--listen", listen, *options),
+        stdout=PIPE,
+        stderr=PIPE,
+        env={**os.environ, **(environment or {})},
     )
     running = ServiceProcess(process, "")
     try:

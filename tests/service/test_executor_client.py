@@ -10,11 +10,12 @@ from array import array
 import grpc
 import pytest
 
+from cadenza.transport import STATUS_DETAILS_KEY, make_status
 from cadenza.v1 import execution_pb2
 from scheduler_svc.core.types import AdmittedSequence, Sampling, StepPlan, StepStatus, TokenLogprobs
 from scheduler_svc.executors import client as executor_client
 from scheduler_svc.executors.client import GrpcExecutor
-from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError
+from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, StaleEpochError
 from tests.helpers.scripted_executor import ScriptedExecutor, serve
 
 pytestmark = pytest.mark.timeout(30)
@@ -155,10 +156,44 @@ async def test_silence_is_loss(monkeypatch):
         await stream.close()
 
 
+async def test_an_executor_that_is_silent_while_a_session_opens_is_lost(monkeypatch):
+    async def hang(requests, context):
+        await asyncio.Event().wait()
+
+    executor = ScriptedExecutor()
+    monkeypatch.setattr(executor, "Execute", hang)
+    async with connected(executor, silence_s=0.1) as client, asyncio.timeout(5):
+        with pytest.raises(ExecutorLostError, match=r"no message for 0\.1 s"):
+            await client.open(1)
+
+
+async def test_a_small_epoch_is_refused_with_the_next_one():
+    async with connected(ScriptedExecutor(last_epoch=40)) as client:
+        with pytest.raises(StaleEpochError, match="the epoch is not larger") as caught:
+            await client.open(40)
+        assert caught.value.next_epoch == 41
+        await (await client.open(41)).close()
+
+
+@pytest.mark.parametrize("details", [b"\xff\xff", b"", make_status(grpc.StatusCode.ABORTED, "x").SerializeToString()])
+async def test_details_that_are_no_refusal_are_left_alone(monkeypatch, details):
+    async def refuse(requests, context):
+        metadata = ((STATUS_DETAILS_KEY, details),)
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "because", metadata)
+
+    executor = ScriptedExecutor()
+    monkeypatch.setattr(executor, "Execute", refuse)
+    async with connected(executor) as client:
+        with pytest.raises(ExecutorLostError, match="because") as caught:
+            await client.open(1)
+        assert type(caught.value) is ExecutorLostError
+
+
 @pytest.mark.parametrize(
     ("code", "error"),
     [
         (grpc.StatusCode.PERMISSION_DENIED, ExecutorFencedError),
+        (grpc.StatusCode.ABORTED, ExecutorFencedError),
         (grpc.StatusCode.FAILED_PRECONDITION, ExecutorLostError),
         (grpc.StatusCode.INTERNAL, ExecutorLostError),
     ],

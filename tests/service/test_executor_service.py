@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from cadenza.v1 import admin_pb2, admin_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.service import servicer
+from executor_svc.worker.step import StepExecutor
 from tests.helpers.executor_harness import INCARNATION, Harness, Stream, admit, fake_executor, scheduled
 from tests.helpers.fake_executor import LIMITS
 
@@ -250,3 +251,75 @@ async def test_heartbeats_of_the_scheduler_keep_its_session() -> None:
             assert (await stream.receive()).WhichOneof("message") == "heartbeat"
             assert (await stream.receive()).WhichOneof("message") == "heartbeat"
         assert (await stream.step(1)).status == pb.STEP_STATUS_OK
+
+
+# ---------------------------------------------------------------- while a session opens
+
+
+async def test_heartbeats_come_while_the_opening_waits_for_a_step(fake: Harness) -> None:
+    fake.runner.gate.clear()
+    old = await fake.open(1)
+    await old.plan(1, admitted=[admit(0, [5, 6], [0])], scheduled=scheduled((0, 2, True)))
+    await asyncio.to_thread(fake.runner.entered.acquire)
+    new = fake.stream()
+    await new.send(open=pb.OpenSession(scheduler_id="A", epoch=2, protocol_version=1))
+    for _ in range(3):
+        response = await new.receive()
+        assert response.WhichOneof("message") == "heartbeat"
+        assert response.heartbeat.running_step_id == 0, "the running step is another session's"
+        assert response.heartbeat.resident_bytes > 0
+    fake.runner.gate.set()
+    while (response := await new.receive()).WhichOneof("message") == "heartbeat":
+        pass
+    assert response.opened.last_completed_step_id == 1
+
+
+async def test_a_scheduler_that_is_silent_while_its_session_opens_loses_the_executor() -> None:
+    async with fake_executor(silence_s=0.3) as fake:
+        fake.runner.gate.clear()
+        old = await fake.open(1, "A")
+        await old.plan(1, admitted=[admit(0, [5, 6], [0])], scheduled=scheduled((0, 2, True)))
+        await asyncio.to_thread(fake.runner.entered.acquire)
+        silent = fake.stream()
+        await silent.send(open=pb.OpenSession(scheduler_id="A", epoch=2, protocol_version=1))
+        assert await silent.status() is grpc.StatusCode.UNAVAILABLE
+        other = asyncio.create_task(fake.open(3, "B"))
+        await asyncio.wait([other], timeout=0.1)
+        fake.runner.gate.set()
+        assert (await other).opened.epoch == 3
+
+
+async def test_slots_that_cannot_be_cleared_end_the_stream(fake: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    clear, errors = StepExecutor.clear, [RuntimeError("the device says no")]
+
+    def clear_or_fail(executor: StepExecutor) -> None:
+        if errors:
+            raise errors.pop()
+        clear(executor)
+
+    monkeypatch.setattr(StepExecutor, "clear", clear_or_fail)
+    stream = fake.stream()
+    await stream.send(open=pb.OpenSession(scheduler_id="A", epoch=1, protocol_version=1))
+    assert await stream.status() is grpc.StatusCode.INTERNAL
+    assert "the device says no" in await stream.call.details()
+    assert (await (await fake.open(2, "B")).step(1)).status == pb.STEP_STATUS_OK
+
+
+async def test_an_opening_is_answered_after_a_half_close(fake: Harness) -> None:
+    fake.runner.gate.clear()
+    old = await fake.open(1)
+    await old.plan(1, admitted=[admit(0, [5, 6], [0])], scheduled=scheduled((0, 2, True)))
+    await asyncio.to_thread(fake.runner.entered.acquire)
+    opening = asyncio.create_task(fake.open(2))
+    assert await old.status() is grpc.StatusCode.ABORTED
+    new = fake.stream()
+    await new.send(open=pb.OpenSession(scheduler_id="A", epoch=3, protocol_version=1))
+    await new.call.done_writing()
+    await asyncio.wait([opening], timeout=0.1)
+    fake.runner.gate.set()
+    while (response := await new.receive()).WhichOneof("message") == "heartbeat":
+        pass
+    assert response.opened.epoch == 3
+    assert await new.status() is grpc.StatusCode.OK
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)

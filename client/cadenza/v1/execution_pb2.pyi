@@ -500,7 +500,7 @@ class ExecuteResponse(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___SessionOpened:
-        """Answers OpenSession."""
+        """Answers OpenSession. Only heartbeats may come before it."""
 
     @_builtins.property
     def result(self) -> Global___StepResult:
@@ -508,7 +508,9 @@ class ExecuteResponse(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """Heartbeat, every 500 ms, also while a step runs."""
+        """Heartbeat, every 500 ms, also while a step runs. Before SessionOpened it names no step, since the running one
+        belongs to another session.
+        """
 
     def __init__(
         self,
@@ -529,8 +531,10 @@ Global___ExecuteResponse: _TypeAlias = ExecuteResponse  # noqa: Y015
 
 @_typing.final
 class OpenSession(_message.Message):
-    """OpenSession opens a session. The executor rejects an epoch that is not larger than the last with FAILED_PRECONDITION,
-    and another scheduler while one holds it with PERMISSION_DENIED.
+    """OpenSession opens a session. The executor refuses it with a SessionRefusal in the status's details: with
+    FAILED_PRECONDITION if the epoch is not larger than the last, and with PERMISSION_DENIED while another scheduler
+    holds the executor. A process whose session was replaced by a newer process with its scheduler_id is refused with
+    ABORTED.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -538,26 +542,60 @@ class OpenSession(_message.Message):
     SCHEDULER_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    SCHEDULER_INCARNATION_FIELD_NUMBER: _builtins.int
     scheduler_id: _builtins.str
-    """The scheduler's id; drawn at random when it starts."""
+    """The scheduler's id: kept in its journal directory; without one, drawn at random when it starts."""
     epoch: _builtins.int
-    """Larger at each open, including reconnects."""
+    """Larger at each open, including reconnects; 1 at first, and what a refusal says."""
     protocol_version: _builtins.int
     """Version of this protocol that the scheduler uses; 1."""
+    scheduler_incarnation: _builtins.int
+    """Drawn at random when the scheduler's process starts: distinguishes processes with one scheduler_id."""
     def __init__(
         self,
         *,
         scheduler_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         protocol_version: _builtins.int = ...,
+        scheduler_incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "protocol_version", b"protocol_version", "scheduler_id", b"scheduler_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "protocol_version", b"protocol_version", "scheduler_id", b"scheduler_id", "scheduler_incarnation", b"scheduler_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
+
+@_typing.final
+class SessionRefusal(_message.Message):
+    """SessionRefusal is a google.rpc detail of the status with which OpenSession is refused."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEXT_EPOCH_FIELD_NUMBER: _builtins.int
+    HOLDER_ID_FIELD_NUMBER: _builtins.int
+    HOLDER_SILENT_NS_FIELD_NUMBER: _builtins.int
+    next_epoch: _builtins.int
+    """The smallest epoch that the executor accepts now."""
+    holder_id: _builtins.str
+    """Id of the scheduler that holds the executor; empty unless it is the reason."""
+    holder_silent_ns: _builtins.int
+    """For how long the executor has received nothing from this scheduler, in nanoseconds. Its lease ends at 2 s."""
+    def __init__(
+        self,
+        *,
+        next_epoch: _builtins.int = ...,
+        holder_id: _builtins.str = ...,
+        holder_silent_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder_id", b"holder_id", "holder_silent_ns", b"holder_silent_ns", "next_epoch", b"next_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionRefusal: _TypeAlias = SessionRefusal  # noqa: Y015
 
 @_typing.final
 class SessionOpened(_message.Message):

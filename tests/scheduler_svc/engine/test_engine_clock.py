@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.core.types import FinishDetail
+from scheduler_svc.core.types import FinishDetail, StepPlan
 from scheduler_svc.plan_loop.clock import SystemClock
 from tests.helpers.paths import ROOT
 from tests.helpers.virtual_engine import START_S, STEP_S, started
@@ -32,6 +32,41 @@ async def test_plans_are_sent_late_in_the_running_step() -> None:
         assert world.executor.stream is not None
         planned_at = [moment - START_S for moment in world.executor.stream.planned_at[:5]]
         assert planned_at == pytest.approx([0.0, 0.0, 0.010, 0.023, 0.033])
+
+
+async def test_the_next_plan_goes_before_the_outputs_of_a_step() -> None:
+    """With steps of 1 ms a plan is due as soon as a result is there: readers learn of it while the next step runs."""
+    async with started(step_s=0.001) as world:
+        live = world.submit(20)
+        stream = world.executor.stream
+        assert stream is not None
+        seen: list[tuple[int, int]] = []
+        live.subscribe(lambda _: seen.append((live.num_completion_tokens, len(stream.planned_at))))
+        await world.clock.advance(0.0145)
+        assert [tokens for tokens, _ in seen] == list(range(1, 15))
+        # Two plans before the first result, and one more before each result's outputs.
+        assert [plans - tokens for tokens, plans in seen] == [2] * 14
+
+
+async def test_an_abort_between_a_result_and_its_outputs_keeps_them() -> None:
+    async with started(step_s=0.001) as world:
+        live = world.submit(20)
+        stream = world.executor.stream
+        assert stream is not None
+        send = stream.send
+
+        async def aborting(plan: StepPlan) -> None:
+            await send(plan)
+            if plan.step_id == 3:  # sent after the first result, and before its outputs
+                assert not live.samples[0].token_ids
+                world.engine.abort("", "r")
+
+        stream.send = aborting  # type: ignore[method-assign]
+        await world.clock.advance(0.0015)
+        assert live.ended
+        assert live.samples[0].token_ids == [9]
+        assert live.samples[0].finish is not None
+        assert live.samples[0].finish.detail is FinishDetail.ABORTED
 
 
 async def test_a_deadline_ends_a_request_between_two_steps() -> None:

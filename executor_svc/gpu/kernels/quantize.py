@@ -47,8 +47,8 @@ def _scaled(weight: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     if not bool(magnitudes.isfinite().all()):
         raise ValueError("weight: not all numbers are finite")
     # The smallest normal number: the quotient by a smaller scale would not be accurate enough.
-    # Over a tensor: a GPU divides by a number as it multiplies by its reciprocal, and another rounding of the scale sends
-    # weights to the other side of a tie.
+    # Over a tensor: a GPU multiplies by the reciprocal of a number instead, which rounds otherwise, and a scale that
+    # is rounded otherwise sends weights to the other side of a tie.
     scale = (magnitudes / torch.full_like(magnitudes, largest)).clamp_(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(magnitudes == 0, torch.ones_like(scale), scale)
     return weight.float() / scale[:, None], scale

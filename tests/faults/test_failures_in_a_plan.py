@@ -20,7 +20,8 @@ from scheduler_svc.core.types import StepPlan
 from scheduler_svc.executors import client as executor_client
 from scheduler_svc.executors.convert import step_plan
 from tests.checkpoints import make_llama
-from tests.helpers.services import Running, cadenza_services
+from tests.faults.test_killed_processes import Up
+from tests.helpers.services import Running, cadenza_services, connection
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -230,3 +231,31 @@ async def test_malformed_plans_cost_no_token(
     assert spoiled == KINDS
     assert len(losses(caplog)) == len(KINDS)
     assert all("ended INVALID_PLAN: " in each for each in losses(caplog))
+
+
+@pytest.mark.slow
+async def test_a_lost_device_ends_the_process_and_costs_no_token(executor: dict[str, Any], tmp_path: Path) -> None:
+    """Each process loses its device in its 70th step that computes, and `cadenza up` starts the next one."""
+    expected = await undisturbed(executor)
+    options = {name: value for name, value in executor.items() if name != "model"}
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    faults = ("--inject", "device-error@70", "--preemption", "swap", "--skip-tokenizer-init")
+    up = Up(Path(executor["model"]), tmp_path / "log", *arguments, *faults)
+    try:
+        async with connection(up.target, one_session=False) as running:
+            health = Health(running)
+            assert await answers(running) == expected
+            await check_whole(running)
+            statuses = await health.end()
+    finally:
+        up.process.terminate()
+        assert await asyncio.to_thread(up.process.wait, 15) == 0, up.log
+        assert up.process.stdout is not None
+        up.process.stdout.close()
+    num_deaths = up.log.count("the executor died (")
+    assert num_deaths >= 1
+    assert statuses == [SERVING, *[NOT_SERVING, SERVING] * num_deaths]
+    lost = [line for line in up.log.splitlines() if LOST in line]
+    assert len(lost) == num_deaths
+    assert all("ended FAILED: InjectedDeviceError: CUDA error: an illegal memory access" in line for line in lost)
+    assert up.log.count("the device is lost: CUDA error: an illegal memory access") == num_deaths

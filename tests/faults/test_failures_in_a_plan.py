@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ import pytest
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cadenza.plan_log import PlanLogReader
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.core.types import StepPlan
 from scheduler_svc.executors import client as executor_client
 from scheduler_svc.executors.convert import step_plan
+from scheduler_svc.recording import plan_log
+from scheduler_svc.replay import __main__ as replay
 from tests.checkpoints import make_llama
 from tests.faults.test_killed_processes import Up
+from tests.helpers.full_disk import FullDisk
 from tests.helpers.services import Running, cadenza_services, connection
 
 pytestmark = pytest.mark.timeout(120)
@@ -259,3 +264,29 @@ async def test_a_lost_device_ends_the_process_and_costs_no_token(executor: dict[
     assert len(lost) == num_deaths
     assert all("ended FAILED: InjectedDeviceError: CUDA error: an illegal memory access" in line for line in lost)
     assert up.log.count("the device is lost: CUDA error: an illegal memory access") == num_deaths
+
+
+async def test_a_disk_that_is_full_under_a_recording_ends_the_recording_alone(
+    executor: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step fails before the disk is full, and another one afterwards."""
+    expected = await undisturbed(executor)
+    log = tmp_path / "log"
+    monkeypatch.setattr(plan_log, "FileIO", partial(FullDisk, capacity=5000))
+    async with services({**executor, "inject": "oom@6,oom@30"}, record=str(log)) as running:
+        assert await answers(running) == expected
+        await check_whole(running)
+    (message,) = [record.getMessage() for record in caplog.records if "recording" in record.getMessage()]
+    assert message.startswith(f"recording to {log} has ended after ")
+    assert message.endswith(" records, which can be read: No space left on device; requests are served on")
+    assert 4000 < log.stat().st_size <= 5000
+    with PlanLogReader(str(log)) as reader:
+        kinds = {record.WhichOneof("record") for record in reader}
+        assert not reader.num_cut_bytes
+    assert "executor_lost" in kinds
+    assert replay.main([str(log)]) == 0
+    assert "all plans are the same" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import grpc
 import psutil
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -245,10 +246,13 @@ def resident_bytes() -> int:
 
 async def _first(requests: AsyncIterator[pb.ExecuteRequest]) -> pb.OpenSession:
     """Return the opening message; raises _Refusal if the stream begins with another one."""
-    async for request in requests:
-        if request.WhichOneof("message") == "open":
-            return request.open
-        break
+    try:
+        async for request in requests:
+            if request.WhichOneof("message") == "open":
+                return request.open
+            break
+    except DecodeError as exc:
+        raise _Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"a message cannot be read: {exc}") from exc
     raise _Refusal(grpc.StatusCode.INVALID_ARGUMENT, "the first message must open the session")
 
 

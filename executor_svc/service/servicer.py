@@ -30,6 +30,9 @@ from executor_svc.worker.worker import RejectedPlan, Session, Worker
 _log = logging.getLogger(__name__)
 
 MAX_TRACED_STEPS = 1000
+_MAX_WAITING = 64
+"""Maximum plans that wait for the device and results that wait for the scheduler, together. Only a few may be in
+flight, but each plan over that number has an answer too, and these must not pile up for a scheduler that reads none."""
 
 _process = psutil.Process()
 
@@ -102,7 +105,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         """Open a session, then answer plans in order until the scheduler half-closes or a newer stream fences it."""
         holder: _Holder | None = None
         try:
-            holder = self._take(await _first(request_iterator))
+            holder = self._take(await self._opening(request_iterator))
             holder.serving = asyncio.create_task(self._serve(holder, request_iterator, context))
             await holder.serving
         except _Refusal as refusal:
@@ -116,6 +119,15 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         finally:
             if holder is not None:
                 self._release(holder)
+
+    async def _opening(self, requests: AsyncIterator[pb.ExecuteRequest]) -> pb.OpenSession:
+        """Return the opening message; raises _Refusal for another one, or if none comes: streams must not pile up."""
+        try:
+            async with asyncio.timeout(self._silence_s):
+                return await _first(requests)
+        except TimeoutError as exc:
+            message = f"no session was opened for {self._silence_s:g} s"
+            raise _Refusal(grpc.StatusCode.UNAVAILABLE, message) from exc
 
     def _release(self, holder: _Holder) -> None:
         if self._holder is holder:
@@ -159,7 +171,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             )
             await context.write(pb.ExecuteResponse(opened=answer))
             silence = PeerSilence(self._silence_s)
-            helpers.append(asyncio.create_task(self._read(session, requests, outbox, silence)))
+            helpers.append(asyncio.create_task(self._read(holder, session, requests, outbox, silence)))
             helpers.append(asyncio.create_task(self._beat(outbox)))
             helpers.append(asyncio.create_task(_end_when_silent(holder, silence)))
             await self._write(epoch, outbox, context)
@@ -171,6 +183,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
 
     async def _read(
         self,
+        holder: _Holder,
         session: Session,
         requests: AsyncIterator[pb.ExecuteRequest],
         outbox: asyncio.Queue[_Outgoing],
@@ -185,6 +198,11 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                 if kind == "plan":
                     received_ns = time.monotonic_ns()
                     num_plans += 1
+                    if session.num_unanswered + outbox.qsize() > _MAX_WAITING:
+                        message = f"over {_MAX_WAITING} plans or results wait: the scheduler does not read"
+                        # Not through the outbox: its writer may be blocked.
+                        holder.end(_Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message))
+                        return
                     self._worker.submit(session, _plan_or_rejection(request.plan), received_ns)
                 elif kind != "heartbeat":
                     problem = "a session can be opened once only" if kind == "open" else "a message must hold something"

@@ -73,10 +73,10 @@ class FuzzedService:
 
 
 @contextmanager
-def executor(folder: Path, *options: str, log: Path) -> Iterator[FuzzedService]:
+def executor(folder: Path, *options: str, log: Path, sizes: tuple[str, ...] = SIZES) -> Iterator[FuzzedService]:
     """An executor of a model on the CPU; with `--simulate instant` a simulated one."""
     service = FuzzedService(
-        "executor_svc", log, "--model", str(folder), "--device", "cpu", "--num-threads", "1", *SIZES, *options
+        "executor_svc", log, "--model", str(folder), "--device", "cpu", "--num-threads", "1", *sizes, *options
     )
     try:
         service.unary("/cadenza.v1.ExecutionService/Describe")(execution_pb2.DescribeRequest().SerializeToString())
@@ -87,9 +87,9 @@ def executor(folder: Path, *options: str, log: Path) -> Iterator[FuzzedService]:
 
 
 @contextmanager
-def scheduler(folder: Path, logs: Path) -> Iterator[FuzzedService]:
+def scheduler(folder: Path, logs: Path, sizes: tuple[str, ...] = SIZES) -> Iterator[FuzzedService]:
     """A scheduler on a simulated executor, with the folder's tokenizer."""
-    with executor(folder, "--simulate", "instant", log=logs / "executor.log") as below:
+    with executor(folder, "--simulate", "instant", log=logs / "executor.log", sizes=sizes) as below:
         service = FuzzedService("scheduler_svc", logs / "scheduler.log", "--executor", below.target)
         try:
             yield service

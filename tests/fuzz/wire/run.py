@@ -40,6 +40,7 @@ def fuzz(service: str, num_examples: int, seed_: int, on_example: Callable[[int]
             max_examples=num_examples,
             database=None,
             derandomize=False,
+            deadline=None,
             suppress_health_check=list(HealthCheck),
             phases=[Phase.generate, Phase.shrink],
         )

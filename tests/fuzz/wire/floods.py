@@ -27,12 +27,12 @@ from tests.checkpoints import make_llama
 from tests.fuzz.wire.processes import NORMAL, VOCAB, FuzzedService, executor, scheduler
 
 _STREAMS_PER_CHANNEL = 1000
-_NORMAL_S = 120.0
+_NORMAL_S = 300.0
 _REQUESTS_PER_SESSION = 5
 _SIZES = ("--max-model-len", "256", "--num-gpu-blocks", "8192", "--max-num-seqs", "256")
 LONG = pb.GenerateRequest(
     prompt=[{"tokens": {"ids": [5, 6, 7]}}],
-    sampling_params={"max_tokens": 250, "temperature": 1.0, "seed": 1, "logprobs": 20, "ignore_eos": True},
+    sampling_params={"max_tokens": 120, "temperature": 1.0, "seed": 1, "logprobs": 20, "ignore_eos": True},
 )
 """A request whose output is far more than a connection's window holds."""
 

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from cadenza.v1 import admin_pb2
 from cadenza.v1 import generation_pb2 as pb
-from tests.fuzz.wire.calls import Method, check, methods, send
+from tests.fuzz.wire.calls import DEADLINE_S, HEALTH, Method, check, methods, send
 from tests.fuzz.wire.messages import any_message, hostile, mixed, tag, with_length
 from tests.fuzz.wire.processes import NORMAL, FuzzedService
 
-METHODS = [*methods(pb.DESCRIPTOR, "GenerationService"), *methods(admin_pb2.DESCRIPTOR, "AdminService")]
+METHODS = [*methods(pb.DESCRIPTOR, "GenerationService"), *methods(admin_pb2.DESCRIPTOR, "AdminService"), *HEALTH]
 _GENERATE = next(method for method in METHODS if method.path.endswith("/Generate"))
 _SAMPLED = pb.GenerateRequest(
     request_id="sampled",
@@ -30,6 +30,8 @@ _BASES: dict[str, list[bytes]] = {
     "Detokenize": [pb.DetokenizeRequest(token_ids=[77, 110]).SerializeToString()],
 }
 _WEIGHTS = {"Generate": 6, "Session": 6, "Tokenize": 2, "Detokenize": 2}
+_ENDLESS = ("WatchSteps", "Watch")
+"""Calls that do not end by themselves."""
 _WATCH_S = 0.05
 
 
@@ -74,13 +76,12 @@ class SchedulerFuzz:
         """Send one example, and check that the scheduler is as before."""
         method, messages = example
         name = _name(method)
-        ended = send(self._service.channel, method, messages, _WATCH_S if name == "WatchSteps" else 20.0)
+        ended = send(self._service.channel, method, messages, _WATCH_S if name in _ENDLESS else DEADLINE_S)
         self.statuses[ended.status.name] = self.statuses.get(ended.status.name, 0) + 1
         self.num_examples += 1
         if name == "Drain":
             send(self._service.channel, _method("Resume"), [b""])
-        if name != "WatchSteps":
-            check(method, ended)
+        check(method, ended, endless=name in _ENDLESS)
         if name == "Session":
             _check_events(ended.answers)
         assert self._normal() == self._expected

@@ -109,13 +109,13 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             holder.serving = asyncio.create_task(self._serve(holder, request_iterator, context))
             await holder.serving
         except _Refusal as refusal:
-            await context.abort(refusal.code, refusal.message)
+            await _abort(context, refusal)
         except asyncio.CancelledError:
             if holder is None or holder.refusal is None:
                 raise
             # Released first: the status cannot be sent while the scheduler reads nothing.
             self._release(holder)
-            await context.abort(holder.refusal.code, holder.refusal.message)
+            await _abort(context, holder.refusal)
         finally:
             if holder is not None:
                 self._release(holder)
@@ -244,6 +244,14 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                 num_plans = item.num_plans
             else:
                 await context.write(item)
+
+
+async def _abort(context: _Context, refusal: _Refusal) -> NoReturn:
+    """End the stream with a status; sends nothing to a scheduler that has disconnected."""
+    try:
+        await context.abort(refusal.code, refusal.message)
+    except grpc.aio.InternalError as exc:
+        raise asyncio.CancelledError from exc
 
 
 async def _end_when_silent(holder: _Holder, silence: PeerSilence) -> None:

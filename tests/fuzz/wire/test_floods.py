@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import pytest
 
 from cadenza.v1 import execution_pb2 as pb
+from executor_svc.service.servicer import ExecutionServicer
+from executor_svc.worker.step import StepExecutor
+from executor_svc.worker.worker import Worker
 from tests.fuzz.wire.floods import FLOODS, flooded_executor, flooded_scheduler, half_open_plans
 from tests.fuzz.wire.processes import FuzzedService
-from tests.helpers.executor_harness import Stream, fake_executor
+from tests.helpers.executor_harness import fake_description
+from tests.helpers.fake_executor import LIMITS, CountingRunner, RecordingPools
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -44,17 +48,41 @@ def test_half_open_plan_streams_end_by_themselves() -> None:
         assert figures.bytes_per_stream < MAX_BYTES_PER_STREAM, figures
 
 
+class Unread:
+    """The context of a stream whose scheduler reads the opening and no result."""
+
+    def __init__(self) -> None:
+        self.aborted: tuple[grpc.StatusCode, str] | None = None
+
+    async def write(self, message: pb.ExecuteResponse) -> None:
+        if not message.HasField("opened"):
+            await asyncio.Event().wait()
+
+    async def abort(self, code: grpc.StatusCode, message: str) -> None:
+        self.aborted = code, message
+
+
 async def test_a_scheduler_that_sends_plans_and_never_reads_loses_its_session() -> None:
     """Every plan has an answer, also those over max_inflight_plans: they must not pile up."""
-    async with fake_executor() as harness:
-        stream = await harness.open(1)
-        sending = asyncio.create_task(_send_for_ever(stream))
-        with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
-            await asyncio.wait_for(sending, 30)
-        await harness.open(2, scheduler_id="B")
+    worker, context, num_sent = Worker(lambda: StepExecutor(CountingRunner(), RecordingPools(), LIMITS)), Unread(), 0
 
+    async def requests() -> AsyncIterator[pb.ExecuteRequest]:
+        nonlocal num_sent
+        yield pb.ExecuteRequest(open=pb.OpenSession(scheduler_id="A", epoch=1, protocol_version=1))
+        while True:
+            num_sent += 1
+            yield pb.ExecuteRequest(plan=pb.StepPlan(step_id=num_sent, epoch=1))
+            await asyncio.sleep(0)
 
-async def _send_for_ever(stream: Stream) -> None:
-    plan = {"released_slots": [2**32 - 1] * 100, "admitted": [pb.AdmittedSequence(slot=2**32 - 1)]}
-    while True:
-        await stream.plan(1, **plan)
+    worker.start()
+    await asyncio.wrap_future(worker.ready)
+    servicer = ExecutionServicer(worker, fake_description(), heartbeat_s=60, silence_s=60)
+    try:
+        async with asyncio.timeout(30):
+            await servicer.Execute(requests(), context)
+    finally:
+        assert await asyncio.to_thread(worker.stop, 20)
+    assert context.aborted == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED, "over 64 plans or results wait: the scheduler does not read"
+    )  # fmt: skip
+    assert 60 < num_sent < 70

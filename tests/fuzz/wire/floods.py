@@ -164,7 +164,7 @@ async def never_read(service: FuzzedService, num_streams: int) -> Figures:
             flood.calls.append(await _unread(channel, index))
             index += 1
         flood.opened()
-        for _ in range(5):
+        for _ in range(2):
             await flood.normal()
         return await flood.end()
 

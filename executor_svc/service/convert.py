@@ -15,7 +15,6 @@ from executor_svc.plan.description import Description, Fingerprint
 from executor_svc.plan.plan import InvalidPlan
 from executor_svc.plan.sampling import SequenceSampling
 
-
 _MAX_NAMED = 10
 """Maximum reserved fields that an error names."""
 

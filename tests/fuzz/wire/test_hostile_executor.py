@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.v1 import execution_pb2 as pb
+from cadenza.v1 import types_pb2
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
@@ -27,6 +28,7 @@ REQUESTS = [
     ),
 ]
 NUM_STEPS = 3
+COLUMNS = types_pb2.LogprobColumns(chosen_logprobs=[-1.0], chosen_ranks=[1])
 DESCRIPTION = pb.DescribeResponse(
     protocol_version=1,
     incarnation=5,
@@ -99,6 +101,13 @@ def test_any_result_is_refused_or_leaves_the_core_whole(drawn: tuple[int, bytes]
             break
         assert world.apply(world.next_result().SerializeToString()) is not None
     assert not world.core.groups
+
+
+def test_logprobs_of_a_slot_that_does_not_sample_are_refused() -> None:
+    world = World(0)
+    result = world.next_result()
+    result.logprobs.add(slot=SPEC.num_slots + 1, columns=COLUMNS)
+    assert world.apply(result.SerializeToString()) is None
 
 
 @few

@@ -200,6 +200,9 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                     num_plans += 1
                     if session.num_unanswered + outbox.qsize() > _MAX_WAITING:
                         message = f"over {_MAX_WAITING} plans or results wait: the scheduler does not read"
+                        _log.warning(
+                            "scheduler %s: %s; its session of epoch %d ends", holder.scheduler_id, message, holder.epoch
+                        )
                         # Not through the outbox: its writer may be blocked.
                         holder.end(_Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message))
                         return

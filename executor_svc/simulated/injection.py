@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from executor_svc.errors import StartError
+
+_log = logging.getLogger(__name__)
 
 _FOR_EVER_S = 1e9
 _KINDS = {
@@ -86,7 +89,9 @@ def read_injection(text: str) -> Injection:
 
     hang: without SECONDS the step never ends. non-finite: without SLOT it is the lowest slot that samples.
     """
-    return Injection([_read_fault(text, part.strip()) for part in text.split(",")])
+    injection = Injection([_read_fault(text, part.strip()) for part in text.split(",")])
+    _log.warning("--inject %s: this process fails on purpose, for tests", text)
+    return injection
 
 
 def _read_fault(text: str, part: str) -> Fault:

@@ -19,6 +19,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.plan.description import Description
 from executor_svc.service.servicer import add_services
+from executor_svc.service.unreadable import UnreadableMessages
 from executor_svc.worker.watchdog import StepWatchdog
 from executor_svc.worker.worker import Executor, Worker
 
@@ -77,7 +78,7 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    server = grpc.aio.server(options=server_options())
+    server = grpc.aio.server(interceptors=[UnreadableMessages()], options=server_options())
     try:
         # Before the model is loaded, so that a port in use is reported at once; connections wait until the server
         # starts.

@@ -53,9 +53,11 @@ class ExecutorConfig(ServiceSettings):
     inject: str | None = Field(
         None,
         min_length=1,
-        description="For tests, with --simulate: a fault of this process; hang@STEP: its step of this number never "
-        "ends, hang@STEP:SECONDS: it takes so much longer.",
-        json_schema_extra=about("Simulation", values="hang@STEP, hang@STEP:SECONDS"),
+        description="Only for tests, with --simulate or a model on the CPU: faults of this process, joined by commas, "
+        "each in its step of this number; docs/simulated.md.",
+        json_schema_extra=about(
+            "Simulation", values="hang@STEP[:SECONDS], oom@STEP, device-error@STEP, non-finite@STEP[:SLOT]"
+        ),
     )
     model: str = Field(
         "",

@@ -38,6 +38,7 @@ if _HAS_TORCH:
         os.environ["TRITON_INTERPRET"] = "1"
 _NEEDS_TORCH = re.compile(
     r"^\s*(?:from|import) (?:torch|tests\.checkpoints|executor_svc(?!\.config)"
+    r"|tests\.fuzz\.wire\.(?:floods|run)"
     r"|tests\.helpers\.(?:services|executor_harness|sampling|stepping))\b",
     re.MULTILINE,
 )

@@ -23,8 +23,9 @@ class LLMOptions(TypedDict, total=False):
     """Token id that ends outputs of the simulated model; a config.json in the folder of --model overrides it."""
 
     inject: str | None
-    """For tests, with --simulate: a fault of this process; hang@STEP: its step of this number never ends,
-    hang@STEP:SECONDS: it takes so much longer. Values: hang@STEP, hang@STEP:SECONDS."""
+    """Only for tests, with --simulate or a model on the CPU: faults of this process, joined by commas, each in its step
+    of this number; docs/simulated.md. Values: hang@STEP[:SECONDS], oom@STEP, device-error@STEP,
+    non-finite@STEP[:SLOT]."""
 
     device: Literal["auto", "cpu", "cuda"] | None
     """Device that runs the model; auto: a GPU if PyTorch finds one, else the CPU. [default: auto]"""

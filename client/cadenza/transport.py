@@ -57,6 +57,9 @@ def server_options() -> list[tuple[str, Any]]:
         # By default a busy server refuses part of a burst of new streams; with these it accepts all of 10,000.
         ("grpc.server.max_pending_requests", 20_000),
         ("grpc.server.max_pending_requests_hard_limit", 20_000),
+        # By default a call that a busy server has not begun to serve within 30 s ends with CANCELLED, as if the client
+        # had left; its own deadline is for the caller to choose.
+        ("grpc.server_max_unrequested_time_in_server", 3600),
         # This option works; `min_recv_ping_interval_without_data_ms` has no effect (measured).
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         # Two processes must not share a port unnoticed: a taken port is an error.

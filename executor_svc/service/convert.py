@@ -15,6 +15,9 @@ from executor_svc.plan.description import Description, Fingerprint
 from executor_svc.plan.plan import InvalidPlan
 from executor_svc.plan.sampling import SequenceSampling
 
+_MAX_NAMED = 10
+"""Maximum reserved fields that an error names."""
+
 
 def _ints(values: Any) -> IntArray:
     """Return a packed repeated field as [n] int64."""
@@ -60,7 +63,8 @@ def plan_from_wire(message: pb.StepPlan) -> p.StepPlan:
         ),
         forks=_slot_columns("forks", message.forks.slots, message.forks.source_slots),
         debug_digest=message.debug_digest,
-        reserved=tuple(reserved),
+        # Each once and only some of them: a list of millions would be the error message.
+        reserved=tuple(dict.fromkeys(reserved))[:_MAX_NAMED],
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import grpc
 import psutil
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -30,6 +31,9 @@ from executor_svc.worker.worker import Activity, RejectedPlan, Session, Worker
 _log = logging.getLogger(__name__)
 
 MAX_TRACED_STEPS = 1000
+_MAX_WAITING = 64
+"""Maximum plans that wait for the device and results that wait for the scheduler, together. Only a few may be in
+flight, but each plan over that number has an answer too, and these must not pile up for a scheduler that reads none."""
 
 _process = psutil.Process()
 
@@ -55,6 +59,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         self._incarnation = description.incarnation
         self._description = description_to_wire(description)
         self._heartbeat_s = heartbeat_s
+        self._silence_s = silence_s
         self._leases = Leases(silence_s)
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeResponse:
@@ -75,7 +80,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         """Open a session, then answer plans in order until the scheduler half-closes or a newer stream fences it."""
         lease: Lease | None = None
         try:
-            lease = self._leases.take(await _first(request_iterator), context.peer())
+            lease = self._leases.take(await self._opening(request_iterator), context.peer())
             lease.serving = asyncio.create_task(self._serve(lease, request_iterator, context))
             await lease.serving
         except Refusal as refusal:
@@ -89,6 +94,15 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         finally:
             if lease is not None:
                 self._leases.release(lease)
+
+    async def _opening(self, requests: AsyncIterator[pb.ExecuteRequest]) -> pb.OpenSession:
+        """Return the opening message; raises Refusal for another one, or if none comes: streams must not pile up."""
+        try:
+            async with asyncio.timeout(self._silence_s):
+                return await _first(requests)
+        except TimeoutError as exc:
+            message = f"no session was opened for {self._silence_s:g} s"
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, message) from exc
 
     async def _serve(self, lease: Lease, requests: AsyncIterator[pb.ExecuteRequest], context: _Context) -> None:
         """Serve one session, from its opening to the last result."""
@@ -148,6 +162,14 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                 if kind == "plan":
                     received_ns = time.monotonic_ns()
                     num_plans += 1
+                    if session.num_unanswered + outbox.qsize() > _MAX_WAITING:
+                        message = f"over {_MAX_WAITING} plans or results wait: the scheduler does not read"
+                        _log.warning(
+                            "scheduler %s: %s; its session of epoch %d ends", lease.scheduler_id, message, lease.epoch
+                        )
+                        # Not through the outbox: its writer may be blocked.
+                        lease.end(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message))
+                        return
                     self._worker.submit(session, _plan_or_rejection(request.plan), received_ns)
                 elif kind != "heartbeat":
                     problem = "a session can be opened once only" if kind == "open" else "a message must hold something"
@@ -204,11 +226,14 @@ async def _end_when_silent(lease: Lease) -> None:
     lease.end(Refusal(grpc.StatusCode.UNAVAILABLE, f"no message from the scheduler for {silent_s:.1f} s"))
 
 
-async def _abort(context: _Context, refusal: Refusal) -> None:
-    """End a stream with a refusal's status and detail."""
+async def _abort(context: _Context, refusal: Refusal) -> NoReturn:
+    """End a stream with a refusal's status and detail; sends nothing to a scheduler that has disconnected."""
     details = [] if refusal.detail is None else [refusal.detail]
     status = make_status(refusal.code, refusal.message, details)
-    await context.abort(refusal.code, refusal.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+    try:
+        await context.abort(refusal.code, refusal.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+    except grpc.aio.InternalError as exc:
+        raise asyncio.CancelledError from exc
 
 
 def resident_bytes() -> int:
@@ -218,10 +243,13 @@ def resident_bytes() -> int:
 
 async def _first(requests: AsyncIterator[pb.ExecuteRequest]) -> pb.OpenSession:
     """Return the opening message; raises Refusal if the stream begins with another one."""
-    async for request in requests:
-        if request.WhichOneof("message") == "open":
-            return request.open
-        break
+    try:
+        async for request in requests:
+            if request.WhichOneof("message") == "open":
+                return request.open
+            break
+    except DecodeError as exc:
+        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"a message cannot be read: {exc}") from exc
     raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "the first message must open the session")
 
 

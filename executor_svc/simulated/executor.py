@@ -10,13 +10,14 @@ import numpy as np
 from executor_svc.batch.prompt_rows import by_slot, prompt_rows
 from executor_svc.batch.slots import Scheduled, Slots
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
-from executor_svc.plan.plan import Limits, SlotLogprobs, StepPlan, StepResult, StepTimings
+from executor_svc.plan.arrays import BoolArray
+from executor_svc.plan.plan import Limits, SlotError, SlotLogprobs, StepPlan, StepResult, StepTimings
 from executor_svc.sampling.logits_edits import logits_edits
 from executor_svc.simulated.attention import Attention
 from executor_svc.simulated.clock import sleep_until
 from executor_svc.simulated.costs import StepCosts, StepWork
 from executor_svc.simulated.hashing import U64, draw_hashes, logits_hashes
-from executor_svc.simulated.injection import HangingStep
+from executor_svc.simulated.injection import InjectedDeviceError, Injection
 from executor_svc.simulated.memory import DigestPools
 from executor_svc.simulated.ranking import Ranking
 from executor_svc.simulated.token_choice import best_candidates, choose, prompt_columns, row_logprobs
@@ -30,7 +31,7 @@ class SimulatedStepExecutor:
         limits: Limits,
         costs: StepCosts | None = None,
         wait: Callable[[int], None] = sleep_until,
-        injection: HangingStep | None = None,
+        injection: Injection | None = None,
     ) -> None:
         """wait: returns at a moment of the monotonic clock in ns; not called if all costs are 0."""
         self.limits = limits
@@ -52,8 +53,8 @@ class SimulatedStepExecutor:
         return isinstance(exc, MemoryError)
 
     def is_lost(self, exc: Exception) -> bool:
-        """Return False: there is no device."""
-        return False
+        """Return whether an injected fault has cost this process its device, which it does not have."""
+        return isinstance(exc, InjectedDeviceError)
 
     def start_trace(self) -> Callable[[], bytes]:
         """Raise NotImplementedError: a simulated step has no trace."""
@@ -96,6 +97,8 @@ class SimulatedStepExecutor:
         none = scheduled.slots[:0]
         if not len(scheduled.slots):
             return Computed(SampledTokens(none, none, None), none)
+        if self._injection is not None:
+            self._injection.before_compute()
         began = time.monotonic_ns()
         self._attention.write(scheduled)
         hashes = self._logits(scheduled)
@@ -132,6 +135,8 @@ class SimulatedStepExecutor:
             hashes, sampling["seed"][rows], sampling["sample_index"][rows], sampling["temperature"][rows] > 0
         )
         tokens, errors = choose(Ranking(drawn, self.limits.vocab_size), edits)
+        if self._injection is not None:
+            errors[self._non_finite(scheduled, self._injection)] = SlotError.NON_FINITE_LOGITS
         candidates = (
             best_candidates(logits, candidate_rows, sampling["num_candidates"][rows], errors, edits)
             if len(candidate_rows)
@@ -142,6 +147,13 @@ class SimulatedStepExecutor:
         wanted = np.flatnonzero((num_top >= 0) & (errors == 0))
         logprobs = row_logprobs(logits, tokens, wanted, num_top[wanted]) if len(wanted) else None
         return SampledTokens(tokens, errors, logprobs, candidates)
+
+    def _non_finite(self, scheduled: Scheduled, injection: Injection) -> BoolArray:
+        """Return [R]: whether the logits row that a sampling slot reads is to be taken for not finite."""
+        slots = scheduled.slots[scheduled.samples]
+        rows = np.zeros(len(slots), np.bool_)
+        rows[injection.non_finite_rows(slots.tolist())] = True
+        return rows if scheduled.sources is None else rows[scheduled.sources]
 
     def _work(self, scheduled: Scheduled, num_moved: int) -> StepWork:
         counts, context = scheduled.num_tokens, self.slots.num_computed_tokens[scheduled.slots]

@@ -1,43 +1,120 @@
-"""Faults of a simulated executor, for tests: `--inject`."""
+"""Faults of an executor, for tests: `--inject`. The simulated executor has them, and the one of a model on the CPU."""
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from executor_svc.errors import StartError
 
+_log = logging.getLogger(__name__)
+
 _FOR_EVER_S = 1e9
+_KINDS = {
+    "hang": ":SECONDS",
+    "oom": "",
+    "device-error": "",
+    "non-finite": ":SLOT",
+}
+"""Each kind of fault, with the form of its argument, which may be left out."""
+FORMS = tuple(f"{kind}@STEP" + (f"[{argument}]" if argument else "") for kind, argument in _KINDS.items())
 
 
 class InjectionError(StartError):
-    """--inject is not one that exists."""
+    """--inject has a fault that does not exist."""
+
+
+class InjectedOutOfMemoryError(MemoryError):
+    """The device is out of memory; later steps may run."""
+
+
+class InjectedDeviceError(RuntimeError):
+    """This process has lost the device: its message is that of a CUDA error after which no step runs any more."""
 
 
 @dataclass(slots=True)
-class HangingStep:
-    """One step of this process takes longer than its work; it blocks the device thread and nothing else."""
+class Fault:
+    """It happens once, in the first step from this number on that can have it."""
 
-    number: int
-    """Which step, from 1."""
-    seconds: float
-    _num_steps: int = 0
+    kind: str
+    step: int
+    """A step of this process, from 1. Steps of which the plan is invalid count too."""
+    argument: float | None = None
+    happened: bool = False
+
+
+class Injection:
+    """The faults of one process. An executor calls it at the places of a step where its device could fail."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self.faults = tuple(faults)
+        self._num_steps = 0
 
     def before_step(self) -> None:
-        """Count a step, and hang in the one that was chosen."""
+        """Count a step, and hang in it: this blocks the device thread and nothing else."""
         self._num_steps += 1
-        if self._num_steps == self.number:
-            time.sleep(self.seconds)
+        for fault in self._due("hang"):
+            fault.happened = True
+            time.sleep(_FOR_EVER_S if fault.argument is None else fault.argument)
+
+    def before_compute(self) -> None:
+        """Fail after the plan's block moves and before its forward pass, so that no KV of the step is written."""
+        for fault in self._due("oom", "device-error"):
+            fault.happened = True
+            if fault.kind == "oom":
+                raise InjectedOutOfMemoryError("injected")
+            raise InjectedDeviceError("CUDA error: an illegal memory access was encountered (injected)")
+
+    def non_finite_rows(self, slots: Sequence[int]) -> list[int]:
+        """The rows of logits that are not finite in this step; slots: the slot of each row."""
+        rows: list[int] = []
+        for fault in self._due("non-finite"):
+            slot = None if fault.argument is None else int(fault.argument)
+            found = [row for row, each in enumerate(slots) if slot in (None, each) and row not in rows]
+            if found:
+                fault.happened = True
+                rows.append(found[0])
+        return rows
+
+    def _due(self, *kinds: str) -> list[Fault]:
+        return [
+            each for each in self.faults if each.kind in kinds and not each.happened and each.step <= self._num_steps
+        ]
 
 
-def read_injection(text: str) -> HangingStep:
-    """Parse `hang@STEP` or `hang@STEP:SECONDS`; without SECONDS the step never ends. Raises InjectionError."""
-    kind, _, place = text.partition("@")
-    number, colon, seconds = place.partition(":")
+def read_injection(text: str) -> Injection:
+    """Parse faults, joined by commas, in the forms of `FORMS`. Raises InjectionError.
+
+    hang: without SECONDS the step never ends. non-finite: without SLOT it is the lowest slot that samples.
+    """
+    injection = Injection([_read_fault(text, part.strip()) for part in text.split(",")])
+    _log.warning("--inject %s: this process fails on purpose, for tests", text)
+    return injection
+
+
+def _read_fault(text: str, part: str) -> Fault:
+    kind, _, place = part.partition("@")
+    step, colon, argument = place.partition(":")
     try:
-        found = HangingStep(int(number), float(seconds) if colon else _FOR_EVER_S)
+        fault = Fault(kind, int(step), _read_argument(kind, argument) if colon else None)
     except ValueError:
-        found = HangingStep(0, 0.0)
-    if kind != "hang" or found.number < 1 or not 0 < found.seconds <= _FOR_EVER_S:
-        raise InjectionError(f"--inject {text}: must be hang@STEP or hang@STEP:SECONDS")
-    return found
+        fault = Fault("", 0)
+    if kind not in _KINDS or fault.step < 1:
+        raise InjectionError(f"--inject {text}: {part!r} must be one of {', '.join(FORMS)}")
+    return fault
+
+
+def _read_argument(kind: str, argument: str) -> float:
+    """The argument of a fault of this kind; raises ValueError."""
+    match _KINDS.get(kind, ""):
+        case ":SECONDS":
+            value = float(argument)
+            if 0 < value <= _FOR_EVER_S:
+                return value
+        case ":SLOT":
+            slot = int(argument)
+            if slot >= 0:
+                return slot
+    raise ValueError(argument)

@@ -15,8 +15,10 @@ from executor_svc.device.kv_cache import KVCache
 from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.plan.plan import Limits
+from executor_svc.simulated.injection import InjectionError, read_injection
 from executor_svc.startup.device import make_device
 from executor_svc.startup.fingerprint import fingerprint
+from executor_svc.startup.injected import InjectedStepExecutor
 from executor_svc.worker.device_errors import is_out_of_memory
 from executor_svc.worker.eager_runner import EagerRunner
 from executor_svc.worker.step import StepExecutor
@@ -26,9 +28,23 @@ _log = logging.getLogger(__name__)
 
 
 def make_executor(
-    loaded: LoadedModel, device: Device, pools: KVCache, limits: Limits, *, enforce_eager: bool = False
+    loaded: LoadedModel,
+    device: Device,
+    pools: KVCache,
+    limits: Limits,
+    *,
+    enforce_eager: bool = False,
+    inject: str | None = None,
 ) -> Executor:
-    """Return the executor of a model, for use by one thread; enforce_eager: without CUDA graphs."""
+    """Return the executor of a model, for use by one thread.
+
+    enforce_eager: without CUDA graphs. inject: faults for tests, on the CPU only; raises InjectionError.
+    """
+    if inject is not None:
+        if device.name != "cpu":
+            raise InjectionError(f"--inject {inject}: only with --simulate, or with a model on the CPU")
+        runner = (ModelRunner if loaded.recordable else EagerRunner)(loaded, device, pools, limits)
+        return InjectedStepExecutor(runner, pools, limits, read_injection(inject))
     if device.name != "cpu" and loaded.recordable:
         from executor_svc.gpu.step import GpuStepExecutor
 
@@ -89,7 +105,7 @@ def build_model(config: ExecutorConfig) -> tuple[Executor, Description]:
         limits.num_host_blocks, pools.bytes_per_block,
     )  # fmt: skip
     _log.info("loaded in %.1f s; fingerprint %s", time.monotonic() - began, prints.digest.hex()[:16])
-    executor = make_executor(loaded, device, pools, limits, enforce_eager=config.enforce_eager)
+    executor = make_executor(loaded, device, pools, limits, enforce_eager=config.enforce_eager, inject=config.inject)
     if on_gpu:
         from executor_svc.gpu.warm_up import run_steps
 

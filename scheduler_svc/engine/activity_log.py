@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 
 from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.clock import Clock, Timer
 from scheduler_svc.plan_loop.ports import Load
 
 _LOG = logging.getLogger(__name__)
+_FAILED_ALONE = FinishDetail.NON_FINITE_LOGITS
 
 
 class ActivityLog:
@@ -42,9 +44,10 @@ class ActivityLog:
             self._num_prompt_tokens += min(chunk.num_tokens, max(0, left))
 
     def on_ended(self, live: LiveRequest) -> None:
-        """A request has ended."""
-        if self._log_requests:
-            _LOG.info("%s", request_line(live))
+        """A request has ended; one that has failed alone is always logged, for nothing else in the log shows it."""
+        failed = any(each.finish is not None and each.finish.detail is _FAILED_ALONE for each in live.samples)
+        if failed or self._log_requests:
+            _LOG.log(logging.WARNING if failed else logging.INFO, "%s", request_line(live))
 
     def stop(self) -> None:
         """Log no more figures."""

@@ -89,7 +89,10 @@ class GrpcExecutor:
             raise ExecutorLostError(
                 f"it speaks protocol version {message.protocol_version}, this scheduler {PROTOCOL_VERSION}"
             )
-        return model_description(message)
+        try:
+            return model_description(message)
+        except ProtocolError as exc:
+            raise ExecutorLostError(str(exc)) from exc
 
     async def open(self, epoch: int) -> GrpcPlanStream:
         """Open a session; raises ExecutorLostError, StaleEpochError, ExecutorHeldError, ExecutorFencedError."""

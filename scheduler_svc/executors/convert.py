@@ -32,8 +32,9 @@ class ProtocolError(Exception):
 
 
 def model_description(message: pb.DescribeResponse) -> ModelDescription:
-    """Return the description from a DescribeResponse."""
+    """Return the description from a DescribeResponse; raises ProtocolError for sizes that no executor has."""
     model, kv, limits = message.model, message.kv, message.limits
+    _check_sizes(message)
     return ModelDescription(
         name=model.name,
         architecture=model.architecture,
@@ -67,6 +68,17 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
         gives_debug_digest=pb.EXECUTOR_FEATURE_DEBUG_DIGEST in message.features,
         shares_prefixes=pb.EXECUTOR_FEATURE_SHARED_PREFIXES in message.features,
     )
+
+
+def _check_sizes(message: pb.DescribeResponse) -> None:
+    for part, names in (
+        (message.model, ("vocab_size", "max_model_len")),
+        (message.kv, ("block_size", "num_device_blocks")),
+        (message.limits, ("num_slots", "max_num_seqs", "max_num_batched_tokens", "max_inflight_plans")),
+    ):
+        for name in names:
+            if getattr(part, name) < 1:
+                raise ProtocolError(f"the executor's description says {name} {getattr(part, name)}")
 
 
 def _numerics(message: types_pb2.NumericsFingerprint) -> tuple[tuple[str, str], ...]:

@@ -23,6 +23,9 @@ from scheduler_svc.requests.fields import OutputMode, RequestFields
 _LOG = logging.getLogger(__name__)
 _MAX_ERRORS = 1000
 """Maximum errors kept for a client that does not read; beyond it the session stops reading requests."""
+_MAX_UNSENT = 1000
+"""Maximum requests with unsent output; beyond it the session reads no requests until some of it is sent. Else requests
+that have finished would pile up for a client that sends and does not read."""
 _MAX_ECHO_CHARS = 4096
 """Maximum length of a request id repeated in an error."""
 _TURN_BYTES = MAX_CHUNK_BYTES // 16
@@ -58,7 +61,7 @@ class Session:
         self._outputs: dict[str, _Entry] = {}
         self._errors: deque[pb.SessionEvent] = deque()
         self._wake = asyncio.Event()
-        self._errors_drained = asyncio.Event()
+        self._drained = asyncio.Event()
         self._input_over = False
 
     async def run(self, requests: AsyncIterable[pb.SessionRequest]) -> None:
@@ -92,9 +95,9 @@ class Session:
         try:
             async for request in requests:
                 self._handle(request)
-                while len(self._errors) > _MAX_ERRORS:
-                    self._errors_drained.clear()
-                    await self._errors_drained.wait()
+                while len(self._errors) > _MAX_ERRORS or len(self._outputs) > _MAX_UNSENT:
+                    self._drained.clear()
+                    await self._drained.wait()
         except Exception:
             # A disconnected client cancels this task and the writer's; any other exception is a bug.
             _LOG.exception("reading from a session failed")
@@ -189,7 +192,7 @@ class Session:
             event = self._errors.popleft()
             num_bytes += event.ByteSize()
             message.events.append(event)
-        self._errors_drained.set()
+        self._drained.set()
         next_pause = _PAUSE_BYTES
         while self._outputs and num_bytes < MAX_CHUNK_BYTES:
             num_bytes += self._take_turn(message, min(_TURN_BYTES, MAX_CHUNK_BYTES - num_bytes))

@@ -20,7 +20,7 @@ from scheduler_svc.convert.wire import path_of_bad_string, string_at
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.front.front import abort_with
 
-_OURS = "/cadenza.v1."
+_OURS = ("/cadenza.v1.", "/grpc.health.v1.")
 _Handler = Any  # grpc.RpcMethodHandler, which has no useful type
 
 
@@ -34,7 +34,7 @@ class Unreadable:
 
 
 class UnreadableMessages(grpc.aio.ServerInterceptor):
-    """Replaces the request deserializers of Cadenza's services; other services are unchanged."""
+    """Replaces the request deserializers of Cadenza's services and of health; reflection is unchanged."""
 
     def __init__(self) -> None:
         self._tolerant: dict[str, _Handler] = {}

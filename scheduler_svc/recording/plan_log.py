@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from io import FileIO
@@ -13,11 +14,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class PlanLogWriter:
-    """Writes records until an error: it logs the first one and stops writing."""
+    """Writes records until an error: it logs the first one, takes back an incomplete record and stops writing."""
 
     def __init__(self, path: str) -> None:
         """Open the file; an existing one is kept as PATH.old. Raises OSError, whose message names the option."""
         self._path = path
+        self._num_records = 0
+        self._num_bytes = 0
+        """Of whole records."""
         try:
             if os.path.isfile(path) and os.path.getsize(path):
                 # A scheduler that died is restarted with the same options, and the old log shows why it died.
@@ -31,9 +35,12 @@ class PlanLogWriter:
         if self._file is None:
             return
         try:
-            left = memoryview(record_bytes(make()))
+            record = record_bytes(make())
+            left = memoryview(record)
             while left:
                 left = left[self._file.write(left) :]
+            self._num_records += 1
+            self._num_bytes += len(record)
         except OSError as exc:
             self._give_up(exc.strerror or exc)
         except Exception as exc:
@@ -41,11 +48,20 @@ class PlanLogWriter:
             self._give_up(exc)
 
     def _give_up(self, reason: object) -> None:
-        _LOG.error("recording to %s has ended: %s", self._path, reason)
+        _LOG.error(
+            "recording to %s has ended after %d records, which can be read: %s; requests are served on",
+            self._path, self._num_records, reason,
+        )  # fmt: skip
+        if self._file is not None:
+            # A device, as /dev/full is one, has no length. An incomplete record is left out when the file is read.
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._num_bytes)
         self.close()
 
     def close(self) -> None:
         """Close the file; safe to call twice."""
         if self._file is not None:
             file, self._file = self._file, None
-            file.close()
+            # Some file systems report a full disk only here; what can be read from the file is as it is.
+            with contextlib.suppress(OSError):
+                file.close()

@@ -3,6 +3,7 @@ own conversions, so that what a plan says is said as in service."""
 
 from __future__ import annotations
 
+from cadenza.v1 import execution_pb2
 from executor_svc.plan.plan import Limits
 from executor_svc.service.convert import plan_from_wire, result_to_wire
 from executor_svc.simulated.costs import StepCosts
@@ -48,5 +49,8 @@ class CoreExecutor:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Carry out a plan."""
-        result = self.inner.execute(plan_from_wire(step_plan(plan, _EPOCH)), received_ns=0)
-        return step_result(result_to_wire(result, _EPOCH, incarnation=1))
+        return step_result(self.run_on_wire(step_plan(plan, _EPOCH)))
+
+    def run_on_wire(self, plan: execution_pb2.StepPlan) -> execution_pb2.StepResult:
+        """Carry out a plan as it is sent; returns the result as it is sent."""
+        return result_to_wire(self.inner.execute(plan_from_wire(plan), received_ns=0), _EPOCH, incarnation=1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import grpc
@@ -118,3 +120,29 @@ async def test_a_burst_of_new_streams_is_taken_whole(target: str, num_channels: 
     for channel in channels:
         await channel.close()
     assert Counter(codes) == {"OK": 2000}
+
+
+async def test_calls_that_a_busy_server_has_not_begun_are_not_cancelled() -> None:
+    """With a limit of a second instead of an hour they are, while the event loop is held for longer."""
+    name = "grpc.server_max_unrequested_time_in_server"
+    assert dict(server_options())[name] == 3600
+    found = []
+    shorter = [(each, 1 if each == name else value) for each, value in server_options()]
+    for options in (server_options(), shorter):
+        async with serve(options) as (_, target):
+            with ThreadPoolExecutor(10) as clients:
+                calls = [clients.submit(blocking_call, target) for _ in range(10)]
+                threading.Event().wait(2.5)  # the event loop, while the calls arrive
+                found.append({await asyncio.wrap_future(call) for call in calls})
+    assert found[0] == {"OK"}
+    assert "CANCELLED" in found[1]
+
+
+def blocking_call(target: str) -> str:
+    """The name of the status, from a thread of its own."""
+    with grpc.insecure_channel(target, options=channel_options()) as channel:
+        try:
+            list(generation_pb2_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(request_id="x")))
+        except grpc.RpcError as error:
+            return error.code().name
+        return "OK"

@@ -30,6 +30,8 @@ def check_result(lane: Lane, step: PlannedStep, result: StepResult) -> None:
         _check_samples(lane, expected, slots, result)
     elif len(result.token_ids) != len(slots):
         raise InvariantError(f"step {result.step_id}: {len(result.token_ids)} tokens of {len(slots)} slots")
+    if result.logprobs and not result.logprobs.keys() <= set(expected):
+        raise InvariantError(f"step {result.step_id}: logprobs of slots {list(result.logprobs)}, not of {expected}")
     _check_prompt_logprobs(step, result)
     if result.candidates and not result.candidates.keys() <= set(step.candidate_slots):
         raise InvariantError(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
+
+import pytest
 
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
@@ -147,3 +150,25 @@ async def test_the_event_loop_runs_other_tasks_while_a_large_message_is_made() -
     assert message is not None
     assert len(message.events) >= 16
     assert num_pauses >= 14, "one after each full turn"
+
+
+async def test_a_session_reads_no_further_while_a_thousand_outputs_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else requests would pile up for a client that sends and never reads."""
+    opened, num_read = session(), 0
+
+    async def requests() -> AsyncIterator[Any]:
+        nonlocal num_read
+        while num_read < 2500:
+            num_read += 1
+            yield str(num_read)
+
+    monkeypatch.setattr(opened, "_handle", lambda name: add(opened, name))
+    reading = asyncio.create_task(opened._read(requests()))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert num_read == len(opened._outputs) == 1001
+    while not opened._input_over:
+        assert await messages_of(opened)
+        await asyncio.sleep(0)
+    await reading
+    assert num_read == 2500

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from scheduler_svc.core.types import (
     StepPlan,
 )
 from scheduler_svc.executors.convert import model_description, step_plan, step_result
-from scheduler_svc.recording import records
+from scheduler_svc.recording import plan_log, records
 from scheduler_svc.recording.plan_log import PlanLogWriter
 from scheduler_svc.recording.recorded import (
     executor_message,
@@ -34,6 +35,7 @@ from scheduler_svc.recording.recorded import (
 from scheduler_svc.replay import __main__ as replay
 from scheduler_svc.replay import core_replay
 from tests.helpers.core_sampling import core_sampling
+from tests.helpers.full_disk import FullDisk
 
 # Every field is another than its default, and fractions are those of float32.
 SAMPLING = core_sampling(
@@ -245,7 +247,29 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(caplog: pytest.LogCaptu
         writer.write(header)
     (logged,) = caplog.records
     assert logged.levelname == "ERROR"
-    assert logged.getMessage() == "recording to /dev/full has ended: No space left on device"
+    assert logged.getMessage() == (
+        "recording to /dev/full has ended after 0 records, which can be read: No space left on device; "
+        "requests are served on"
+    )
+
+
+@pytest.mark.parametrize("at", ["write", "close"])
+@pytest.mark.parametrize("num_left", [0, 1, 20])
+def test_a_record_that_no_longer_fits_is_taken_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, num_left: int, at: str
+) -> None:
+    """What is on the disk ends with a whole record, though a part of the next one was written."""
+    kept, path = calls(), tmp_path / "log"
+    size = sum(len(record_bytes(record)) for record in (header(), *kept))
+    monkeypatch.setattr(plan_log, "FileIO", partial(FullDisk, capacity=size + num_left, fails_at_close=at == "close"))
+    writer = PlanLogWriter(str(path))
+    for record in (header(), *kept, *calls(), *calls()):
+        writer.write(lambda record=record: record)
+    writer.close()
+    assert path.stat().st_size == size
+    assert read(path) == (kept, 0)
+    (logged,) = caplog.records
+    assert f"recording to {path} has ended after 5 records, which can be read: No space left" in logged.getMessage()
 
 
 def test_a_record_that_cannot_be_made_ends_the_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

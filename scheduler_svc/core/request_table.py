@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import Finish, RequestKey, SequenceState
+
+
+@dataclass(slots=True)
+class Suspicion:
+    """A request that may have killed an executor."""
+
+    positions: dict[Sequence, range]
+    """The positions at which it may have, of each of its sequences that it may have been; removed when passed."""
+    num_deaths_alone: int
+    """Number of deaths at these positions for which no other request is suspected."""
 
 
 class RequestTable:
@@ -20,8 +32,8 @@ class RequestTable:
         """No new requests are expected, so batches start without waiting for more."""
         self.groups: dict[RequestKey, SequenceGroup] = {}
         self.lanes: dict[int, Lane] = {}
-        self.groups_with_failed_steps: set[SequenceGroup] = set()
-        """Groups that were part of failed steps."""
+        self.suspects: dict[SequenceGroup, Suspicion] = {}
+        """Requests that may have killed an executor."""
         self.num_preemptions = 0
         self._outputs = StepOutputs()
         self._finished: list[Sequence] = []
@@ -81,7 +93,7 @@ class RequestTable:
             self._outputs.finishes[sequence] = finish
         if group.finished:
             del self.groups[group.key]
-            self.groups_with_failed_steps.discard(group)
+            self.suspects.pop(group, None)
         self.policies.order.on_finish(sequence)
 
     def finish_group(self, group: SequenceGroup, finish: Finish) -> None:

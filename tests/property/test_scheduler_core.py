@@ -25,6 +25,7 @@ from scheduler_svc.core.types import (
     RequestKey,
     RequestSpec,
     SequenceState,
+    SessionEnd,
     StepPlan,
 )
 from tests.helpers.core_executor import CoreExecutor
@@ -130,7 +131,7 @@ class CoreMachine(RuleBasedStateMachine):
             if self.plans:
                 self.apply()
 
-    @rule(what=st.sampled_from(["abort", "stop", "stop", "lose", "drain"]), pick=PICK)
+    @rule(what=st.sampled_from(["abort", "stop", "lose", "lose", "drain"]), pick=PICK)
     @precondition(lambda self: self.core.groups)
     def disturb(self, what: str, pick: int) -> None:
         if what == "abort":
@@ -140,7 +141,8 @@ class CoreMachine(RuleBasedStateMachine):
         elif what == "stop":
             self.stop_sample(pick)
         elif what == "lose":
-            self.lose_executor(keeps_kv=pick % 2 == 0)
+            how = ("session", "session, steps run", "process", "session, nothing known")[pick % 4]
+            self.lose_executor(how, pick // 4 % 4)
         else:
             self.core.drain(pick % 2 == 0)
 
@@ -158,14 +160,37 @@ class CoreMachine(RuleBasedStateMachine):
             self.stopped.add((key, index))
             self.finishes[key, index] = FinishDetail.STOP_STRING
 
-    def lose_executor(self, *, keeps_kv: bool) -> None:
-        """A session ends with plans in flight; memory is empty then, or full of what nobody should read."""
-        if keeps_kv:
-            self.executor.clear()
+    def lose_executor(self, how: str, num_run: int) -> None:
+        """A session ends with plans in flight, some of which were run: KV is kept, or memory is empty, or full of what
+        nobody should read."""
+        self.intact = False
+        if how == "session":
+            self.executor.run_in_part(list(self.plans))
         else:
-            self.executor = CoreExecutor(self.spec, VOCAB_SIZE)
+            for plan in list(self.plans)[:num_run]:
+                self.executor.run(plan)
         self.plans.clear()
-        self.take(self.core.executor_lost(0, self.now))
+        if how == "process":
+            self.executor = CoreExecutor(self.spec, VOCAB_SIZE)
+        else:
+            self.executor.clear()
+        if how == "session, nothing known":
+            self.take(self.core.executor_lost(0, self.now))
+        else:
+            self.take(self.core.executor_lost(0, self.now, SessionEnd()))
+            self.core.check_integrity()
+            self.cut_short()
+            self.take(self.core.session_opened(0, keeps_kv=how.startswith("session")))
+        self.core.check_integrity()
+        self.intact = True
+
+    def cut_short(self) -> None:
+        """A request may be aborted while no executor is there."""
+        if len(self.core.groups) > 4:
+            key = next(iter(self.core.groups))
+            self.aborted.add(key)
+            self.take(self.core.abort(key, FinishDetail.ABORTED))
+            self.core.check_integrity()
 
     # --- what must hold ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,154 @@
+"""Finds the request that kills executors, at the cost of that request alone.
+
+When an executor dies, the requests of the plans that it may have begun are suspects, each for the positions that these
+plans would have computed first: positions that an earlier step computed without harm are not suspected, unless nothing
+else explains the death. Suspects are computed again up to these positions like all others. They compute these positions
+in a *trial*: a step that no other plan accompanies, with at most half of the suspects. If it completes, they are
+cleared. If the executor dies in it, the others are cleared. So each death in a trial halves the suspects. A request
+ends with an error after MAX_DEATHS_ALONE deaths at one position, in trials without another request that were known to
+have begun: no death for another reason counts but one within these few milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.request_table import RequestTable, Suspicion
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.steps.results import context_lens
+from scheduler_svc.core.types import Finish, FinishDetail, SequenceState, SessionEnd
+
+MAX_DEATHS_ALONE = 2
+"""A request whose trials without another request end in this many deaths at one position finishes with an error."""
+_MAX_BEGUN_STEPS = 2
+"""An executor begins at most this many steps at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunSteps:
+    """The steps that an executor may have begun when its session ended."""
+
+    computed: dict[Sequence, range]
+    """The positions that they were to compute of each sequence."""
+    is_trial: bool
+    is_known: bool
+    """Whether the executor is known to have begun the first of them."""
+
+
+def begun_steps(lane: Lane, end: SessionEnd) -> BegunSteps:
+    """The lane's plans in flight that its executor may have begun; only the failed one if it reported one."""
+    steps = list(lane.inflight)[:_MAX_BEGUN_STEPS]
+    if end.failed_step_id:
+        steps = [step for step in lane.inflight if step.plan.step_id == end.failed_step_id]
+    computed: dict[Sequence, range] = {}
+    for step in steps:
+        num_tokens = {chunk.sequence: chunk.num_tokens for chunk in step.chunks}
+        for sequence, context_len in context_lens(lane, step).items():
+            former = computed.get(sequence, range(context_len, context_len))
+            computed[sequence] = range(former.start, former.stop + num_tokens.get(sequence, 1))
+    is_known = bool(steps) and max(end.begun_step_id, end.failed_step_id) >= steps[0].plan.step_id
+    return BegunSteps(computed, bool(steps) and steps[0].is_trial, is_known)
+
+
+def record_death(requests: RequestTable, lane: Lane, begun: BegunSteps) -> None:
+    """Suspect the requests of the steps in which an executor died, and finish a request that is found guilty."""
+    found = _suspected_positions(begun)
+    if not found:
+        return
+    if begun.is_trial:
+        for group in [group for group in requests.suspects if group not in found]:
+            _clear(requests, lane, group)
+    is_alone = len(found) == 1 and begun.is_trial and begun.is_known
+    for group, positions in found.items():
+        former = requests.suspects.get(group)
+        same = former is not None and _overlap(former.positions, positions)
+        num_deaths = (former.num_deaths_alone if former is not None and same else 0) + is_alone
+        if num_deaths >= MAX_DEATHS_ALONE:
+            requests.finish_group(group, Finish(FinishDetail.EXECUTOR_ERROR))
+            continue
+        if former is not None:
+            _clear(requests, lane, group)
+        requests.suspects[group] = Suspicion(positions, num_deaths)
+        for sequence, suspected in positions.items():
+            sequence.suspected = suspected
+
+
+def clear_passed(requests: RequestTable, lane: Lane, step: PlannedStep) -> None:
+    """Clear the sequences that have computed their suspected positions with this step."""
+    ends = {chunk.sequence: chunk.context_len + chunk.num_tokens for chunk in step.chunks}
+    for suspicion in list(requests.suspects.values()):
+        for sequence, suspected in list(suspicion.positions.items()):
+            if sequence.state is SequenceState.FINISHED or ends.get(sequence, 0) >= suspected.stop:
+                clear_sequence(requests, lane, sequence)
+
+
+def clear_sequence(requests: RequestTable, lane: Lane, sequence: Sequence) -> None:
+    """Clear a suspected sequence."""
+    suspicion = requests.suspects[sequence.group]
+    del suspicion.positions[sequence]
+    if not suspicion.positions:
+        del requests.suspects[sequence.group]
+    _release(lane, sequence)
+
+
+def next_trial(requests: RequestTable, lane: Lane) -> list[SequenceGroup]:
+    """The suspects to try in the next step: at most half of all, in order of arrival; empty: none is ready."""
+    ready = [group for group in requests.suspects if any(is_ready(sequence) for sequence in group.sequences)]
+    ready.sort(key=lambda group: group.arrival_number)
+    return ready[: (len(requests.suspects) + 1) // 2]
+
+
+def is_ready(sequence: Sequence) -> bool:
+    """Whether a suspected sequence has computed everything before its suspected positions."""
+    return (
+        sequence.suspected is not None
+        and sequence.slot is not None
+        and sequence.may_compute
+        and sequence.num_uncomputed_tokens > 0
+        and sequence.num_computed_tokens >= sequence.suspected.start
+    )
+
+
+def _suspected_positions(begun: BegunSteps) -> dict[SequenceGroup, dict[Sequence, range]]:
+    """The positions that these steps were the first to compute; if there are none, all that they were to compute."""
+    computed = {sequence: each for sequence, each in begun.computed.items() if not sequence.group.finished}
+    first = {
+        sequence: range(max(each.start, sequence.num_passed_tokens), each.stop) for sequence, each in computed.items()
+    }
+    return _by_group(first) or _by_group(computed)
+
+
+def _by_group(positions: dict[Sequence, range]) -> dict[SequenceGroup, dict[Sequence, range]]:
+    groups: dict[SequenceGroup, dict[Sequence, range]] = {}
+    for sequence, each in positions.items():
+        if each and sequence.state is not SequenceState.FINISHED:
+            groups.setdefault(sequence.group, {})[sequence] = each
+    return groups
+
+
+def _overlap(former: dict[Sequence, range], positions: dict[Sequence, range]) -> bool:
+    """Whether a sequence has a position in both."""
+    shared: Iterable[Sequence] = former.keys() & positions.keys()
+    return any(
+        max(former[sequence].start, positions[sequence].start) < min(former[sequence].stop, positions[sequence].stop)
+        for sequence in shared
+    )
+
+
+def _clear(requests: RequestTable, lane: Lane, group: SequenceGroup) -> None:
+    for sequence in requests.suspects.pop(group).positions:
+        _release(lane, sequence)
+
+
+def _release(lane: Lane, sequence: Sequence) -> None:
+    """Let a sequence go on like all others: the executor held it until plans named it."""
+    sequence.suspected = None
+    if sequence.slot is None or sequence.is_beam or not sequence.group.forked:
+        return
+    if sequence.described:
+        lane.resuming[sequence] = None
+        if sequence.num_uncomputed_tokens == 1 and not sequence.is_decoding:
+            lane.start_decoding(sequence)

@@ -60,6 +60,7 @@ def plan_from_wire(message: pb.StepPlan) -> p.StepPlan:
         ),
         forks=_slot_columns("forks", message.forks.slots, message.forks.source_slots),
         debug_digest=message.debug_digest,
+        announces_start=message.announces_start,
         reserved=tuple(reserved),
     )
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -52,7 +53,15 @@ class _EndOfPlans:
     refusal: _Refusal | None = None
 
 
-_Outgoing = StepResult | _EndOfPlans | pb.ExecuteResponse
+@dataclass(frozen=True, slots=True)
+class _Announcement:
+    """A step that is about to run; `sent` is done when the heartbeat that names it is written."""
+
+    step_id: int
+    sent: Future[None]
+
+
+_Outgoing = StepResult | _EndOfPlans | _Announcement | pb.ExecuteResponse
 
 
 class _Holder:
@@ -145,7 +154,9 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         epoch = holder.epoch
         outbox: asyncio.Queue[_Outgoing] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        session, opened = self._worker.open_session(epoch, lambda result: _post(loop, outbox, result))
+        session, opened = self._worker.open_session(
+            epoch, lambda result: _post(loop, outbox, result), lambda step_id: _announce(loop, outbox, step_id)
+        )
         helpers: list[asyncio.Task[None]] = []
         try:
             last_completed = await asyncio.wrap_future(opened)
@@ -219,6 +230,9 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             if isinstance(item, StepResult):
                 num_answered += 1
                 await context.write(pb.ExecuteResponse(result=result_to_wire(item, epoch, self._incarnation)))
+            elif isinstance(item, _Announcement):
+                await context.write(pb.ExecuteResponse(heartbeat=pb.Heartbeat(running_step_id=item.step_id)))
+                item.sent.set_result(None)
             elif isinstance(item, _EndOfPlans):
                 if item.refusal is not None:
                     raise item.refusal
@@ -263,6 +277,14 @@ def _post(loop: asyncio.AbstractEventLoop, outbox: asyncio.Queue[_Outgoing], res
     """Pass a result from the device thread to the event loop."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(outbox.put_nowait, result)
+
+
+def _announce(loop: asyncio.AbstractEventLoop, outbox: asyncio.Queue[_Outgoing], step_id: int) -> Future[None]:
+    """Pass the announcement of a step from the device thread to the event loop."""
+    sent: Future[None] = Future()
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(outbox.put_nowait, _Announcement(step_id, sent))
+    return sent
 
 
 class ExecutorAdminServicer(admin_pb2_grpc.ExecutorAdminServiceServicer):

@@ -109,6 +109,8 @@ class GrpcPlanStream:
         """The executor's last heartbeat: its running step, and the time since that step began."""
         self.resident_bytes = 0
         """Resident memory of the executor's process in bytes, as last reported; 0: unknown."""
+        self.begun_step_id = 0
+        """The newest step that the executor is known to have begun; 0: none."""
         self._call = call
         self._epoch = epoch
         self._silence = PeerSilence(silence_s)
@@ -164,6 +166,7 @@ class GrpcPlanStream:
             raise ExecutorLostError(f"the result of step {message.step_id} belongs to another session")
         if self._inflight and self._inflight[0][0] == message.step_id:
             self._inflight.popleft()
+        self.begun_step_id = max(self.begun_step_id, message.step_id)
         try:
             return step_result(message)
         except ProtocolError as exc:
@@ -182,7 +185,8 @@ class GrpcPlanStream:
         self._silence.heard()
         if message.WhichOneof("message") == "heartbeat":
             self.last_heartbeat = message.heartbeat
-            self.resident_bytes = message.heartbeat.resident_bytes
+            self.resident_bytes = message.heartbeat.resident_bytes or self.resident_bytes
+            self.begun_step_id = max(self.begun_step_id, message.heartbeat.running_step_id)
         return message
 
     async def _write(self, message: pb.ExecuteRequest) -> None:

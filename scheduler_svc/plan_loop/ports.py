@@ -78,6 +78,10 @@ class PlanStream(Protocol):
     opened: SessionOpened
 
     @property
+    def begun_step_id(self) -> int:
+        """The newest step that the executor is known to have begun, by a heartbeat or a result; 0: none."""
+
+    @property
     def resident_bytes(self) -> int:
         """Resident memory of the executor's process in bytes, as last reported; 0: unknown."""
 

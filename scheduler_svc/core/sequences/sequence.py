@@ -225,10 +225,8 @@ class Sequence:
 
     def roll_back(self, num_computed: int) -> None:
         """Reset after the end of a session: KV of the first `num_computed` tokens and the blocks stay."""
-        if self._step_counter is not None:
-            self.detach_step_counter()
-        self.drop_pending_tokens()
-        self._num_computed = num_computed
+        self._step_counter = None
+        self._num_computed, self._num_planned = num_computed, len(self.token_ids)
         self.described = False
         self.num_cached_blocks, self.cache_node = 0, None
 

@@ -16,6 +16,8 @@ from scheduler_svc.core.types import Finish, RequestKey, SequenceState
 class Suspicion:
     """A request that may have killed an executor."""
 
+    death: int
+    """The number of the death that it is suspected of. Each has its own suspects."""
     positions: dict[Sequence, range]
     """The positions at which it may have, of each of its sequences that it may have been; removed when passed."""
     num_deaths_alone: int
@@ -34,6 +36,8 @@ class RequestTable:
         self.lanes: dict[int, Lane] = {}
         self.suspects: dict[SequenceGroup, Suspicion] = {}
         """Requests that may have killed an executor."""
+        self.num_deaths = 0
+        """Number of deaths of executors for which requests were suspected, without deaths in trials."""
         self.num_preemptions = 0
         self._outputs = StepOutputs()
         self._finished: list[Sequence] = []

@@ -4,7 +4,8 @@ When an executor dies, the requests of the plans that it may have begun are susp
 plans would have computed first: positions that an earlier step computed without harm are not suspected, unless nothing
 else explains the death. Suspects are computed again up to these positions like all others. They compute these positions
 in a *trial*: a step that no other plan accompanies, with at most half of the suspects. If it completes, they are
-cleared. If the executor dies in it, the others are cleared. So each death in a trial halves the suspects. A request
+cleared. If the executor dies in it, the others are cleared. So each death in a trial halves the suspects. Suspects of
+several deaths are kept separate, since several requests may be to blame: a trial tries those of one death. A request
 ends with an error after MAX_DEATHS_ALONE deaths at one position, in trials without another request that were known to
 have begun: no death for another reason counts but one within these few milliseconds.
 """
@@ -58,9 +59,13 @@ def record_death(requests: RequestTable, lane: Lane, begun: BegunSteps) -> None:
     found = _suspected_positions(begun)
     if not found:
         return
-    if begun.is_trial:
-        for group in [group for group in requests.suspects if group not in found]:
+    death = _death_of_trial(requests, found) if begun.is_trial else 0
+    for group in [group for group, suspicion in requests.suspects.items() if suspicion.death == death]:
+        if group not in found:
             _clear(requests, lane, group)
+    if not death:
+        requests.num_deaths += 1
+        death = requests.num_deaths
     is_alone = len(found) == 1 and begun.is_trial and begun.is_known
     for group, positions in found.items():
         former = requests.suspects.get(group)
@@ -71,7 +76,7 @@ def record_death(requests: RequestTable, lane: Lane, begun: BegunSteps) -> None:
             continue
         if former is not None:
             _clear(requests, lane, group)
-        requests.suspects[group] = Suspicion(positions, num_deaths)
+        requests.suspects[group] = Suspicion(death, positions, num_deaths)
         for sequence, suspected in positions.items():
             sequence.suspected = suspected
 
@@ -95,10 +100,16 @@ def clear_sequence(requests: RequestTable, lane: Lane, sequence: Sequence) -> No
 
 
 def next_trial(requests: RequestTable, lane: Lane) -> list[SequenceGroup]:
-    """The suspects to try in the next step: at most half of all, in order of arrival; empty: none is ready."""
+    """The suspects to try in the next step: at most half of those of one death, the first of which any is ready.
+
+    In order of arrival; empty: none is ready.
+    """
     ready = [group for group in requests.suspects if any(is_ready(sequence) for sequence in group.sequences)]
+    death = min((requests.suspects[group].death for group in ready), default=0)
+    num_suspects = sum(suspicion.death == death for suspicion in requests.suspects.values())
+    ready = [group for group in ready if requests.suspects[group].death == death]
     ready.sort(key=lambda group: group.arrival_number)
-    return ready[: (len(requests.suspects) + 1) // 2]
+    return ready[: (num_suspects + 1) // 2]
 
 
 def is_ready(sequence: Sequence) -> bool:
@@ -119,6 +130,11 @@ def _suspected_positions(begun: BegunSteps) -> dict[SequenceGroup, dict[Sequence
         sequence: range(max(each.start, sequence.num_passed_tokens), each.stop) for sequence, each in computed.items()
     }
     return _by_group(first) or _by_group(computed)
+
+
+def _death_of_trial(requests: RequestTable, found: Iterable[SequenceGroup]) -> int:
+    """The death whose suspects a trial tried; 0: none of them is suspected any more."""
+    return next((requests.suspects[group].death for group in found if group in requests.suspects), 0)
 
 
 def _by_group(positions: dict[Sequence, range]) -> dict[SequenceGroup, dict[Sequence, range]]:

@@ -34,7 +34,7 @@ def check_others(bench: Bench) -> None:
 def test_one_of_64_is_found_after_log2_deaths(poison: int, fails: bool) -> None:
     bench = Bench(max_num_seqs=64, num_slots=66, num_blocks=640, max_num_batched_tokens=256)
     for index in range(64):
-        bench.add(f"r{index}", [index, *range(3 + index % 5)], max_tokens=12 + index % 7, seed=index)
+        bench.add(f"r{index}", [index % 50, *range(3 + index % 5)], max_tokens=12 + index % 7, seed=index)
     bench.poisons[f"r{poison}"] = 9
     bench.run(fails=fails)
     assert bench.details[f"r{poison}"] is FinishDetail.EXECUTOR_ERROR
@@ -167,7 +167,7 @@ def test_others_go_on_while_suspects_are_tried() -> None:
         num_trials += bench.plans[0].announces_start
         bench.apply()
         num_steps += 1
-    assert num_trials <= math.log2(16) + 1
+    assert num_trials <= 2 * math.log2(16), "two positions of each were to be computed when the executor died"
     assert num_steps <= 40
     assert bench.tokens["late"] == bench.known("late")
 

@@ -22,6 +22,8 @@ class Suspicion:
     """The positions at which it may have, of each of its sequences that it may have been; removed when passed."""
     num_deaths_alone: int
     """Number of deaths at these positions for which no other request is suspected."""
+    num_other_deaths: int = 0
+    """Number of later deaths in plans that computed what comes before these positions."""
 
 
 class RequestTable:

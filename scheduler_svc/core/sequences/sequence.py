@@ -57,7 +57,6 @@ class Sequence:
         "max_len",
         "num_cached_blocks",
         "num_hit_tokens",
-        "num_passed_prompt_tokens",
         "num_prompt_tokens",
         "order_key",
         "prompt_logprobs_end",
@@ -103,8 +102,6 @@ class Sequence:
         """Number of tokens found in the prefix cache at the last admission."""
         self.prompt_logprobs_end = 1
         """Prompt tokens before this index have known logprobs, except the first, which has none."""
-        self.num_passed_prompt_tokens = 0
-        """Number of leading tokens that a completed step has computed, of the prompt at least."""
         self.suspected: range | None = None
         """Positions at which it may have killed an executor; only a trial computes them. None: it is no suspect."""
         self.requested_prompt_logprobs = False
@@ -125,11 +122,6 @@ class Sequence:
     def num_planned_tokens(self) -> int:
         """Number of confirmed and pending tokens."""
         return self._num_planned if self._step_counter is None else self._step_counter.num_steps - self._step_offset + 1
-
-    @property
-    def num_passed_tokens(self) -> int:
-        """Number of leading tokens that some executor has computed without harm."""
-        return max(self.num_passed_prompt_tokens, len(self.token_ids) - 1 if self.num_output_tokens else 0)
 
     @property
     def num_pending(self) -> int:

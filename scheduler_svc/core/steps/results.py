@@ -105,9 +105,6 @@ def take_result(requests: RequestTable, lane: Lane, step: PlannedStep, result: S
     for slot, error in zip(result.error_slots, result.errors, strict=True):
         _finish_failed(requests, lane, _sequence_at(lane, slot), error)
     take_candidates(requests, lane, step, result)
-    for chunk in step.chunks:
-        sequence = chunk.sequence
-        sequence.num_passed_prompt_tokens = max(sequence.num_passed_prompt_tokens, chunk.context_len + chunk.num_tokens)
     return len(sequences)
 
 

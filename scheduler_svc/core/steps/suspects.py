@@ -1,8 +1,7 @@
 """Finds the request that kills executors, at the cost of that request alone.
 
 When an executor dies, the requests of the plans that it may have begun are suspects, each for the positions that these
-plans would have computed first: positions that an earlier step computed without harm are not suspected, unless nothing
-else explains the death. Suspects are computed again up to these positions like all others. They compute these positions
+plans were to compute. Suspects are computed again up to these positions like all others. They compute these positions
 in a *trial*: a step that no other plan accompanies, with at most half of the suspects. If it completes, they are
 cleared. If the executor dies in it, the others are cleared. So each death in a trial halves the suspects. Suspects of
 several deaths are kept separate, since several requests may be to blame: a trial tries those of one death. A request
@@ -12,7 +11,6 @@ have begun: no death for another reason counts but one within these few millisec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler_svc.core.lanes.lane import Lane
@@ -24,6 +22,8 @@ from scheduler_svc.core.types import Finish, FinishDetail, SequenceState, Sessio
 
 MAX_DEATHS_ALONE = 2
 """A request whose trials without another request end in this many deaths at one position finishes with an error."""
+_MAX_OTHER_DEATHS = 2
+"""A suspect is left out of the suspects of this many later deaths outside of trials."""
 _MAX_BEGUN_STEPS = 2
 """An executor begins at most this many steps at once."""
 
@@ -56,10 +56,14 @@ def begun_steps(lane: Lane, end: SessionEnd) -> BegunSteps:
 
 def record_death(requests: RequestTable, lane: Lane, begun: BegunSteps) -> None:
     """Suspect the requests of the steps in which an executor died, and finish a request that is found guilty."""
-    found = _suspected_positions(begun)
+    found = _by_group(begun.computed)
+    if begun.is_trial:
+        death = next((requests.suspects[group].death for group in found if group in requests.suspects), 0)
+    else:
+        _leave_out_bystanders(requests, found)
+        death = 0
     if not found:
         return
-    death = _death_of_trial(requests, found) if begun.is_trial else 0
     for group in [group for group, suspicion in requests.suspects.items() if suspicion.death == death]:
         if group not in found:
             _clear(requests, lane, group)
@@ -68,15 +72,12 @@ def record_death(requests: RequestTable, lane: Lane, begun: BegunSteps) -> None:
         death = requests.num_deaths
     is_alone = len(found) == 1 and begun.is_trial and begun.is_known
     for group, positions in found.items():
-        former = requests.suspects.get(group)
-        same = former is not None and _overlap(former.positions, positions)
-        num_deaths = (former.num_deaths_alone if former is not None and same else 0) + is_alone
+        former = requests.suspects.get(group, Suspicion(death, {}, 0))
+        num_deaths = (former.num_deaths_alone if _overlap(former.positions, positions) else 0) + is_alone
         if num_deaths >= MAX_DEATHS_ALONE:
             requests.finish_group(group, Finish(FinishDetail.EXECUTOR_ERROR))
             continue
-        if former is not None:
-            _clear(requests, lane, group)
-        requests.suspects[group] = Suspicion(death, positions, num_deaths)
+        requests.suspects[group] = Suspicion(death, former.positions | positions, num_deaths)
         for sequence, suspected in positions.items():
             sequence.suspected = suspected
 
@@ -123,18 +124,19 @@ def is_ready(sequence: Sequence) -> bool:
     )
 
 
-def _suspected_positions(begun: BegunSteps) -> dict[SequenceGroup, dict[Sequence, range]]:
-    """The positions that these steps were the first to compute; if there are none, all that they were to compute."""
-    computed = {sequence: each for sequence, each in begun.computed.items() if not sequence.group.finished}
-    first = {
-        sequence: range(max(each.start, sequence.num_passed_tokens), each.stop) for sequence, each in computed.items()
-    }
-    return _by_group(first) or _by_group(computed)
+def _leave_out_bystanders(requests: RequestTable, found: dict[SequenceGroup, dict[Sequence, range]]) -> None:
+    """Remove suspects of earlier deaths, which were computing what comes before their suspected positions.
 
-
-def _death_of_trial(requests: RequestTable, found: Iterable[SequenceGroup]) -> int:
-    """The death whose suspects a trial tried; 0: none of them is suspected any more."""
-    return next((requests.suspects[group].death for group in found if group in requests.suspects), 0)
+    They stay if nothing else explains the death, or if it is not the first such death.
+    """
+    suspects = [group for group in found if group in requests.suspects]
+    if len(suspects) == len(found):
+        return
+    for group in suspects:
+        suspicion = requests.suspects[group]
+        if suspicion.num_other_deaths < _MAX_OTHER_DEATHS:
+            suspicion.num_other_deaths += 1
+            del found[group]
 
 
 def _by_group(positions: dict[Sequence, range]) -> dict[SequenceGroup, dict[Sequence, range]]:
@@ -146,11 +148,11 @@ def _by_group(positions: dict[Sequence, range]) -> dict[SequenceGroup, dict[Sequ
 
 
 def _overlap(former: dict[Sequence, range], positions: dict[Sequence, range]) -> bool:
-    """Whether a sequence has a position in both."""
-    shared: Iterable[Sequence] = former.keys() & positions.keys()
+    """Whether they have a position in common: all sequences of a group count as one, since they begin alike."""
     return any(
-        max(former[sequence].start, positions[sequence].start) < min(former[sequence].stop, positions[sequence].stop)
-        for sequence in shared
+        max(before.start, now.start) < min(before.stop, now.stop)
+        for before in former.values()
+        for now in positions.values()
     )
 
 

@@ -172,27 +172,6 @@ def test_others_go_on_while_suspects_are_tried() -> None:
     assert bench.tokens["late"] == bench.known("late")
 
 
-def test_a_request_is_a_suspect_only_where_it_had_not_been_before() -> None:
-    """What is computed again after a death has been computed without harm."""
-    bench = Bench(max_num_batched_tokens=8)
-    bench.add("old", 40, max_tokens=5)
-    for _ in range(4):
-        bench.step()
-    bench.die()
-    assert suspects(bench.core) == {"old"}
-    bench.step()
-    bench.add("new", 3, max_tokens=5)
-    while not any(
-        chunk.sequence.group.spec.request_id == "new" for step in bench.lane.inflight for chunk in step.chunks
-    ):
-        bench.step()
-    bench.die(is_known=False)
-    positions = bench.core._requests.suspects[bench.core.groups["", "new"]].positions
-    assert [*positions.values()][0].start == 0
-    bench.run()
-    check_others(bench)
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_the_load(seed: int) -> None:
     """Requests of all kinds, preempted by swap and recompute, with shared prefixes; two of them are poisonous."""

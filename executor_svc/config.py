@@ -54,8 +54,9 @@ class ExecutorConfig(ServiceSettings):
         None,
         min_length=1,
         description="For tests, with --simulate: a fault of this process; hang@STEP: its step of this number never "
-        "ends, hang@STEP:SECONDS: it takes so much longer.",
-        json_schema_extra=about("Simulation", values="hang@STEP, hang@STEP:SECONDS"),
+        "ends, hang@STEP:SECONDS: it takes so much longer; die@TOKEN:POSITION: a step that computes this position of a "
+        "sequence whose prompt has this token kills the process.",
+        json_schema_extra=about("Simulation", values="hang@STEP, hang@STEP:SECONDS, die@TOKEN:POSITION"),
     )
     model: str = Field(
         "",

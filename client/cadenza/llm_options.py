@@ -24,7 +24,8 @@ class LLMOptions(TypedDict, total=False):
 
     inject: str | None
     """For tests, with --simulate: a fault of this process; hang@STEP: its step of this number never ends,
-    hang@STEP:SECONDS: it takes so much longer. Values: hang@STEP, hang@STEP:SECONDS."""
+    hang@STEP:SECONDS: it takes so much longer; die@TOKEN:POSITION: a step that computes this position of a sequence
+    whose prompt has this token kills the process. Values: hang@STEP, hang@STEP:SECONDS, die@TOKEN:POSITION."""
 
     device: Literal["auto", "cpu", "cuda"] | None
     """Device that runs the model; auto: a GPU if PyTorch finds one, else the CPU. [default: auto]"""

@@ -87,6 +87,7 @@ class _Stream:
     """One session."""
 
     resident_bytes = 0
+    begun_step_id = 0
 
     def __init__(self, clock: FakeClock, executor: CoreExecutor, incarnation: int) -> None:
         self.opened = SessionOpened(incarnation, last_completed_step_id=0)

@@ -26,7 +26,7 @@ def test_without_seconds_it_never_ends() -> None:
     assert read_injection("hang@7").number == 7
 
 
-@pytest.mark.parametrize("text", ["hang", "hang@", "hang@0", "hang@x", "hang@3:", "hang@3:0", "hang@3:nan", "die@3"])
+@pytest.mark.parametrize("text", ["hang", "hang@", "hang@0", "hang@x", "hang@3:", "hang@3:0", "hang@3:nan", "burn@3"])
 def test_wrong_injections_are_named(text: str) -> None:
     with pytest.raises(InjectionError, match=f"--inject {text}: must be hang@STEP or hang@STEP:SECONDS"):
         build_simulated(ExecutorConfig(simulate="instant", inject=text))

@@ -1,0 +1,38 @@
+"""A request that kills the simulated executor, for tests: `--inject die@TOKEN:POSITION`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+
+from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.simulated.injection import InjectionError
+
+
+@dataclass(frozen=True, slots=True)
+class Poison:
+    """A step that computes this position of a sequence whose prompt has this token kills the process."""
+
+    token_id: int
+    position: int
+
+    def before_compute(self, slots: Slots, scheduled: Scheduled) -> None:
+        """Kill the process, as the kernel would, if the step is fatal."""
+        rows = scheduled.slots
+        starts = slots.num_computed_tokens[rows]
+        fatal = rows[(starts <= self.position) & (self.position < starts + scheduled.num_tokens)]
+        for slot in fatal.tolist():
+            if self.token_id in slots.token_ids[slot, : slots.num_prompt_tokens[slot]]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_poison(text: str) -> Poison | None:
+    """Parse `die@TOKEN:POSITION`; None if it is another injection. Raises InjectionError."""
+    kind, _, place = text.partition("@")
+    if kind != "die":
+        return None
+    token_id, _, position = place.partition(":")
+    if not (token_id.isdecimal() and position.isdecimal()):
+        raise InjectionError(f"--inject {text}: must be die@TOKEN:POSITION")
+    return Poison(int(token_id), int(position))

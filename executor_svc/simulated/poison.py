@@ -19,12 +19,15 @@ class Poison:
 
     def before_compute(self, slots: Slots, scheduled: Scheduled) -> None:
         """Kill the process, as the kernel would, if the step is fatal."""
+        if self.is_fatal(slots, scheduled):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def is_fatal(self, slots: Slots, scheduled: Scheduled) -> bool:
+        """Return whether the step computes the position."""
         rows = scheduled.slots
         starts = slots.num_computed_tokens[rows]
-        fatal = rows[(starts <= self.position) & (self.position < starts + scheduled.num_tokens)]
-        for slot in fatal.tolist():
-            if self.token_id in slots.token_ids[slot, : slots.num_prompt_tokens[slot]]:
-                os.kill(os.getpid(), signal.SIGKILL)
+        reached = rows[(starts <= self.position) & (self.position < starts + scheduled.num_tokens)]
+        return any(self.token_id in slots.token_ids[slot, : slots.num_prompt_tokens[slot]] for slot in reached.tolist())
 
 
 def read_poison(text: str) -> Poison | None:

@@ -169,7 +169,8 @@ SETTINGS: dict[str, Setting] = {
         options={"long_prefill_token_threshold": 9}, happens=HITS | {"kept sessions"},
     ),
     "kept sessions, no cache": Setting(
-        **SMALL, depth=1, cuts_every=5, options={"preemption": "recompute"} | NO_CACHE, happens=frozenset({"kept sessions"})
+        **SMALL, depth=1, cuts_every=5, options={"preemption": "recompute"} | NO_CACHE,
+        happens=frozenset({"kept sessions"}),
     ),
     "aborts": Setting(
         **SMALL, **ROOM, arrivals="scattered", aborts=True, options={"preemption": "swap"}, happens=SWAPS

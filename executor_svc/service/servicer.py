@@ -155,7 +155,10 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         outbox: asyncio.Queue[_Outgoing] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         session, opened = self._worker.open_session(
-            epoch, lambda result: _post(loop, outbox, result), lambda step_id: _announce(loop, outbox, step_id)
+            epoch,
+            lambda result: _post(loop, outbox, result),
+            lambda step_id: _announce(loop, outbox, step_id),
+            scheduler_id=holder.scheduler_id,
         )
         helpers: list[asyncio.Task[None]] = []
         try:
@@ -166,6 +169,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                 incarnation=self._incarnation,
                 last_completed_step_id=last_completed,
                 resident_bytes=resident_bytes(),
+                sole_since_epoch=session.sole_since_epoch,
             )
             await context.write(pb.ExecuteResponse(opened=answer))
             silence = PeerSilence(self._silence_s)

@@ -82,6 +82,8 @@ class Session:
         self, epoch: int, on_result: Callable[[StepResult], None], announce: Callable[[int], Future[None]] | None = None
     ) -> None:
         self.epoch = epoch
+        # The epoch since which every session was of the same scheduler.
+        self.sole_since_epoch = epoch
         self.on_result = on_result
         self.announce = announce
         self.closed = False
@@ -164,6 +166,7 @@ class Worker:
         self._changed = threading.Condition()
         self._queue: deque[_Open | _Step] = deque()
         self._session: Session | None = None
+        self._scheduler_id = ""
         self._stopping = False
         self._running: tuple[int, int] | None = None
         self._last_completed = 0
@@ -184,7 +187,12 @@ class Worker:
         return not self._thread.is_alive()
 
     def open_session(
-        self, epoch: int, on_result: Callable[[StepResult], None], announce: Callable[[int], Future[None]] | None = None
+        self,
+        epoch: int,
+        on_result: Callable[[StepResult], None],
+        announce: Callable[[int], Future[None]] | None = None,
+        *,
+        scheduler_id: str = "",
     ) -> tuple[Session, Future[int]]:
         """End the previous session, drop every queued plan, and clear the slots after the running step.
 
@@ -197,7 +205,9 @@ class Worker:
             # Also the session of the running step, whose result must no longer be delivered.
             if self._session is not None:
                 self._session.closed = True
-            self._session = session
+                if scheduler_id == self._scheduler_id:
+                    session.sole_since_epoch = self._session.sole_since_epoch
+            self._session, self._scheduler_id = session, scheduler_id
             for item in self._queue:
                 if isinstance(item, _Open):
                     item.last_completed_step_id.cancel()

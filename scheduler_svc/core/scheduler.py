@@ -126,20 +126,26 @@ class Scheduler:
         return self.take_outputs()
 
     def session_opened(
-        self, last_completed_step_id: int, *, executor_id: int = 0, keeps_kv: bool = False
+        self,
+        last_completed_step_id: int,
+        *,
+        executor_id: int = 0,
+        same_incarnation: bool = False,
+        keeps_kv: bool = False,
     ) -> StepOutputs:
         """A session was opened: step ids continue after those that the executor ran, perhaps for an earlier scheduler.
 
-        `keeps_kv`: it is the incarnation of the last session, with its KV. If it is another one, the former has died;
-        a request that is found to kill executors finishes with EXECUTOR_ERROR (see `suspects`).
+        `same_incarnation`: the executor's, as in the last session; otherwise that one has died, and a request that is
+        found to kill executors finishes with EXECUTOR_ERROR (see `suspects`). `keeps_kv`: it is the same, and no other
+        scheduler has used it since.
         """
         self.last_step_id = max(self.last_step_id, last_completed_step_id)
         begun = self._begun.pop(executor_id, None)
+        lane = self.lanes[executor_id]
         if not keeps_kv:
-            lane = self.lanes[executor_id]
             forget_kv(self._requests, lane)
-            if begun is not None:
-                record_death(self._requests, lane, begun)
+        if begun is not None and not same_incarnation:
+            record_death(self._requests, lane, begun)
         return self.take_outputs()
 
     # --- requests ----------------------------------------------------------------------------------------------------

@@ -134,7 +134,9 @@ class GrpcPlanStream:
             raise ExecutorLostError(f"no answer to OpenSession within {_OPEN_TIMEOUT_S:.0f} s") from exc
         if message.WhichOneof("message") != "opened" or message.opened.epoch != self._epoch:
             raise ExecutorLostError("the answer to OpenSession is not this session's SessionOpened")
-        self.opened = SessionOpened(message.opened.incarnation, message.opened.last_completed_step_id)
+        self.opened = SessionOpened(
+            message.opened.incarnation, message.opened.last_completed_step_id, message.opened.sole_since_epoch
+        )
         self.resident_bytes = message.opened.resident_bytes
         self._tasks = [
             asyncio.create_task(self._send_heartbeats(), name="executor-heartbeat"),

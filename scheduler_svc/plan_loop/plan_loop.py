@@ -86,6 +86,8 @@ class PlanLoop:
         self._pacer = StepPacer()
         self._progress = ProgressWatch(clock, executor.target, listener.on_progress)
         self._epoch = 0
+        self._last_session_epoch = 0
+        """The epoch of the newest session that was opened; `_epoch` may be that of an attempt."""
         self._incarnation = 0
         self._last_done_step_id = 0
         self._failed_step_id = 0
@@ -150,14 +152,20 @@ class PlanLoop:
         if stream.opened.incarnation != model.incarnation:
             await stream.close()
             raise ExecutorLostError("another executor took its place while the session was opened")
-        keeps_kv = stream.opened.incarnation == self._incarnation
+        same_incarnation = stream.opened.incarnation == self._incarnation
+        # Another scheduler may have held the executor in between, and written to its pools.
+        keeps_kv = same_incarnation and 0 < stream.opened.sole_since_epoch <= self._last_session_epoch
+        self._last_session_epoch = self._epoch
         adopt()
         self._incarnation = stream.opened.incarnation
         # A new incarnation has completed none, and a count never goes back.
         self._last_done_step_id = max(self._last_done_step_id, stream.opened.last_completed_step_id)
         self._listener.on_outputs(
             self._core.session_opened(
-                stream.opened.last_completed_step_id, executor_id=self._executor_id, keeps_kv=keeps_kv
+                stream.opened.last_completed_step_id,
+                executor_id=self._executor_id,
+                same_incarnation=same_incarnation,
+                keeps_kv=keeps_kv,
             )
         )
         _LOG.info("executor %s: session %d is open", self._executor.target, self._epoch)

@@ -62,6 +62,8 @@ class SessionOpened:
 
     incarnation: int
     last_completed_step_id: int
+    sole_since_epoch: int = 0
+    """The epoch since which only this scheduler has had sessions with the incarnation; 0: unknown."""
 
 
 class ExecutorLostError(Exception):

@@ -111,11 +111,17 @@ class _RecordedScheduler(Scheduler):
             super().add_executor(executor_id, spec)
 
     def session_opened(
-        self, last_completed_step_id: int, *, executor_id: int = 0, keeps_kv: bool = False
+        self,
+        last_completed_step_id: int,
+        *,
+        executor_id: int = 0,
+        same_incarnation: bool = False,
+        keeps_kv: bool = False,
     ) -> StepOutputs:
         log, last = self._log, last_completed_step_id
-        with log.call(lambda: records.session_opened(executor_id, last, log.epoch, log.incarnation, keeps_kv=keeps_kv)):
-            return super().session_opened(last, executor_id=executor_id, keeps_kv=keeps_kv)
+        known = {"same_incarnation": same_incarnation, "keeps_kv": keeps_kv}
+        with log.call(lambda: records.session_opened(executor_id, last, log.epoch, log.incarnation, **known)):
+            return super().session_opened(last, executor_id=executor_id, **known)
 
     def executor_lost(self, executor_id: int, now: float, end: SessionEnd | None = None) -> StepOutputs:
         with self._log.call(lambda: records.executor_lost(executor_id, now, end)):

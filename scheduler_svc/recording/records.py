@@ -74,7 +74,13 @@ def add_executor(executor_id: int, spec: ExecutorSpec) -> pb.PlanLogRecord:
 
 
 def session_opened(
-    executor_id: int, last_completed_step_id: int, epoch: int, incarnation: int, *, keeps_kv: bool = False
+    executor_id: int,
+    last_completed_step_id: int,
+    epoch: int,
+    incarnation: int,
+    *,
+    same_incarnation: bool = False,
+    keeps_kv: bool = False,
 ) -> pb.PlanLogRecord:
     """Return the record of an opened session."""
     call = pb.SessionOpenedCall(
@@ -82,6 +88,7 @@ def session_opened(
         last_completed_step_id=last_completed_step_id,
         epoch=epoch,
         incarnation=incarnation,
+        same_incarnation=same_incarnation,
         keeps_kv=keeps_kv,
     )
     return pb.PlanLogRecord(session_opened=call)

@@ -104,7 +104,10 @@ class CoreReplay:
             case "session_opened":
                 opened = record.session_opened
                 core.session_opened(
-                    opened.last_completed_step_id, executor_id=opened.executor_id, keeps_kv=opened.keeps_kv
+                    opened.last_completed_step_id,
+                    executor_id=opened.executor_id,
+                    same_incarnation=opened.same_incarnation,
+                    keeps_kv=opened.keeps_kv,
                 )
             case "executor_lost":
                 lost = record.executor_lost

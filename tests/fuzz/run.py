@@ -158,7 +158,11 @@ class Run:
                 self._core.add_executor(_EXECUTOR, self._spec)
                 self._executor = CoreExecutor(self._spec, self.settings.vocab_size)
         last_completed = self._rng.choice([0, self._core.last_step_id + 3])
-        self._take(self._core.session_opened(last_completed, keeps_kv=cause == "kept session"))
+        self._take(
+            self._core.session_opened(
+                last_completed, same_incarnation=cause == "kept session", keeps_kv=cause == "kept session"
+            )
+        )
         self._core.check_integrity()
 
     def _plan(self) -> bool:

@@ -60,6 +60,7 @@ class ChangingExecutor:
         self.poison: Poison | None = None
         """Steps that are fatal by it fail, and later ones of the session are skipped; the process lives on."""
         self.num_failed = 0
+        self.sole_since_epoch = 1
         self._running: CoreExecutor | None = None
         self._running_incarnation = 0
         self._stream: _Stream | None = None
@@ -108,7 +109,7 @@ class _Stream:
     def __init__(self, owner: ChangingExecutor, clock: FakeClock, executor: CoreExecutor, incarnation: int) -> None:
         self._owner = owner
         self._failed = False
-        self.opened = SessionOpened(incarnation, last_completed_step_id=0)
+        self.opened = SessionOpened(incarnation, 0, owner.sole_since_epoch)
         self.results_queue: asyncio.Queue[StepResult | None] = asyncio.Queue()
         self._clock, self._executor = clock, executor
         self._free_at = clock.monotonic()

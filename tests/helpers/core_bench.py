@@ -162,7 +162,7 @@ class Bench:
         self.plans.clear()
         self.take(self.core.executor_lost(0, self.now, SessionEnd()))
         self.core.check_integrity()
-        self.take(self.core.session_opened(0, keeps_kv=True))
+        self.take(self.core.session_opened(0, same_incarnation=True, keeps_kv=True))
         self.core.check_integrity()
 
     def die(self, *, is_known: bool = True) -> None:
@@ -185,7 +185,7 @@ class Bench:
         self.plans.clear()
         self.take(self.core.executor_lost(0, self.now, SessionEnd(failed, failed)))
         self.core.check_integrity()
-        self.take(self.core.session_opened(0, keeps_kv=True))
+        self.take(self.core.session_opened(0, same_incarnation=True, keeps_kv=True))
         self.core.check_integrity()
 
     def is_fatal(self) -> bool:

@@ -246,7 +246,7 @@ class Rig:
         self.executor.clear()
         self._take(self.core.executor_lost(0, self._now, SessionEnd()))
         self.core.check_integrity()
-        self._take(self.core.session_opened(0, keeps_kv=True))
+        self._take(self.core.session_opened(0, same_incarnation=True, keeps_kv=True))
         self.core.check_integrity()
         self.happened["kept sessions"] += bool(len(self.core.lanes[0].running))
 

@@ -218,7 +218,8 @@ class CoreMachine(RuleBasedStateMachine):
             self.take(self.core.executor_lost(0, self.now, end or SessionEnd()))
             self.core.check_integrity()
             self.cut_short()
-            self.take(self.core.session_opened(0, keeps_kv=how.startswith("session")))
+            same = how.startswith("session")
+            self.take(self.core.session_opened(0, same_incarnation=same, keeps_kv=same))
         self.core.check_integrity()
         self.intact = True
 

@@ -571,6 +571,7 @@ class SessionOpened(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     LAST_COMPLETED_STEP_ID_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    SOLE_SINCE_EPOCH_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The session's epoch."""
     incarnation: _builtins.int
@@ -579,6 +580,10 @@ class SessionOpened(_message.Message):
     """The last completed step of any session; 0: none."""
     resident_bytes: _builtins.int
     """Resident memory of the executor's process in bytes; updated by heartbeats. 0: unknown."""
+    sole_since_epoch: _builtins.int
+    """The epoch since which only this scheduler has had sessions: what its sessions since then have computed is still
+    there. 0: unknown.
+    """
     def __init__(
         self,
         *,
@@ -586,10 +591,11 @@ class SessionOpened(_message.Message):
         incarnation: _builtins.int = ...,
         last_completed_step_id: _builtins.int = ...,
         resident_bytes: _builtins.int = ...,
+        sole_since_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "last_completed_step_id", b"last_completed_step_id", "resident_bytes", b"resident_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "last_completed_step_id", b"last_completed_step_id", "resident_bytes", b"resident_bytes", "sole_since_epoch", b"sole_since_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

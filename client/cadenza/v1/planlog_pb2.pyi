@@ -289,6 +289,7 @@ class SessionOpenedCall(_message.Message):
     LAST_COMPLETED_STEP_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    SAME_INCARNATION_FIELD_NUMBER: _builtins.int
     KEEPS_KV_FIELD_NUMBER: _builtins.int
     executor_id: _builtins.int
     """The executor's index."""
@@ -298,8 +299,10 @@ class SessionOpenedCall(_message.Message):
     """The session's epoch."""
     incarnation: _builtins.int
     """The executor's incarnation."""
+    same_incarnation: _builtins.bool
+    """Whether it is the incarnation of the session before."""
     keeps_kv: _builtins.bool
-    """Whether it is the incarnation of the session before, whose KV the scheduler goes on with."""
+    """Whether it still has the KV of that session, with which the scheduler goes on."""
     def __init__(
         self,
         *,
@@ -307,11 +310,12 @@ class SessionOpenedCall(_message.Message):
         last_completed_step_id: _builtins.int = ...,
         epoch: _builtins.int = ...,
         incarnation: _builtins.int = ...,
+        same_incarnation: _builtins.bool = ...,
         keeps_kv: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "executor_id", b"executor_id", "incarnation", b"incarnation", "keeps_kv", b"keeps_kv", "last_completed_step_id", b"last_completed_step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "executor_id", b"executor_id", "incarnation", b"incarnation", "keeps_kv", b"keeps_kv", "last_completed_step_id", b"last_completed_step_id", "same_incarnation", b"same_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

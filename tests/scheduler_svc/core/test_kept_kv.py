@@ -191,7 +191,7 @@ def test_a_request_may_end_while_no_executor_is_there() -> None:
     bench.take(bench.core.executor_lost(0, bench.now, SessionEnd()))
     bench.core.stop_sample(("", "a"), 0)
     bench.core.check_integrity()
-    bench.take(bench.core.session_opened(0, keeps_kv=True))
+    bench.take(bench.core.session_opened(0, same_incarnation=True, keeps_kv=True))
     bench.run()
     assert bench.tokens["b"] == bench.known("b")
     assert bench.lane.blocks.num_free == bench.spec.num_blocks

@@ -32,6 +32,18 @@ async def test_a_broken_stream_costs_the_steps_in_flight_alone() -> None:
     assert num_steps[1] <= num_steps[0] + 2
 
 
+async def test_kv_is_lost_to_another_scheduler() -> None:
+    """It had a session in between: the pools are full of its own."""
+    async with changing_world() as world:
+        world.submit("r", prompt=96, max_tokens=20)
+        await world.clock.advance(11.5 * STEP_S)
+        world.executor.sole_since_epoch = 2**62
+        world.executor.break_off()
+        await world.run()
+        check_tokens(world)
+        assert world.core.num_steps >= 6 + 19 + 6
+
+
 async def test_another_process_computes_all_again() -> None:
     async with changing_world() as world:
         world.submit("r", prompt=96, max_tokens=20)

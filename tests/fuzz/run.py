@@ -136,11 +136,13 @@ class Run:
     def _lose(self) -> None:
         """The session breaks: some plans in flight have been run. Memory is lost, or slots alone, or another comes."""
         self.counts["losses"] += 1
-        for plan in list(self._plans)[: self._rng.randint(0, len(self._plans))]:
-            self._executor.run(plan)
         cause = self._rng.choice(["session", "kept session", "process", "other"])
-        if cause == "kept session":
+        keeps_kv = cause == "kept session"
+        if keeps_kv:
             self._executor.run_in_part(self._plans)
+        else:
+            for plan in list(self._plans)[: self._rng.randint(0, len(self._plans))]:
+                self._executor.run(plan)
         end = None if self._rng.random() < 0.2 else SessionEnd()
         self._plans.clear()
         self._take(self._core.executor_lost(_EXECUTOR, self._now, end))
@@ -158,11 +160,7 @@ class Run:
                 self._core.add_executor(_EXECUTOR, self._spec)
                 self._executor = CoreExecutor(self._spec, self.settings.vocab_size)
         last_completed = self._rng.choice([0, self._core.last_step_id + 3])
-        self._take(
-            self._core.session_opened(
-                last_completed, same_incarnation=cause == "kept session", keeps_kv=cause == "kept session"
-            )
-        )
+        self._take(self._core.session_opened(last_completed, same_incarnation=keeps_kv, keeps_kv=keeps_kv))
         self._core.check_integrity()
 
     def _plan(self) -> bool:

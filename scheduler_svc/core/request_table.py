@@ -26,6 +26,17 @@ class Suspicion:
     """Number of later deaths in plans that computed what comes before these positions."""
 
 
+@dataclass(frozen=True, slots=True)
+class BegunSteps:
+    """The steps that an executor may have begun when its session ended."""
+
+    computed: dict[Sequence, range]
+    """The positions that they were to compute of each sequence."""
+    is_trial: bool
+    is_known: bool
+    """Whether the executor is known to have begun the first of them."""
+
+
 class RequestTable:
     """Groups by key, the waiting queue, the lanes, and the outputs for the engine."""
 
@@ -38,6 +49,8 @@ class RequestTable:
         self.lanes: dict[int, Lane] = {}
         self.suspects: dict[SequenceGroup, Suspicion] = {}
         """Requests that may have killed an executor."""
+        self.begun: dict[int, BegunSteps] = {}
+        """By executor, while it has no session: the steps that it may have begun in the last one."""
         self.num_deaths = 0
         """Number of deaths of executors for which requests were suspected, without deaths in trials."""
         self.num_preemptions = 0
@@ -97,9 +110,14 @@ class RequestTable:
         self._finished.append(sequence)
         if report and sequence.sample_index < group.spec.num_samples:
             self._outputs.finishes[sequence] = finish
+        for begun in self.begun.values():
+            begun.computed.pop(sequence, None)
+        if group in self.suspects:
+            self.suspects[group].positions.pop(sequence, None)
+            if not self.suspects[group].positions:
+                del self.suspects[group]
         if group.finished:
             del self.groups[group.key]
-            self.suspects.pop(group, None)
         self.policies.order.on_finish(sequence)
 
     def finish_group(self, group: SequenceGroup, finish: Finish) -> None:

@@ -26,7 +26,7 @@ from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES
 from scheduler_svc.core.steps.kept_kv import forget_kv, keep_kv
 from scheduler_svc.core.steps.planning import plan_step
 from scheduler_svc.core.steps.results import check_result, take_result
-from scheduler_svc.core.steps.suspects import BegunSteps, begun_steps, clear_passed, record_death
+from scheduler_svc.core.steps.suspects import begun_steps, clear_passed, record_death
 from scheduler_svc.core.types import (
     ExecutorSpec,
     Finish,
@@ -61,8 +61,6 @@ class Scheduler:
         self.num_steps = 0
         self.num_output_tokens = 0
         self.prefix_counts = PrefixCounts()
-        self._begun: dict[int, BegunSteps] = {}
-        """By executor, while it has no session: the steps that it may have begun in the last one."""
         self._num_arrivals = 0
         self._num_sequences = 0
 
@@ -122,7 +120,7 @@ class Scheduler:
         if end.failed_step_id:
             record_death(self._requests, lane, begun)
         else:
-            self._begun[executor_id] = begun
+            self._requests.begun[executor_id] = begun
         return self.take_outputs()
 
     def session_opened(
@@ -140,7 +138,7 @@ class Scheduler:
         scheduler has used it since.
         """
         self.last_step_id = max(self.last_step_id, last_completed_step_id)
-        begun = self._begun.pop(executor_id, None)
+        begun = self._requests.begun.pop(executor_id, None)
         lane = self.lanes[executor_id]
         if not keeps_kv:
             forget_kv(self._requests, lane)

@@ -17,17 +17,23 @@ from scheduler_svc.core.types import StepPlan
 def plan_step(requests: RequestTable, lane: Lane, plan: StepPlan, now: float) -> PlannedStep | None:
     """Fill an empty plan; None if it stays empty, or if plans in flight and a trial must not accompany each other."""
     step = PlannedStep(plan, now, lane.blocks.next_node)
-    trial = next_trial(requests, lane) if requests.suspects and not lane.suspects_catch_up else []
-    if lane.inflight and (trial or lane.inflight[-1].is_trial):
-        return None
-    spec = lane.spec
+    if not requests.suspects:
+        return step if _fill(requests, lane, step) else None
+    is_due = bool(next_trial(requests, lane)) and not lane.suspects_catch_up
+    if lane.inflight:
+        return None if is_due or lane.inflight[-1].is_trial or not _fill(requests, lane, step) else step
+    # A trial stays empty if its suspects are preempted or cleared first; other steps, if only suspects are left.
+    for is_trial in [True, False] if is_due else [False, True, False]:
+        if _fill(requests, lane, step, is_trial=is_trial):
+            return step
+    return None
+
+
+def _fill(requests: RequestTable, lane: Lane, step: PlannedStep, *, is_trial: bool = False) -> bool:
+    """Plan a step; returns whether there is anything for the executor to do."""
+    plan, spec = step.plan, lane.spec
     budget = StepBudget(spec.max_num_batched_tokens, spec.max_num_seqs, requests.policies.long_prefill_token_threshold)
-    fully_planned = [] if trial else _plan_all(requests, lane, step, budget)
-    if requests.suspects and not (step.total_tokens or lane.inflight):
-        fully_planned += _plan_trial(requests, lane, step, budget)
-        if not step.is_trial:
-            # The suspects that were ready have been preempted or cleared.
-            fully_planned += _plan_all(requests, lane, step, budget)
+    fully_planned = (_plan_trial if is_trial else _plan_all)(requests, lane, step, budget)
     plan.released_slots = lane.stale_slots + lane.take_released_slots(plan.step_id)
     lane.stale_slots = []
     step.retired, lane.retired = lane.retired, []
@@ -39,7 +45,7 @@ def plan_step(requests: RequestTable, lane: Lane, plan: StepPlan, now: float) ->
     for sequence in fully_planned:
         lane.retire(sequence)
     moves = plan.swapped_out or plan.copied or plan.swapped_in
-    return step if step.total_tokens or plan.released_slots or moves else None
+    return bool(step.total_tokens or plan.released_slots or moves or plan.append_slots or plan.resumed_slots)
 
 
 def _plan_all(requests: RequestTable, lane: Lane, step: PlannedStep, budget: StepBudget) -> list[Sequence]:

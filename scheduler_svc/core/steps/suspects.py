@@ -11,11 +11,9 @@ have begun: no death for another reason counts but one within these few millisec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
-from scheduler_svc.core.request_table import RequestTable, Suspicion
+from scheduler_svc.core.request_table import BegunSteps, RequestTable, Suspicion
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import Finish, FinishDetail, SequenceState, SessionEnd
@@ -26,17 +24,6 @@ _MAX_OTHER_DEATHS = 2
 """A suspect is left out of the suspects of this many later deaths outside of trials."""
 _MAX_BEGUN_STEPS = 2
 """An executor begins at most this many steps at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class BegunSteps:
-    """The steps that an executor may have begun when its session ended."""
-
-    computed: dict[Sequence, range]
-    """The positions that they were to compute of each sequence."""
-    is_trial: bool
-    is_known: bool
-    """Whether the executor is known to have begun the first of them."""
 
 
 def begun_steps(lane: Lane, end: SessionEnd) -> BegunSteps:
@@ -87,7 +74,7 @@ def clear_passed(requests: RequestTable, lane: Lane, step: PlannedStep) -> None:
     ends = {chunk.sequence: chunk.context_len + chunk.num_tokens for chunk in step.chunks}
     for suspicion in list(requests.suspects.values()):
         for sequence, suspected in list(suspicion.positions.items()):
-            if sequence.state is SequenceState.FINISHED or ends.get(sequence, 0) >= suspected.stop:
+            if ends.get(sequence, 0) >= suspected.stop:
                 clear_sequence(requests, lane, sequence)
 
 

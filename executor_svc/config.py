@@ -54,9 +54,10 @@ class ExecutorConfig(ServiceSettings):
         None,
         min_length=1,
         description="Only for tests, with --simulate or a model on the CPU: faults of this process, joined by commas, "
-        "each in its step of this number; docs/simulated.md.",
+        "each in its step of this number; die only with --simulate; docs/simulated.md.",
         json_schema_extra=about(
-            "Simulation", values="hang@STEP[:SECONDS], oom@STEP, device-error@STEP, non-finite@STEP[:SLOT]"
+            "Simulation",
+            values="hang@STEP[:SECONDS], oom@STEP, device-error@STEP, non-finite@STEP[:SLOT], die@TOKEN:POSITION",
         ),
     )
     model: str = Field(

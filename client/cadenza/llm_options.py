@@ -24,8 +24,8 @@ class LLMOptions(TypedDict, total=False):
 
     inject: str | None
     """Only for tests, with --simulate or a model on the CPU: faults of this process, joined by commas, each in its step
-    of this number; docs/simulated.md. Values: hang@STEP[:SECONDS], oom@STEP, device-error@STEP,
-    non-finite@STEP[:SLOT]."""
+    of this number; die only with --simulate; docs/simulated.md. Values: hang@STEP[:SECONDS], oom@STEP,
+    device-error@STEP, non-finite@STEP[:SLOT], die@TOKEN:POSITION."""
 
     device: Literal["auto", "cpu", "cuda"] | None
     """Device that runs the model; auto: a GPU if PyTorch finds one, else the CPU. [default: auto]"""

@@ -115,6 +115,8 @@ class StepPlan:
     scheduled: ScheduledTokens = field(default_factory=ScheduledTokens)
     forks: SlotColumns = field(default_factory=SlotColumns)
     debug_digest: bool = False
+    # Whether a heartbeat names this step before it runs.
+    announces_start: bool = False
     reserved: tuple[str, ...] = ()
 
 

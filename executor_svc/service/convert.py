@@ -63,6 +63,7 @@ def plan_from_wire(message: pb.StepPlan) -> p.StepPlan:
         ),
         forks=_slot_columns("forks", message.forks.slots, message.forks.source_slots),
         debug_digest=message.debug_digest,
+        announces_start=message.announces_start,
         # Each once and only some of them: a list of millions would be the error message.
         reserved=tuple(dict.fromkeys(reserved))[:_MAX_NAMED],
     )

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -48,7 +49,15 @@ class _EndOfPlans:
     refusal: Refusal | None = None
 
 
-_Outgoing = StepResult | _EndOfPlans | pb.ExecuteResponse
+@dataclass(frozen=True, slots=True)
+class _Announcement:
+    """A step that is about to run; `sent` is done when the heartbeat that names it is written."""
+
+    step_id: int
+    sent: Future[None]
+
+
+_Outgoing = StepResult | _EndOfPlans | _Announcement | pb.ExecuteResponse
 
 
 class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
@@ -108,11 +117,16 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         """Serve one session, from its opening to the last result."""
         outbox: asyncio.Queue[_Outgoing] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        session, cleared = self._worker.open_session(lease.epoch, lambda result: _post(loop, outbox, result))
+        session, cleared = self._worker.open_session(
+            lease.epoch,
+            lambda result: _post(loop, outbox, result),
+            lambda step_id: _announce(loop, outbox, step_id),
+            scheduler_id=lease.scheduler_id,
+        )
         opened = asyncio.wrap_future(cleared)
         # All of them before the session is open: that waits for the running step, for minutes at worst.
         helpers = [
-            asyncio.create_task(self._answer_opening(lease, opened, outbox)),
+            asyncio.create_task(self._answer_opening(lease, session, opened, outbox)),
             asyncio.create_task(self._read(session, requests, outbox, lease)),
             asyncio.create_task(self._beat(outbox, opened)),
             asyncio.create_task(_end_when_silent(lease)),
@@ -126,7 +140,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             await asyncio.gather(*helpers, return_exceptions=True)
 
     async def _answer_opening(
-        self, lease: Lease, opened: asyncio.Future[int], outbox: asyncio.Queue[_Outgoing]
+        self, lease: Lease, session: Session, opened: asyncio.Future[int], outbox: asyncio.Queue[_Outgoing]
     ) -> None:
         """Confirm the session once the running step has ended and the slots are clear."""
         try:
@@ -143,6 +157,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             incarnation=self._incarnation,
             last_completed_step_id=last_completed,
             resident_bytes=resident_bytes(),
+            sole_since_epoch=session.sole_since_epoch,
         )
         outbox.put_nowait(pb.ExecuteResponse(opened=answer))
 
@@ -206,6 +221,9 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             if isinstance(item, StepResult):
                 num_answered += 1
                 await context.write(pb.ExecuteResponse(result=result_to_wire(item, epoch, self._incarnation)))
+            elif isinstance(item, _Announcement):
+                await context.write(pb.ExecuteResponse(heartbeat=pb.Heartbeat(running_step_id=item.step_id)))
+                item.sent.set_result(None)
             elif isinstance(item, _EndOfPlans):
                 if item.refusal is not None:
                     raise item.refusal
@@ -264,6 +282,14 @@ def _post(loop: asyncio.AbstractEventLoop, outbox: asyncio.Queue[_Outgoing], res
     """Pass a result from the device thread to the event loop."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(outbox.put_nowait, result)
+
+
+def _announce(loop: asyncio.AbstractEventLoop, outbox: asyncio.Queue[_Outgoing], step_id: int) -> Future[None]:
+    """Pass the announcement of a step from the device thread to the event loop."""
+    sent: Future[None] = Future()
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(outbox.put_nowait, _Announcement(step_id, sent))
+    return sent
 
 
 class ExecutorAdminServicer(admin_pb2_grpc.ExecutorAdminServiceServicer):

@@ -13,6 +13,7 @@ from executor_svc.simulated.executor import SimulatedStepExecutor
 from executor_svc.simulated.injection import read_injection
 from executor_svc.simulated.memory import PoolSizes
 from executor_svc.simulated.model import fingerprint, simulated_model
+from executor_svc.simulated.poison import split_poison
 
 _log = logging.getLogger(__name__)
 
@@ -21,13 +22,14 @@ def build_simulated(config: ExecutorConfig) -> tuple[SimulatedStepExecutor, Desc
     """Build the executor, on the thread that will run it; raises StartError with a message for the user."""
     config = config.sized_for("simulated")
     costs = read_costs(config.simulate or "instant")
-    injection = read_injection(config.inject) if config.inject is not None else None
+    poison, others = split_poison(config.inject)
+    injection = read_injection(others) if others is not None else None
     model = simulated_model(config)
     geometry = model.geometry
     sizes = _pool_sizes(config, geometry.max_model_len)
     limits = limits_of(config, geometry, sizes)
     try:
-        executor = SimulatedStepExecutor(limits, costs, injection=injection)
+        executor = SimulatedStepExecutor(limits, costs, injection=injection, poison=poison)
     except MemoryError as error:
         raise StartError(
             f"--num-gpu-blocks {sizes.num_device_blocks} and --num-cpu-blocks {sizes.num_host_blocks} need "

@@ -19,6 +19,7 @@ from executor_svc.simulated.costs import StepCosts, StepWork
 from executor_svc.simulated.hashing import U64, draw_hashes, logits_hashes
 from executor_svc.simulated.injection import InjectedDeviceError, Injection
 from executor_svc.simulated.memory import DigestPools
+from executor_svc.simulated.poison import Poison
 from executor_svc.simulated.ranking import Ranking
 from executor_svc.simulated.token_choice import best_candidates, choose, prompt_columns, row_logprobs
 
@@ -32,6 +33,7 @@ class SimulatedStepExecutor:
         costs: StepCosts | None = None,
         wait: Callable[[int], None] = sleep_until,
         injection: Injection | None = None,
+        poison: Poison | None = None,
     ) -> None:
         """wait: returns at a moment of the monotonic clock in ns; not called if all costs are 0."""
         self.limits = limits
@@ -41,6 +43,7 @@ class SimulatedStepExecutor:
         self._costs = costs or StepCosts()
         self._wait = wait
         self._injection = injection
+        self._poison = poison
         # The end of all steps so far, in modelled time.
         self._free_ns = 0
 
@@ -75,6 +78,8 @@ class SimulatedStepExecutor:
             self._injection.before_step()
         self.slots.apply(plan)
         scheduled = self.slots.schedule(plan)
+        if self._poison is not None:
+            self._poison.before_compute(self.slots, scheduled)
         moving = time.monotonic_ns()
         num_moved = self.pools.move(plan)
         moves_ns = time.monotonic_ns() - moving if num_moved else 0

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,10 @@ _MAX_LAUNCHED_STEPS = 2
 """Steps launched at once: the device runs the second while the first is answered."""
 _POLL_S = 5e-5
 """Interval at which the thread polls a single launched step, while another plan may arrive."""
+_ANNOUNCEMENT_S = 1.0
+"""Maximum time that the announcement of a step may take."""
+_SENDING_S = 0.005
+"""gRPC reports a message as written when it is about to pass it to the socket."""
 _AFTER_FAILURE = "an earlier step of this session failed"
 
 
@@ -74,9 +78,14 @@ class Session:
     Only the device thread changes failed, failed_running and last_step_id.
     """
 
-    def __init__(self, epoch: int, on_result: Callable[[StepResult], None]) -> None:
+    def __init__(
+        self, epoch: int, on_result: Callable[[StepResult], None], announce: Callable[[int], Future[None]] | None = None
+    ) -> None:
         self.epoch = epoch
+        # The epoch since which every session was of the same scheduler.
+        self.sole_since_epoch = epoch
         self.on_result = on_result
+        self.announce = announce
         self.closed = False
         self.failed = False
         # Whether a step has failed after its launch.
@@ -133,6 +142,18 @@ class _LaunchedStep:
             return True
 
 
+def _announce(session: Session, step_id: int) -> None:
+    """Report that a step begins, and wait until the report is on its way: the process may not survive the step."""
+    if session.announce is None or session.closed:
+        return
+    try:
+        session.announce(step_id).result(_ANNOUNCEMENT_S)
+    except (TimeoutError, CancelledError):
+        # The step runs all the same. If it ends the process, its begin is not known.
+        return
+    time.sleep(_SENDING_S)
+
+
 class Worker:
     """Owns the device thread. Methods may be called from any thread; none waits, except `stop`."""
 
@@ -145,6 +166,7 @@ class Worker:
         self._changed = threading.Condition()
         self._queue: deque[_Open | _Step] = deque()
         self._session: Session | None = None
+        self._scheduler_id = ""
         self._stopping = False
         self._running: tuple[int, int] | None = None
         self._last_completed = 0
@@ -164,18 +186,28 @@ class Worker:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def open_session(self, epoch: int, on_result: Callable[[StepResult], None]) -> tuple[Session, Future[int]]:
+    def open_session(
+        self,
+        epoch: int,
+        on_result: Callable[[StepResult], None],
+        announce: Callable[[int], Future[None]] | None = None,
+        *,
+        scheduler_id: str = "",
+    ) -> tuple[Session, Future[int]]:
         """End the previous session, drop every queued plan, and clear the slots after the running step.
 
         Returns the session, and a future of the last completed step id, done once the slots are clear. on_result is
-        called on the device thread, in the order of plans.
+        called on the device thread, in the order of plans. announce sends a heartbeat that names a step; its future is
+        done when the heartbeat is written.
         """
-        session, opened = Session(epoch, on_result), Future[int]()
+        session, opened = Session(epoch, on_result, announce), Future[int]()
         with self._changed:
             # Also the session of the running step, whose result must no longer be delivered.
             if self._session is not None:
                 self._session.closed = True
-            self._session = session
+                if scheduler_id == self._scheduler_id:
+                    session.sole_since_epoch = self._session.sole_since_epoch
+            self._session, self._scheduler_id = session, scheduler_id
             for item in self._queue:
                 if isinstance(item, _Open):
                     item.last_completed_step_id.cancel()
@@ -286,6 +318,8 @@ class Worker:
         if session.failed:
             return _LaunchedStep(item, started_ns, None, StepStatus.SKIPPED, _AFTER_FAILURE)
         self._running = self._running or (plan.step_id, started_ns)
+        if isinstance(plan, StepPlan) and plan.announces_start:
+            _announce(session, plan.step_id)
         try:
             return _LaunchedStep(item, started_ns, executor.launch(self._checked(session, plan), item.received_ns))
         except InvalidPlan as exc:

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import Finish, RequestKey, SequenceState
+
+
+@dataclass(slots=True)
+class Suspicion:
+    """A request that may have killed an executor."""
+
+    death: int
+    """The number of the death that it is suspected of. Each has its own suspects."""
+    positions: dict[Sequence, range]
+    """The positions at which it may have, of each of its sequences that it may have been; removed when passed."""
+    num_deaths_alone: int
+    """Number of deaths at these positions for which no other request is suspected."""
+    num_other_deaths: int = 0
+    """Number of later deaths in plans that computed what comes before these positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunSteps:
+    """The steps that an executor may have begun when its session ended."""
+
+    computed: dict[Sequence, range]
+    """The positions that they were to compute of each sequence."""
+    is_trial: bool
+    is_known: bool
+    """Whether the executor is known to have begun the first of them."""
 
 
 class RequestTable:
@@ -20,8 +47,12 @@ class RequestTable:
         """No new requests are expected, so batches start without waiting for more."""
         self.groups: dict[RequestKey, SequenceGroup] = {}
         self.lanes: dict[int, Lane] = {}
-        self.groups_with_failed_steps: set[SequenceGroup] = set()
-        """Groups that were part of failed steps."""
+        self.suspects: dict[SequenceGroup, Suspicion] = {}
+        """Requests that may have killed an executor."""
+        self.begun: dict[int, BegunSteps] = {}
+        """By executor, while it has no session: the steps that it may have begun in the last one."""
+        self.num_deaths = 0
+        """Number of deaths of executors for which requests were suspected, without deaths in trials."""
         self.num_preemptions = 0
         self._outputs = StepOutputs()
         self._finished: list[Sequence] = []
@@ -79,9 +110,14 @@ class RequestTable:
         self._finished.append(sequence)
         if report and sequence.sample_index < group.spec.num_samples:
             self._outputs.finishes[sequence] = finish
+        for begun in self.begun.values():
+            begun.computed.pop(sequence, None)
+        if group in self.suspects:
+            self.suspects[group].positions.pop(sequence, None)
+            if not self.suspects[group].positions:
+                del self.suspects[group]
         if group.finished:
             del self.groups[group.key]
-            self.groups_with_failed_steps.discard(group)
         self.policies.order.on_finish(sequence)
 
     def finish_group(self, group: SequenceGroup, finish: Finish) -> None:

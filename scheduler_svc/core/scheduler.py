@@ -23,8 +23,10 @@ from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps.beam_scheduling import finish_early, start_beam_search
 from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES
+from scheduler_svc.core.steps.kept_kv import forget_kv, keep_kv
 from scheduler_svc.core.steps.planning import plan_step
-from scheduler_svc.core.steps.results import check_result, context_lens, record_failed_step, take_result
+from scheduler_svc.core.steps.results import check_result, take_result
+from scheduler_svc.core.steps.suspects import begun_steps, clear_passed, record_death
 from scheduler_svc.core.types import (
     ExecutorSpec,
     Finish,
@@ -32,12 +34,10 @@ from scheduler_svc.core.types import (
     RequestKey,
     RequestSpec,
     SequenceState,
+    SessionEnd,
     StepPlan,
     StepResult,
 )
-
-MAX_FAILED_STEPS = 5
-"""A group that was part of this many failed steps without progress in between is finished with an error."""
 
 
 def check_limits(spec: ExecutorSpec) -> None:
@@ -98,35 +98,52 @@ class Scheduler:
         """
         check_limits(spec)
         policies = self._requests.policies
+        if executor_id in self.lanes:
+            forget_kv(self._requests, self.lanes[executor_id])
         self.lanes[executor_id] = Lane(
             spec, policies.order, prefix_caching=policies.prefix_caching, prefix_counts=self.prefix_counts
         )
 
-    def session_opened(self, last_completed_step_id: int) -> None:
-        """Continue the step ids after those that the executor ran, perhaps for an earlier scheduler."""
-        self.last_step_id = max(self.last_step_id, last_completed_step_id)
+    def executor_lost(self, executor_id: int, now: float, end: SessionEnd | None = None) -> StepOutputs:
+        """The session with an executor ended: its plans in flight are gone, and their pending tokens are dropped.
 
-    def executor_lost(self, executor_id: int, now: float) -> StepOutputs:
-        """The session with an executor ended: its running sequences go back to the waiting queue, at their old places.
-
-        Confirmed tokens stay; pending ones are dropped and computed again. For the groups of the oldest plan in flight,
-        which was running, the step counts as failed; after MAX_FAILED_STEPS without progress they finish with
-        EXECUTOR_ERROR.
+        With `end` the KV that is certain to be computed stays until `session_opened` states whether the executor still
+        has it, and requests that may have caused the end are remembered. Without `end` all KV is given up at once and
+        no request is suspected.
         """
         lane = self.lanes[executor_id]
-        failed_contexts = context_lens(lane, lane.inflight[0]) if lane.inflight else {}
-        planned = {sequence for step in lane.inflight for sequence in context_lens(lane, step)}
-        interrupted = [*lane.running, *lane.finishing, *lane.swapped]
-        lane.reset()
-        for sequence in planned.difference(interrupted):
-            sequence.drop_pending_tokens()
-            sequence.group.drop_candidates()
-        for sequence in interrupted:
-            sequence.forget_executor_state()
-            sequence.group.drop_candidates()
-            self._requests.requeue(sequence)
-        for group in record_failed_step(self._requests, failed_contexts, MAX_FAILED_STEPS):
-            self._requests.finish_group(group, Finish(FinishDetail.EXECUTOR_ERROR))
+        if end is None:
+            forget_kv(self._requests, lane)
+            return self.take_outputs()
+        begun = begun_steps(lane, end)
+        keep_kv(self._requests, lane)
+        if end.failed_step_id:
+            record_death(self._requests, lane, begun)
+        else:
+            self._requests.begun[executor_id] = begun
+        return self.take_outputs()
+
+    def session_opened(
+        self,
+        last_completed_step_id: int,
+        *,
+        executor_id: int = 0,
+        same_incarnation: bool = False,
+        keeps_kv: bool = False,
+    ) -> StepOutputs:
+        """A session was opened: step ids continue after those that the executor ran, perhaps for an earlier scheduler.
+
+        `same_incarnation`: the executor's, as in the last session; otherwise that one has died, and a request that is
+        found to kill executors finishes with EXECUTOR_ERROR (see `suspects`). `keeps_kv`: it is the same, and no other
+        scheduler has used it since.
+        """
+        self.last_step_id = max(self.last_step_id, last_completed_step_id)
+        begun = self._requests.begun.pop(executor_id, None)
+        lane = self.lanes[executor_id]
+        if not keeps_kv:
+            forget_kv(self._requests, lane)
+        if begun is not None and not same_incarnation:
+            record_death(self._requests, lane, begun)
         return self.take_outputs()
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -217,6 +234,8 @@ class Scheduler:
         check_result(lane, lane.inflight[0], result)
         step = lane.inflight.popleft()
         self.num_output_tokens += take_result(self._requests, lane, step, result)
+        if self._requests.suspects:
+            clear_passed(self._requests, lane, step)
         lane.on_result(result.step_id)
         lane.update_rates(step, result)
         outputs = self.take_outputs()
@@ -232,6 +251,10 @@ class Scheduler:
             queued |= {id(sequence.group) for sequence in (*lane.running, *lane.finishing)}
         if queued != {id(group) for group in self.groups.values()}:
             raise InvariantError("a group is in no queue, or a queue holds an unknown group")
+        suspected = {sequence for suspicion in self._requests.suspects.values() for sequence in suspicion.positions}
+        unfinished = {sequence for group in self.groups.values() for sequence in group.sequences}
+        if {sequence for sequence in unfinished if sequence.suspected is not None} != suspected & unfinished:
+            raise InvariantError("a sequence is suspected that its request's suspicion does not name, or the reverse")
 
     def _check_fits(self, spec: RequestSpec) -> None:
         """Reject a request that no executor can hold; the message has the numbers."""

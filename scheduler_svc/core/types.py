@@ -129,6 +129,12 @@ class RequestSpec:
         """Number of sequences in its group: samples or beams."""
         return self.beams.width if self.beams else self.num_samples
 
+    def length_limit(self, max_model_len: int) -> tuple[int, FinishDetail]:
+        """The maximum number of tokens, prompt included, and the reason to finish there."""
+        if self.max_tokens is not None and len(self.prompt_token_ids) + self.max_tokens <= max_model_len:
+            return len(self.prompt_token_ids) + self.max_tokens, FinishDetail.MAX_TOKENS
+        return max_model_len, FinishDetail.MAX_MODEL_LEN
+
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSpec:
@@ -188,6 +194,8 @@ class StepPlan:
     scheduled_samples: list[bool] = field(default_factory=list)
     fork_source_slots: list[int] = field(default_factory=list)
     fork_slots: list[int] = field(default_factory=list)
+    announces_start: bool = False
+    """Request a heartbeat that names this step before it runs."""
     debug_digest: bool = False
     """Request a digest of the executor's slots after this step."""
 
@@ -291,6 +299,16 @@ class StepResult:
     moves_ns: int = 0
     """Time for block copies and swaps."""
     total_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """What is known about the end of a session."""
+
+    begun_step_id: int = 0
+    """The newest step that the executor is known to have begun; 0: none."""
+    failed_step_id: int = 0
+    """The step that failed in an executor that is there to report it; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)

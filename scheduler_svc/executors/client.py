@@ -131,6 +131,8 @@ class GrpcPlanStream:
         """The executor's last heartbeat: its running step, and the time since that step began."""
         self.resident_bytes = 0
         """Resident memory of the executor's process in bytes, as last reported; 0: unknown."""
+        self.begun_step_id = 0
+        """The newest step that the executor is known to have begun; 0: none."""
         self._call = call
         self._epoch = epoch
         self._silence = PeerSilence(silence_s)
@@ -163,7 +165,9 @@ class GrpcPlanStream:
             raise ExecutorLostError(f"no answer to OpenSession within {_OPEN_TIMEOUT_S:.0f} s") from exc
         if message.WhichOneof("message") != "opened" or message.opened.epoch != self._epoch:
             raise ExecutorLostError("the answer to OpenSession is not this session's SessionOpened")
-        self.opened = SessionOpened(message.opened.incarnation, message.opened.last_completed_step_id)
+        self.opened = SessionOpened(
+            message.opened.incarnation, message.opened.last_completed_step_id, message.opened.sole_since_epoch
+        )
         self.resident_bytes = message.opened.resident_bytes
 
     async def send(self, plan: StepPlan) -> None:
@@ -191,6 +195,7 @@ class GrpcPlanStream:
             raise ExecutorLostError(f"the result of step {message.step_id} belongs to another session")
         if self._inflight and self._inflight[0][0] == message.step_id:
             self._inflight.popleft()
+        self.begun_step_id = max(self.begun_step_id, message.step_id)
         try:
             return step_result(message)
         except ProtocolError as exc:
@@ -209,7 +214,8 @@ class GrpcPlanStream:
         self._silence.heard()
         if message.WhichOneof("message") == "heartbeat":
             self.last_heartbeat = message.heartbeat
-            self.resident_bytes = message.heartbeat.resident_bytes
+            self.resident_bytes = message.heartbeat.resident_bytes or self.resident_bytes
+            self.begun_step_id = max(self.begun_step_id, message.heartbeat.running_step_id)
         return message
 
     async def _write(self, message: pb.ExecuteRequest) -> None:

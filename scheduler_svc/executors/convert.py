@@ -110,6 +110,7 @@ def step_plan(plan: StepPlan, epoch: int) -> pb.StepPlan:
         resumed_slots=plan.resumed_slots,
         decode_ready=plan.decode_ready,
         debug_digest=plan.debug_digest,
+        announces_start=plan.announces_start,
     )
     for pairs, moves in (
         (plan.swapped_out, message.swap_out),

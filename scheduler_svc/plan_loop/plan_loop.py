@@ -20,7 +20,7 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler, check_limits
-from scheduler_svc.core.types import ExecutorSpec, StepResult, StepStatus
+from scheduler_svc.core.types import ExecutorSpec, SessionEnd, StepResult, StepStatus
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.model_change import ModelChange, ModelRefusedError, model_change
 from scheduler_svc.plan_loop.opening import open_session
@@ -95,8 +95,12 @@ class PlanLoop:
         self._pacer = StepPacer()
         self._progress = ProgressWatch(clock, executor.target, listener.on_progress)
         self._epoch = 0
+        self._last_session_epoch = 0
+        """The epoch of the newest session that was opened; `_epoch` may be that of an attempt."""
         self._incarnation = 0
         self._last_done_step_id = 0
+        self._failed_step_id = 0
+        """The step of this session that failed; 0: none."""
         self._stream: PlanStream | None = None
         self._undelivered: deque[Callable[[], None]] = deque()
         self.connected = False
@@ -161,12 +165,23 @@ class PlanLoop:
         if stream.opened.incarnation != model.incarnation:
             await stream.close()
             raise ExecutorLostError("another executor took its place while the session was opened")
+        same_incarnation = stream.opened.incarnation == self._incarnation
+        # Another scheduler may have held the executor in between, and written to its pools.
+        keeps_kv = same_incarnation and 0 < stream.opened.sole_since_epoch <= self._last_session_epoch
+        self._last_session_epoch = self._epoch
         adopt()
         self._incarnation = stream.opened.incarnation
         # A new incarnation has completed none, and a count never goes back.
         self._last_done_step_id = max(self._last_done_step_id, stream.opened.last_completed_step_id)
-        self._core.session_opened(stream.opened.last_completed_step_id)
-        self._stream = stream
+        self._listener.on_outputs(
+            self._core.session_opened(
+                stream.opened.last_completed_step_id,
+                executor_id=self._executor_id,
+                same_incarnation=same_incarnation,
+                keeps_kv=keeps_kv,
+            )
+        )
+        self._stream, self._failed_step_id = stream, 0
         self._progress.session_opened(self._incarnation)
         self._set_connected(True)
         tasks = [asyncio.create_task(self._send_plans(stream)), asyncio.create_task(self._receive_results(stream))]
@@ -183,7 +198,8 @@ class PlanLoop:
             self._progress.session_closed()
             self._set_connected(False)
             self.deliver()
-            self._listener.on_outputs(self._core.executor_lost(self._executor_id, self._clock.monotonic()))
+            end = SessionEnd(stream.begun_step_id, self._failed_step_id)
+            self._listener.on_outputs(self._core.executor_lost(self._executor_id, self._clock.monotonic(), end))
 
     async def _describe_again(self) -> tuple[ModelDescription, Callable[[], None]]:
         """Wait for an executor that can be served; returns its description, and the call that adopts it.
@@ -265,6 +281,7 @@ class PlanLoop:
     async def _receive_results(self, stream: PlanStream) -> None:
         async for result in stream.results():
             if result.status is not StepStatus.OK:
+                self._failed_step_id = result.step_id
                 raise ExecutorLostError(f"step {result.step_id} ended {result.status.name}: {result.error_message}")
             self._apply(result)
             self._wake.set()
@@ -279,6 +296,7 @@ class PlanLoop:
             step, outputs = self._core.apply_result(self._executor_id, result, now)
         except InvariantError as exc:
             _LOG.exception("a result contradicts its plan; the session is closed")
+            self._failed_step_id = result.step_id
             raise ExecutorLostError(str(exc)) from exc
         self._last_done_step_id = result.step_id
         self._pacer.ended(step.total_tokens, result.total_ns / 1e9, now)

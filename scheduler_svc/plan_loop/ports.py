@@ -62,6 +62,8 @@ class SessionOpened:
 
     incarnation: int
     last_completed_step_id: int
+    sole_since_epoch: int = 0
+    """The epoch since which only this scheduler has had sessions with the incarnation; 0: unknown."""
 
 
 class ExecutorLostError(Exception):
@@ -93,6 +95,10 @@ class PlanStream(Protocol):
     """One session with an executor."""
 
     opened: SessionOpened
+
+    @property
+    def begun_step_id(self) -> int:
+        """The newest step that the executor is known to have begun, by a heartbeat or a result; 0: none."""
 
     @property
     def resident_bytes(self) -> int:

@@ -10,6 +10,7 @@ from scheduler_svc.core.types import (
     ExecutorSpec,
     PromptLogprobs,
     RequestSpec,
+    SessionEnd,
     StepResult,
     TokenLogprobs,
 )
@@ -87,6 +88,13 @@ def request_spec(message: pb.RecordedRequest) -> RequestSpec:
         priority=message.priority,
         expected_output_tokens=message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
     )
+
+
+def session_end(message: pb.ExecutorLostCall) -> SessionEnd | None:
+    """Return what was known about the end of a session; None in logs of earlier versions."""
+    if not message.HasField("end"):
+        return None
+    return SessionEnd(message.end.begun_step_id, message.end.failed_step_id)
 
 
 def _beams_message(beams: BeamSpec) -> pb.RecordedBeams:

@@ -23,6 +23,7 @@ from scheduler_svc.core.types import (
     FinishDetail,
     RequestKey,
     RequestSpec,
+    SessionEnd,
     StepPlan,
     StepResult,
     StepStatus,
@@ -109,14 +110,22 @@ class _RecordedScheduler(Scheduler):
         with self._log.call(lambda: records.add_executor(executor_id, spec)):
             super().add_executor(executor_id, spec)
 
-    def session_opened(self, last_completed_step_id: int) -> None:
-        log = self._log
-        with log.call(lambda: records.session_opened(0, last_completed_step_id, log.epoch, log.incarnation)):
-            super().session_opened(last_completed_step_id)
+    def session_opened(
+        self,
+        last_completed_step_id: int,
+        *,
+        executor_id: int = 0,
+        same_incarnation: bool = False,
+        keeps_kv: bool = False,
+    ) -> StepOutputs:
+        log, last = self._log, last_completed_step_id
+        known = {"same_incarnation": same_incarnation, "keeps_kv": keeps_kv}
+        with log.call(lambda: records.session_opened(executor_id, last, log.epoch, log.incarnation, **known)):
+            return super().session_opened(last, executor_id=executor_id, **known)
 
-    def executor_lost(self, executor_id: int, now: float) -> StepOutputs:
-        with self._log.call(lambda: records.executor_lost(executor_id, now)):
-            return super().executor_lost(executor_id, now)
+    def executor_lost(self, executor_id: int, now: float, end: SessionEnd | None = None) -> StepOutputs:
+        with self._log.call(lambda: records.executor_lost(executor_id, now, end)):
+            return super().executor_lost(executor_id, now, end)
 
     def add_request(self, spec: RequestSpec, now: float) -> None:
         with self._log.call(lambda: records.add_request(spec, now)):
@@ -176,6 +185,11 @@ class _RecordedStream:
         self.opened: SessionOpened = stream.opened
         self._stream = stream
         self._log = log
+
+    @property
+    def begun_step_id(self) -> int:
+        """Return the newest step that the executor is known to have begun."""
+        return self._stream.begun_step_id
 
     @property
     def resident_bytes(self) -> int:

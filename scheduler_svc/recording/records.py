@@ -11,7 +11,15 @@ from cadenza.plan_log import FORMAT_VERSION, MAGIC
 from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import planlog_pb2 as pb
-from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, StepPlan, StepResult
+from scheduler_svc.core.types import (
+    ExecutorSpec,
+    FinishDetail,
+    RequestKey,
+    RequestSpec,
+    SessionEnd,
+    StepPlan,
+    StepResult,
+)
 from scheduler_svc.executors.convert import step_plan
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.recording.recorded import executor_message, request_message, result_message
@@ -65,17 +73,33 @@ def add_executor(executor_id: int, spec: ExecutorSpec) -> pb.PlanLogRecord:
     return pb.PlanLogRecord(add_executor=pb.AddExecutorCall(executor_id=executor_id, spec=executor_message(spec)))
 
 
-def session_opened(executor_id: int, last_completed_step_id: int, epoch: int, incarnation: int) -> pb.PlanLogRecord:
+def session_opened(
+    executor_id: int,
+    last_completed_step_id: int,
+    epoch: int,
+    incarnation: int,
+    *,
+    same_incarnation: bool = False,
+    keeps_kv: bool = False,
+) -> pb.PlanLogRecord:
     """Return the record of an opened session."""
     call = pb.SessionOpenedCall(
-        executor_id=executor_id, last_completed_step_id=last_completed_step_id, epoch=epoch, incarnation=incarnation
+        executor_id=executor_id,
+        last_completed_step_id=last_completed_step_id,
+        epoch=epoch,
+        incarnation=incarnation,
+        same_incarnation=same_incarnation,
+        keeps_kv=keeps_kv,
     )
     return pb.PlanLogRecord(session_opened=call)
 
 
-def executor_lost(executor_id: int, now: float) -> pb.PlanLogRecord:
+def executor_lost(executor_id: int, now: float, end: SessionEnd | None = None) -> pb.PlanLogRecord:
     """Return the record of an ended session."""
-    return pb.PlanLogRecord(executor_lost=pb.ExecutorLostCall(executor_id=executor_id, now=now))
+    known = None
+    if end is not None:
+        known = pb.SessionEnd(begun_step_id=end.begun_step_id, failed_step_id=end.failed_step_id)
+    return pb.PlanLogRecord(executor_lost=pb.ExecutorLostCall(executor_id=executor_id, now=now, end=known))
 
 
 def add_request(spec: RequestSpec, now: float) -> pb.PlanLogRecord:

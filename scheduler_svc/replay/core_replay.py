@@ -16,7 +16,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import FinishDetail, StepPlan
 from scheduler_svc.engine.policies_from_options import policies_from_options
 from scheduler_svc.executors.convert import step_plan, step_result
-from scheduler_svc.recording.recorded import executor_spec, request_spec
+from scheduler_svc.recording.recorded import executor_spec, request_spec, session_end
 from scheduler_svc.recording.records import differences, error_text, recorded_options
 
 _NO_CALLS = ("executor_described", "step_failed")
@@ -102,9 +102,16 @@ class CoreReplay:
             case "add_executor":
                 core.add_executor(record.add_executor.executor_id, executor_spec(record.add_executor.spec))
             case "session_opened":
-                core.session_opened(record.session_opened.last_completed_step_id)
+                opened = record.session_opened
+                core.session_opened(
+                    opened.last_completed_step_id,
+                    executor_id=opened.executor_id,
+                    same_incarnation=opened.same_incarnation,
+                    keeps_kv=opened.keeps_kv,
+                )
             case "executor_lost":
-                core.executor_lost(record.executor_lost.executor_id, record.executor_lost.now)
+                lost = record.executor_lost
+                core.executor_lost(lost.executor_id, lost.now, session_end(lost))
         return None
 
 

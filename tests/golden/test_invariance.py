@@ -161,6 +161,17 @@ SETTINGS: dict[str, Setting] = {
         **SMALL, **ROOM, max_num_seqs=5, arrivals="scattered", happens=HITS | {"host hits"}
     ),
     "broken sessions": Setting(**SMALL, **ROOM, depth=3, loses_every=45, options={"preemption": "swap"}),
+    "kept sessions, swap": Setting(
+        **SMALL, **ROOM, cuts_every=7, options={"preemption": "swap"}, happens=SWAPS | {"kept sessions"}
+    ),
+    "kept sessions, recompute, small chunks": Setting(
+        **SMALL, depth=3, max_num_batched_tokens=30, arrivals="scattered", cuts_every=9,
+        options={"long_prefill_token_threshold": 9}, happens=HITS | {"kept sessions"},
+    ),
+    "kept sessions, no cache": Setting(
+        **SMALL, depth=1, cuts_every=5, options={"preemption": "recompute"} | NO_CACHE,
+        happens=frozenset({"kept sessions"}),
+    ),
     "aborts": Setting(
         **SMALL, **ROOM, arrivals="scattered", aborts=True, options={"preemption": "swap"}, happens=SWAPS
     ),

@@ -13,8 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza.v1.types_pb2 import NumericsFingerprint
+from executor_svc.batch.slots import Scheduled, Slots
+from executor_svc.simulated.poison import Poison
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.types import ExecutorSpec, RequestSpec, StepPlan, StepResult
+from scheduler_svc.core.types import ExecutorSpec, RequestSpec, StepPlan, StepResult, StepStatus
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.plan_loop.ports import (
@@ -55,6 +57,10 @@ class ChangingExecutor:
         self.opens_as: int | None = None
         """The incarnation that answers the next OpenSession in place of the described one, once."""
         self._clock = clock
+        self.poison: Poison | None = None
+        """Steps that are fatal by it fail, and later ones of the session are skipped; the process lives on."""
+        self.num_failed = 0
+        self.sole_since_epoch = 1
         self._running: CoreExecutor | None = None
         self._running_incarnation = 0
         self._stream: _Stream | None = None
@@ -79,25 +85,49 @@ class ChangingExecutor:
             self._running, self._running_incarnation = CoreExecutor(_spec(model), model.vocab_size), model.incarnation
         self._running.clear()
         incarnation, self.opens_as = self.opens_as or model.incarnation, None
-        self._stream = _Stream(self._clock, self._running, incarnation)
+        self._running.inner._poison = (
+            None if self.poison is None else _Failing(self.poison.token_id, self.poison.position)
+        )
+        self._stream = _Stream(self, self._clock, self._running, incarnation)
         return self._stream
+
+
+class _Failing(Poison):
+    """Fails a step in place of killing the process."""
+
+    def before_compute(self, slots: Slots, scheduled: Scheduled) -> None:
+        if self.is_fatal(slots, scheduled):
+            raise RuntimeError("injected")
 
 
 class _Stream:
     """One session."""
 
     resident_bytes = 0
+    begun_step_id = 0
 
-    def __init__(self, clock: FakeClock, executor: CoreExecutor, incarnation: int) -> None:
-        self.opened = SessionOpened(incarnation, last_completed_step_id=0)
+    def __init__(self, owner: ChangingExecutor, clock: FakeClock, executor: CoreExecutor, incarnation: int) -> None:
+        self._owner = owner
+        self._failed = False
+        self.opened = SessionOpened(incarnation, 0, owner.sole_since_epoch)
         self.results_queue: asyncio.Queue[StepResult | None] = asyncio.Queue()
         self._clock, self._executor = clock, executor
         self._free_at = clock.monotonic()
 
     async def send(self, plan: StepPlan) -> None:
-        result, now = self._executor.run(plan), self._clock.monotonic()
+        result, now = self._run(plan), self._clock.monotonic()
         self._free_at = max(now, self._free_at) + STEP_S
         self._clock.call_later(self._free_at - now, lambda: self.results_queue.put_nowait(result))
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        if self._failed:
+            return StepResult(plan.step_id, StepStatus.SKIPPED)
+        try:
+            return self._executor.run(plan)
+        except RuntimeError as exc:
+            self._failed = True
+            self._owner.num_failed += 1
+            return StepResult(plan.step_id, StepStatus.FAILED, str(exc))
 
     async def results(self) -> AsyncIterator[StepResult]:
         while (result := await self.results_queue.get()) is not None:

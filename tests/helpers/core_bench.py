@@ -12,12 +12,14 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.beams import Hypothesis
 from scheduler_svc.core.sequences.sequence import Sequence
+from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import (
     BeamSpec,
     ExecutorSpec,
     FinishDetail,
     PromptLogprobs,
     RequestSpec,
+    SessionEnd,
     StepPlan,
     StepResult,
 )
@@ -57,6 +59,9 @@ class Bench:
         self.prompt_logprobs: dict[str, list[PromptLogprobs]] = {}
         self.order: list[str] = []
         """Who was admitted, one after the other."""
+        self.poisons: dict[str, int] = {}
+        """Requests that kill their executor, each with the position at which it does."""
+        self.num_deaths = 0
         self.num_computed_tokens = 0
         """What all steps planned so far compute."""
         self.now = 0.0
@@ -150,6 +155,49 @@ class Bench:
         self.core.check_integrity()
         self.executor = CoreExecutor(self.lane.spec, VOCAB_SIZE, self.costs)
 
+    def cut_session(self) -> None:
+        """The session breaks, and the same process opens the next one; what its plans in flight wrote is garbage."""
+        self.executor.run_in_part(list(self.plans))
+        self.executor.clear()
+        self.plans.clear()
+        self.take(self.core.executor_lost(0, self.now, SessionEnd()))
+        self.core.check_integrity()
+        self.take(self.core.session_opened(0, same_incarnation=True, keeps_kv=True))
+        self.core.check_integrity()
+
+    def die(self, *, is_known: bool = True) -> None:
+        """The process dies in the oldest step; `is_known`: it is known to have begun it. Another process follows."""
+        end = SessionEnd(begun_step_id=self.plans[0].step_id if is_known and self.plans else 0)
+        self.num_deaths += 1
+        self.plans.clear()
+        self.executor = CoreExecutor(self.lane.spec, VOCAB_SIZE, self.costs)
+        self.take(self.core.executor_lost(0, self.now, end))
+        self.core.check_integrity()
+        self.take(self.core.session_opened(0))
+        self.core.check_integrity()
+
+    def fail_step(self) -> None:
+        """The oldest step fails in an executor that lives on."""
+        failed = self.plans[0].step_id
+        self.num_deaths += 1
+        self.executor.run_in_part(list(self.plans)[:1])
+        self.executor.clear()
+        self.plans.clear()
+        self.take(self.core.executor_lost(0, self.now, SessionEnd(failed, failed)))
+        self.core.check_integrity()
+        self.take(self.core.session_opened(0, same_incarnation=True, keeps_kv=True))
+        self.core.check_integrity()
+
+    def is_fatal(self) -> bool:
+        """Whether the oldest plan in flight computes a position of `poisons`."""
+        step = self.lane.inflight[0]
+        num_tokens = {chunk.sequence: chunk.num_tokens for chunk in step.chunks}
+        return any(
+            context_len <= self.poisons[sequence.group.spec.request_id] < context_len + num_tokens.get(sequence, 1)
+            for sequence, context_len in context_lens(self.lane, step).items()
+            if sequence.group.spec.request_id in self.poisons
+        )
+
     def take(self, outputs: StepOutputs) -> None:
         self.hypotheses += outputs.hypotheses
         for delta in outputs:
@@ -174,10 +222,14 @@ class Bench:
         else:
             self.now += 1.0
 
-    def run(self, depth: int = 2) -> None:
+    def run(self, depth: int = 2, *, fails: bool = False) -> None:
+        """Run to the end. The steps of `poisons` kill the executor, or, with `fails`, fail."""
         while True:
             while len(self.plans) < depth and self.plan() is not None:
                 pass
             if not self.plans:
                 return
-            self.apply()
+            if self.poisons and self.is_fatal():
+                self.fail_step() if fails else self.die()
+            else:
+                self.apply()

@@ -3,6 +3,8 @@ own conversions, so that what a plan says is said as in service."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cadenza.v1 import execution_pb2
 from executor_svc.plan.plan import Limits
 from executor_svc.service.convert import plan_from_wire, result_to_wire
@@ -13,6 +15,7 @@ from scheduler_svc.executors.convert import step_plan, step_result
 
 COSTS = StepCosts(step_us=100, token_us=10, context_token_us=0.01, sample_us=2, moved_block_us=20)
 _EPOCH = 1
+_GARBAGE = 0x5EED
 
 
 class CoreExecutor:
@@ -46,6 +49,15 @@ class CoreExecutor:
     def clear(self) -> None:
         """A new session: no slots; what is in the pools stays."""
         self.inner.clear()
+
+    def run_in_part(self, plans: Iterable[StepPlan]) -> None:
+        """Leave garbage wherever these plans write: nobody may read it before it is written again."""
+        pools = self.inner.pools
+        before = pools.device.copy(), pools.host.copy()
+        for plan in plans:
+            self.run(plan)
+        for pool, former in zip((pools.device, pools.host), before, strict=True):
+            pool[pool != former] = _GARBAGE
 
     def run(self, plan: StepPlan) -> StepResult:
         """Carry out a plan."""

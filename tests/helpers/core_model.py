@@ -30,6 +30,7 @@ from scheduler_svc.core.types import (
     RequestKey,
     RequestSpec,
     SampleDelta,
+    SessionEnd,
     StepPlan,
     StepResult,
 )
@@ -104,6 +105,8 @@ class Setting:
     """All before the first step, in one order or another; now and then; each when the one before has ended."""
     loses_every: int = 0
     """The session with the executor breaks after so many steps, and its memory is gone; 0: never."""
+    cuts_every: int = 0
+    """The session breaks after so many steps, and the executor keeps its memory; 0: never."""
     aborts: bool = False
     """Others come that are aborted."""
     happens: frozenset[str] = frozenset()
@@ -226,6 +229,26 @@ class Rig:
             self._plans.clear()
             self._lose_memory()
             self._take(self.core.executor_lost(0, self._now))
+        if self.setting.cuts_every and self._num_applied % self.setting.cuts_every == 0:
+            self._cut_session()
+
+    def _cut_session(self) -> None:
+        """The plans in flight ran in part: whoever reads what they were to write fails."""
+        pools = (*self.pools.layers, *self.pools._host_layers)
+        before = [layer.clone() for layer in pools]
+        while len(self._plans) < self.setting.depth and self._plan():
+            pass
+        for plan in self._plans:
+            self.executor.execute(plan_from_wire(step_plan(plan, _EPOCH)), received_ns=0)
+        for layer, former in zip(pools, before, strict=True):
+            layer[(layer != former) & ~(layer.isnan() & former.isnan())] = float("nan")
+        self._plans.clear()
+        self.executor.clear()
+        self._take(self.core.executor_lost(0, self._now, SessionEnd()))
+        self.core.check_integrity()
+        self._take(self.core.session_opened(0, same_incarnation=True, keeps_kv=True))
+        self.core.check_integrity()
+        self.happened["kept sessions"] += bool(len(self.core.lanes[0].running))
 
     def _lose_memory(self) -> None:
         """Whoever reads what was not computed since then fails."""

@@ -122,11 +122,13 @@ def scheduled(*rows: tuple[int, int, bool]) -> pb.ScheduledTokens:
 
 
 @contextlib.asynccontextmanager
-async def served(worker: Worker, description: Description, silence_s: float = 60.0) -> AsyncIterator[grpc.aio.Channel]:
+async def served(
+    worker: Worker, description: Description, silence_s: float = 60.0, heartbeat_s: float = 0.02
+) -> AsyncIterator[grpc.aio.Channel]:
     """silence_s: the streams of these tests send no heartbeats."""
     server = grpc.aio.server(options=server_options())
     address = bind(server, "127.0.0.1:0", default_port=0)
-    await add_services(server, worker, description, heartbeat_s=0.02, silence_s=silence_s)
+    await add_services(server, worker, description, heartbeat_s=heartbeat_s, silence_s=silence_s)
     await server.start()
     try:
         async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
@@ -136,14 +138,14 @@ async def served(worker: Worker, description: Description, silence_s: float = 60
 
 
 @contextlib.asynccontextmanager
-async def fake_executor(silence_s: float = 60.0) -> AsyncIterator[Harness]:
+async def fake_executor(silence_s: float = 60.0, heartbeat_s: float = 0.02) -> AsyncIterator[Harness]:
     """A served counting fake."""
     runner, pools = CountingRunner(), RecordingPools()
     worker = Worker(lambda: StepExecutor(runner, pools, LIMITS))
     worker.start()
     await asyncio.wrap_future(worker.ready)
     try:
-        async with served(worker, fake_description(), silence_s) as channel:
+        async with served(worker, fake_description(), silence_s, heartbeat_s) as channel:
             yield Harness(channel, runner, pools)
     finally:
         runner.gate.set()

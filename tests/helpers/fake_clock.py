@@ -113,6 +113,7 @@ class TimedStream:
     """One session with a TimedExecutor: steps run one after another."""
 
     resident_bytes = 0
+    begun_step_id = 0
 
     def __init__(self, executor: TimedExecutor) -> None:
         self._executor = executor

@@ -38,6 +38,7 @@ def draw_setting(rng: random.Random) -> Setting:
         depth=rng.randint(1, 4),
         arrivals=rng.choice(["together", "shuffled", "scattered", "scattered"]),
         loses_every=rng.choice([0, 0, 0, 60]),
+        cuts_every=rng.choice([0, 0, 11, 40]),
         aborts=rng.random() < 0.4,
         options=options,
     )

@@ -18,6 +18,7 @@ from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.beams import Hypothesis
+from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import (
     ExecutorSpec,
     FinishDetail,
@@ -25,6 +26,7 @@ from scheduler_svc.core.types import (
     RequestKey,
     RequestSpec,
     SequenceState,
+    SessionEnd,
     StepPlan,
 )
 from tests.helpers.core_executor import CoreExecutor
@@ -35,6 +37,8 @@ from tests.helpers.known import VOCAB_SIZE, as_lists, known_beams, known_cuts, k
 ENDED_EARLY = (FinishDetail.ABORTED, FinishDetail.EXECUTOR_ERROR)
 MANY_STEPS = 5_000
 """More than all requests together may need."""
+MOST_DEATHS = 8
+"""Of each poisonous request: one among others, one for each halving of 15 others at most, two alone."""
 PICK = st.integers(0, 99)
 
 Sample = tuple[RequestKey, int]
@@ -56,6 +60,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.stopped: set[Sample] = set()
         self.prompt_logprobs: dict[RequestKey, list[PromptLogprobs]] = {}
         self.hypotheses: dict[RequestKey, list[Hypothesis]] = {}
+        self.poisons: dict[RequestKey, int] = {}
+        """Requests that kill their executor, each at a position."""
+        self.num_deaths = 0
+        self.num_cuts = 0
         self.now = 0.0
         self.intact = True
         """Has every step so far gone well: after one that has not there is nothing left to say."""
@@ -68,6 +76,11 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.add_one(data, data.draw(prompts()))
 
+    @rule(data=st.data())
+    @precondition(lambda self: len(self.core.groups) < 12 and len(self.poisons) < 2)
+    def add_poison(self, data: st.DataObject) -> None:
+        self.add_one(data, data.draw(prompts()), poisonous=True)
+
     @rule(data=st.data(), pick=PICK, is_same=st.booleans())
     @precondition(lambda self: self.finishes and len(self.core.groups) < 12)
     def add_a_turn(self, data: st.DataObject, pick: int, is_same: bool) -> None:
@@ -77,7 +90,14 @@ class CoreMachine(RuleBasedStateMachine):
         talk = (*former.prompt_token_ids, *self.outputs[key, index], *data.draw(prompts()))[: MAX_MODEL_LEN - 5]
         self.add_one(data, former.prompt_token_ids if is_same else talk, former)
 
-    def add_one(self, data: st.DataObject, prompt: tuple[int, ...], former: RequestSpec | None = None) -> None:
+    def add_one(
+        self,
+        data: st.DataObject,
+        prompt: tuple[int, ...],
+        former: RequestSpec | None = None,
+        *,
+        poisonous: bool = False,
+    ) -> None:
         spec = data.draw(requests(f"r{len(self.specs)}", prompt))
         if former is not None:
             spec = replace(spec, tenant=former.tenant, cache_salt=former.cache_salt)
@@ -89,6 +109,8 @@ class CoreMachine(RuleBasedStateMachine):
         else:
             assert fits
             self.specs[spec.key] = spec
+            if poisonous:
+                self.poisons[spec.key] = len(prompt) + data.draw(st.sampled_from([0, -1, 3, -len(prompt) // 2]))
             self.outputs |= {(spec.key, index): [] for index in range(spec.num_samples)}
             self.prompt_logprobs[spec.key] = []
 
@@ -113,6 +135,11 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plans)
     def apply(self) -> None:
         self.intact = False
+        if self.dies_in_next_step():
+            self.num_deaths += 1
+            end = SessionEnd(begun_step_id=self.plans[0].step_id)
+            self.lose_executor("process", len(self.plans), end)
+            return
         result = self.executor.run(self.plans.popleft())
         _, outputs = self.core.apply_result(0, result, self.now)
         self.take(outputs)
@@ -130,7 +157,7 @@ class CoreMachine(RuleBasedStateMachine):
             if self.plans:
                 self.apply()
 
-    @rule(what=st.sampled_from(["abort", "stop", "stop", "lose", "drain"]), pick=PICK)
+    @rule(what=st.sampled_from(["abort", "stop", "lose", "lose", "drain"]), pick=PICK)
     @precondition(lambda self: self.core.groups)
     def disturb(self, what: str, pick: int) -> None:
         if what == "abort":
@@ -140,7 +167,8 @@ class CoreMachine(RuleBasedStateMachine):
         elif what == "stop":
             self.stop_sample(pick)
         elif what == "lose":
-            self.lose_executor(keeps_kv=pick % 2 == 0)
+            how = ("session", "session, steps run", "process", "session, nothing known")[pick % 4]
+            self.lose_executor(how, pick // 4 % 4)
         else:
             self.core.drain(pick % 2 == 0)
 
@@ -158,14 +186,50 @@ class CoreMachine(RuleBasedStateMachine):
             self.stopped.add((key, index))
             self.finishes[key, index] = FinishDetail.STOP_STRING
 
-    def lose_executor(self, *, keeps_kv: bool) -> None:
-        """A session ends with plans in flight; memory is empty then, or full of what nobody should read."""
-        if keeps_kv:
-            self.executor.clear()
+    def dies_in_next_step(self) -> bool:
+        """Whether the oldest plan computes the position at which a poisonous request kills its executor."""
+        lane = self.core.lanes[0]
+        step = lane.inflight[0]
+        num_tokens = {chunk.sequence: chunk.num_tokens for chunk in step.chunks}
+        return any(
+            context_len <= self.poisons[sequence.group.key] < context_len + num_tokens.get(sequence, 1)
+            for sequence, context_len in context_lens(lane, step).items()
+            if sequence.group.key in self.poisons
+        )
+
+    def lose_executor(self, how: str, num_run: int, end: SessionEnd | None = None) -> None:
+        """A session ends with plans in flight, some of which were run: KV is kept, or memory is empty, or full of what
+        nobody should read."""
+        self.intact = False
+        self.num_cuts += end is None
+        if how == "session":
+            self.executor.run_in_part(list(self.plans))
         else:
-            self.executor = CoreExecutor(self.spec, VOCAB_SIZE)
+            for plan in list(self.plans)[:num_run]:
+                self.executor.run(plan)
         self.plans.clear()
-        self.take(self.core.executor_lost(0, self.now))
+        if how == "process":
+            self.executor = CoreExecutor(self.spec, VOCAB_SIZE)
+        else:
+            self.executor.clear()
+        if how == "session, nothing known":
+            self.take(self.core.executor_lost(0, self.now))
+        else:
+            self.take(self.core.executor_lost(0, self.now, end or SessionEnd()))
+            self.core.check_integrity()
+            self.cut_short()
+            same = how.startswith("session")
+            self.take(self.core.session_opened(0, same_incarnation=same, keeps_kv=same))
+        self.core.check_integrity()
+        self.intact = True
+
+    def cut_short(self) -> None:
+        """A request may be aborted while no executor is there."""
+        if len(self.core.groups) > 4:
+            key = next(iter(self.core.groups))
+            self.aborted.add(key)
+            self.take(self.core.abort(key, FinishDetail.ABORTED))
+            self.core.check_integrity()
 
     # --- what must hold ----------------------------------------------------------------------------------------------
 
@@ -192,6 +256,7 @@ class CoreMachine(RuleBasedStateMachine):
     def check_sample(self, key: RequestKey, index: int) -> None:
         """An ended sample has the tokens that it must have, and ends as it must."""
         spec, output, detail = self.specs[key], self.outputs[key, index], self.finishes[key, index]
+        assert detail is not FinishDetail.EXECUTOR_ERROR or key in self.poisons, "an innocent request is ended"
         if spec.beams:
             if index == 0:
                 self.check_beams(spec, detail)
@@ -252,6 +317,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.run_full(1)
         self.run_full(2)  # What ended last is still to be released.
         assert not self.core.groups
+        assert self.num_deaths <= MOST_DEATHS * (len(self.poisons) + self.num_cuts)
         assert set(self.finishes) == set(self.outputs)
         for spec in self.specs.values():
             self.check_prompt_logprobs(spec)

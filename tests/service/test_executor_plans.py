@@ -248,6 +248,29 @@ async def test_heartbeats_while_a_step_runs(fake: Harness) -> None:
     assert (await stream.result()).step_id == 2
 
 
+async def test_a_scheduler_learns_since_when_it_has_been_alone(fake: Harness) -> None:
+    """Between the epochs 5 and 7 another one has used the pools."""
+    since = []
+    for epoch, scheduler_id in ((3, "A"), (4, "A"), (5, "A"), (6, "B"), (7, "A"), (8, "A")):
+        stream = await fake.open(epoch, scheduler_id)
+        since.append(stream.opened.sole_since_epoch)
+        await stream.call.done_writing()
+        assert await stream.status() is grpc.StatusCode.OK
+    assert since == [3, 3, 3, 6, 7, 7]
+
+
+async def test_a_step_that_is_to_be_announced_is_named_before_it_runs() -> None:
+    """No other heartbeat is due: only the announcement can be it."""
+    async with fake_executor(heartbeat_s=60.0) as fake:
+        fake.runner.gate.clear()
+        stream = await fake.open(1)
+        await stream.plan(1, admitted=[admit(0, [5], [0])], decode_ready=True, announces_start=True)
+        assert (await stream.receive()).heartbeat.running_step_id == 1
+        fake.runner.gate.set()
+        assert (await stream.result()).step_id == 1
+        assert not stream.heartbeats
+
+
 async def test_block_moves_reach_the_pools_in_order(fake: Harness) -> None:
     stream = await fake.open(1)
     result = await stream.step(

@@ -24,7 +24,7 @@ from cadenza.v1 import planlog_pb2 as pb
 from executor_svc.config import ExecutorConfig
 from executor_svc.replay import __main__ as executor_replay
 from executor_svc.replay import plan_replay
-from scheduler_svc.core.scheduler import MAX_FAILED_STEPS
+from scheduler_svc.core.steps.suspects import MAX_DEATHS_ALONE
 from scheduler_svc.replay import __main__ as scheduler_replay
 from tests.checkpoints import make_llama
 from tests.helpers.scheduler_world import collect, world
@@ -298,7 +298,7 @@ async def test_a_step_that_failed_is_in_the_log(tmp_path: Path, capsys: pytest.C
     assert header.executor.model.name == "toy"
     failed = [call.result for call in kinds(records, "step_failed")]
     assert {result.error_message for result in failed} == {"it burns"}
-    assert len(failed) == MAX_FAILED_STEPS
+    assert len(failed) == 1 + MAX_DEATHS_ALONE, "once among others, then alone"
     assert {result.step_id for result in failed} < {call.plan.step_id for call in kinds(records, "plan_step")}
     assert scheduler_replay.main([str(path)]) == 0
     assert not kinds(records, "apply_result")

@@ -609,6 +609,7 @@ class SessionOpened(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     LAST_COMPLETED_STEP_ID_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    SOLE_SINCE_EPOCH_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The session's epoch."""
     incarnation: _builtins.int
@@ -617,6 +618,10 @@ class SessionOpened(_message.Message):
     """The last completed step of any session; 0: none."""
     resident_bytes: _builtins.int
     """Resident memory of the executor's process in bytes; updated by heartbeats. 0: unknown."""
+    sole_since_epoch: _builtins.int
+    """The epoch since which only this scheduler has had sessions: what its sessions since then have computed is still
+    there. 0: unknown.
+    """
     def __init__(
         self,
         *,
@@ -624,10 +629,11 @@ class SessionOpened(_message.Message):
         incarnation: _builtins.int = ...,
         last_completed_step_id: _builtins.int = ...,
         resident_bytes: _builtins.int = ...,
+        sole_since_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "last_completed_step_id", b"last_completed_step_id", "resident_bytes", b"resident_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "last_completed_step_id", b"last_completed_step_id", "resident_bytes", b"resident_bytes", "sole_since_epoch", b"sole_since_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -695,6 +701,7 @@ class StepPlan(_message.Message):
     DRAFTS_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
     DEBUG_DIGEST_FIELD_NUMBER: _builtins.int
+    ANNOUNCES_START_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Increases by one with every plan of a session, and never decreases over sessions."""
     epoch: _builtins.int
@@ -703,6 +710,10 @@ class StepPlan(_message.Message):
     """Every ready slot that is not listed in scheduled or as a fork computes one token and samples."""
     debug_digest: _builtins.bool
     """Request a digest of the slots in the result."""
+    announces_start: _builtins.bool
+    """Request a heartbeat that names this step before it runs. If the executor dies in the step, the scheduler then knows
+    that it had begun.
+    """
     @_builtins.property
     def released_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slots to release; [n]."""
@@ -775,10 +786,11 @@ class StepPlan(_message.Message):
         drafts: Global___DraftTokens | None = ...,
         transfers: _abc.Iterable[Global___KvTransfer] | None = ...,
         debug_digest: _builtins.bool = ...,
+        announces_start: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "forks", b"forks", "given", b"given", "scheduled", b"scheduled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "appends", b"appends", "copies", b"copies", "debug_digest", b"debug_digest", "decode_ready", b"decode_ready", "drafts", b"drafts", "epoch", b"epoch", "forks", b"forks", "given", b"given", "held_slots", b"held_slots", "released_slots", b"released_slots", "resumed_slots", b"resumed_slots", "scheduled", b"scheduled", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "announces_start", b"announces_start", "appends", b"appends", "copies", b"copies", "debug_digest", b"debug_digest", "decode_ready", b"decode_ready", "drafts", b"drafts", "epoch", b"epoch", "forks", b"forks", "given", b"given", "held_slots", b"held_slots", "released_slots", b"released_slots", "resumed_slots", b"resumed_slots", "scheduled", b"scheduled", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -289,6 +289,8 @@ class SessionOpenedCall(_message.Message):
     LAST_COMPLETED_STEP_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    SAME_INCARNATION_FIELD_NUMBER: _builtins.int
+    KEEPS_KV_FIELD_NUMBER: _builtins.int
     executor_id: _builtins.int
     """The executor's index."""
     last_completed_step_id: _builtins.int
@@ -297,6 +299,10 @@ class SessionOpenedCall(_message.Message):
     """The session's epoch."""
     incarnation: _builtins.int
     """The executor's incarnation."""
+    same_incarnation: _builtins.bool
+    """Whether it is the incarnation of the session before."""
+    keeps_kv: _builtins.bool
+    """Whether it still has the KV of that session, with which the scheduler goes on."""
     def __init__(
         self,
         *,
@@ -304,10 +310,12 @@ class SessionOpenedCall(_message.Message):
         last_completed_step_id: _builtins.int = ...,
         epoch: _builtins.int = ...,
         incarnation: _builtins.int = ...,
+        same_incarnation: _builtins.bool = ...,
+        keeps_kv: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "executor_id", b"executor_id", "incarnation", b"incarnation", "last_completed_step_id", b"last_completed_step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "executor_id", b"executor_id", "incarnation", b"incarnation", "keeps_kv", b"keeps_kv", "last_completed_step_id", b"last_completed_step_id", "same_incarnation", b"same_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,23 +329,55 @@ class ExecutorLostCall(_message.Message):
 
     EXECUTOR_ID_FIELD_NUMBER: _builtins.int
     NOW_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     executor_id: _builtins.int
     """The executor's index."""
     now: _builtins.float
     """The time, in seconds."""
+    @_builtins.property
+    def end(self) -> Global___SessionEnd:
+        """What was known about the end; absent, as in logs of earlier versions: nothing, so that all KV was given up at once."""
+
     def __init__(
         self,
         *,
         executor_id: _builtins.int = ...,
         now: _builtins.float = ...,
+        end: Global___SessionEnd | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor_id", b"executor_id", "now", b"now"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "executor_id", b"executor_id", "now", b"now"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExecutorLostCall: _TypeAlias = ExecutorLostCall  # noqa: Y015
+
+@_typing.final
+class SessionEnd(_message.Message):
+    """SessionEnd is what the scheduler knew about the end of a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGUN_STEP_ID_FIELD_NUMBER: _builtins.int
+    FAILED_STEP_ID_FIELD_NUMBER: _builtins.int
+    begun_step_id: _builtins.int
+    """The newest step that the executor is known to have begun; 0: none."""
+    failed_step_id: _builtins.int
+    """The step that failed in an executor that reported it; 0: none."""
+    def __init__(
+        self,
+        *,
+        begun_step_id: _builtins.int = ...,
+        failed_step_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_step_id", b"begun_step_id", "failed_step_id", b"failed_step_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionEnd: _TypeAlias = SessionEnd  # noqa: Y015
 
 @_typing.final
 class AddRequestCall(_message.Message):

@@ -53,9 +53,19 @@ class Lane:
             rates=self.rates,
             prefix_counts=self._prefix_counts,
         )
-        self.slots = SlotPool(spec.num_slots)
         self.running = RunningQueue(self._policy)
         """Running sequences: each holds a slot and blocks."""
+        self.swapped: dict[Sequence, None] = {}
+        """Sequences whose KV is in the host pool."""
+        self._known: set[Sequence] = set()
+        self._num_with_stop_id: Counter[int] = Counter()
+        self.reset_session()
+
+    def reset_session(self) -> None:
+        """Start over with the executor's slots empty: no plans. Running sequences keep their slots and blocks here."""
+        spec = self.spec
+        holders = {held_slot(sequence): sequence for sequence in self.running}
+        self.slots = SlotPool(spec.num_slots, holders)
         self.prefilling = RunningQueue(self._policy)
         """Running sequences with more to compute than one token per step, or newly admitted."""
         self.decode_batch = DecodeBatch(spec.block_size)
@@ -66,30 +76,30 @@ class Lane:
         """Forked sequences whose next token goes to a block that they still share. The value: the executor's block
         table of the sequence lacks that block."""
         self.resuming: dict[Sequence, None] = {}
-        """Sequences held until their fork: they decode from the next step on."""
+        """Sequences held until now: they decode from the next step on."""
+        self.suspects_catch_up = False
+        """Whether the last step computed tokens of suspects before their suspected positions."""
         self.stale_slots: list[int] = []
         """Slots that the next plan releases on the executor although a sequence keeps them here."""
-        self.swapped: dict[Sequence, None] = {}
-        """Sequences whose KV is in the host pool."""
         self.finishing: dict[Sequence, None] = {}
         """Sequences whose tokens are all planned: they hold no slot and no blocks, and only await results."""
         self.retired: list[Sequence] = []
         """Sequences added to `finishing` since the last plan."""
         # Emptied, not replaced: nothing may keep lost plans and their sequences.
         self.inflight.clear()
-        self.sequence_at: list[Sequence | None] = [None] * spec.num_slots
+        self.sequence_at: list[Sequence | None] = [holders.get(slot) for slot in range(spec.num_slots)]
         """By slot: its holder, or its last holder, to which the results of plans before the slot's release belong.
 
         None once these results are in: a sequence that has ended is not kept.
         """
-        self.append_at: list[Callable[[int], None]] = [_discard] * spec.num_slots
+        self.append_at: list[Callable[[int], None]] = [
+            _discard if sequence is None else sequence.token_ids.append for sequence in self.sequence_at
+        ]
         """By slot: the function that takes a sampled token."""
         self.discarding_slots: set[int] = set()
         """Slots of finished sequences, for which tokens may still arrive."""
         self._vacated: dict[int, int] = {}
         """Slots without a holder: the step after whose result nothing refers to the last holder. Ascending steps."""
-        self._known: set[Sequence] = set()
-        self._num_with_stop_id: Counter[int] = Counter()
 
     def length_finish_detail(self, sequence: Sequence) -> FinishDetail | None:
         """The reason to finish a waiting sequence that this executor cannot hold; None if it can.

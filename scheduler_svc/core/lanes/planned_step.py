@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.sequences.sequence import Sequence
@@ -20,6 +21,10 @@ class Chunk:
     num_tokens: int
     context_len: int
     samples: bool
+    block_ids: Ids[int] = ()
+    """The blocks that it writes to."""
+    first_offset: int = 0
+    """The first position in the first of these blocks that it writes to."""
 
 
 @dataclass(slots=True)
@@ -32,6 +37,10 @@ class PlannedStep:
 
     plan: StepPlan
     planned_at: float
+    first_node: int = 0
+    """The first prefix cache node that may hold KV of this step or a later one."""
+    is_trial: bool = False
+    """Whether it computes suspected positions, and nothing else."""
     decode_slots: list[int] = field(default_factory=list)
     """Slots of the decode batch: each computes one token and samples."""
     chunks: list[Chunk] = field(default_factory=list)

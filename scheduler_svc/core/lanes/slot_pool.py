@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 from scheduler_svc.core.errors import InvariantError
 
@@ -10,9 +11,10 @@ from scheduler_svc.core.errors import InvariantError
 class SlotPool:
     """A pool of slot ids. A released slot is free again only after the results of all plans before its release."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, held: Collection[int] = ()) -> None:
+        """All slots are free, except those that are held."""
         self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in held]
         self._to_release: list[int] = []
         self._quarantine: deque[tuple[int, int]] = deque()
 

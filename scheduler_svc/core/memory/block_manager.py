@@ -126,6 +126,28 @@ class BlockManager:
         """The device blocks of a found prefix."""
         return [place for place in map(self._tiers.cache.place, found.nodes) if place >= 0]
 
+    @property
+    def next_node(self) -> int:
+        """The id of the prefix cache node that is added next. Ids ascend."""
+        return self._tiers.cache.next_node
+
+    def remove_uncertain(self, first_node: int, block_ids: Iterable[int], host_block_ids: Iterable[int]) -> None:
+        """Remove blocks from the prefix cache whose KV plans without a result were to write.
+
+        `first_node`: the first node that was added since the first of these plans; `block_ids`, `host_block_ids`: the
+        destinations of their moves.
+        """
+        self._tiers.remove_uncertain(first_node, block_ids, host_block_ids)
+
+    def writes_only_own(self, sequence: Sequence) -> bool:
+        """Whether no other holder has a block that the KV of its remaining tokens goes to."""
+        remaining = sequence.block_ids[sequence.num_computed_tokens // self.block_size :]
+        return all(self.pool.ref_counts[block_id] == 1 for block_id in remaining)
+
+    def num_missing(self, sequence: Sequence) -> int:
+        """Number of blocks that it lacks for its tokens."""
+        return max(0, self.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_ids))
+
     def invalidate(self, sequence: Sequence) -> None:
         """Remove the whole prefix of a sequence with invalid KV from the cache, including blocks that others cached."""
         for node in self._chain(sequence) if self.caching else ():

@@ -85,6 +85,14 @@ class BlockTiers:
             self.host.uncache(host_place(place))
         self.cache.remove(node)
 
+    def remove_uncertain(self, first_node: int, block_ids: Iterable[int], host_block_ids: Iterable[int]) -> None:
+        """Remove from the prefix cache the nodes from `first_node` on, and those of these device and host blocks."""
+        nodes = self.cache.nodes_from(first_node)
+        nodes += [self.device.cached[block_id] for block_id in block_ids if block_id in self.device.cached]
+        nodes += [self.host.cached[block_id] for block_id in host_block_ids if block_id in self.host.cached]
+        for node in dict.fromkeys(nodes):
+            self.remove_node(node)
+
     def quarantine(self, host_block_id: int) -> None:
         """Hold a host block that this plan reads until the plan is complete."""
         if host_block_id not in self.moves.quarantined:

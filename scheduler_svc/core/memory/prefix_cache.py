@@ -8,6 +8,7 @@ never reused, in place of parent hashes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -78,6 +79,15 @@ class PrefixCache:
 
     def __contains__(self, node: int) -> bool:
         return node in self._keys
+
+    @property
+    def next_node(self) -> int:
+        """The id of the node that is added next. Ids ascend."""
+        return self._last_node + 1
+
+    def nodes_from(self, first: int) -> list[int]:
+        """The nodes with this id or a later one, the latest first."""
+        return list(itertools.takewhile(lambda node: node >= first, reversed(self._keys)))
 
     def find(self, parent: Parent, token_ids: tuple[int, ...]) -> int | None:
         """The node of these tokens after that parent."""

@@ -65,6 +65,7 @@ class Sequence:
         "sequence_id",
         "slot",
         "state",
+        "suspected",
         "token_ids",
     )
 
@@ -101,9 +102,11 @@ class Sequence:
         """Number of tokens found in the prefix cache at the last admission."""
         self.prompt_logprobs_end = 1
         """Prompt tokens before this index have known logprobs, except the first, which has none."""
+        self.suspected: range | None = None
+        """Positions at which it may have killed an executor; only a trial computes them. None: it is no suspect."""
         self.requested_prompt_logprobs = False
         """Whether prompt logprobs were requested from the executor at the last admission."""
-        self.max_len, self.length_detail = _length_limit(spec, max_model_len)
+        self.max_len, self.length_detail = spec.length_limit(max_model_len)
 
     @property
     def num_output_tokens(self) -> int:
@@ -207,12 +210,16 @@ class Sequence:
 
     def forget_executor_state(self) -> None:
         """Reset after the loss of the executor: slot, blocks and pending tokens are gone."""
-        if self._step_counter is not None:
-            self.detach_step_counter()
-        self.drop_pending_tokens()
-        self.slot, self.described = None, False
+        self.roll_back(0)
+        self.slot = None
         self.group.reserved_blocks = []
         self.block_ids, self.host_block_ids = [], []
+
+    def roll_back(self, num_computed: int) -> None:
+        """Reset after the end of a session: KV of the first `num_computed` tokens and the blocks stay."""
+        self._step_counter = None
+        self._num_computed, self._num_planned = num_computed, len(self.token_ids)
+        self.described = False
         self.num_cached_blocks, self.cache_node = 0, None
 
     def recompute_last_token(self) -> None:
@@ -302,8 +309,6 @@ class SequenceGroup:
         "candidates",
         "forked",
         "key",
-        "max_failed_context_len",
-        "num_failed_steps",
         "num_pending_candidates",
         "num_preemptions",
         "queued",
@@ -336,10 +341,6 @@ class SequenceGroup:
         """Number of candidate lists for its beams that plans in flight will return."""
         self.reserved_blocks: list[int] = []
         """Device blocks reserved for the growth of its beams."""
-        self.num_failed_steps = 0
-        """Number of failed steps that it was part of since its last progress."""
-        self.max_failed_context_len = 0
-        """Maximum number of tokens with KV that one of its sequences had at a failed step."""
 
     @property
     def finished(self) -> bool:
@@ -389,9 +390,3 @@ class SequenceGroup:
     def swapped(self) -> bool:
         """Whether one of its sequences is swapped out."""
         return any(sequence.state is SequenceState.SWAPPED for sequence in self.sequences)
-
-
-def _length_limit(spec: RequestSpec, max_model_len: int) -> tuple[int, FinishDetail]:
-    if spec.max_tokens is not None and len(spec.prompt_token_ids) + spec.max_tokens <= max_model_len:
-        return len(spec.prompt_token_ids) + spec.max_tokens, FinishDetail.MAX_TOKENS
-    return max_model_len, FinishDetail.MAX_MODEL_LEN

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
@@ -14,6 +16,8 @@ def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequ
     group = sequence.group
     siblings = group.running[1:] if not group.forked and group.beam_search is None else []
     num_tokens = min(sequence.num_uncomputed_tokens, budget.chunk)
+    if sequence.suspected is not None and not step.is_trial:
+        num_tokens = min(num_tokens, max(0, sequence.suspected.start - sequence.num_computed_tokens))
     if siblings and num_tokens == sequence.num_uncomputed_tokens:
         values = (len(sequence.token_ids) + group.spec.sampling.num_values) * len(siblings)
         if budget.num_sequences <= len(siblings) or not budget.take_values(values):
@@ -28,9 +32,9 @@ def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequ
     return _file_after_chunk(lane, sequence)
 
 
-def plan_beams(lane: Lane, step: PlannedStep, budget: StepBudget) -> None:
-    """Schedule the new token of each due beam, and its next candidates."""
-    for group in list(lane.due_beam_groups):
+def plan_beams(lane: Lane, step: PlannedStep, budget: StepBudget, groups: Iterable[SequenceGroup]) -> None:
+    """Schedule the new token of each due beam of these groups, and its next candidates."""
+    for group in groups:
         for beam in group.due_beams:
             if beam.described:
                 step.plan.given_slots.append(held_slot(beam))
@@ -50,7 +54,9 @@ def _schedule(lane: Lane, step: PlannedStep, sequence: Sequence, num_tokens: int
     if sequence.requested_prompt_logprobs and (predicted := sequence.predicted_prompt_tokens(num_tokens)):
         step.prompt_logprobs[slot] = sequence, predicted
     samples = sequence.schedule(num_tokens)
-    step.chunks.append(Chunk(sequence, slot, num_tokens, context_len, samples))
+    size = lane.spec.block_size
+    written = sequence.block_ids[context_len // size : -(-(context_len + num_tokens) // size)]
+    step.chunks.append(Chunk(sequence, slot, num_tokens, context_len, samples, written, context_len % size))
     sequence.group.num_pending_candidates += samples and sequence.is_beam
     if is_ready:
         step.plan.decode_ready = True
@@ -76,8 +82,8 @@ def _file_after_chunk(lane: Lane, sequence: Sequence) -> list[Sequence]:
 
 
 def _is_held(sequence: Sequence) -> bool:
-    """Whether the executor holds it until a plan schedules it by name: beams, and sequences before their fork."""
-    return sequence.is_beam or not sequence.group.forked
+    """Whether plans schedule it by name: beams, sequences before their fork, and suspects."""
+    return sequence.is_beam or not sequence.group.forked or sequence.suspected is not None
 
 
 def _fork(lane: Lane, step: PlannedStep, source: Sequence, siblings: list[Sequence]) -> list[Sequence]:
@@ -99,7 +105,8 @@ def _fork(lane: Lane, step: PlannedStep, source: Sequence, siblings: list[Sequen
         step.plan.fork_source_slots.append(held_slot(source))
         step.plan.fork_slots.append(slot)
         step.chunks.append(Chunk(sibling, slot, 0, num_computed, samples=True))
-    lane.resuming[source] = None
+    if source.suspected is None:
+        lane.resuming[source] = None
     for sequence in (*siblings, source):
         fully_planned += _file_after_chunk(lane, sequence)
         if not sequence.fully_planned and num_computed % size:

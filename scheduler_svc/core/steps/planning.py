@@ -9,31 +9,31 @@ from scheduler_svc.core.sequences.sequence import Sequence, held_slot
 from scheduler_svc.core.steps.admission import admit
 from scheduler_svc.core.steps.budget import StepBudget
 from scheduler_svc.core.steps.chunks import plan_beams, plan_chunk
-from scheduler_svc.core.steps.preemption import preempt_for_admission, preempt_for_decodes
+from scheduler_svc.core.steps.preemption import append_missing, preempt_for_admission, preempt_for_decodes
+from scheduler_svc.core.steps.suspects import clear_sequence, is_ready, next_trial
 from scheduler_svc.core.types import StepPlan
 
 
 def plan_step(requests: RequestTable, lane: Lane, plan: StepPlan, now: float) -> PlannedStep | None:
-    """Fill an empty plan; None if it stays empty."""
-    step = PlannedStep(plan, now)
-    spec = lane.spec
+    """Fill an empty plan; None if it stays empty, or if plans in flight and a trial must not accompany each other."""
+    step = PlannedStep(plan, now, lane.blocks.next_node)
+    if not requests.suspects:
+        return step if _fill(requests, lane, step) else None
+    is_due = bool(next_trial(requests, lane)) and not lane.suspects_catch_up
+    if lane.inflight:
+        return None if is_due or lane.inflight[-1].is_trial or not _fill(requests, lane, step) else step
+    # A trial stays empty if its suspects are preempted or cleared first; other steps, if only suspects are left.
+    for is_trial in [True, False] if is_due else [False, True, False]:
+        if _fill(requests, lane, step, is_trial=is_trial):
+            return step
+    return None
+
+
+def _fill(requests: RequestTable, lane: Lane, step: PlannedStep, *, is_trial: bool = False) -> bool:
+    """Plan a step; returns whether there is anything for the executor to do."""
+    plan, spec = step.plan, lane.spec
     budget = StepBudget(spec.max_num_batched_tokens, spec.max_num_seqs, requests.policies.long_prefill_token_threshold)
-    num_admissible = requests.policies.batching.num_admissible(lane, requests.waiting, now, draining=requests.draining)
-    if num_admissible and requests.policies.order.preemptive:
-        preempt_for_admission(requests, lane, step)
-    memory_is_short = preempt_for_decodes(requests, lane, step)
-    _resume(lane, step)
-    # Sequences with shared KV wait until an earlier plan has computed it.
-    prefilling = [sequence for sequence in lane.prefilling if _shared_kv_is_computed(sequence)]
-    fully_planned = _plan_decodes(lane, step, budget)
-    plan_beams(lane, step, budget)
-    for sequence in prefilling:
-        if budget.exhausted:
-            break
-        fully_planned += plan_chunk(lane, step, budget, sequence)
-    # A sequence preempted for lack of memory would be admitted again at once.
-    if not memory_is_short:
-        fully_planned += admit(requests, lane, step, budget, num_admissible)
+    fully_planned = (_plan_trial if is_trial else _plan_all)(requests, lane, step, budget)
     plan.released_slots = lane.stale_slots + lane.take_released_slots(plan.step_id)
     lane.stale_slots = []
     step.retired, lane.retired = lane.retired, []
@@ -45,7 +45,49 @@ def plan_step(requests: RequestTable, lane: Lane, plan: StepPlan, now: float) ->
     for sequence in fully_planned:
         lane.retire(sequence)
     moves = plan.swapped_out or plan.copied or plan.swapped_in
-    return step if step.total_tokens or plan.released_slots or moves else None
+    return bool(step.total_tokens or plan.released_slots or moves or plan.append_slots or plan.resumed_slots)
+
+
+def _plan_all(requests: RequestTable, lane: Lane, step: PlannedStep, budget: StepBudget) -> list[Sequence]:
+    """Plan a step for all sequences, up to suspected positions; returns sequences whose last token is planned now."""
+    num_admissible = requests.policies.batching.num_admissible(
+        lane, requests.waiting, step.planned_at, draining=requests.draining
+    )
+    if num_admissible and requests.policies.order.preemptive:
+        preempt_for_admission(requests, lane, step)
+    memory_is_short = preempt_for_decodes(requests, lane, step)
+    _resume(lane, step)
+    # Sequences with shared KV wait until an earlier plan has computed it.
+    prefilling = [sequence for sequence in lane.prefilling if _shared_kv_is_computed(sequence)]
+    fully_planned = _plan_decodes(lane, step, budget)
+    plan_beams(lane, step, budget, [group for group in lane.due_beam_groups if group not in requests.suspects])
+    for sequence in prefilling:
+        if budget.exhausted:
+            break
+        fully_planned += plan_chunk(lane, step, budget, sequence)
+    # A sequence preempted for lack of memory would be admitted again at once.
+    if not memory_is_short:
+        fully_planned += admit(requests, lane, step, budget, num_admissible)
+    lane.suspects_catch_up = any(chunk.sequence.suspected is not None for chunk in step.chunks)
+    return fully_planned
+
+
+def _plan_trial(requests: RequestTable, lane: Lane, step: PlannedStep, budget: StepBudget) -> list[Sequence]:
+    """Plan a trial: suspected positions alone; returns sequences whose last token is planned now."""
+    preempt_for_decodes(requests, lane, step)
+    _resume(lane, step)
+    groups = next_trial(requests, lane)
+    step.is_trial, lane.suspects_catch_up = True, False
+    fully_planned: list[Sequence] = []
+    plan_beams(lane, step, budget, [group for group in lane.due_beam_groups if group in groups])
+    for sequence in [sequence for sequence in lane.prefilling if sequence.group in groups and is_ready(sequence)]:
+        if not append_missing(lane, step, sequence):
+            # Preemption and capacity are for the decode batch to settle.
+            clear_sequence(requests, lane, sequence)
+        elif not budget.exhausted:
+            fully_planned += plan_chunk(lane, step, budget, sequence)
+    step.is_trial = step.plan.announces_start = bool(step.chunks)
+    return fully_planned
 
 
 def _resume(lane: Lane, step: PlannedStep) -> None:

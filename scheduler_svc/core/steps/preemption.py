@@ -69,7 +69,7 @@ class _VictimSet:
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence, and those that are preempted together with it."""
-        for member in _preempted_together(sequence):
+        for member in preempted_together(sequence):
             if member in self.sequences:
                 continue
             self.sequences[member] = None
@@ -150,6 +150,18 @@ def _append_blocks(lane: Lane, step: PlannedStep) -> None:
         step.appended += zip(needing_blocks, block_ids, strict=True)
 
 
+def append_missing(lane: Lane, step: PlannedStep, sequence: Sequence) -> bool:
+    """Append the blocks that a sequence outside the decode batch lacks for its tokens; False if too few are free."""
+    num_missing = lane.blocks.num_missing(sequence)
+    if num_missing > lane.blocks.num_free:
+        return False
+    for block_id in lane.blocks.take(num_missing):
+        sequence.block_ids.append(block_id)
+        if sequence.described:
+            _note_append(step, sequence, block_id)
+    return True
+
+
 def _note_append(step: PlannedStep, sequence: Sequence, block_id: int) -> None:
     step.plan.append_slots.append(held_slot(sequence))
     step.plan.append_block_ids.append(block_id)
@@ -176,10 +188,10 @@ def _preempt_victim(requests: RequestTable, lane: Lane, step: PlannedStep, victi
     """Preempt a sequence, together with those that must lose their KV with it; a swap takes the whole group."""
     group = victim.group.running
     swapped = _prefers_swap(requests, lane, group)
-    _preempt(requests, lane, step, group if swapped else _preempted_together(victim), swapped=swapped)
+    _preempt(requests, lane, step, group if swapped else preempted_together(victim), swapped=swapped)
 
 
-def _preempted_together(sequence: Sequence) -> list[Sequence]:
+def preempted_together(sequence: Sequence) -> list[Sequence]:
     """The sequences that lose their KV together: all beams, and all sequences before their fork."""
     group = sequence.group
     return group.running if group.beam_search is not None or not group.forked else [sequence]

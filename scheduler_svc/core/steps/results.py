@@ -10,7 +10,7 @@ from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.request_table import RequestTable
-from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps.beam_scheduling import take_candidates
 from scheduler_svc.core.types import Finish, FinishDetail, SequenceState, SlotError, StepResult, StepStatus
 
@@ -101,8 +101,6 @@ def take_result(requests: RequestTable, lane: Lane, step: PlannedStep, result: S
     for slot, logprobs in result.logprobs.items():
         outputs.logprobs[_sequence_at(lane, slot)] = logprobs
     requests.policies.order.on_tokens(sequences)
-    if requests.groups_with_failed_steps:
-        _reset_failed_steps(requests, step, set(sequences))
     _finish_stopped(requests, lane, sequences, token_ids)
     for sequence in [sequence for sequence in lane.finishing if len(sequence.token_ids) >= sequence.max_len]:
         requests.finish(sequence, Finish(sequence.length_detail))
@@ -156,18 +154,6 @@ def _finish_stopped(requests: RequestTable, lane: Lane, sequences: list[Sequence
             requests.finish(sequence, finish)
 
 
-def _reset_failed_steps(requests: RequestTable, step: PlannedStep, sampled: Collection[Sequence]) -> None:
-    """Reset the failed steps of groups that got further than at their last failed step."""
-    ends = {chunk.sequence: chunk.context_len + chunk.num_tokens for chunk in step.chunks}
-    for group in list(requests.groups_with_failed_steps):
-        for sequence in group.sequences:
-            done = ends.get(sequence, len(sequence.token_ids) - 1 if sequence in sampled else 0)
-            if done > group.max_failed_context_len:
-                group.num_failed_steps = 0
-        if not group.num_failed_steps:
-            requests.groups_with_failed_steps.discard(group)
-
-
 def context_lens(lane: Lane, step: PlannedStep, *, applied: Collection[Sequence] = ()) -> dict[Sequence, int]:
     """The context length of each sequence before the oldest step in flight, or before one just applied.
 
@@ -185,20 +171,3 @@ def _sequence_at(lane: Lane, slot: int) -> Sequence:
     if sequence is None:
         raise InvariantError(f"slot {slot} was never held by a sequence")
     return sequence
-
-
-def record_failed_step(
-    requests: RequestTable, contexts: dict[Sequence, int], max_failed_steps: int
-) -> list[SequenceGroup]:
-    """Count a failed step for its groups: it was running when its executor was lost, and any of them may be the cause.
-
-    Returns the groups with `max_failed_steps` or more.
-    """
-    for sequence, context_len in contexts.items():
-        group = sequence.group
-        if not group.finished:
-            group.max_failed_context_len = max(group.max_failed_context_len, context_len)
-    for group in {sequence.group for sequence in contexts if not sequence.group.finished}:
-        group.num_failed_steps += 1
-        requests.groups_with_failed_steps.add(group)
-    return [group for group in requests.groups_with_failed_steps if group.num_failed_steps >= max_failed_steps]

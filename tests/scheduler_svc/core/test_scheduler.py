@@ -10,7 +10,6 @@ from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExists
 from scheduler_svc.core.lanes.slot_pool import SlotPool
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FcfsOrder, OrderPolicy, PriorityOrder
-from scheduler_svc.core.scheduler import MAX_FAILED_STEPS
 from scheduler_svc.core.types import (
     FinishDetail,
     RequestSpec,
@@ -150,16 +149,6 @@ def test_an_executor_that_comes_back_with_a_shorter_model_ends_what_has_grown_to
     assert bench.tokens["long"] == bench.known("long")[:6], "no token more"
     assert bench.tokens["short"] == bench.known("short")[:9]
     assert set(bench.details.values()) == {FinishDetail.MAX_MODEL_LEN}
-    assert not bench.core.groups
-
-
-def test_a_request_that_kills_every_executor_is_ended() -> None:
-    bench = Bench()
-    bench.add("poison", 5)
-    for _ in range(MAX_FAILED_STEPS):
-        assert bench.plan() is not None
-        bench.lose_executor()
-    assert bench.details["poison"] is FinishDetail.EXECUTOR_ERROR
     assert not bench.core.groups
 
 

@@ -1,0 +1,140 @@
+"""The end of a session whose executor may keep its KV: what is certain to be computed stays, the rest is given up.
+
+The executor clears its slots and keeps both pools. A plan without a result may have run in full, in part or not at all.
+So every position that such a plan was to write counts as not computed, and so does every block that it was to move KV
+into; their entries leave the prefix cache. Running sequences go on from there and are described anew. A sequence goes
+back to the waiting queue without KV if it
+
+- was admitted, or swapped out, by a plan without a result,
+- waits for KV that another sequence computes,
+- still needs prompt logprobs, which are not computed from the middle of a prompt,
+- would write to a block that another sequence holds, or lacks a block and none is free,
+- had its last token planned, which had freed its blocks.
+"""
+
+from __future__ import annotations
+
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.request_table import RequestTable
+from scheduler_svc.core.sequences.sequence import Sequence
+from scheduler_svc.core.steps.preemption import preempted_together
+from scheduler_svc.core.steps.results import context_lens
+
+
+def keep_kv(requests: RequestTable, lane: Lane) -> None:
+    """End the lane's session; its executor still has the KV that is kept here."""
+    steps = list(lane.inflight)
+    contexts = _first_contexts(lane, steps)
+    joined = {sequence for step in steps for sequence in step.joined}
+    offsets = _uncertain_offsets(steps)
+    for sequence in lane.running:
+        num_computed = contexts.get(sequence, sequence.num_computed_tokens)
+        sequence.roll_back(0 if sequence in joined else _num_certain(lane, sequence, num_computed, offsets))
+    for group in {sequence.group for sequence in (*contexts, *lane.running)}:
+        group.drop_candidates()
+    if steps:
+        host_block_ids = [host_block_id for step in steps for _, host_block_id in step.plan.swapped_out]
+        lane.blocks.remove_uncertain(steps[0].first_node, offsets, host_block_ids)
+    finishing = list(lane.finishing)
+    lane.reset_session()
+    for sequence in [*finishing, *_uncertain_swaps(lane, steps)]:
+        requests.requeue(sequence)
+    for sequence in {*contexts, *finishing}.difference(lane.running):
+        sequence.drop_pending_tokens()
+    for sequence in lane.running:
+        if not (sequence.awaits_fork or sequence.is_spare_beam):
+            lane.prefilling.add(sequence)
+    _file_due_beams(lane)
+    _give_up_uncertain(requests, lane, joined)
+
+
+def forget_kv(requests: RequestTable, lane: Lane) -> None:
+    """End the lane's session and empty its pools: the executor is another one, or is not known to be the same."""
+    contexts = _first_contexts(lane, list(lane.inflight))
+    interrupted = [*lane.running, *lane.finishing, *lane.swapped]
+    lane.reset()
+    for sequence in contexts.keys() - interrupted:
+        sequence.drop_pending_tokens()
+        sequence.group.drop_candidates()
+    for sequence in interrupted:
+        sequence.forget_executor_state()
+        sequence.group.drop_candidates()
+        requests.requeue(sequence)
+
+
+def _first_contexts(lane: Lane, steps: list[PlannedStep]) -> dict[Sequence, int]:
+    """The sequences of these steps, each with its context length before the first of them that computes it."""
+    contexts: dict[Sequence, int] = {}
+    for step in steps:
+        contexts = context_lens(lane, step) | contexts
+    return contexts
+
+
+def _uncertain_offsets(steps: list[PlannedStep]) -> dict[int, int]:
+    """Device blocks that others may come to hold, each with the first offset that these steps were to write.
+
+    Blocks that decodes write to are left out: until they are full, only their sequence holds them.
+    """
+    offsets: dict[int, int] = {}
+    for step in steps:
+        for _, block_id in (*step.plan.copied, *step.plan.swapped_in):
+            offsets[block_id] = 0
+        for chunk in step.chunks:
+            for index, block_id in enumerate(chunk.block_ids):
+                offset = chunk.first_offset if index == 0 else 0
+                offsets[block_id] = min(offset, offsets.get(block_id, offset))
+    return offsets
+
+
+def _num_certain(lane: Lane, sequence: Sequence, num_computed: int, offsets: dict[int, int]) -> int:
+    """Number of its leading tokens whose KV is certain to be there."""
+    if sequence.is_beam:
+        # Its candidates are lost: it computes its newest token again.
+        num_computed = min(num_computed, len(sequence.token_ids) - 1)
+    size = lane.spec.block_size
+    for index, block_id in enumerate(sequence.block_ids[: lane.blocks.num_blocks_for(num_computed)]):
+        if block_id in offsets:
+            return min(num_computed, index * size + offsets[block_id])
+    return num_computed
+
+
+def _uncertain_swaps(lane: Lane, steps: list[PlannedStep]) -> list[Sequence]:
+    """Free the host blocks of sequences that these steps were to swap out; returns the sequences."""
+    swapped = [sequence for step in steps for sequence in step.swapped_out if sequence in lane.swapped]
+    for sequence in swapped:
+        lane.drop_swapped(sequence)
+    return swapped
+
+
+def _file_due_beams(lane: Lane) -> None:
+    """Mark groups whose beams each lack their newest token only: the next plan copies the blocks that they share."""
+    for group in dict.fromkeys(sequence.group for sequence in lane.running if sequence.is_beam):
+        if group.forked and len(group.due_beams) == len(group.beams):
+            lane.due_beam_groups[group] = None
+            for beam in group.beams:
+                lane.prefilling.discard(beam)
+
+
+def _give_up_uncertain(requests: RequestTable, lane: Lane, joined: set[Sequence]) -> None:
+    """Requeue the running sequences that cannot go on from here; the last holder of shared blocks keeps them."""
+    for sequence in lane.running.sequences[::-1]:
+        if sequence.slot is None or sequence.group in lane.due_beam_groups:
+            continue
+        needs_more = sequence in joined or sequence.kv_source is not None or sequence.needs_prompt_logprobs
+        # Before a fork, all share the blocks that the first one writes to.
+        if needs_more or (sequence.group.forked and not lane.blocks.writes_only_own(sequence)):
+            _give_up(requests, lane, sequence)
+    for sequence in list(lane.prefilling):
+        if sequence.slot is None or not (num_missing := lane.blocks.num_missing(sequence)):
+            continue
+        if num_missing > lane.blocks.num_free:
+            _give_up(requests, lane, sequence)
+        else:
+            sequence.block_ids += lane.blocks.take(num_missing)
+
+
+def _give_up(requests: RequestTable, lane: Lane, sequence: Sequence) -> None:
+    for member in preempted_together(sequence):
+        lane.stop_running(member)
+        requests.requeue(member)

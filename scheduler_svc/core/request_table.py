@@ -112,6 +112,7 @@ class RequestTable:
             self._outputs.finishes[sequence] = finish
         for begun in self.begun.values():
             begun.computed.pop(sequence, None)
+        sequence.suspected = None
         if group in self.suspects:
             self.suspects[group].positions.pop(sequence, None)
             if not self.suspects[group].positions:

@@ -123,7 +123,7 @@ async def _run(world: World) -> None:
     faults = Faults(world)
     reading = [asyncio.create_task(client.run(), name=client.plan.name) for client in clients]
     watching = asyncio.create_task(_watch_health(world), name="health")
-    await _until_ended(world, reading)
+    await _until_ended(world, clients, reading)
     await faults.ended()
     await _settle(world)
     watching.cancel()
@@ -135,8 +135,9 @@ async def _run(world: World) -> None:
     await _stop(world)
 
 
-async def _until_ended(world: World, reading: list[asyncio.Task[None]]) -> None:
+async def _until_ended(world: World, clients: list[Client], reading: list[asyncio.Task[None]]) -> None:
     """Wait for all clients, and for all faults; raises Violation if a request waits for ever."""
+    asked_to_start = False
     last_fault_s = max((fault.at_s for fault in world.scenario.faults), default=0.0)
     world.touch(last_fault_s + 0.01)
     while True:
@@ -149,6 +150,11 @@ async def _until_ended(world: World, reading: list[asyncio.Task[None]]) -> None:
         now = world.loop.time()
         if now >= world.quiet_at and all(task.done() for task in reading):
             return
+        if now > world.quiet_at + 1.0 and not asked_to_start and all(client.live or client.refusal for client in clients):
+            # A static batch would wait for further requests, and no more will come.
+            asked_to_start = True
+            world.core.drain(True)
+            world.engine._loop.wake()
         if now > world.quiet_at + BOUND_S + world.longest_pause_s:
             waiting = [task.get_name() for task in reading if not task.done()]
             raise Violation(f"{waiting} wait for ever: {_state(world)}")

@@ -29,6 +29,7 @@ from tests.helpers.known import VOCAB_SIZE, known_beams, known_cuts, known_promp
 from tests.simulation.plan_runner import Slot
 
 NUM_ENTRIES = 240
+NUM_STEMS = 6
 MAX_PROMPT_TOKENS = 26
 _MOST_TOKENS = 64
 _LETTERS = "abcdefghij"
@@ -42,6 +43,8 @@ class Entry:
     stop: tuple[str, ...] = ()
     """Stop strings; its text is decoded if there are any."""
     kind: str = "greedy"
+    stem: int = 0
+    """Entries of one stem have prompts that begin alike."""
 
     def text_stream(self) -> TextStream:
         """A detokenizer for one sample."""
@@ -66,14 +69,15 @@ class LettersDecoder:
 def catalogue() -> list[Entry]:
     """All entries."""
     rng = Random("catalogue")
-    stems = [_tokens(rng, MAX_PROMPT_TOKENS) for _ in range(4)]
+    stems = [_tokens(rng, MAX_PROMPT_TOKENS) for _ in range(NUM_STEMS)]
     return [_draw_entry(rng, index, stems) for index in range(NUM_ENTRIES)]
 
 
 def _draw_entry(rng: Random, index: int, stems: list[tuple[int, ...]]) -> Entry:
     kind = rng.choice(["greedy", "drawn", "drawn", "samples", "beams", "text", "logprobs"])
-    stem = rng.choice(stems)[: rng.choice([0, 4, 8, 12, 16, 20])]
-    prompt = (stem + _tokens(rng, rng.choice([1, 1, 3, 6, 12])))[:MAX_PROMPT_TOKENS]
+    stem = rng.randrange(len(stems))
+    shared = stems[stem][: rng.choice([0, 4, 8, 12, 16, 20])]
+    prompt = (shared + _tokens(rng, rng.choice([1, 1, 3, 6, 12])))[:MAX_PROMPT_TOKENS]
     stops = tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 1, 3])))
     sampling = core_sampling(
         temperature=0.0 if kind in ("greedy", "beams") else 1.0,
@@ -94,11 +98,17 @@ def _draw_entry(rng: Random, index: int, stems: list[tuple[int, ...]]) -> Entry:
         eos_token_ids=frozenset(stops[:1]),
         num_samples=rng.choice([2, 2, 3]) if kind == "samples" else rng.randint(1, width) if beams else 1,
         beams=beams,
-        cache_salt=rng.choice([b"", b"", b"", b"salt"]),
+        cache_salt=b"salt" if rng.random() < 0.1 else b"",
         uses_prefix_cache=rng.random() < 0.9,
     )
     stop = tuple("".join(rng.choices(_LETTERS, k=rng.choice([1, 2, 2]))) for _ in range(2)) if kind == "text" else ()
-    return Entry(spec, stop, kind)
+    return Entry(spec, stop, kind, stem)
+
+
+@cache
+def entries_of_stem(stem: int) -> list[int]:
+    """The entries whose prompts begin alike."""
+    return [index for index, entry in enumerate(catalogue()) if entry.stem == stem]
 
 
 def _tokens(rng: Random, count: int) -> tuple[int, ...]:

@@ -136,7 +136,7 @@ class Client:
                     if chunk is not None:
                         self._take(chunk)
                         if plan.kind == "slow":
-                            await asyncio.sleep(0.1 * plan.number)
+                            await asyncio.sleep(min(0.05, 0.1 * plan.number))
                         continue
                     if live.error is not None:
                         self.error = live.error

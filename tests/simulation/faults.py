@@ -183,6 +183,10 @@ class Faults:
         world.later(after_s, start)
 
     def _other_limits(self, number: float) -> None:
+        self._happened("other limits", 0.5)
+        self._replace(self._changed_model(), after_s=0.02 + 0.3 * number)
+
+    def _changed_model(self) -> ModelDescription:
         model, rng = self._world.models[-1], self._world.rng
         size = rng.choice([model.block_size, model.block_size, 4])
         changes: list[dict[str, Any]] = [
@@ -193,13 +197,11 @@ class Faults:
             {"block_size": size, "num_device_blocks": 120 // size, "num_host_blocks": 40 // size},
         ]
         changed = replace(model, **rng.choice(changes))
-        changed = replace(
+        return replace(
             changed,
             num_slots=max(changed.num_slots, changed.max_num_seqs),
             max_num_batched_tokens=max(changed.max_num_batched_tokens, changed.max_num_seqs),
         )
-        self._happened("other limits", 0.5)
-        self._replace(changed, after_s=0.02 + 0.3 * number)
 
     def _other_numerics(self, _: float) -> None:
         if len(self._world.numerics) > 1:
@@ -216,12 +218,12 @@ class Faults:
         self._replace(replace(model, max_num_batched_tokens=model.max_num_seqs - 1), after_s=0.01)
         world.later(0.5 + number, lambda: self._replace(model))
 
-    def _replace_while_opening(self, _: float) -> None:
-        world = self._world
+    def _replace_while_opening(self, number: float) -> None:
+        world, changes = self._world, number > 0.5
 
         def exchange() -> None:
             world.process.kill()
-            world.start_process()
+            world.start_process(self._changed_model() if changes else None)
 
         self._happened("replaced while opening", 0.5)
         world.address.replace_before_open = exchange

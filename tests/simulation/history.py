@@ -194,6 +194,7 @@ async def _watch_health(world: World) -> None:
             and not (world.fenced or engine.draining)
         )
         world.counts["health checks"] += 1
+        world.counts["health checks of hanging steps"] += process.hanging
         if engine.healthy != usable:
             raise Violation(f"healthy is {engine.healthy}, and the executor {'is' if usable else 'is not'} usable")
 

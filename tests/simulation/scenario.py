@@ -11,12 +11,12 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.changing_executor import MODEL
 from tests.helpers.simulations import options
-from tests.simulation.catalogue import NUM_ENTRIES, catalogue
+from tests.simulation.catalogue import NUM_ENTRIES, NUM_STEMS, catalogue, entries_of_stem
 from tests.simulation.network import Delays
 
-REAL_EXECUTOR_EVERY = 12
+REAL_EXECUTOR_EVERY = 20
 """One history of so many runs the simulated executor of the service, over the wire's conversions."""
-RECORDED_EVERY = 9
+RECORDED_EVERY = 12
 """One history of so many is recorded, and its plan log replayed."""
 
 FAULT_KINDS = (
@@ -25,7 +25,7 @@ FAULT_KINDS = (
     "fenced", "poison", "late scheduler", "wall clock jump", "drain",
 )  # fmt: skip
 _WEIGHTS = {"cut": 6, "kill": 6, "failed step": 3, "other limits": 4, "fenced": 0.4, "poison": 0.8, "silence": 0.7,
-            "hang": 0.7, "watchdog": 0.7, "unusable limits": 0.6, "other numerics": 0.8}  # fmt: skip
+            "hang": 1.5, "watchdog": 1.0, "unusable limits": 0.6, "other numerics": 0.8}  # fmt: skip
 CLIENT_KINDS = ("patient", "slow", "cancels", "disconnects", "deadline", "twice")
 _CLIENT_WEIGHTS = (8, 3, 2, 1, 2, 1)
 
@@ -85,7 +85,8 @@ def draw_scenario(seed: int) -> Scenario:
     is_real = seed % REAL_EXECUTOR_EVERY == 0
     model = _draw_model(rng)
     duration_s = rng.choice([0.2, 0.5, 1.0])
-    clients = tuple(_draw_client(rng, f"r{number}", duration_s) for number in range(rng.choice([3, 5, 6, 8])))
+    stem = rng.randrange(NUM_STEMS)
+    clients = tuple(_draw_client(rng, f"r{number}", duration_s, stem) for number in range(rng.choice([3, 5, 6, 8])))
     return Scenario(
         seed=seed,
         config=_base_config().model_copy(update=_draw_options(rng)),
@@ -133,8 +134,8 @@ def _draw_options(rng: Random) -> dict[str, Any]:
     }
 
 
-def _draw_client(rng: Random, name: str, duration_s: float) -> ClientPlan:
-    index = rng.randrange(NUM_ENTRIES)
+def _draw_client(rng: Random, name: str, duration_s: float, stem: int) -> ClientPlan:
+    index = rng.choice(entries_of_stem(stem)) if rng.random() < 0.6 else rng.randrange(NUM_ENTRIES)
     most = 10 if catalogue()[index].spec.beams else 20
     return ClientPlan(
         name=name,
@@ -142,9 +143,9 @@ def _draw_client(rng: Random, name: str, duration_s: float) -> ClientPlan:
         kind=rng.choices(CLIENT_KINDS, _CLIENT_WEIGHTS)[0],
         arrives_s=rng.choice([0.0, rng.random() * duration_s]),
         max_tokens=None if rng.random() < 0.03 else rng.randint(1, most),
-        tenant=rng.choice(["", "", "a"]),
+        tenant="a" if rng.random() < 0.2 else "",
         priority=rng.randint(-1, 1),
-        number=rng.random() * rng.choice([0.1, 0.5]),
+        number=rng.random() * rng.choice([0.1, 0.5, 0.5, 100.0]),
         max_bytes=rng.choice([1, 150, 1 << 20]),
         final_only=rng.random() < 0.1,
     )
@@ -154,7 +155,7 @@ def _draw_faults(rng: Random, duration_s: float, *, is_real: bool) -> tuple[Faul
     # The service's executor has one numerics, and nothing to find a poisoned request by.
     kinds = [kind for kind in FAULT_KINDS if not (is_real and kind in ("other numerics", "poison"))]
     weights = [_WEIGHTS.get(kind, 1.0) for kind in kinds]
-    count = rng.choice([0, 1, 1, 2, 2, 3, 4])
+    count = rng.choice([0, 1, 2, 2, 3, 3, 5])
     drawn = [
         Fault(rng.choices(kinds, weights)[0], rng.random() * 1.2 * duration_s, rng.random()) for _ in range(count)
     ]

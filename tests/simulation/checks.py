@@ -82,7 +82,7 @@ def _check_end(world: World, client: Client) -> None:
         _require(len(world.models) > 1, f"ended without other limits: {error}")
     else:
         _require(error is None, f"ended with {error!r}")
-    if error is None and client.aborted_at is None:
+    if error is None and not client.has_left:
         _require(all(seen.finish for seen in client.samples), "its reader never received a finish")
     for detail in client.details():
         _require(_happened(world, client, detail), f"{detail.name} without a reason")
@@ -230,12 +230,12 @@ def _check_beams(world: World, client: Client) -> None:
     details = {*client.details()}
     cut = details & {FinishDetail.ABORTED, FinishDetail.DEADLINE, FinishDetail.KV_CAPACITY, FinishDetail.EXECUTOR_ERROR}
     # An executor that comes back with less cuts beams short too.
-    if cut or (len(lengths) > 1 and FinishDetail.MAX_MODEL_LEN in details):
+    if cut or (len(_lengths(world)) > 1 and FinishDetail.MAX_MODEL_LEN in details):
         for length in lengths:
             wholes += [_padded(each, len(found)) for each in cut_beams(plan.index, plan.max_tokens, length)]
         if cut and len(lengths) > 1:
             return
-    if client.aborted_at is not None and len(details) < len(found):
+    if client.has_left and not all(seen.finish for seen in client.samples):
         return
     _require(found in wholes or len(lengths) > 1, f"beams {found}, not one of {wholes}")
 

@@ -55,7 +55,9 @@ class Client:
         """The error that it was refused with."""
         self.deadline: float | None = None
         self.aborted_at: float | None = None
-        """When it has cancelled its request, or gone away."""
+        """When it has ended its request, by a call or by going away."""
+        self.has_left = False
+        """Whether it went away before it had received everything."""
         self._world = world
 
     async def run(self) -> None:
@@ -144,6 +146,7 @@ class Client:
                     await wake.wait()
                     wake.clear()
         except TimeoutError:
+            self.has_left = True
             if not live.ended:
                 self.aborted_at = world.clock.monotonic()
         finally:

@@ -137,15 +137,16 @@ def _draw_options(rng: Random) -> dict[str, Any]:
 def _draw_client(rng: Random, name: str, duration_s: float, stem: int) -> ClientPlan:
     index = rng.choice(entries_of_stem(stem)) if rng.random() < 0.6 else rng.randrange(NUM_ENTRIES)
     most = 10 if catalogue()[index].spec.beams else 20
+    kind = rng.choices(CLIENT_KINDS, _CLIENT_WEIGHTS)[0]
     return ClientPlan(
         name=name,
         index=index,
-        kind=rng.choices(CLIENT_KINDS, _CLIENT_WEIGHTS)[0],
+        kind=kind,
         arrives_s=rng.choice([0.0, rng.random() * duration_s]),
         max_tokens=None if rng.random() < 0.03 else rng.randint(1, most),
         tenant="a" if rng.random() < 0.2 else "",
         priority=rng.randint(-1, 1),
-        number=rng.random() * rng.choice([0.1, 0.5, 0.5, 100.0]),
+        number=rng.random() * (100.0 if kind == "deadline" and rng.random() < 0.3 else rng.choice([0.1, 0.5])),
         max_bytes=rng.choice([1, 150, 1 << 20]),
         final_only=rng.random() < 0.1,
     )

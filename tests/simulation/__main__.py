@@ -30,7 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(exc.trace))
         print(f"FAILED: {exc}")
         return 1
-    print(summary(reports, time.perf_counter() - begun))
+    seconds = time.perf_counter() - begun
+    print(summary(reports))
+    print(f"{seconds:.1f} s, {len(reports) / seconds:.0f} histories a second")
     return 0
 
 

@@ -79,14 +79,17 @@ def _draw_entry(rng: Random, index: int, stems: list[tuple[int, ...]]) -> Entry:
     shared = stems[stem][: rng.choice([0, 4, 8, 12, 16, 20])]
     prompt = (shared + _tokens(rng, rng.choice([1, 1, 3, 6, 12])))[:MAX_PROMPT_TOKENS]
     stops = tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 1, 3])))
+    # With nothing but stop tokens allowed and no stop before min_tokens, no token is left.
+    impossible = bool(stops) and rng.random() < 0.1
+    allowed = stops if impossible else tuple(rng.sample(range(VOCAB_SIZE), 3)) if rng.random() < 0.05 else ()
     sampling = core_sampling(
         temperature=0.0 if kind in ("greedy", "beams") else 1.0,
         seed=index + 1,
         stop_token_ids=stops,
-        min_tokens=rng.choice([0, 0, 0, 3]),
+        min_tokens=3 if impossible else rng.choice([0, 0, 0, 3]),
         num_logprobs=rng.choice([0, 2]) if kind == "logprobs" else None,
         num_prompt_logprobs=rng.choice([0, 2]) if kind == "logprobs" and rng.random() < 0.6 else None,
-        allowed_token_ids=tuple(rng.sample(range(VOCAB_SIZE), 3)) if rng.random() < 0.05 else (),
+        allowed_token_ids=allowed,
         bad_words=((3,), (5, 6)) if rng.random() < 0.1 else (),
     )
     width = rng.choice([2, 2, 3])

@@ -143,9 +143,7 @@ def _check_sample(world: World, client: Client, index: int, seen: SampleSeen) ->
         if length > len(client.spec.prompt_token_ids)
     ]
     longest = max((whole.token_ids for whole in wholes), key=len, default=[])
-    _require(
-        seen.token_ids == longest[: len(seen.token_ids)], f"sample {index} is {seen.token_ids}, not of {longest}"
-    )
+    _require(seen.token_ids == longest[: len(seen.token_ids)], f"sample {index} is {seen.token_ids}, not of {longest}")
     if detail not in _NATURAL or detail is FinishDetail.STOP_STRING:
         return
     if detail is FinishDetail.MAX_MODEL_LEN:
@@ -175,7 +173,9 @@ def _check_drawn(world: World, client: Client, index: int, seen: SampleSeen) -> 
 
 
 def _check_logprobs(client: Client, seen: SampleSeen) -> None:
-    _require(len(seen.logprobs) == len(seen.token_ids), f"{len(seen.logprobs)} logprobs of {len(seen.token_ids)} tokens")
+    _require(
+        len(seen.logprobs) == len(seen.token_ids), f"{len(seen.logprobs)} logprobs of {len(seen.token_ids)} tokens"
+    )
     num_top = client.spec.sampling.num_logprobs or 0
     for place, found in enumerate(seen.logprobs):
         wanted = token_logprobs(client.plan.index, tuple(seen.token_ids[: place + 1]), num_top)

@@ -79,10 +79,10 @@ class Faults:
             return
         self._happened(kind, seconds, f"for {seconds:.3f} s")
         address.stalled = True
-        connections = list(address.connections)
+        connections, ends_at = list(address.connections), world.loop.time() + seconds
 
         def notice() -> None:
-            if address.stalled:
+            if world.loop.time() < ends_at:
                 world.note("both ends notice the silence")
                 for connection in connections:
                     connection.fall_silent()
@@ -125,9 +125,10 @@ class Faults:
         self._happened("stop", seconds + 1.0, f"for {seconds:.3f} s")
         process.stopped = True
         connections = [each for each in address.connections if each.process is process]
+        ends_at = world.loop.time() + seconds
 
         def notice() -> None:
-            if process.alive and process.stopped:
+            if process.alive and world.loop.time() < ends_at:
                 world.note("the scheduler notices the silence")
                 for connection in connections:
                     # Also the executor's side: it reads the end of the stream when it goes on.
@@ -219,7 +220,7 @@ class Faults:
         world.later(0.5 + number, lambda: self._replace(model))
 
     def _replace_while_opening(self, number: float) -> None:
-        world, changes = self._world, number > 0.5
+        world, changes = self._world, number > 0.3
 
         def exchange() -> None:
             world.process.kill()

@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 from cadenza.plan_log import PlanLogReader
+from scheduler_svc.plan_loop.progress import NUM_FIRST_STEPS
 from scheduler_svc.replay.core_replay import CoreReplay
 from tests.simulation.checks import check_client
 from tests.simulation.clients import Client
@@ -31,6 +32,9 @@ HEALTH_S = 2.3
 _CHECK_S = 0.3
 _SETTLE_S = 1.0
 """After the last request the executor releases its slots within this time."""
+
+_LAST_S = 3.0
+"""Whatever the simulation itself has planned happens within this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,11 @@ async def _until_ended(world: World, clients: list[Client], reading: list[asynci
         now = world.loop.time()
         if now >= world.quiet_at and all(task.done() for task in reading):
             return
-        if now > world.quiet_at + 1.0 and not asked_to_start and all(client.live or client.refusal for client in clients):
+        if (
+            now > world.quiet_at + 1.0
+            and not asked_to_start
+            and all(client.live or client.refusal for client in clients)
+        ):
             # A static batch would wait for further requests, and no more will come.
             asked_to_start = True
             world.core.drain(True)
@@ -185,7 +193,7 @@ async def _watch_health(world: World) -> None:
         if world.loop.time() - world.changed_at < HEALTH_S:
             continue
         process = world.process
-        if process.hanging and (process.num_steps < 3 or process.num_slow_steps):
+        if process.hanging and (process.num_answered < NUM_FIRST_STEPS or process.num_slow_steps):
             continue  # The first steps may take long, and a slow one makes the next bound longer.
         usable = (
             world.address.answers
@@ -196,7 +204,9 @@ async def _watch_health(world: World) -> None:
         world.counts["health checks"] += 1
         world.counts["health checks of hanging steps"] += process.hanging
         if engine.healthy != usable:
-            raise Violation(f"healthy is {engine.healthy}, and the executor {'is' if usable else 'is not'} usable")
+            is_usable = "is" if usable else "is not"
+            world.fail(Violation(f"healthy is {engine.healthy}, and the executor {is_usable} usable"))
+            return
 
 
 async def _settle(world: World) -> None:
@@ -237,9 +247,9 @@ async def _stop(world: World) -> None:
     """Stop the engine: it leaves no task, and no timer of its own."""
     engine = world.engine
     await engine.stop()
-    # What is left then are messages under way, and the simulated process.
+    # What is left then are messages under way, and what this simulation does later.
     world.process.kill()
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(_LAST_S)
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     if tasks:
         raise Violation(f"tasks left: {sorted(task.get_name() for task in tasks)}")

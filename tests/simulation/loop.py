@@ -66,12 +66,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         ready = self._ready
         if not ready and not self._stopping:
             self._advance()
-        count = len(ready)
-        self.num_callbacks += count
-        self._num_since_step += count
+        num_ready = len(ready)
+        self.num_callbacks += num_ready
+        self._num_since_step += num_ready
         if self._num_since_step > _MAX_CALLBACKS_AT_ONCE:
-            raise SpinningError(f"{self._num_since_step} callbacks at {self._now} s")
-        for _ in range(count):
+            count, self._num_since_step = self._num_since_step, 0
+            raise SpinningError(f"{count} callbacks at {self._now} s")
+        for _ in range(num_ready):
             handle = ready.popleft()
             if not handle._cancelled:
                 handle._run()

@@ -53,13 +53,12 @@ def total(reports: Iterable[Report]) -> Counter[str]:
     return counts
 
 
-def summary(reports: Sequence[Report], seconds: float) -> str:
-    """Rates, faults per history, and how requests ended."""
+def summary(reports: Sequence[Report]) -> str:
+    """Faults per history, and how requests ended."""
     counts, number = total(reports), len(reports)
     faults = Counter(sum(n for name, n in each.counts.items() if name.startswith("fault: ")) for each in reports)
     lines = [
-        f"{number} histories in {seconds:.1f} s: {number / seconds:.0f} a second; "
-        f"{sum(each.num_callbacks for each in reports) / number:.0f} events, {counts['steps'] / number:.0f} steps and "
+        f"{number} histories; {sum(each.num_callbacks for each in reports) / number:.0f} events, {counts['steps'] / number:.0f} steps and "
         f"{sum(each.seconds for each in reports) / number:.1f} s of virtual time in each",
         "histories by number of faults: " + ", ".join(f"{count}: {faults[count]}" for count in sorted(faults)),
     ]

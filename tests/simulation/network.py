@@ -114,6 +114,7 @@ class Connection:
             if not self.opened.done():
                 self.opened.set_result(message)
         else:
+            self.process.num_answered += 1
             self.inbox.put_nowait(message)
 
     def flush(self) -> None:

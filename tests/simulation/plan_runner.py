@@ -252,9 +252,7 @@ class PlanRunner:
     def _places(self, slot: Slot, start: int, count: int) -> Iterable[int]:
         size, blocks = self._size, slot.blocks
         _require(start + count <= len(blocks) * size, f"the block table of slot {slot.number} is too short")
-        return [
-            blocks[position // size] * size + position % size for position in range(start, start + count)
-        ]
+        return [blocks[position // size] * size + position % size for position in range(start, start + count)]
 
     def _check_kv(self, slot: Slot, end: int) -> None:
         """Attention reads the KV of every position before `end`."""

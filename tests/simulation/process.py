@@ -81,7 +81,8 @@ class ExecutorProcess:
         self.session: Session | None = None
         self.last_epoch = 0
         self.last_completed = 0
-        self.num_steps = 0
+        self.num_answered = 0
+        """Results that have arrived at the scheduler."""
         self.num_slow_steps = 0
         self.next_step: NextStep | None = None
         self.hanging = False
@@ -213,7 +214,6 @@ class ExecutorProcess:
             self._on_error(exc)
             return None
         self.last_completed = plan.step_id
-        self.num_steps += 1
         num_tokens = sum(plan.scheduled_num_tokens) + len(result.slots)
         num_moved = len(plan.swapped_out) + len(plan.swapped_in)
         device_ns = 100_000 + 10_000 * num_tokens

@@ -25,7 +25,8 @@ FAULT_KINDS = (
     "fenced", "poison", "late scheduler", "wall clock jump", "drain",
 )  # fmt: skip
 _WEIGHTS = {"cut": 6, "kill": 6, "failed step": 3, "other limits": 4, "fenced": 0.4, "poison": 0.8, "silence": 0.7,
-            "hang": 1.5, "watchdog": 1.0, "unusable limits": 0.6, "other numerics": 0.8}  # fmt: skip
+            "hang": 1.5, "watchdog": 1.0, "unusable limits": 0.6, "other numerics": 1.0,
+            "non-finite": 2.5}  # fmt: skip
 CLIENT_KINDS = ("patient", "slow", "cancels", "disconnects", "deadline", "twice")
 _CLIENT_WEIGHTS = (8, 3, 2, 1, 2, 1)
 
@@ -143,7 +144,7 @@ def _draw_client(rng: Random, name: str, duration_s: float, stem: int) -> Client
         index=index,
         kind=kind,
         arrives_s=rng.choice([0.0, rng.random() * duration_s]),
-        max_tokens=None if rng.random() < 0.03 else rng.randint(1, most),
+        max_tokens=None if rng.random() < 0.05 else rng.randint(1, most),
         tenant="a" if rng.random() < 0.2 else "",
         priority=rng.randint(-1, 1),
         number=rng.random() * (100.0 if kind == "deadline" and rng.random() < 0.3 else rng.choice([0.1, 0.5])),
@@ -157,8 +158,6 @@ def _draw_faults(rng: Random, duration_s: float, *, is_real: bool) -> tuple[Faul
     kinds = [kind for kind in FAULT_KINDS if not (is_real and kind in ("other numerics", "poison"))]
     weights = [_WEIGHTS.get(kind, 1.0) for kind in kinds]
     count = rng.choice([0, 1, 2, 2, 3, 3, 5])
-    drawn = [
-        Fault(rng.choices(kinds, weights)[0], rng.random() * 1.2 * duration_s, rng.random()) for _ in range(count)
-    ]
+    drawn = [Fault(rng.choices(kinds, weights)[0], rng.random() * 1.2 * duration_s, rng.random()) for _ in range(count)]
     # What ends the service comes last.
     return tuple(replace(fault, at_s=fault.at_s + duration_s) if fault.kind == "fenced" else fault for fault in drawn)

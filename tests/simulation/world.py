@@ -81,6 +81,7 @@ class World:
     def _on_health(self, healthy: bool) -> None:
         if healthy != self._was_healthy:
             self._was_healthy = healthy
+            self.num_lost += not healthy
             self.counts["healthy" if healthy else "unhealthy"] += 1
             self.note("healthy" if healthy else "unhealthy")
 

@@ -1,4 +1,4 @@
-"""`python -m tests.simulation --seed N --trace` repeats one history; `--histories N --seed S` runs many, on all cores."""
+"""`python -m tests.simulation --seed N --trace` repeats a history; `--histories N --seed S` runs many, on all cores."""
 
 from __future__ import annotations
 

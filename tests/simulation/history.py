@@ -154,11 +154,8 @@ async def _until_ended(world: World, clients: list[Client], reading: list[asynci
         now = world.loop.time()
         if now >= world.quiet_at and all(task.done() for task in reading):
             return
-        if (
-            now > world.quiet_at + 1.0
-            and not asked_to_start
-            and all(client.live or client.refusal for client in clients)
-        ):
+        arrived = all(client.live or client.refusal for client in clients)
+        if arrived and not asked_to_start and now > world.quiet_at + 1.0:
             # A static batch would wait for further requests, and no more will come.
             asked_to_start = True
             world.core.drain(True)
@@ -239,6 +236,8 @@ def _check_nothing_held(world: World) -> None:
     left = {name: count for name, count in held.items() if count}
     if left:
         raise Violation(f"still held at the end: {left}")
+    if engine.connected and engine.model != world.process.model:
+        raise Violation("the service goes by the description of another executor")
     if engine.failure is None and not engine.connected:
         raise Violation("the executor is back, and no session is open")
 

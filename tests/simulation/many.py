@@ -57,9 +57,10 @@ def summary(reports: Sequence[Report]) -> str:
     """Faults per history, and how requests ended."""
     counts, number = total(reports), len(reports)
     faults = Counter(sum(n for name, n in each.counts.items() if name.startswith("fault: ")) for each in reports)
+    events, seconds = sum(each.num_callbacks for each in reports), sum(each.seconds for each in reports)
     lines = [
-        f"{number} histories; {sum(each.num_callbacks for each in reports) / number:.0f} events, {counts['steps'] / number:.0f} steps and "
-        f"{sum(each.seconds for each in reports) / number:.1f} s of virtual time in each",
+        f"{number} histories; in each {events / number:.0f} events, {counts['steps'] / number:.0f} steps and "
+        f"{seconds / number:.1f} s of virtual time",
         "histories by number of faults: " + ", ".join(f"{count}: {faults[count]}" for count in sorted(faults)),
     ]
     for title, prefix in (("faults", "fault: "), ("ends of samples", "end: "), ("turned away", "turned away: ")):

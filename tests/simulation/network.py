@@ -198,6 +198,8 @@ class Address:
         self.loop, self.rng, self.delays = loop, rng, delays
         self.process: ExecutorProcess | None = None
         self.connections: list[Connection] = []
+        self.num_opened = 0
+        """Sessions so far."""
         self.stalled = False
         """Whether the network delivers nothing; TCP delivers it later."""
         self.num_refusals = 0
@@ -249,6 +251,7 @@ class Address:
         except BaseException:
             connection.close()
             raise
+        self.num_opened += 1
         return Stream(connection, opened)
 
     def refusal(self, process: ExecutorProcess, epoch: int) -> Exception | None:

@@ -215,9 +215,9 @@ class PlanRunner:
             work.append(_Work(slot, num_tokens, samples))
         if plan.decode_ready:
             for number, slot in self.slots.items():
-                if number not in named and number not in forked and not (slot.held or slot.stopped):
-                    if len(slot.tokens) - slot.num_computed == 1:
-                        work.append(_Work(slot, 1, True))
+                ready = slot.num_left == 1 and not (slot.held or slot.stopped)
+                if ready and number not in named and number not in forked:
+                    work.append(_Work(slot, 1, True))
         forks = self._forks(plan, work, idle)
         model = self.model
         _require(len(work) <= model.max_num_seqs, f"{len(work)} sequences in a step of {model.max_num_seqs}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from scheduler_svc.core.types import FinishDetail
@@ -54,10 +56,10 @@ def test_a_seed_repeats_its_history(seed: int) -> None:
 @pytest.mark.parametrize("bug", SEEDED_BUGS, ids=lambda bug: bug.name)
 def test_a_bug_is_found_and_the_failure_says_how_to_repeat_it(bug: SeededBug) -> None:
     with seeded(bug):
-        with pytest.raises(HistoryError, match="repeat: python -m tests.simulation --seed") as found:
+        with pytest.raises(HistoryError, match=re.escape("python -m tests.simulation --seed")) as found:
             run_chunk(range(NUM_CHECKED))
         with pytest.raises(HistoryError) as again:
             run_history(found.value.seed, trace=True)
     assert str(again.value) == str(found.value)
-    assert "VIOLATION" in again.value.trace[-1] or again.value.trace
+    assert len(again.value.trace) > 3
     run_history(found.value.seed)

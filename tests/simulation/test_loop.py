@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from random import Random
 
 import pytest
@@ -67,7 +68,7 @@ def test_a_task_that_spins_is_noticed() -> None:
     loop = VirtualLoop(Random(0))
 
     async def spin() -> None:
-        while True:
+        for _ in itertools.count():
             await asyncio.sleep(0)
 
     task = loop.create_task(spin())

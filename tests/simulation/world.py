@@ -43,8 +43,6 @@ class World:
         self.poison: tuple[int, int] | None = None
         """The seed of the request that kills its executor, and after how many output tokens."""
         self.fenced = False
-        self.num_lost = 0
-        """Sessions that were lost."""
         self.longest_pause_s = 0.0
         self.changed_at = loop.time()
         """When something last happened that health depends on."""
@@ -81,7 +79,6 @@ class World:
     def _on_health(self, healthy: bool) -> None:
         if healthy != self._was_healthy:
             self._was_healthy = healthy
-            self.num_lost += not healthy
             self.counts["healthy" if healthy else "unhealthy"] += 1
             self.note("healthy" if healthy else "unhealthy")
 
@@ -146,6 +143,11 @@ class World:
             self.touch(1.0)
         return held or admitted
 
+    @property
+    def num_lost(self) -> int:
+        """Sessions that were lost."""
+        return self.address.num_opened - self.engine.connected
+
     def restart_if_dead(self) -> None:
         """Start a process unless one runs."""
         if not self.process.alive:
@@ -169,18 +171,14 @@ class World:
 
 
 def _described(plan: StepPlan) -> str:
-    parts = [
-        f"admits {[(each.slot, each.sampling.seed, len(each.token_ids), each.num_computed_tokens) for each in plan.admitted]}"
-        if plan.admitted
-        else "",
-        f"releases {plan.released_slots}" if plan.released_slots else "",
-        f"swaps out {plan.swapped_out}" if plan.swapped_out else "",
-        f"copies {plan.copied}" if plan.copied else "",
-        f"swaps in {plan.swapped_in}" if plan.swapped_in else "",
-        f"appends {list(zip(plan.append_slots, plan.append_block_ids, strict=True))}" if plan.append_slots else "",
-        f"computes {list(zip(plan.scheduled_slots, plan.scheduled_num_tokens, strict=True))}"
-        if plan.scheduled_slots
-        else "",
-        "decodes" if plan.decode_ready else "",
+    admitted = [
+        (each.slot, each.sampling.seed, len(each.token_ids), each.num_computed_tokens) for each in plan.admitted
     ]
-    return "begins: " + ", ".join(filter(None, parts))
+    appended = list(zip(plan.append_slots, plan.append_block_ids, strict=True))
+    computed = list(zip(plan.scheduled_slots, plan.scheduled_num_tokens, strict=True))
+    parts = {
+        "admits": admitted, "releases": plan.released_slots, "swaps out": plan.swapped_out, "copies": plan.copied,
+        "swaps in": plan.swapped_in, "appends": appended, "computes": computed,
+    }  # fmt: skip
+    done = [f"{name} {what}" for name, what in parts.items() if what] + (["decodes"] if plan.decode_ready else [])
+    return "begins: " + ", ".join(done)

@@ -53,6 +53,7 @@ def test_a_seed_repeats_its_history(seed: int) -> None:
     assert len(trace) > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", SEEDED_BUGS, ids=lambda bug: bug.name)
 def test_a_bug_is_found_and_the_failure_says_how_to_repeat_it(bug: SeededBug) -> None:
     with seeded(bug):

@@ -72,7 +72,7 @@ def _check_end(world: World, client: Client) -> None:
     _require(live.ended, "it never ended")
     if client.deadline is not None:
         late_s = live.times.end_ns / 1e9 - client.deadline
-        allowed = _LATE_S + world.longest_pause_s + world.loop.latest_s
+        allowed = _LATE_S + world.paused_s + world.loop.latest_s
         _require(late_s <= allowed, f"it ended {late_s:.3f} s after its deadline")
     error = live.error
     if isinstance(error, ModelChangedError):
@@ -230,7 +230,9 @@ def _check_beams(world: World, client: Client) -> None:
     details = {*client.details()}
     cut = details & {FinishDetail.ABORTED, FinishDetail.DEADLINE, FinishDetail.KV_CAPACITY, FinishDetail.EXECUTOR_ERROR}
     # An executor that comes back with less cuts beams short too.
-    if cut or (len(_lengths(world)) > 1 and FinishDetail.MAX_MODEL_LEN in details):
+    shortened = len(_lengths(world)) > 1 and FinishDetail.MAX_MODEL_LEN in details
+    # Where the best have ended by themselves, nothing says that the others were cut short for lack of blocks.
+    if cut or shortened or _may_fill_pool(world, client):
         for length in lengths:
             wholes += [_padded(each, len(found)) for each in cut_beams(plan.index, plan.max_tokens, length)]
         if cut and len(lengths) > 1:

@@ -32,7 +32,7 @@ class Faults:
             "silence": lambda number: self._stand_still("silence", SILENCE_S + 0.5 + 2.0 * number),
             "kill": self._kill,
             "stop": self._stop,
-            "hang": lambda number: self._next_step("hang", NextStep(seconds=2.5 + 3.0 * number)),
+            "hang": lambda number: self._next_step("hang", NextStep(seconds=2.5 + 5.0 * number)),
             "watchdog": self._watchdog,
             "slow step": lambda number: self._next_step("slow step", NextStep(seconds=0.1 + 0.8 * number)),
             "failed step": lambda _: self._next_step("failed step", NextStep(status=StepStatus.FAILED)),
@@ -168,8 +168,8 @@ class Faults:
             elif process.alive:
                 process.next_step = None
 
-        self._world.later(3.0 + 2.0 * number, end)
-        self._world.touch(6.0)
+        self._world.later(3.0 + 4.0 * number, end)
+        self._world.touch(8.0)
 
     def _replace(self, model: ModelDescription, numerics: int | None = None, after_s: float = 0.1) -> None:
         """Another process, with another description, takes the place of this one."""
@@ -245,7 +245,7 @@ class Faults:
         world, seconds = self._world, 0.01 + 1.5 * number
         self._happened("late scheduler", seconds, f"for {seconds:.3f} s")
         world.loop.pause(seconds)
-        world.longest_pause_s = max(world.longest_pause_s, seconds)
+        world.paused_s += seconds
         world.touch()
 
     def _jump(self, number: float) -> None:

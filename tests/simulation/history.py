@@ -29,6 +29,8 @@ BOUND_S = 20.0
 """Once the last fault is over, every request ends within this time."""
 HEALTH_S = 2.3
 """Health is true after 2 s, and silence is checked every 0.25 s."""
+HANG_S = 4.0
+"""A step that hangs is noticed after 2 s or three times its predicted duration, which is under 1.2 s here."""
 _CHECK_S = 0.3
 _SETTLE_S = 1.0
 """After the last request the executor releases its slots within this time."""
@@ -160,7 +162,7 @@ async def _until_ended(world: World, clients: list[Client], reading: list[asynci
             asked_to_start = True
             world.core.drain(True)
             world.engine._loop.wake()
-        if now > world.quiet_at + BOUND_S + world.longest_pause_s:
+        if now > world.quiet_at + BOUND_S + world.paused_s:
             waiting = [task.get_name() for task in reading if not task.done()]
             raise Violation(f"{waiting} wait for ever: {_state(world)}")
 
@@ -187,11 +189,12 @@ async def _watch_health(world: World) -> None:
     engine = world.engine
     while True:
         await asyncio.sleep(_CHECK_S)
-        if world.loop.time() - world.changed_at < HEALTH_S:
-            continue
         process = world.process
-        if process.hanging and (process.num_answered < NUM_FIRST_STEPS or process.num_slow_steps):
-            continue  # The first steps may take long, and a slow one makes the next bound longer.
+        if world.loop.time() - world.changed_at < (HANG_S if process.hanging else HEALTH_S):
+            continue
+        unpredicted = process.num_answered < NUM_FIRST_STEPS or process.num_slow_steps or process.num_running_tokens > 4
+        if process.hanging and unpredicted:
+            continue  # The first steps may take long; one with more work than those before it, or after a slow one, too.
         usable = (
             world.address.answers
             and not process.hanging

@@ -101,6 +101,11 @@ class ExecutorProcess:
         """Whether a step runs."""
         return self._running is not None
 
+    @property
+    def num_running_tokens(self) -> int:
+        """Tokens of the running step, without the decode batch."""
+        return sum(self._running[1].scheduled_num_tokens) if self._running is not None else 0
+
     def open_session(self, session: Session, opened: Callable[[int], None]) -> None:
         """End the session before; once the running step has ended and the slots are clear, call `opened`."""
         if self.session is not None:
@@ -189,9 +194,10 @@ class ExecutorProcess:
         if fault.dies:
             self.kill()
             return
-        self._running, self.hanging = None, False
+        self._running = None
         self.num_slow_steps += fault.seconds > 0
         self._on_step(plan, True)
+        self.hanging = False
         result = self._run(session, plan, fault)
         if result is None:
             return

@@ -43,7 +43,8 @@ class World:
         self.poison: tuple[int, int] | None = None
         """The seed of the request that kills its executor, and after how many output tokens."""
         self.fenced = False
-        self.longest_pause_s = 0.0
+        self.paused_s = 0.0
+        """How long the scheduler was late, over all of its pauses."""
         self.changed_at = loop.time()
         """When something last happened that health depends on."""
         self.quiet_at = loop.time()

@@ -194,7 +194,7 @@ async def _watch_health(world: World) -> None:
             continue
         unpredicted = process.num_answered < NUM_FIRST_STEPS or process.num_slow_steps or process.num_running_tokens > 4
         if process.hanging and unpredicted:
-            continue  # The first steps may take long; one with more work than those before it, or after a slow one, too.
+            continue  # The first steps may take long; more work than before, or a slow step before, too.
         usable = (
             world.address.answers
             and not process.hanging

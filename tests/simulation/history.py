@@ -54,11 +54,17 @@ class Report:
 class HistoryError(Exception):
     """A history broke a promise; the message says which, and how to repeat it."""
 
-    def __init__(self, seed: int, cause: BaseException, trace: list[str] | None) -> None:
-        found = "".join(traceback.format_exception_only(cause)).strip()
-        super().__init__(f"seed {seed}: {found}\nrepeat: python -m tests.simulation --seed {seed} --trace")
+    def __init__(self, message: str, seed: int = 0, trace: list[str] | None = None) -> None:
+        super().__init__(message)
         self.seed = seed
         self.trace = trace or []
+
+    @classmethod
+    def of(cls, seed: int, cause: BaseException, trace: list[str] | None) -> HistoryError:
+        """The error of a history that raised `cause`."""
+        found = "".join(traceback.format_exception_only(cause)).strip()
+        message = f"seed {seed}: {found}\nrepeat: python -m tests.simulation --seed {seed} --trace"
+        return cls(message, seed, trace)
 
 
 def run_history(seed: int, *, trace: bool = False, scenario: Scenario | None = None) -> Report:
@@ -79,7 +85,7 @@ def run_history(seed: int, *, trace: bool = False, scenario: Scenario | None = N
                 world.counts["replayed"] += 1
     except Exception as exc:
         _abandon(loop)
-        raise HistoryError(seed, exc, lines) from exc
+        raise HistoryError.of(seed, exc, lines) from exc
     finally:
         loop.close()
     return Report(seed, world.counts, loop.num_callbacks, loop.time(), tuple(lines or ()))

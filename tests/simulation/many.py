@@ -25,14 +25,6 @@ def _run_chunk(seeds: Sequence[int]) -> list[Report] | str:
         return str(exc)
 
 
-class ManyError(HistoryError):
-    """A history in another process broke a promise."""
-
-    def __init__(self, message: str) -> None:
-        Exception.__init__(self, message)
-        self.trace = []
-
-
 def run_many(seeds: range, workers: int | None = None) -> list[Report]:
     """Run histories on all cores; raises HistoryError for the first failure that becomes known."""
     chunks = [seeds[start : start + _CHUNK] for start in range(0, len(seeds), _CHUNK)]
@@ -40,7 +32,7 @@ def run_many(seeds: range, workers: int | None = None) -> list[Report]:
     with multiprocessing.Pool(workers or os.cpu_count()) as pool:
         for found in pool.imap(_run_chunk, chunks):
             if isinstance(found, str):
-                raise ManyError(found)
+                raise HistoryError(found)
             reports += found
     return reports
 

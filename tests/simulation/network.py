@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from scheduler_svc.core.types import StepPlan, StepResult
+from scheduler_svc.core.types import StepPlan, StepResult, StepStatus
 from scheduler_svc.plan_loop.ports import (
     ExecutorFencedError,
     ExecutorLostError,
@@ -114,7 +114,7 @@ class Connection:
             if not self.opened.done():
                 self.opened.set_result(message)
         else:
-            self.process.num_answered += 1
+            self.process.num_answered += message.status is StepStatus.OK
             self.inbox.put_nowait(message)
 
     def flush(self) -> None:

@@ -70,9 +70,10 @@ class ExecutorProcess:
         on_error: Callable[[Exception], None],
         on_death: Callable[[], None],
         on_step: Callable[[StepPlan, bool], None],
+        on_change: Callable[[], None],
         is_poisoned: Callable[[StepPlan], bool],
     ) -> None:
-        """on_step: called when a step begins (False) and ends (True)."""
+        """on_step: called when a step begins (False) and ends (True). on_change: when one hangs, goes on or fails."""
         self.model = model
         self.runner = runner
         self.alive = True
@@ -89,6 +90,7 @@ class ExecutorProcess:
         """Whether a step runs that takes much too long."""
         self._loop, self._rng = loop, rng
         self._on_error, self._on_death, self._on_step, self._is_poisoned = on_error, on_death, on_step, is_poisoned
+        self._on_change = on_change
         self._queue: deque[tuple[Session, StepPlan]] = deque()
         self._running: tuple[Session, StepPlan, NextStep] | None = None
         self._opening: Callable[[], None] | None = None
@@ -177,6 +179,8 @@ class ExecutorProcess:
         self._running = session, plan, fault
         self.hanging = fault.seconds > 1.0
         self._on_step(plan, False)
+        if self.hanging:
+            self._on_change()
         self._timer = self._loop.call_later(seconds + fault.seconds, self._end)
 
     def _check_order(self, session: Session, plan: StepPlan) -> None:
@@ -197,7 +201,9 @@ class ExecutorProcess:
         self._running = None
         self.num_slow_steps += fault.seconds > 0
         self._on_step(plan, True)
-        self.hanging = False
+        if self.hanging or fault.status is not StepStatus.OK:
+            self.hanging = False
+            self._on_change()
         result = self._run(session, plan, fault)
         if result is None:
             return

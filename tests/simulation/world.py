@@ -103,7 +103,8 @@ class World:
         runner: Runner = RealRunner(model) if self.scenario.is_real else PlanRunner(model, source)
         self.address.process = ExecutorProcess(
             self.loop, self.rng, model, runner,
-            on_error=self.fail, on_death=self._on_death, on_step=self._on_step, is_poisoned=self._is_poisoned,
+            on_error=self.fail, on_death=self._on_death, on_step=self._on_step, on_change=self.touch,
+            is_poisoned=self._is_poisoned,
         )  # fmt: skip
         self.note(f"executor {self._incarnation} starts: {model.num_device_blocks} blocks of {model.block_size}, "
                   f"{model.max_num_seqs} sequences, {model.max_num_batched_tokens} tokens a step")  # fmt: skip
@@ -114,9 +115,7 @@ class World:
         self.address.cut("UNAVAILABLE: the process died")
 
     def _on_step(self, plan: StepPlan, ended: bool) -> None:
-        if ended or self.process.hanging:
-            if self.process.hanging:
-                self.touch()
+        if ended:
             self._num_checks += 1
             if self._num_checks % 4 == 0:
                 self.core.check_integrity()

@@ -82,7 +82,7 @@ class StaticBatching:
     def num_admissible(self, lane: Lane, waiting: WaitingQueue, now: float, *, draining: bool) -> int:
         """The rest of the running batch; a whole batch when none runs and one may start."""
         if not self._is_busy(lane):
-            due = self.wakes_at(lane, waiting, now)
+            due = self._due(waiting)
             left = bool(self._closed_by_memory or self._num_unfilled)
             was_in_batch = len(waiting) > 0 and (left or any(group.was_admitted for group in waiting))
             starts = len(waiting) >= self.batch_size or draining or was_in_batch or (due is not None and now >= due)
@@ -104,8 +104,16 @@ class StaticBatching:
         return bool(len(lane.running) or lane.finishing)
 
     def wakes_at(self, lane: Lane, waiting: WaitingQueue, now: float) -> float | None:
-        """While no batch runs: the end of the window, or when a request becomes overdue."""
-        if waiting.oldest is None or self._is_busy(lane):
+        """While no batch runs: the end of the window, or when a request becomes overdue.
+
+        None once that has passed: a batch that could not start then, for lack of slots, waits for a result.
+        """
+        due = None if self._is_busy(lane) else self._due(waiting)
+        return due if due is not None and due > now else None
+
+    def _due(self, waiting: WaitingQueue) -> float | None:
+        """When a batch starts that is not full; None: never."""
+        if waiting.oldest is None:
             return None
         window_end = None if self.window_s is None else waiting.oldest.arrival + self.window_s
         return min((moment for moment in (window_end, waiting.overdue_at) if moment is not None), default=None)

@@ -92,6 +92,20 @@ def test_a_dynamic_batch_starts_when_its_window_is_over() -> None:
     assert bench.core.wakes_at(0, bench.now) is None
 
 
+def test_a_dynamic_batch_whose_window_is_over_but_that_has_no_slot_waits_for_a_result() -> None:
+    bench = static(8, 5.0, max_num_seqs=1, num_slots=1)
+    bench.core.drain(True)
+    bench.add("first", 3)
+    assert bench.plan() is not None
+    bench.core.drain(False)
+    bench.add("second", 3)
+    bench.core.abort(("", "first"), FinishDetail.ABORTED)
+    bench.now = 10.0
+    assert bench.plan() is not None, "it releases the slot"
+    assert bench.plan() is None, "the slot is free after the first result"
+    assert bench.core.wakes_at(0, bench.now) is None, "the loop would plan again at once, and again"
+
+
 def test_a_dynamic_batch_that_is_full_does_not_wait() -> None:
     bench = static(2, 5.0)
     bench.add("a", 3)

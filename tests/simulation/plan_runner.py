@@ -1,0 +1,331 @@
+"""Runs the core's plans without numpy: slots as execution.proto means them, over pools that know what each block holds.
+
+It gives the tokens of the simulated executor (executor_svc/simulated), some ten times as fast on batches this small,
+and a test holds the two against each other. The pools hold an identity of all tokens up to a position in place of its
+keys and values: a slot that reads another sequence's KV, or none, is noticed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from scheduler_svc.core.types import (
+    AdmittedSequence,
+    BlockPairs,
+    Candidates,
+    PromptLogprobs,
+    Sampling,
+    SlotError,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from scheduler_svc.plan_loop.ports import ModelDescription
+
+_NOT_WRITTEN = 0
+_SPOILT = -1
+_ROOT = 7
+
+
+class PlanError(Exception):
+    """A plan contradicts earlier plans or the executor's limits, or reads KV that is not there: a bug of the core."""
+
+
+class TokenSource(Protocol):
+    """Tokens as a pure function of a sequence's tokens and its sampling; see known_tokens."""
+
+    def next_token(self, slot: Slot) -> int | None:
+        """The token after the slot's tokens; None if none is allowed."""
+
+    def token_logprobs(self, slot: Slot, token_id: int) -> TokenLogprobs:
+        """Logprobs of that token."""
+
+    def candidates(self, slot: Slot) -> Candidates:
+        """The best next tokens."""
+
+    def prompt_logprobs(self, slot: Slot, start: int, end: int) -> PromptLogprobs:
+        """Those of the prompt tokens `start` to `end - 1`."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One batch slot."""
+
+    number: int
+    tokens: list[int]
+    kv: list[int]
+    """By position: what a block must hold there once it is computed."""
+    num_prompt: int
+    num_computed: int
+    blocks: list[int]
+    sampling: Sampling
+    sample_index: int
+    held: bool
+    stopped: bool = False
+
+    @property
+    def num_left(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    def append(self, token_id: int) -> None:
+        self.kv.append(hash((self.kv[-1], token_id)))
+        self.tokens.append(token_id)
+
+
+@dataclass(slots=True)
+class _Work:
+    slot: Slot
+    num_tokens: int
+    samples: bool
+
+
+class PlanRunner:
+    """The slots and pools of one process. `clear` frees the slots; KV stays."""
+
+    def __init__(self, model: ModelDescription, source: TokenSource) -> None:
+        self.model = model
+        self._source = source
+        self._size = model.block_size
+        self._device = [_NOT_WRITTEN] * (model.num_device_blocks * model.block_size)
+        self._host = [_NOT_WRITTEN] * (model.num_host_blocks * model.block_size)
+        self.slots: dict[int, Slot] = {}
+
+    @property
+    def num_slots_used(self) -> int:
+        """Slots that hold a sequence."""
+        return len(self.slots)
+
+    def clear(self) -> None:
+        """Free all slots."""
+        self.slots.clear()
+
+    def run(self, plan: StepPlan, non_finite: int | None = None) -> StepResult:
+        """Run one plan; raises PlanError. The logits of the non_finite-th sampling slot are not finite."""
+        work, forks, idle = self._prepare(plan)
+        prompt_logprobs = {}
+        for each in work:
+            self._write(each)
+            self._add_prompt_logprobs(prompt_logprobs, each)
+        for each in work:
+            self._check_kv(each.slot, each.slot.num_computed + each.num_tokens)
+        sampling = [each.slot for each in work if each.samples] + [fork for fork, _ in forks]
+        sampling.sort(key=lambda slot: slot.number)
+        for each in work:
+            each.slot.num_computed += each.num_tokens
+        for fork, source in forks:
+            fork.num_computed = source.num_computed
+        result = self._sample(plan, sampling, idle, non_finite)
+        result.prompt_logprobs.update(prompt_logprobs)
+        return result
+
+    def spoil(self, plan: StepPlan) -> None:
+        """Fail in the middle of a plan: what it would have written is neither the old nor the new content."""
+        work, _, _ = self._prepare(plan)
+        for _, block in plan.swapped_in + plan.copied:
+            self._fill(self._device, block)
+        for _, block in plan.swapped_out:
+            self._fill(self._host, block)
+        for each in work:
+            for place in self._places(each.slot, each.slot.num_computed, each.num_tokens):
+                self._device[place] = _SPOILT
+
+    # --- the plan's parts, in the order of execution.proto -----------------------------------------------------------
+
+    def _prepare(self, plan: StepPlan) -> tuple[list[_Work], list[tuple[Slot, Slot]], list[Slot]]:
+        """Apply a plan up to its compute; returns the slots that compute, the forks, and the slots that stopped."""
+        for number in plan.released_slots:
+            _require(number in self.slots, f"released slot {number} is not admitted")
+            del self.slots[number]
+        for admitted in plan.admitted:
+            self._admit(admitted)
+        for number, block in zip(plan.append_slots, plan.append_block_ids, strict=True):
+            _require(0 <= block < self.model.num_device_blocks, f"block {block} is not in the pool")
+            self._slot(number).blocks.append(block)
+        for number in plan.held_slots:
+            self._slot(number).held = True
+        for number in plan.resumed_slots:
+            self._slot(number).held = False
+        for number, token_id in zip(plan.given_slots, plan.given_token_ids, strict=True):
+            _require(self._slot(number).num_left == 0, f"slot {number} is given a token before it has computed its own")
+            self._slot(number).append(token_id)
+        self._move(plan)
+        return self._schedule(plan)
+
+    def _admit(self, admitted: AdmittedSequence) -> None:
+        model, number = self.model, admitted.slot
+        _require(0 <= number < model.num_slots and number not in self.slots, f"slot {number} is not free")
+        tokens, blocks = list(admitted.token_ids), list(admitted.block_ids)
+        _require(1 <= admitted.num_prompt_tokens <= len(tokens) <= model.max_model_len, f"slot {number}: bad length")
+        _require(admitted.num_computed_tokens < len(tokens), f"slot {number} has nothing to compute")
+        _require(all(0 <= block < model.num_device_blocks for block in blocks), f"slot {number}: bad block")
+        kv, last = [], _ROOT
+        for token_id in tokens:
+            last = hash((last, token_id))
+            kv.append(last)
+        self.slots[number] = Slot(
+            number,
+            tokens,
+            kv,
+            admitted.num_prompt_tokens,
+            admitted.num_computed_tokens,
+            blocks,
+            admitted.sampling,
+            admitted.sample_index,
+            admitted.held,
+        )
+
+    def _move(self, plan: StepPlan) -> None:
+        freed = {source for source, _ in plan.swapped_in}
+        _require(freed.isdisjoint(block for _, block in plan.swapped_out), "a swap-out to a block that is swapped in")
+        copied = {source for source, _ in plan.copied}
+        _require(copied.isdisjoint(block for _, block in plan.copied), "a block is source and destination of copies")
+        self._copy(self._device, self._host, plan.swapped_out)
+        self._copy(self._device, self._device, plan.copied)
+        self._copy(self._host, self._device, plan.swapped_in)
+
+    def _copy(self, source: list[int], target: list[int], pairs: BlockPairs) -> None:
+        if not pairs:
+            return
+        size = self._size
+        _require(len({to for _, to in pairs}) == len(pairs), "two moves have one destination")
+        contents = [source[block * size : (block + 1) * size] for block, _ in pairs]
+        for (_, block), content in zip(pairs, contents, strict=True):
+            _require(len(content) == size and (block + 1) * size <= len(target), "a move outside of the pools")
+            target[block * size : (block + 1) * size] = content
+
+    def _schedule(self, plan: StepPlan) -> tuple[list[_Work], list[tuple[Slot, Slot]], list[Slot]]:
+        forked, idle = set(plan.fork_slots), []
+        named = dict(
+            zip(
+                plan.scheduled_slots,
+                zip(plan.scheduled_num_tokens, plan.scheduled_samples, strict=True),
+                strict=True,
+            )
+        )
+        work: list[_Work] = []
+        for number, (num_tokens, samples) in named.items():
+            slot = self._slot(number)
+            if slot.stopped:
+                idle += [slot] if samples else []
+                continue
+            _require(0 < num_tokens <= slot.num_left, f"slot {number} computes {num_tokens} of {slot.num_left} tokens")
+            _require(not samples or num_tokens == slot.num_left, f"slot {number} samples too early")
+            work.append(_Work(slot, num_tokens, samples))
+        if plan.decode_ready:
+            for number, slot in self.slots.items():
+                ready = slot.num_left == 1 and not (slot.held or slot.stopped)
+                if ready and number not in named and number not in forked:
+                    work.append(_Work(slot, 1, True))
+        forks = self._forks(plan, work, idle)
+        model = self.model
+        _require(len(work) <= model.max_num_seqs, f"{len(work)} sequences in a step of {model.max_num_seqs}")
+        num_sampling = sum(each.samples for each in work) + len(forks)
+        _require(num_sampling <= model.max_num_seqs, f"{num_sampling} slots sample")
+        num_tokens = sum(each.num_tokens for each in work)
+        _require(num_tokens <= model.max_num_batched_tokens, f"{num_tokens} tokens in a step")
+        return work, forks, idle
+
+    def _forks(self, plan: StepPlan, work: list[_Work], idle: list[Slot]) -> list[tuple[Slot, Slot]]:
+        sampling = {each.slot.number: each.slot for each in work if each.samples}
+        forks = []
+        for number, source_number in zip(plan.fork_slots, plan.fork_source_slots, strict=True):
+            fork, source = self._slot(number), self._slot(source_number)
+            if source.stopped:
+                fork.stopped = True
+                idle.append(fork)
+                continue
+            _require(source_number in sampling, f"the source {source_number} of a fork does not sample")
+            _require(fork.tokens == source.tokens, f"fork {number} has other tokens than its source")
+            forks.append((fork, source))
+        return forks
+
+    # --- compute -----------------------------------------------------------------------------------------------------
+
+    def _write(self, each: _Work) -> None:
+        slot, start = each.slot, each.slot.num_computed
+        _require(start + each.num_tokens <= self.model.max_model_len, f"slot {slot.number} exceeds max_model_len")
+        for position, place in enumerate(self._places(slot, start, each.num_tokens), start=start):
+            self._device[place] = slot.kv[position]
+
+    def _places(self, slot: Slot, start: int, count: int) -> Iterable[int]:
+        size, blocks = self._size, slot.blocks
+        _require(start + count <= len(blocks) * size, f"the block table of slot {slot.number} is too short")
+        return [blocks[position // size] * size + position % size for position in range(start, start + count)]
+
+    def _check_kv(self, slot: Slot, end: int) -> None:
+        """Attention reads the KV of every position before `end`."""
+        size, device = self._size, self._device
+        for index in range(-(-end // size)):
+            first = index * size
+            last = min(end, first + size)
+            at = slot.blocks[index] * size
+            if device[at : at + last - first] != slot.kv[first:last]:
+                raise PlanError(
+                    f"slot {slot.number} (seed {slot.sampling.seed}, sample {slot.sample_index}) reads positions "
+                    f"{first} to {last - 1} from block {slot.blocks[index]}, which does not hold its KV"
+                )
+
+    def _fill(self, pool: list[int], block: int) -> None:
+        pool[block * self._size : (block + 1) * self._size] = [_SPOILT] * self._size
+
+    def _sample(self, plan: StepPlan, sampling: list[Slot], idle: list[Slot], non_finite: int | None) -> StepResult:
+        counts: dict[int, int] = dict.fromkeys((slot.number for slot in idle), 0)
+        token_ids: dict[int, int] = {}
+        errors: dict[int, SlotError] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        candidates: dict[int, Candidates] = {}
+        for index, slot in enumerate(sampling):
+            number = slot.number
+            counts[number] = 0
+            if index == non_finite:
+                errors[number], slot.stopped = SlotError.NON_FINITE_LOGITS, True
+                continue
+            if slot.sampling.num_candidates:
+                candidates[number] = self._source.candidates(slot)
+                if not candidates[number].token_ids:
+                    del candidates[number]
+                    errors[number], slot.stopped = SlotError.NO_ALLOWED_TOKEN, True
+                continue
+            token_id = self._source.next_token(slot)
+            if token_id is None:
+                errors[number], slot.stopped = SlotError.NO_ALLOWED_TOKEN, True
+                continue
+            if slot.sampling.num_logprobs is not None:
+                logprobs[number] = self._source.token_logprobs(slot, token_id)
+            counts[number], token_ids[number] = 1, token_id
+            slot.append(token_id)
+            enough = len(slot.tokens) - slot.num_prompt >= slot.sampling.min_tokens
+            slot.stopped = enough and token_id in slot.sampling.stop_token_ids
+        slots = sorted(counts)
+        return StepResult(
+            plan.step_id,
+            slots=slots,
+            num_tokens=[] if all(counts.values()) else [counts[number] for number in slots],
+            token_ids=[token_ids[number] for number in slots if number in token_ids],
+            error_slots=sorted(errors),
+            errors=[errors[number] for number in sorted(errors)],
+            logprobs=logprobs,
+            candidates=candidates,
+        )
+
+    def _add_prompt_logprobs(self, found: dict[int, PromptLogprobs], each: _Work) -> None:
+        """Positions a to b - 1 predict the tokens a + 1 to b."""
+        slot = each.slot
+        if slot.sampling.num_prompt_logprobs is None:
+            return
+        start, end = slot.num_computed + 1, min(slot.num_computed + each.num_tokens + 1, slot.num_prompt)
+        if start < end:
+            found[slot.number] = self._source.prompt_logprobs(slot, start, end)
+
+    def _slot(self, number: int) -> Slot:
+        slot = self.slots.get(number)
+        if slot is None:
+            raise PlanError(f"slot {number} is not admitted")
+        return slot
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise PlanError(message)

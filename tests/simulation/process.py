@@ -1,0 +1,240 @@
+"""A simulated executor process: one incarnation, its queue of plans, and the session that holds it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Protocol
+
+from scheduler_svc.core.types import StepPlan, StepResult, StepStatus
+from scheduler_svc.plan_loop.ports import ModelDescription
+from tests.simulation.plan_runner import PlanError
+
+_AFTER_FAILURE = "an earlier step of this session failed"
+
+
+class Runner(Protocol):
+    """What runs the plans: a PlanRunner, or the executor that the service simulates."""
+
+    def clear(self) -> None:
+        """Free all slots."""
+
+    def run(self, plan: StepPlan, non_finite: int | None = None) -> StepResult:
+        """Run one plan."""
+
+    def spoil(self, plan: StepPlan) -> None:
+        """Fail in the middle of a plan."""
+
+    @property
+    def num_slots_used(self) -> int:
+        """Slots that hold a sequence."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One session, as the process sees it."""
+
+    epoch: int
+    deliver: Callable[[StepResult], None]
+    announce: Callable[[int], None]
+    """Sends a heartbeat with a step that is about to run."""
+    closed: bool = False
+    failed: bool = False
+    last_step_id: int | None = None
+
+
+@dataclass(slots=True)
+class NextStep:
+    """What becomes of the next step that begins."""
+
+    seconds: float = 0.0
+    """It takes so much longer."""
+    status: StepStatus = StepStatus.OK
+    non_finite: int | None = None
+    """This sampling slot, if there are so many, has logits that are not finite."""
+    dies: bool = False
+    """The process dies in it."""
+
+
+class ExecutorProcess:
+    """One incarnation. It runs one step after another and answers each; a dead one does nothing any more."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        rng: Random,
+        model: ModelDescription,
+        runner: Runner,
+        *,
+        on_error: Callable[[Exception], None],
+        on_death: Callable[[], None],
+        on_step: Callable[[StepPlan, bool], None],
+        on_change: Callable[[], None],
+        is_poisoned: Callable[[StepPlan], bool],
+    ) -> None:
+        """on_step: called when a step begins (False) and ends (True). on_change: when one hangs, goes on or fails."""
+        self.model = model
+        self.runner = runner
+        self.alive = True
+        self.stopped = False
+        """Suspended, as by SIGSTOP."""
+        self.session: Session | None = None
+        self.last_epoch = 0
+        self.last_completed = 0
+        self.num_answered = 0
+        """Results that have arrived at the scheduler."""
+        self.num_slow_steps = 0
+        self.next_step: NextStep | None = None
+        self.hanging = False
+        """Whether a step runs that takes much too long."""
+        self._loop, self._rng = loop, rng
+        self._on_error, self._on_death, self._on_step, self._is_poisoned = on_error, on_death, on_step, is_poisoned
+        self._on_change = on_change
+        self._queue: deque[tuple[Session, StepPlan]] = deque()
+        self._running: tuple[Session, StepPlan, NextStep] | None = None
+        self._opening: Callable[[], None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended_while_stopped = False
+        self._base_s = rng.choice([0.003, 0.01, 0.02])
+
+    @property
+    def running(self) -> bool:
+        """Whether a step runs."""
+        return self._running is not None
+
+    @property
+    def num_running_tokens(self) -> int:
+        """Tokens of the running step, without the decode batch."""
+        return sum(self._running[1].scheduled_num_tokens) if self._running is not None else 0
+
+    def running_step_id(self, session: Session) -> int:
+        """The step of this session that runs; 0: none."""
+        return self._running[1].step_id if self._running is not None and self._running[0] is session else 0
+
+    def open_session(self, session: Session, opened: Callable[[int], None]) -> None:
+        """End the session before; once the running step has ended and the slots are clear, call `opened`."""
+        if self.session is not None:
+            self.session.closed = True
+        self.session, self.last_epoch = session, session.epoch
+        self._queue.clear()
+
+        def clear() -> None:
+            self.runner.clear()
+            opened(self.last_completed)
+
+        self._opening = clear
+        if self._running is None:
+            self._open()
+
+    def _open(self) -> None:
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening()
+
+    def close_session(self, session: Session) -> None:
+        """Drop the session's queued plans; the running step goes on, and nothing is answered."""
+        session.closed = True
+        self._queue = deque(item for item in self._queue if item[0] is not session)
+        if self.session is session:
+            self.session = None
+            self._opening = None
+
+    def submit(self, session: Session, plan: StepPlan) -> None:
+        """Queue a plan."""
+        if session.closed or not self.alive:
+            return
+        if len(self._queue) + self.running >= self.model.max_inflight_plans + 1:
+            self._on_error(PlanError(f"more than {self.model.max_inflight_plans} plans in flight"))
+        self._queue.append((session, plan))
+        if self._running is None:
+            self._begin()
+
+    def kill(self) -> None:
+        """End at once."""
+        if not self.alive:
+            return
+        self.alive = self.hanging = False
+        if self._timer is not None:
+            self._timer.cancel()
+        self._queue.clear()
+        self._running = None
+        self._on_death()
+
+    def resume(self) -> None:
+        """Go on after a suspension."""
+        self.stopped = False
+        if self._ended_while_stopped:
+            self._ended_while_stopped = False
+            self._end()
+
+    def _begin(self) -> None:
+        session, plan = self._queue.popleft()
+        if session.failed:
+            session.deliver(StepResult(plan.step_id, StepStatus.SKIPPED, _AFTER_FAILURE))
+            if self._queue:
+                self._begin()
+            return
+        self._check_order(session, plan)
+        fault, self.next_step = self.next_step or NextStep(), None
+        if self._is_poisoned(plan):
+            fault = NextStep(dies=True)
+        seconds = self._base_s * (0.5 + self._rng.random()) + 0.0002 * sum(plan.scheduled_num_tokens)
+        self._running = session, plan, fault
+        self.hanging = fault.seconds > 1.0
+        if plan.announces_start:
+            session.announce(plan.step_id)
+        self._on_step(plan, False)
+        if self.hanging:
+            self._on_change()
+        self._timer = self._loop.call_later(seconds + fault.seconds, self._end)
+
+    def _check_order(self, session: Session, plan: StepPlan) -> None:
+        last = session.last_step_id
+        if plan.step_id <= self.last_completed if last is None else plan.step_id != last + 1:
+            self._on_error(PlanError(f"step {plan.step_id} follows {last or self.last_completed}"))
+        session.last_step_id = plan.step_id
+
+    def _end(self) -> None:
+        if self.stopped:
+            self._ended_while_stopped = True
+            return
+        assert self._running is not None
+        session, plan, fault = self._running
+        if fault.dies:
+            self.kill()
+            return
+        self._running = None
+        self.num_slow_steps += fault.seconds > 0
+        self._on_step(plan, True)
+        if self.hanging or fault.status is not StepStatus.OK:
+            self.hanging = False
+            self._on_change()
+        result = self._run(session, plan, fault)
+        if result is None:
+            return
+        if not session.closed:
+            session.deliver(result)
+        if self._opening is not None:
+            self._open()
+        elif self._queue:
+            self._begin()
+
+    def _run(self, session: Session, plan: StepPlan, fault: NextStep) -> StepResult | None:
+        # What a session that has ended meant to run is run: the step had begun.
+        try:
+            if fault.status is not StepStatus.OK:
+                self.runner.spoil(plan)
+                session.failed = True
+                return StepResult(plan.step_id, fault.status, "an injected failure")
+            result = self.runner.run(plan, fault.non_finite)
+        except Exception as exc:
+            self._on_error(exc)
+            return None
+        self.last_completed = plan.step_id
+        num_tokens = sum(plan.scheduled_num_tokens) + len(result.slots)
+        num_moved = len(plan.swapped_out) + len(plan.swapped_in)
+        device_ns = 100_000 + 10_000 * num_tokens
+        return replace(result, device_ns=device_ns, moves_ns=20_000 * num_moved, total_ns=round(self._base_s * 1e9))

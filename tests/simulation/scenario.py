@@ -1,0 +1,163 @@
+"""What one history is made of, drawn from its seed: options, an executor, clients, faults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from random import Random
+from typing import Any
+
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.plan_loop.ports import ModelDescription
+from tests.helpers.changing_executor import MODEL
+from tests.helpers.simulations import options
+from tests.simulation.catalogue import NUM_ENTRIES, NUM_STEMS, catalogue, entries_of_stem
+from tests.simulation.network import Delays
+
+REAL_EXECUTOR_EVERY = 20
+"""One history of so many runs the simulated executor of the service, over the wire's conversions."""
+RECORDED_EVERY = 12
+"""One history of so many is recorded, and its plan log replayed."""
+
+FAULT_KINDS = (
+    "cut", "stall", "silence", "kill", "stop", "hang", "watchdog", "slow step", "failed step", "out of memory",
+    "non-finite", "other limits", "other numerics", "unusable limits", "replaced while opening", "refused session",
+    "held", "fenced", "poison", "late scheduler", "wall clock jump", "drain",
+)  # fmt: skip
+_WEIGHTS = {"cut": 6, "kill": 6, "failed step": 3, "other limits": 4, "fenced": 0.4, "poison": 0.8, "silence": 0.7,
+            "hang": 1.5, "watchdog": 1.0, "unusable limits": 0.6, "other numerics": 1.0,
+            "non-finite": 2.5}  # fmt: skip
+CLIENT_KINDS = ("patient", "slow", "cancels", "disconnects", "deadline", "twice")
+_CLIENT_WEIGHTS = (8, 3, 2, 1, 2, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault, and when it happens; `number` varies it."""
+
+    kind: str
+    at_s: float
+    number: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClientPlan:
+    """One client with one request."""
+
+    name: str
+    index: int
+    """Of the catalogue."""
+    kind: str
+    arrives_s: float
+    max_tokens: int | None
+    tenant: str
+    priority: int
+    number: float
+    """When it cancels or disconnects, or its deadline, in seconds after its arrival; how slowly it reads."""
+    max_bytes: int
+    """Of one message that it reads."""
+    final_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One history before it runs."""
+
+    seed: int
+    config: SchedulerConfig
+    model: ModelDescription
+    delays: Delays
+    latest_s: float
+    clients: tuple[ClientPlan, ...]
+    faults: tuple[Fault, ...]
+    is_real: bool
+    """Whether the executor is the service's own simulated one."""
+    is_recorded: bool
+
+
+@cache
+def _base_config() -> SchedulerConfig:
+    return options(log_stats_interval_s=0.0, max_queued_requests=64)
+
+
+def draw_scenario(seed: int) -> Scenario:
+    """The same for the same seed."""
+    rng = Random(f"scenario {seed}")
+    is_real = seed % REAL_EXECUTOR_EVERY == 0
+    model = _draw_model(rng)
+    duration_s = rng.choice([0.2, 0.5, 1.0])
+    stem = rng.randrange(NUM_STEMS)
+    clients = tuple(_draw_client(rng, f"r{number}", duration_s, stem) for number in range(rng.choice([3, 5, 6, 8])))
+    return Scenario(
+        seed=seed,
+        config=_base_config().model_copy(update=_draw_options(rng)),
+        model=model,
+        delays=Delays(rng.choice([0.0005, 0.002, 0.02]), rng.choice([0.0, 0.05])),
+        latest_s=rng.choice([0.0, 0.001, 0.001, 0.005]),
+        clients=clients,
+        faults=_draw_faults(rng, duration_s, is_real=is_real),
+        is_real=is_real,
+        is_recorded=seed % RECORDED_EVERY == 0,
+    )
+
+
+def _draw_model(rng: Random) -> ModelDescription:
+    block_size, max_num_seqs = rng.choice([2, 4, 4, 8]), rng.choice([2, 3, 4, 4, 6])
+    return replace(
+        MODEL,
+        block_size=block_size,
+        num_device_blocks=rng.choice([72, 72, 100, 160, 400]) // block_size,
+        num_host_blocks=rng.choice([0, 40, 100]) // block_size,
+        max_num_seqs=max_num_seqs,
+        num_slots=max_num_seqs + rng.choice([0, 1, 3]),
+        max_num_batched_tokens=max_num_seqs + rng.choice([0, 6, 24, 60]),
+        max_model_len=rng.choice([50, 60]),
+        max_inflight_plans=4,
+    )
+
+
+def _draw_options(rng: Random) -> dict[str, Any]:
+    return {
+        "batching": rng.choice(["continuous"] * 6 + ["static", "dynamic"]),
+        "batch_size": rng.choice([2, 3]),
+        "batch_window_ms": 30.0,
+        "order": rng.choice(["fcfs", "fcfs", "priority", "fair", "sjf"]),
+        "preemption": rng.choice(["recompute", "swap", "auto"]),
+        "enable_prefix_caching": rng.random() < 0.7,
+        "watermark": rng.choice([0.0, 0.01, 0.1]),
+        "max_inflight_plans": rng.choice([1, 2, 2, 2, 3, 4]),
+        "long_prefill_token_threshold": rng.choice([0, 0, 5]),
+        "max_wait_s": rng.choice([None, 0.3]),
+        "waiting_served_ratio": rng.choice([0.0, 0.0, 1.0]),
+        "max_waiting_steps": 4,
+        "max_queued_requests": rng.choice([3, 64, 64]),
+        "allow_fingerprint_change": rng.random() < 0.5,
+    }
+
+
+def _draw_client(rng: Random, name: str, duration_s: float, stem: int) -> ClientPlan:
+    index = rng.choice(entries_of_stem(stem)) if rng.random() < 0.6 else rng.randrange(NUM_ENTRIES)
+    most = 10 if catalogue()[index].spec.beams else 20
+    kind = rng.choices(CLIENT_KINDS, _CLIENT_WEIGHTS)[0]
+    return ClientPlan(
+        name=name,
+        index=index,
+        kind=kind,
+        arrives_s=rng.choice([0.0, rng.random() * duration_s]),
+        max_tokens=None if rng.random() < 0.05 else rng.randint(1, most),
+        tenant="a" if rng.random() < 0.2 else "",
+        priority=rng.randint(-1, 1),
+        number=rng.random() * (100.0 if kind == "deadline" and rng.random() < 0.3 else rng.choice([0.1, 0.5])),
+        max_bytes=rng.choice([1, 150, 1 << 20]),
+        final_only=rng.random() < 0.1,
+    )
+
+
+def _draw_faults(rng: Random, duration_s: float, *, is_real: bool) -> tuple[Fault, ...]:
+    # The service's executor has one numerics, and nothing to find a poisoned request by.
+    kinds = [kind for kind in FAULT_KINDS if not (is_real and kind in ("other numerics", "poison"))]
+    weights = [_WEIGHTS.get(kind, 1.0) for kind in kinds]
+    count = rng.choice([0, 1, 2, 2, 3, 3, 5])
+    drawn = [Fault(rng.choices(kinds, weights)[0], rng.random() * 1.2 * duration_s, rng.random()) for _ in range(count)]
+    # What ends the service comes last.
+    return tuple(replace(fault, at_s=fault.at_s + duration_s) if fault.kind == "fenced" else fault for fault in drawn)

@@ -1,0 +1,119 @@
+"""Bugs put into the core, the engine and the plan loop by hand, to show that the histories find them.
+
+A bug replaces a piece of one function's text. The mutants of tests/mutants are drawn at random and tried against the
+whole suite; these few are the mistakes that a scheduler of this kind makes, and are tried against histories alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+
+@dataclass(frozen=True, slots=True)
+class SeededBug:
+    """One wrong line."""
+
+    name: str
+    module: str
+    place: str
+    """The function or method that it is in."""
+    old: str
+    new: str
+
+
+SEEDED_BUGS = (
+    SeededBug(
+        "a released slot is taken one plan too early",
+        "scheduler_svc.core.lanes.slot_pool", "SlotPool.on_result",
+        "<= step_id + 1", "<= step_id + 2",
+    ),
+    SeededBug(
+        "a finished sequence's blocks are freed before its last step is planned",
+        "scheduler_svc.core.steps.planning", "_plan_decodes",
+        "return lane.decode_batch.advance()", "[lane.retire(each) for each in lane.decode_batch.advance()]; return []",
+    ),
+    SeededBug(
+        "a late token of a preempted sequence is dropped",
+        "scheduler_svc.core.request_table", "RequestTable.requeue",
+        "if swapped:", "sequence.drop_pending_tokens()\n    if swapped:",
+    ),
+    SeededBug(
+        "tokens that a lost session would have sampled are waited for",
+        "scheduler_svc.core.sequences.sequence", "Sequence.drop_pending_tokens",
+        "self._num_planned = len(self.token_ids)", "pass",
+    ),
+    SeededBug(
+        "a host block that is swapped in is a target of the same plan's swap-outs",
+        "scheduler_svc.core.memory.block_tiers", "BlockTiers.quarantine",
+        "if host_block_id not in self.moves.quarantined:", "if False:",
+    ),
+    SeededBug(
+        "the KV of a token that is not computed yet is cached",
+        "scheduler_svc.core.memory.block_manager", "BlockManager.cache_full_blocks",
+        "min(sequence.num_computed_tokens, len(token_ids) - 1)", "len(token_ids)",
+    ),
+    SeededBug(
+        "a shared block is written without a copy",
+        "scheduler_svc.core.memory.block_manager", "BlockManager.make_writable",
+        "if self.pool.ref_counts[block_id] == 1:", "if True:",
+    ),
+    SeededBug(
+        "a session with another incarnation than the described one is used",
+        "scheduler_svc.plan_loop.plan_loop", "PlanLoop._session",
+        "if stream.opened.incarnation != model.incarnation:", "if False:",
+    ),
+    SeededBug(
+        "a new request does not wake the plan loop",
+        "scheduler_svc.engine.engine", "Engine.submit",
+        "self._loop.wake()", "pass",
+    ),
+    SeededBug(
+        "a step that hangs leaves the service healthy",
+        "scheduler_svc.engine.engine", "Engine.healthy",
+        "not self._loop.stalled", "True",
+    ),
+    SeededBug(
+        "an ended request leaves its deadline timer",
+        "scheduler_svc.engine.engine", "Engine._close",
+        "timer.cancel()", "pass",
+    ),
+    SeededBug(
+        "a reader does not learn that its request cannot go on",
+        "scheduler_svc.engine.engine", "Engine._adopt_model",
+        "live.notify()", "pass",
+    ),
+    SeededBug(
+        "a reader skips a token after a message that was full",
+        "scheduler_svc.engine.reader", "_advance",
+        "cursor.token, cursor.text, cursor.done = token_end,",
+        "cursor.token, cursor.text, cursor.done = min(num_tokens, token_end + (not is_whole)),",
+    ),
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def seeded(bug: SeededBug) -> Iterator[None]:
+    """Put a bug in place; raises LookupError if the text that it replaces is not there."""
+    owner: Any = importlib.import_module(bug.module)
+    *outer, name = bug.place.split(".")
+    for each in outer:
+        owner = getattr(owner, each)
+    present = inspect.getattr_static(owner, name)
+    function = present.fget if isinstance(present, property) else present
+    source = inspect.getsource(function)
+    if source.count(bug.old) != 1:
+        raise LookupError(f"{bug.module} {bug.place} does not have {bug.old!r} once")
+    indent = " " * (len(source) - len(source.lstrip()))
+    new = source.replace(bug.old, bug.new.replace("\n", f"\n{indent}"))
+    lines = [line.removeprefix(indent) for line in new.splitlines()]
+    code = "from __future__ import annotations\n" + "\n".join(lines)
+    found: dict[str, Any] = {}
+    exec(compile(code, f"<{bug.name}>", "exec"), vars(importlib.import_module(bug.module)), found)
+    with mock.patch.object(owner, name, found[name]):
+        yield

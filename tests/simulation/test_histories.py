@@ -1,0 +1,66 @@
+"""500 histories in `make check`, 10,000 in `make test`: every promise holds in each, whatever happens."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from scheduler_svc.core.types import FinishDetail
+from tests.simulation.history import HistoryError, run_history
+from tests.simulation.many import run_chunk, summary, total
+from tests.simulation.scenario import FAULT_KINDS, RECORDED_EVERY
+from tests.simulation.seeded_bugs import SEEDED_BUGS, SeededBug, seeded
+
+NUM_CHECKED = 500
+NUM_TESTED = 10_000
+_CHECKED_CHUNK = 250
+_TESTED_CHUNK = 500
+_LEAST_FAULTS = 4
+"""In a chunk of those that `make check` runs, each kind of fault happens so often at least."""
+_ENDS = [*FinishDetail.__members__, "ModelChangedError", "PreconditionError"]
+"""How samples end, and requests that a changed executor cannot serve."""
+
+
+@pytest.mark.parametrize("first", range(0, NUM_CHECKED, _CHECKED_CHUNK))
+def test_every_promise_holds_and_everything_happens(first: int) -> None:
+    """A failure names its seed, and the command that repeats it."""
+    reports = run_chunk(range(first, first + _CHECKED_CHUNK))
+    counts = total(reports)
+    print(summary(reports))
+    rare = [kind for kind in FAULT_KINDS if counts[f"fault: {kind}"] < _LEAST_FAULTS]
+    assert not rare, f"these faults hardly happen: {rare}"
+    missing = [end for end in _ENDS if not counts[f"end: {end}"]]
+    assert not missing, f"nothing ends like this: {missing}"
+    assert counts["replayed"] == len(range(first, first + _CHECKED_CHUNK, RECORDED_EVERY))
+    assert counts["health checks of hanging steps"] > 0
+    assert counts["drained"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("first", range(NUM_CHECKED, NUM_TESTED, _TESTED_CHUNK))
+def test_every_promise_holds_in_many_more(first: int) -> None:
+    run_chunk(range(first, first + _TESTED_CHUNK))
+
+
+@pytest.mark.parametrize("seed", [3, 20, 36])
+def test_a_seed_repeats_its_history(seed: int) -> None:
+    """Event by event, whatever ran before it in this process; 20 runs the service's own executor, 36 is recorded."""
+    trace = run_history(seed, trace=True).trace
+    run_history(seed + 1)
+    assert run_history(seed, trace=True).trace == trace
+    assert len(trace) > 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", SEEDED_BUGS, ids=lambda bug: bug.name)
+def test_a_bug_is_found_and_the_failure_says_how_to_repeat_it(bug: SeededBug) -> None:
+    with seeded(bug):
+        with pytest.raises(HistoryError, match=re.escape("python -m tests.simulation --seed")) as found:
+            run_chunk(range(NUM_CHECKED))
+        with pytest.raises(HistoryError) as again:
+            run_history(found.value.seed, trace=True)
+    assert str(again.value) == str(found.value)
+    assert len(again.value.trace) > 3
+    run_history(found.value.seed)

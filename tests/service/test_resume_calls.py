@@ -157,10 +157,8 @@ async def test_logprobs_and_final_output_are_resumed(w, fields):
     ends = {}
     for response in whole:
         for output in response.outputs:
-            ids, logprobs, done = ends.get(output.sample_index, ([], [], False))
-            ends[output.sample_index] = (
-                [*ids, *output.token_ids], [*logprobs, *output.logprobs.top_logprobs], output.HasField("finish"),
-            )  # fmt: skip
+            ids, logprobs = ends.get(output.sample_index, ([], []))
+            ends[output.sample_index] = [*ids, *output.token_ids], [*logprobs, *output.logprobs.top_logprobs]
     for cut in (0, 5, 12):
         rest = {}
         async for response in w.stub.Generate(resume("a", *((i, cut, False) for i in ends), **mode)):
@@ -169,7 +167,7 @@ async def test_logprobs_and_final_output_are_resumed(w, fields):
                 assert output.HasField("finish")
                 rest[output.sample_index] = (list(output.token_ids), list(output.logprobs.top_logprobs))
         per_token = len(ends[0][1]) // len(ends[0][0])
-        assert rest == {i: (ids[cut:], logprobs[cut * per_token :]) for i, (ids, logprobs, _) in ends.items()}
+        assert rest == {i: (ids[cut:], logprobs[cut * per_token :]) for i, (ids, logprobs) in ends.items()}
 
 
 async def test_a_session_resumes_what_another_one_lost(w):

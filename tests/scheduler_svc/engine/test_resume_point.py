@@ -189,7 +189,7 @@ def test_nothing_can_be_resumed_of_samples_that_are_not_chosen_yet() -> None:
     """best_of and beams show nothing before their end."""
     live = make(3, best_of=BestOf(2, returns_logprobs=False))
     live.samples[0].extend(TOKENIZER.encode("abc"))
-    with pytest.raises(RequestRejectedError, match="token_index|beyond the sample's 0 tokens"):
+    with pytest.raises(RequestRejectedError, match="beyond the sample's 0 tokens"):
         RequestReader(live, resume=ResumePoint((SamplePosition(0, 1),)))
     with pytest.raises(RequestRejectedError, match="below 2"):
         RequestReader(live, resume=ResumePoint((SamplePosition(2, 0),)))

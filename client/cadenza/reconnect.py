@@ -27,6 +27,7 @@ _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 2.0
 _ABORT_TIMEOUT_S = 2.0
 _MAX_TAKEOVERS = 3
+_MAX_DAMAGED = 10
 
 
 def checked_timeout(value: object) -> float:
@@ -77,6 +78,7 @@ class Attempts:
         self._lost_at: float | None = None
         self._count = 0
         self._num_takeovers = 0
+        self._num_damaged = 0
         self.has_reconnected = False
 
     def on_response(self) -> None:
@@ -97,6 +99,13 @@ class Attempts:
         self._count += 1
         self.has_reconnected = True
         await self._sleep(min(left_s, random.uniform(0, longest)))
+
+    async def wait_after_damage(self, error: CadenzaError) -> None:
+        """As `wait`, after a stream that was damaged; raises `error` when it has been so several times."""
+        self._num_damaged += 1
+        if self._num_damaged > _MAX_DAMAGED:
+            raise error
+        await self.wait(error)
 
     def takes_back(self, code: grpc.StatusCode | None) -> bool:
         """Whether to take over a request that another stream has taken over: it may be this client's own.

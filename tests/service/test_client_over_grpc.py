@@ -14,6 +14,7 @@ from cadenza import transport
 from cadenza.async_client import AsyncClient
 from cadenza.errors import (
     CadenzaError,
+    InternalError,
     InvalidRequestError,
     NotFoundError,
     QueueFullError,
@@ -234,12 +235,19 @@ class Breaking(Script):
         self.ends = list(ends)
         self.requests: list[pb.GenerateRequest] = []
         self.aborted: list[str] = []
+        self.num_damaged = 0
+        """So many calls repeat a message."""
 
     async def Generate(self, request, context):
         self.requests.append(request)
         start = request.resume.positions[0].token_index if request.resume.positions else 0
         await context.write(pb.GenerateResponse(info=pb.RequestInfo(seed=42)))
-        for index, word in enumerate(WORDS[start:], start):
+        indexes = list(range(start, len(WORDS)))
+        if self.num_damaged:
+            self.num_damaged -= 1
+            indexes = [start, start] if self.num_damaged < 100 else [0, 0]
+        for index in indexes:
+            word = WORDS[index]
             output = pb.SampleOutput(first_token_index=index, token_ids=[index], text=word, text_offset=index)
             message = pb.GenerateResponse(outputs=[output])
             if index == len(WORDS) - 1:
@@ -326,6 +334,40 @@ async def test_what_ends_a_stream_that_was_resumed(end, expected, message):
         assert len(script.requests) == 2
 
 
+async def test_a_stream_that_something_has_damaged_is_begun_again_at_the_next_token():
+    async with broken() as (client, script):
+        await client.model_info()
+        script.num_damaged = 3
+        deltas = [delta async for delta in client.stream("a")]
+        assert "".join(sample.text for delta in deltas for sample in delta.outputs) == WORDS
+        assert len(script.requests) == 4
+        script.num_damaged = 1000
+        script.requests.clear()
+        wrong = client.stream("a")
+        assert len([await anext(wrong) for _ in range(2)]) == 2
+        with pytest.raises(InternalError, match="the server sent token 0 where 1 was next"):
+            await anext(wrong)
+        assert len(script.requests) == 11, "a server that is wrong is given up"
+
+
+async def test_a_request_is_aborted_that_is_left_while_its_connection_is_lost():
+    async with broken(*[GONE] * 1000) as (client, script):
+        script.num_damaged = 0
+        deltas = client.stream("a", request_id="mine")
+        await anext(deltas)
+
+        async def read():
+            async for _ in deltas:
+                pass
+
+        task = asyncio.create_task(read())
+        await until(lambda: len(script.requests) >= 2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert script.aborted == ["mine"]
+
+
 async def test_a_take_over_by_another_client_is_an_error():
     async with broken(TAKEN) as (client, script):
         with pytest.raises(CadenzaError, match="another stream has taken this request over"):
@@ -335,11 +377,12 @@ async def test_a_take_over_by_another_client_is_an_error():
 
 
 async def test_without_a_grace_the_request_says_so():
-    async with broken(GONE) as (_, script):
-        async with AsyncClient(_.target, reconnect_timeout_s=0) as client:
+    async with broken(GONE) as (other, script):
+        async with AsyncClient(other.target, reconnect_timeout_s=0) as client:
+            deltas = client.stream("a")
+            assert len([await anext(deltas) for _ in range(2)]) == 2
             with pytest.raises(UnavailableError):
-                async for delta in client.stream("a"):
-                    assert not delta.finished
+                await anext(deltas)
         assert not script.requests[0].HasField("resume_grace_s")
 
 

@@ -7,11 +7,11 @@ import contextlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
-from cadenza.errors import CadenzaError, has_server_details
+from cadenza.errors import CadenzaError, DamagedStreamError, has_server_details
 from cadenza.v1 import generation_pb2
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ MAX_GRACE_S = 3600.0
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 2.0
 _ABORT_TIMEOUT_S = 2.0
+_Message = TypeVar("_Message", generation_pb2.GenerateResponse, generation_pb2.SessionResponse)
 _MAX_TAKEOVERS = 3
 _MAX_DAMAGED = 10
 
@@ -50,6 +51,16 @@ def is_lost_connection(error: grpc.aio.AioRpcError) -> bool:
     is_reset = error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
     is_removed = error.code() is grpc.StatusCode.UNKNOWN and "Stream removed" in (error.details() or "")
     return (is_reset or is_removed) and not has_server_details(error)
+
+
+def whole_message(message: object, kind: type[_Message], ended: str) -> _Message:
+    """The message that a stream has brought; raises DamagedStreamError with the text `ended` at its end.
+
+    gRPC returns None for a message that cannot be parsed.
+    """
+    if isinstance(message, kind):
+        return message
+    raise DamagedStreamError("a message cannot be read" if message is None else ended)
 
 
 class Attempts:
@@ -99,6 +110,8 @@ class Attempts:
         self._count += 1
         self.has_reconnected = True
         await self._sleep(min(left_s, random.uniform(0, longest)))
+        if not self._keeps_trying():
+            raise error
 
     async def wait_after_damage(self, error: CadenzaError) -> None:
         """As `wait`, after a stream that was damaged; raises `error` when it has been so several times."""

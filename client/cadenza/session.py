@@ -18,13 +18,12 @@ from cadenza.errors import (
     InvalidRequestError,
     NotFoundError,
     QueueFullError,
-    UnavailableError,
     from_rpc_error,
     from_status,
 )
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import RequestOutput
-from cadenza.reconnect import Attempts, abort_quietly, is_lost_connection
+from cadenza.reconnect import Attempts, abort_quietly, is_lost_connection, whole_message
 from cadenza.transport import MAX_MESSAGE_BYTES
 from cadenza.v1 import generation_pb2
 
@@ -153,13 +152,15 @@ class SessionBatch:
         self._call = call
         writer = asyncio.create_task(self._write(call))
         try:
-            async for response in call:
+            while self._num_open > 0:
+                response = whole_message(
+                    await call.read(),
+                    generation_pb2.SessionResponse,
+                    f"{self._target} ended the session with {self._num_open} requests unfinished",
+                )
                 for event in response.events:
                     self._take(event)
                 self._attempts.on_response()
-                if self._num_open == 0:
-                    return
-            raise UnavailableError(f"{self._target} ended the session with {self._num_open} requests unfinished")
         finally:
             call.cancel()
             writer.cancel()

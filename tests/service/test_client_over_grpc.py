@@ -83,6 +83,15 @@ async def test_closing_the_client_aborts_a_stream_that_nobody_waits_on(client, s
     await deltas.aclose()
 
 
+async def test_a_stream_of_a_closed_client_does_not_begin_again(client, script):
+    deltas = client.stream("hang on")
+    await anext(deltas)
+    await client.close()
+    with pytest.raises(UnavailableError, match="the client was closed during the call"):
+        await anext(deltas)
+    assert len(script.params) == 1
+
+
 async def test_an_exception_in_the_readers_body_aborts_the_request(client, script):
     with contextlib.suppress(ZeroDivisionError):
         async with contextlib.aclosing(client.stream("hang on", request_id="failed")) as deltas:

@@ -100,8 +100,8 @@ class InternalError(CadenzaError):
     """The server has an internal error or sent an invalid response."""
 
 
-class DamagedStreamError(InternalError, UnavailableError):
-    """A stream does not continue the output so far, or ends too early: something on the way lost or repeated it."""
+class DamagedStreamError(InternalError):
+    """A response does not continue the output so far, or cannot be read: something on the way lost or repeated it."""
 
 
 class LocalServiceError(CadenzaError):

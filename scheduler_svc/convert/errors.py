@@ -9,12 +9,14 @@ from google.rpc import status_pb2
 
 from cadenza.transport import field_violation, make_status, retry_info
 from scheduler_svc.core.errors import (
+    DataLossError,
     DrainingError,
     ModelChangedError,
     PreconditionError,
     QueueFullError,
     RequestExistsError,
     RequestRejectedError,
+    UnknownRequestError,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -26,8 +28,8 @@ class NotServingError(Exception):
     """The service cannot serve calls while it starts or stops; the message has the reason."""
 
 
-class UnknownRequestError(Exception):
-    """There is no request with this id."""
+class StreamReplacedError(Exception):
+    """Another stream has been attached to the request."""
 
 
 class AbortedEarlyError(Exception):
@@ -47,6 +49,8 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     DrainingError: grpc.StatusCode.UNAVAILABLE,
     NotServingError: grpc.StatusCode.UNAVAILABLE,
     UnknownRequestError: grpc.StatusCode.NOT_FOUND,
+    DataLossError: grpc.StatusCode.DATA_LOSS,
+    StreamReplacedError: grpc.StatusCode.ABORTED,
     AbortedEarlyError: grpc.StatusCode.CANCELLED,
     ModelChangedError: grpc.StatusCode.FAILED_PRECONDITION,
 }

@@ -11,15 +11,17 @@ from collections.abc import Callable
 from functools import partial
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.errors import DrainingError, QueueFullError, RequestExistsError
+from scheduler_svc.core.errors import DrainingError, QueueFullError, RequestExistsError, UnknownRequestError
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import BeamOutput, StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence as CoreSequence
 from scheduler_svc.core.steps.results import context_lens
-from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, StepResult, TokenLogprobs
+from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, StepResult, TokenLogprobs
 from scheduler_svc.engine.activity_log import ActivityLog
 from scheduler_svc.engine.freed_memory import FreedMemory
+from scheduler_svc.engine.kept_requests import KeptRequests
+from scheduler_svc.engine.lane_views import block_tables, current_load
 from scheduler_svc.engine.live_request import Listener, LiveRequest
 from scheduler_svc.engine.served_model import PreparedModel, ServedModel
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
@@ -37,7 +39,6 @@ from scheduler_svc.plan_loop.ports import (
 )
 
 _LOG = logging.getLogger(__name__)
-_FINISHED = SequenceState.FINISHED
 
 
 class Engine:
@@ -59,6 +60,13 @@ class Engine:
         self._loop = PlanLoop(core, 0, executor, config, self, clock)
         self._live: dict[RequestKey, LiveRequest] = {}
         self._timers: dict[RequestKey, Timer] = {}
+        self.kept = KeptRequests(
+            clock,
+            max_bytes=int(config.max_kept_results_mb * 1e6),
+            max_grace_s=config.max_resume_grace_s,
+            abort=self.abort,
+            on_forgotten=self._on_forgotten,
+        )
         self._idle = asyncio.Event()
         self._idle.set()
         self._connected_once = asyncio.Event()
@@ -95,6 +103,7 @@ class Engine:
         self.draining = True
         for tenant, request_id in list(self._live):
             self.abort(tenant, request_id)
+        self.kept.stop()
         self._log.stop()
         self._freed_memory.stop()
         if self._task is not None:
@@ -140,13 +149,13 @@ class Engine:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> LiveRequest:
-        """Queue a request; an unfinished request with the same id and the same body is returned instead.
+        """Queue a request; if one with the same id and body is unfinished or kept, it is returned instead.
 
         Raises RequestRejectedError, PreconditionError, QueueFullError, RequestExistsError, DrainingError,
         ModelChangedError.
         """
         spec = request.spec
-        known = self._live.get(spec.key)
+        known = self.find(*spec.key)
         if known is not None:
             if known.request.body_digest != request.body_digest:
                 raise RequestExistsError(f"request id {spec.request_id!r} is in use with another body")
@@ -169,23 +178,44 @@ class Engine:
         return live
 
     def find(self, tenant: str, request_id: str) -> LiveRequest | None:
-        """The live request with this id; None if there is none."""
-        return self._live.get((tenant, request_id))
+        """The unfinished or kept request with this id; None if there is none."""
+        return self._live.get((tenant, request_id)) or self.kept.find((tenant, request_id))
+
+    def attach(self, tenant: str, request_id: str) -> LiveRequest:
+        """The unfinished or kept request with this id; raises UnknownRequestError."""
+        live = self.find(tenant, request_id)
+        if live is None:
+            raise UnknownRequestError(
+                f"no request {request_id!r} of tenant {tenant!r} runs or is kept: there was none, or its grace is over"
+            )
+        return live
+
+    def listen(self, live: LiveRequest, listener: Listener) -> None:
+        """Attach a stream to a request; it takes the place of the request's present stream."""
+        live.subscribe(listener)
+        self.kept.on_attached(live)
 
     def abort(self, tenant: str, request_id: str, detail: FinishDetail = FinishDetail.ABORTED) -> bool:
-        """Finish a request now and free what it holds; False if it is unknown."""
-        self._loop.deliver()
-        if (tenant, request_id) not in self._live:
-            return False
-        self.on_outputs(self._core.abort((tenant, request_id), detail))
-        self._loop.wake()
-        return True
+        """Finish a request now and free what it holds; False if none was unfinished.
 
-    def detach(self, live: LiveRequest, listener: Listener) -> None:
-        """Remove a reader's listener; a request without listeners is aborted."""
-        live.unsubscribe(listener)
-        if not live.has_listeners and not live.ended:
-            self.abort(*live.request.spec.key)
+        The results of a request that is aborted are not kept; with another detail they are.
+        """
+        self._loop.deliver()
+        is_unfinished = (tenant, request_id) in self._live
+        if is_unfinished:
+            self.on_outputs(self._core.abort((tenant, request_id), detail))
+            self._loop.wake()
+        if detail is FinishDetail.ABORTED:
+            self.kept.forget((tenant, request_id))
+        return is_unfinished
+
+    def detach(self, live: LiveRequest, listener: Listener, *, handed_over: bool) -> None:
+        """Detach a stream that has ended, unless another one has taken its place.
+
+        A request without a stream is aborted unless it has a grace. `handed_over`: the stream took the whole output.
+        """
+        if live.unsubscribe(listener):
+            self.kept.on_detached(live, handed_over=handed_over)
 
     async def drain(self, timeout_s: float | None) -> int:
         """Reject new requests until `resume` and wait for the others; returns the number left at the timeout."""
@@ -205,32 +235,7 @@ class Engine:
 
     def load(self) -> Load:
         """The current state of queues and memory."""
-        lane, blocks, prefixes = self._loop.lane, self._loop.lane.blocks, self._core.prefix_counts
-        used = lane.spec.num_blocks - blocks.num_free
-        stored = lane.num_stored_tokens
-        reserved = lane.num_reserved_tokens
-        return Load(
-            num_waiting=len(self._core.waiting) - self._core.num_swapped,
-            num_running=len({sequence.group for sequence in (*lane.running, *lane.finishing)}),
-            num_swapped=self._core.num_swapped,
-            num_device_blocks=lane.spec.num_blocks,
-            num_used_device_blocks=used,
-            num_cached_device_blocks=blocks.num_cached,
-            num_host_blocks=self.model.num_host_blocks,
-            num_used_host_blocks=blocks.num_used_host,
-            num_stored_tokens=stored,
-            num_unused_slots=used * lane.spec.block_size - stored - reserved,
-            num_reserved_slots=reserved,
-            num_used_slots=lane.slots.num_used,
-            num_steps=self._core.num_steps,
-            num_output_tokens=self._core.num_output_tokens,
-            num_preemptions=self._core.num_preemptions,
-            num_prefix_queries=prefixes.num_queried,
-            num_prefix_hits=prefixes.num_hits,
-            num_shared_block_refs=blocks.num_shared_refs,
-            num_cached_host_blocks=blocks.host_pool.num_idle,
-            num_prefix_host_hits=prefixes.num_host_hits,
-        )
+        return current_load(self._core, self._loop.lane, self.model)
 
     def executor_infos(self) -> list[ExecutorState]:
         """The state of each executor."""
@@ -238,22 +243,7 @@ class Engine:
 
     def block_tables(self, tenant: str, request_id: str) -> list[SequenceBlockTable] | None:
         """The block tables of a request's unfinished sequences; None if the request is unknown."""
-        group = self._core.groups.get((tenant, request_id))
-        if group is None:
-            return None
-        return [self._block_table(sequence) for sequence in group.sequences if sequence.state is not _FINISHED]
-
-    def _block_table(self, sequence: CoreSequence) -> SequenceBlockTable:
-        blocks, swapped = self._loop.lane.blocks, sequence.state is SequenceState.SWAPPED
-        block_ids = sequence.host_block_ids if swapped else sequence.block_ids
-        ref_counts = (blocks.host_pool if swapped else blocks.pool).ref_counts
-        return SequenceBlockTable(
-            sample_index=sequence.sample_index,
-            block_ids=tuple(block_ids),
-            ref_counts=tuple(ref_counts[block_id] for block_id in block_ids),
-            num_computed_tokens=sequence.num_computed_tokens,
-            swapped=swapped,
-        )
+        return block_tables(self._core, self._loop.lane, (tenant, request_id))
 
     def watch(self, *, include_block_tables: bool = False) -> StepWatch:
         """A watch that yields the records of all steps from now on."""
@@ -262,7 +252,7 @@ class Engine:
     # --- events of the plan loop -------------------------------------------------------------------------------------
 
     def on_outputs(self, outputs: StepOutputs) -> None:
-        """Apply outputs to the live requests, then notify each one's listeners once."""
+        """Apply outputs to the live requests, then notify each one's listener once."""
         now = self.clock.monotonic_ns()
         touched: dict[RequestKey, LiveRequest] = {}
         for sequence, prompt_logprobs in outputs.prompt_logprobs:
@@ -368,9 +358,13 @@ class Engine:
         if timer is not None:
             timer.cancel()
         self._log.on_ended(live)
-        self._freed_memory.on_ended(live.request.spec)
+        if not self.kept.on_finished(live):
+            self._on_forgotten(live)
         if not self._live:
             self._idle.set()
+
+    def _on_forgotten(self, live: LiveRequest) -> None:
+        self._freed_memory.on_ended(live.request.spec)
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 

@@ -129,7 +129,7 @@ class Client:
         def listener(_: LiveRequest) -> None:
             wake.set()
 
-        live.subscribe(listener)
+        world.engine.listen(live, listener)
         leaves = world.clock.timeout(plan.number if plan.kind == "disconnects" else None)
         try:
             async with leaves:
@@ -150,7 +150,7 @@ class Client:
             if not live.ended:
                 self.aborted_at = world.clock.monotonic()
         finally:
-            world.engine.detach(live, listener)
+            world.engine.detach(live, listener, handed_over=reader.done)
         if self.aborted_at is not None and not live.ended:
             world.fail(Violation(f"{plan.name} goes on without a reader"))
 

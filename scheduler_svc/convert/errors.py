@@ -16,6 +16,7 @@ from scheduler_svc.core.errors import (
     RequestExistsError,
     RequestRejectedError,
 )
+from scheduler_svc.engine.journal import JournalUnavailableError, OutputLostError
 
 _LOG = logging.getLogger(__name__)
 _MAX_BYTES = 1000
@@ -49,6 +50,8 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     UnknownRequestError: grpc.StatusCode.NOT_FOUND,
     AbortedEarlyError: grpc.StatusCode.CANCELLED,
     ModelChangedError: grpc.StatusCode.FAILED_PRECONDITION,
+    JournalUnavailableError: grpc.StatusCode.UNAVAILABLE,
+    OutputLostError: grpc.StatusCode.DATA_LOSS,
 }
 
 

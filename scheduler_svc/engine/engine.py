@@ -20,7 +20,10 @@ from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, StepResult, TokenLogprobs
 from scheduler_svc.engine.activity_log import ActivityLog
 from scheduler_svc.engine.freed_memory import FreedMemory
+from scheduler_svc.engine.journal import Journal, NoJournal
 from scheduler_svc.engine.live_request import Listener, LiveRequest
+from scheduler_svc.engine.load import block_table, current_load
+from scheduler_svc.engine.restored_requests import RestoredRequests
 from scheduler_svc.engine.served_model import PreparedModel, ServedModel
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
 from scheduler_svc.plan_loop.clock import Clock, Timer
@@ -51,11 +54,14 @@ class Engine:
         clock: Clock,
         *,
         release_memory: Callable[[], None] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """release_memory: returns free memory to the operating system; called when most of it has become free."""
+        self.journal: Journal = journal or NoJournal()
         self._config = config
         self._core = core
         self.clock = clock
+        self.restored = RestoredRequests(clock, self.abort)
         self._loop = PlanLoop(core, 0, executor, config, self, clock)
         self._live: dict[RequestKey, LiveRequest] = {}
         self._timers: dict[RequestKey, Timer] = {}
@@ -96,6 +102,7 @@ class Engine:
         for tenant, request_id in list(self._live):
             self.abort(tenant, request_id)
         self._log.stop()
+        self.restored.stop()
         self._freed_memory.stop()
         if self._task is not None:
             self._task.cancel()
@@ -126,7 +133,7 @@ class Engine:
     @property
     def healthy(self) -> bool:
         """Whether requests are accepted and the executor runs them."""
-        return self.connected and not self._loop.stalled and not self.draining
+        return self.connected and not self._loop.stalled and not self.draining and self.journal.healthy
 
     @property
     def uptime_s(self) -> float:
@@ -140,13 +147,13 @@ class Engine:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> LiveRequest:
-        """Queue a request; an unfinished request with the same id and the same body is returned instead.
+        """Queue a request; an unfinished or restored request with the same id and the same body is returned instead.
 
         Raises RequestRejectedError, PreconditionError, QueueFullError, RequestExistsError, DrainingError,
-        ModelChangedError.
+        ModelChangedError, JournalUnavailableError.
         """
         spec = request.spec
-        known = self._live.get(spec.key)
+        known = self.find(*spec.key)
         if known is not None:
             if known.request.body_digest != request.body_digest:
                 raise RequestExistsError(f"request id {spec.request_id!r} is in use with another body")
@@ -158,19 +165,29 @@ class Engine:
                 f"{len(self._core.waiting)} requests wait already (max_queued_requests)", self._retry_after_s()
             )
         self.served_model.check(request, self.model)
+        self.journal.check_admission()
+        live = LiveRequest(request, self.clock.monotonic_ns())
+        self.add(live)
+        self.journal.on_admitted(live, self.model)
+        return live
+
+    def add(self, live: LiveRequest) -> None:
+        """Queue a live request, which may have output already; raises RequestRejectedError, RequestExistsError."""
+        spec = live.request.spec
         self._log.on_arrival()
         self._core.add_request(spec, self.clock.monotonic())
-        live = LiveRequest(request, self.clock.monotonic_ns())
+        for index, sample in enumerate(live.samples):
+            if sample.finish is not None:
+                self._core.stop_sample(spec.key, index)
         self._live[spec.key] = live
         self._freed_memory.on_arrival(spec)
         self._idle.clear()
-        self._set_deadline(request)
+        self._set_deadline(live.request)
         self._loop.wake()
-        return live
 
     def find(self, tenant: str, request_id: str) -> LiveRequest | None:
-        """The live request with this id; None if there is none."""
-        return self._live.get((tenant, request_id))
+        """The live or restored request with this id; None if there is none."""
+        return self._live.get((tenant, request_id)) or self.restored.find(tenant, request_id)
 
     def abort(self, tenant: str, request_id: str, detail: FinishDetail = FinishDetail.ABORTED) -> bool:
         """Finish a request now and free what it holds; False if it is unknown."""
@@ -185,6 +202,14 @@ class Engine:
         live.unsubscribe(listener)
         if not live.has_listeners and not live.ended:
             self.abort(*live.request.spec.key)
+
+    def fail(self, live: LiveRequest, error: Exception) -> None:
+        """End an unfinished request with an error; readers raise it after the output so far."""
+        key = live.request.spec.key
+        live.error = error
+        self._close(key, live, self.clock.monotonic_ns())
+        self.on_outputs(self._core.abort(key, FinishDetail.EXECUTOR_ERROR))
+        live.notify()
 
     async def drain(self, timeout_s: float | None) -> int:
         """Reject new requests until `resume` and wait for the others; returns the number left at the timeout."""
@@ -204,32 +229,7 @@ class Engine:
 
     def load(self) -> Load:
         """The current state of queues and memory."""
-        lane, blocks, prefixes = self._loop.lane, self._loop.lane.blocks, self._core.prefix_counts
-        used = lane.spec.num_blocks - blocks.num_free
-        stored = lane.num_stored_tokens
-        reserved = lane.num_reserved_tokens
-        return Load(
-            num_waiting=len(self._core.waiting) - self._core.num_swapped,
-            num_running=len({sequence.group for sequence in (*lane.running, *lane.finishing)}),
-            num_swapped=self._core.num_swapped,
-            num_device_blocks=lane.spec.num_blocks,
-            num_used_device_blocks=used,
-            num_cached_device_blocks=blocks.num_cached,
-            num_host_blocks=self.model.num_host_blocks,
-            num_used_host_blocks=blocks.num_used_host,
-            num_stored_tokens=stored,
-            num_unused_slots=used * lane.spec.block_size - stored - reserved,
-            num_reserved_slots=reserved,
-            num_used_slots=lane.slots.num_used,
-            num_steps=self._core.num_steps,
-            num_output_tokens=self._core.num_output_tokens,
-            num_preemptions=self._core.num_preemptions,
-            num_prefix_queries=prefixes.num_queried,
-            num_prefix_hits=prefixes.num_hits,
-            num_shared_block_refs=blocks.num_shared_refs,
-            num_cached_host_blocks=blocks.host_pool.num_idle,
-            num_prefix_host_hits=prefixes.num_host_hits,
-        )
+        return current_load(self._core, self._loop.lane, num_host_blocks=self.model.num_host_blocks)
 
     def executor_infos(self) -> list[ExecutorState]:
         """The state of each executor."""
@@ -240,19 +240,8 @@ class Engine:
         group = self._core.groups.get((tenant, request_id))
         if group is None:
             return None
-        return [self._block_table(sequence) for sequence in group.sequences if sequence.state is not _FINISHED]
-
-    def _block_table(self, sequence: CoreSequence) -> SequenceBlockTable:
-        blocks, swapped = self._loop.lane.blocks, sequence.state is SequenceState.SWAPPED
-        block_ids = sequence.host_block_ids if swapped else sequence.block_ids
-        ref_counts = (blocks.host_pool if swapped else blocks.pool).ref_counts
-        return SequenceBlockTable(
-            sample_index=sequence.sample_index,
-            block_ids=tuple(block_ids),
-            ref_counts=tuple(ref_counts[block_id] for block_id in block_ids),
-            num_computed_tokens=sequence.num_computed_tokens,
-            swapped=swapped,
-        )
+        lane = self._loop.lane
+        return [block_table(lane, sequence) for sequence in group.sequences if sequence.state is not _FINISHED]
 
     def watch(self, *, include_block_tables: bool = False) -> StepWatch:
         """A watch that yields the records of all steps from now on."""
@@ -278,6 +267,7 @@ class Engine:
             self._extend(touched, sequence, (), (), finish)
         for beam in outputs.hypotheses:
             self._extend(touched, beam, beam.token_ids, (), beam.finish, beam.cumulative_logprob)
+        self.journal.on_outputs(touched.values())
         for key, live in touched.items():
             if not live.times.first_token_ns and live.num_completion_tokens:
                 live.times.first_token_ns = now
@@ -316,6 +306,7 @@ class Engine:
                 live.times.first_plan_ns = now
                 # The first sample to join computes the prompt for all samples.
                 live.counts.num_cached_tokens = sequence.num_hit_tokens
+                self.journal.on_started(live)
         for sequence in step.preempted:
             live = self._live.get(sequence.group.key)
             if live is not None:
@@ -335,11 +326,11 @@ class Engine:
             self._connected_once.set()
         else:
             self._recorder.clear()
-        self._report_health()
+        self.report_health()
 
     def on_progress(self) -> None:
         """Report health to the listeners."""
-        self._report_health()
+        self.report_health()
 
     async def prepare_model(self, change: ModelChange) -> Callable[[], None]:
         """Let the front prepare for a changed model; returns the call that adopts it. Raises ModelRefusedError."""
@@ -347,14 +338,13 @@ class Engine:
 
     def _adopt_model(self, change: ModelChange, prepared: PreparedModel) -> None:
         """Serve the changed model, and end the requests that cannot go on with it; their output stays readable."""
-        unfinished = list(self._live.items())
-        errors = self.served_model.adopt(change, prepared, [live.request for _, live in unfinished])
-        for (key, live), error in zip(unfinished, errors, strict=True):
+        unfinished = list(self._live.values())
+        errors = self.served_model.adopt(change, prepared, [live.request for live in unfinished])
+        for live, error in zip(unfinished, errors, strict=True):
             if error is not None:
-                live.error = error
-                self._close(key, live, self.clock.monotonic_ns())
-                self.on_outputs(self._core.abort(key, FinishDetail.EXECUTOR_ERROR))
-                live.notify()
+                self.fail(live, error)
+        if not change.same_numerics:
+            self.journal.on_other_numerics(change.after)
 
     def _close(self, key: RequestKey, live: LiveRequest, now_ns: int) -> None:
         live.ended = True
@@ -363,6 +353,8 @@ class Engine:
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
+        self.journal.on_ended(live)
+        self.restored.on_ended(live)
         self._log.on_ended(live)
         self._freed_memory.on_ended(live.request.spec)
         if not self._live:
@@ -394,8 +386,9 @@ class Engine:
         self.draining = draining
         self._core.drain(draining)
         self._loop.wake()
-        self._report_health()
+        self.report_health()
 
-    def _report_health(self) -> None:
+    def report_health(self) -> None:
+        """Call the health listeners."""
         for callback in self._health_listeners:
             callback(self.healthy)

@@ -28,7 +28,7 @@ _FAILED_ENDS = frozenset(
 class LiveSample:
     """The confirmed output of one sample."""
 
-    __slots__ = ("cumulative_logprob", "finish", "logprobs", "text", "token_ids")
+    __slots__ = ("cumulative_logprob", "finish", "hides_finish", "logprobs", "max_shown_tokens", "text", "token_ids")
 
     def __init__(self, text: TextStream | None) -> None:
         self.token_ids: list[int] = []
@@ -36,6 +36,28 @@ class LiveSample:
         self.cumulative_logprob = 0.0
         self.text = text
         self.finish: Finish | None = None
+        self.max_shown_tokens: int | None = None
+        """Maximum number of tokens that readers get for now: those that are durable in a journal; None: all."""
+        self.hides_finish = False
+        """Whether readers do not get the finish for now, because it is not durable yet."""
+
+    @property
+    def shown_finish(self) -> Finish | None:
+        """The finish, as readers get it."""
+        return None if self.hides_finish else self.finish
+
+    def shown_ends(self) -> tuple[int, int]:
+        """Number of tokens, and of characters of text, that readers get."""
+        num_tokens = len(self.token_ids)
+        if self.max_shown_tokens is not None:
+            num_tokens = min(num_tokens, self.max_shown_tokens)
+        if self.text is None:
+            return num_tokens, 0
+        num_chars = len(self.text.text)
+        if num_tokens < len(self.token_ids) or self.hides_finish:
+            # A finish releases text that was held back.
+            num_chars = min(num_chars, self.text.text_ends[num_tokens - 1] if num_tokens else 0)
+        return num_tokens, num_chars
 
     def extend(
         self,
@@ -115,6 +137,7 @@ class LiveRequest:
         "counts",
         "ended",
         "error",
+        "hidden",
         "prompt_logprobs",
         "request",
         "returned",
@@ -129,6 +152,8 @@ class LiveRequest:
         self.ended = False
         self.error: Exception | None = None
         """Why it ended without a finish of every sample; readers raise it after the output so far."""
+        self.hidden = False
+        """Whether readers get nothing for now, because its admission is not durable yet."""
         make_text = request.make_text
         self.samples = [LiveSample(make_text() if make_text else None) for _ in range(request.spec.num_samples)]
         self.returned = self.samples if request.best_of is None else []

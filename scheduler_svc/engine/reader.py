@@ -78,7 +78,7 @@ class RequestReader:
 
     def take(self, max_bytes: int = MAX_CHUNK_BYTES) -> Chunk | None:
         """New output of about `max_bytes` at most, but at least a token; None if there is none, or after the end."""
-        if self.done:
+        if self.done or self.live.hidden:
             return None
         chunk = Chunk()
         self._take_prompt(chunk, max_bytes)
@@ -97,7 +97,7 @@ class RequestReader:
     def _take_prompt(self, chunk: Chunk, max_bytes: int) -> None:
         """Take new prompt logprobs; output follows only after all of them."""
         known = self.live.prompt_logprobs
-        if known is None or (self._final_only and all(sample.finish is None for sample in self.live.returned)):
+        if known is None or (self._final_only and all(sample.shown_finish is None for sample in self.live.returned)):
             return
         start = max(1, self._prompt_end)
         if start == known.end:
@@ -115,7 +115,7 @@ class RequestReader:
             return
         ended = False
         for index, (sample, cursor) in enumerate(zip(self.live.returned, self._cursors, strict=True)):
-            if cursor.done or (self._final_only and sample.finish is None):
+            if cursor.done or (self._final_only and sample.shown_finish is None):
                 continue
             if chunk.num_bytes >= max_bytes:
                 chunk.is_whole = False
@@ -131,13 +131,14 @@ class RequestReader:
 
 def _advance(index: int, sample: LiveSample, cursor: _Cursor, max_bytes: int) -> SampleChunk | None:
     """Take new output of one sample and move its cursor; None if there is none."""
-    num_tokens, text = len(sample.token_ids), "" if sample.text is None else sample.text.text
-    start, text_start, num_chars = cursor.token, cursor.text, len(text)
-    if start == num_tokens and text_start == num_chars and sample.finish is None:
+    text, finish = "" if sample.text is None else sample.text.text, sample.shown_finish
+    start, text_start = cursor.token, cursor.text
+    num_tokens, num_chars = map(max, sample.shown_ends(), (start, text_start))
+    if start == num_tokens and text_start == num_chars and finish is None:
         return None
     token_end, text_end, num_bytes = _fit(sample, cursor, num_tokens, num_chars, max_bytes)
     is_whole = token_end == num_tokens and text_end == num_chars
-    finish = sample.finish if is_whole else None
+    finish = finish if is_whole else None
     cursor.token, cursor.text, cursor.done = token_end, text_end, finish is not None
     return SampleChunk(
         sample_index=index,

@@ -44,7 +44,7 @@ SAMPLING = core_sampling(
 REQUEST = RequestSpec(
     "r", (5, 6, 7), SAMPLING, max_tokens=11, eos_token_ids=frozenset({9, 3}), num_samples=3,
     beams=BeamSpec(4, 0.1, early_stopping=None), cache_salt=b"\xff\x00", uses_prefix_cache=False, priority=-3,
-    tenant="blue", expected_output_tokens=0,
+    tenant="blue", expected_output_tokens=0, known_outputs=((5, 6), ()),
 )  # fmt: skip
 EXECUTOR = ExecutorSpec(8, 100, 10, 5, 50, 64, watermark=0.1, num_host_blocks=20, shares_prefixes=False)
 DESCRIPTION = execution_pb2.DescribeResponse(

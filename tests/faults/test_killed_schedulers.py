@@ -1,0 +1,168 @@
+"""A scheduler with a journal, really killed: after its restart every request has the tokens of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from cadenza.v1 import generation_pb2 as pb
+from tests.checkpoints import make_llama
+from tests.helpers.killed_scheduler import KillableScheduler, Output, killable_scheduler, mixed_requests, request
+from tests.helpers.service_process import service_process
+from tests.helpers.simulated_process import simulated_process
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+NUM_REQUESTS = 32
+_SIZES = ("--max-num-seqs", "24", "--num-gpu-blocks", "600")
+
+
+@pytest.fixture
+async def executor(tmp_path: Path) -> AsyncIterator[str]:
+    """A simulated executor whose steps take 5 ms."""
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"step_us": 5000}))
+    async with simulated_process("--simulate", str(costs), "--simulate-vocab-size", "500", *_SIZES) as process:
+        yield process.address
+
+
+@pytest.fixture
+async def scheduler(executor: str, tmp_path: Path) -> AsyncIterator[KillableScheduler]:
+    async with killable_scheduler(executor, tmp_path / "journal", "--skip-tokenizer-init") as running:
+        yield running
+
+
+async def undisturbed(scheduler: KillableScheduler, requests: list[pb.GenerateRequest]) -> dict[str, Output]:
+    """The outputs of these requests under other ids."""
+    renamed = [pb.GenerateRequest.FromString(each.SerializeToString()) for each in requests]
+    for each in renamed:
+        each.request_id = f"undisturbed {each.request_id}"
+    outputs = await scheduler.run(renamed).finished()
+    assert not [output.message for output in outputs.values() if output.error]
+    return {name.removeprefix("undisturbed "): output for name, output in outputs.items()}
+
+
+def check(found: dict[str, Output], expected: dict[str, Output], *parts: dict[str, Output]) -> None:
+    """Every output is whole, is what was expected, and goes on from what earlier streams brought."""
+    for name, output in found.items():
+        assert output.error is None, f"{name}: {output.error} {output.message}"
+        if expected[name].seed == output.seed:
+            assert output == expected[name], name
+        for part in parts:
+            assert output.begins_with(part[name]), name
+
+
+async def test_a_scheduler_killed_under_load_loses_and_repeats_no_token(scheduler: KillableScheduler) -> None:
+    """Two kills in a row, the second while the restored requests run."""
+    requests = mixed_requests(NUM_REQUESTS, 160)
+    expected = await undisturbed(scheduler, requests)
+    first = scheduler.run(requests)
+    await first.until(lambda outputs: sum(output.num_tokens for output in outputs.values()) > 600)
+    await scheduler.restart()
+    second = scheduler.run(requests)
+    await second.until(lambda outputs: sum(output.num_tokens for output in outputs.values()) > 600)
+    await scheduler.restart()
+    found = await scheduler.run(requests).finished()
+    parts = await first.finished(), await second.finished()
+    assert sum(output.error is not None for output in parts[0].values()) > NUM_REQUESTS // 2
+    check(found, expected, *parts)
+    # The seeds that the service drew are the same, before and after.
+    assert len({output.seed for output in found.values()} - {output.seed for output in expected.values()}) >= 4
+
+
+async def test_the_same_with_a_real_model(tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "model", vocab_size=300, max_position_embeddings=1024)
+    async with (
+        service_process("executor_svc", "--model", str(model), "--device", "cpu", *_SIZES) as executor,
+        killable_scheduler(executor.address, tmp_path / "journal", "--skip-tokenizer-init") as scheduler,
+    ):
+        requests = mixed_requests(NUM_REQUESTS, 120)
+        expected = await undisturbed(scheduler, requests)
+        load = scheduler.run(requests)
+        await load.until(lambda outputs: sum(output.num_tokens for output in outputs.values()) > 400)
+        await scheduler.restart()
+        found = await scheduler.run(requests).finished()
+        check(found, expected, await load.finished())
+
+
+async def test_a_request_killed_before_its_first_token_goes_on(scheduler: KillableScheduler) -> None:
+    """It waits in the queue behind 24 others that have all slots."""
+    requests = [request(f"long {index}", [5, 6], 350, temperature=0.0) for index in range(24)]
+    last = request("last", [9, 8, 7], 20, temperature=0.7, seed=3)
+    expected = await undisturbed(scheduler, [last])
+    others = scheduler.run(requests)
+    await others.until(lambda outputs: all(output.num_tokens for output in outputs.values()))
+    load = scheduler.run([last])
+    async with asyncio.timeout(20):
+        while (await scheduler.load()).num_waiting != 1:
+            pass
+    await scheduler.restart()
+    assert not load.outputs["last"].num_tokens
+    assert scheduler.process is not None
+    assert "25 unfinished requests go on" in await scheduler.process.logged("restored from the journal")
+    for each in requests:
+        await scheduler.abort(each.request_id)
+    check(await scheduler.run([last]).finished(), expected)
+    await asyncio.gather(others.finished(), load.finished())
+
+
+async def test_a_result_is_there_after_a_kill(scheduler: KillableScheduler) -> None:
+    """The finish was shown; then a restarted scheduler returns the same result without computing anything."""
+    requests = mixed_requests(14, 20)
+    expected = await scheduler.run(requests).finished()
+    await scheduler.restart()
+    again = scheduler.run(requests)
+    found = await again.finished()
+    check(found, expected)
+    assert {name: output.seed for name, output in found.items()} == {
+        name: output.seed for name, output in expected.items()
+    }
+    assert (await scheduler.load()).num_steps == 0
+
+
+async def test_requests_whose_streams_stay_away_are_aborted(executor: str, tmp_path: Path) -> None:
+    options = ("--skip-tokenizer-init", "--restart-grace-s", "0.5", "--log-requests")
+    async with killable_scheduler(executor, tmp_path / "journal", *options) as scheduler:
+        load = scheduler.run([request("r", [5, 6], 4000, temperature=0.0)])
+        await load.until(lambda outputs: outputs["r"].num_tokens > 3)
+        await scheduler.restart()
+        assert scheduler.process is not None
+        assert "aborted" in await scheduler.process.logged("request 'r'")
+        await load.finished()
+
+
+async def test_a_scheduler_that_is_stopped_leaves_its_requests_to_the_next(scheduler: KillableScheduler) -> None:
+    """SIGTERM aborts the streams, but not the requests."""
+    requests = mixed_requests(8, 150)
+    expected = await undisturbed(scheduler, requests)
+    load = scheduler.run(requests)
+    await load.until(lambda outputs: sum(output.num_tokens for output in outputs.values()) > 100)
+    assert scheduler.process is not None
+    scheduler.process.process.send_signal(signal.SIGTERM)
+    await scheduler.process.process.wait()
+    part = await load.finished()
+    await scheduler.restart()
+    check(await scheduler.run(requests).finished(), expected, part)
+
+
+async def test_a_second_process_on_the_directory_is_refused(
+    scheduler: KillableScheduler, executor: str, tmp_path: Path
+) -> None:
+    other = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "scheduler_svc", "--executor", executor, "--listen", "127.0.0.1:0"),
+        *("--journal", str(tmp_path / "journal")),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, error = await other.communicate()
+    assert other.returncode == 1
+    assert scheduler.process is not None
+    pid = scheduler.process.process.pid
+    assert error.decode().splitlines()[-1] == (
+        f"error: --journal {tmp_path}/journal: process {pid} uses this journal; each scheduler needs its own"
+    )

@@ -166,3 +166,73 @@ async def test_a_second_process_on_the_directory_is_refused(
     assert error.decode().splitlines()[-1] == (
         f"error: --journal {tmp_path}/journal: process {pid} uses this journal; each scheduler needs its own"
     )
+
+
+async def test_in_fast_mode_tokens_go_on_from_those_that_are_stored(tmp_path: Path) -> None:
+    """What was shown is never computed again: the restarted scheduler computes it as a prompt, without sampling it."""
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"step_us": 5000}))
+    fast = ("--simulate", str(costs), "--simulate-vocab-size", "500", "--numerics", "fast", *_SIZES)
+    async with (
+        simulated_process(*fast) as executor,
+        killable_scheduler(executor.address, tmp_path / "journal", "--skip-tokenizer-init") as scheduler,
+    ):
+        requests = mixed_requests(NUM_REQUESTS, 160)
+        expected = await undisturbed(scheduler, requests)
+        load = scheduler.run(requests)
+        await load.until(lambda outputs: sum(output.num_tokens for output in outputs.values()) > 1500)
+        await scheduler.restart()
+        found = await scheduler.run(requests).finished()
+        num_sampled = (await scheduler.load()).num_output_tokens
+        part = await load.finished()
+        check(found, expected, part)
+        shown = sum(output.num_tokens for output in part.values())
+        total = sum(output.num_tokens for name, output in found.items())
+        drawn_more = sum(_num_drawn_more(each, found[each.request_id]) for each in requests)
+        assert num_sampled <= total + drawn_more - shown
+
+
+def _num_drawn_more(each: pb.GenerateRequest, output: Output) -> int:
+    """Upper bound of the tokens that a request samples and does not return."""
+    params = each.sampling_params
+    width = max(params.best_of, params.beam_width)
+    return 0 if not width else width * params.max_tokens
+
+
+async def test_another_fingerprint_is_data_loss_for_what_was_shown(tmp_path: Path) -> None:
+    """A sample that had finished is complete; a request that had shown nothing goes on under the new numerics."""
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"step_us": 5000}))
+    options = ("--simulate", str(costs), "--simulate-vocab-size", "500", "--max-num-seqs", "4")
+    shown = request("shown", [5, 6], 2000, temperature=0.9, seed=4, n=3, stop_token_ids=list(range(4)))
+    waits = request("waits", [9, 8], 20, temperature=0.9, seed=5, n=4)
+    async with (
+        simulated_process(*options) as executor,
+        killable_scheduler(executor.address, tmp_path / "journal", "--skip-tokenizer-init") as scheduler,
+    ):
+        expected = await undisturbed(scheduler, [waits])
+        load = scheduler.run([shown])
+        await load.until(lambda outputs: _num_finished(outputs["shown"]) in (1, 2))
+        waiting = scheduler.run([waits])
+        async with asyncio.timeout(20):
+            while (await scheduler.load()).num_waiting != 1:
+                pass
+        await scheduler.kill()
+        part = (await load.finished())["shown"]
+        await waiting.finished()
+        address = executor.address
+        await executor.kill()
+        async with simulated_process(*options, "--numerics", "fast", listen=address):
+            await scheduler.start()
+            found = await scheduler.run([shown, waits]).finished()
+    assert found["waits"] == expected["waits"]
+    assert found["shown"].error is not None
+    assert found["shown"].error.name == "DATA_LOSS"
+    assert "another numerics fingerprint" in found["shown"].message
+    for index, sample in part.samples.items():
+        if sample.finish is not None:
+            assert found["shown"].samples[index] == sample
+
+
+def _num_finished(output: Output) -> int:
+    return sum(sample.finish is not None for sample in output.samples.values())

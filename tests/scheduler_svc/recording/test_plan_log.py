@@ -296,7 +296,7 @@ def test_the_replayed_core_must_refuse_what_was_refused(tmp_path: Path, capsys: 
 
 def test_plans_where_there_were_none(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """And none where there was one."""
-    spec = dataclasses.replace(REQUEST, beams=None, num_samples=1)
+    spec = dataclasses.replace(REQUEST, beams=None, num_samples=1, known_outputs=())
     nothing, something = records.plan_step(0, 2.0, None, 1), records.plan_step(0, 2.0, StepPlan(1, 0), 1)
     path = written(tmp_path / "log", header(), calls()[0], something)
     assert replay.main([str(path)]) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ APPLICATION_ID = 0x43414A4E
 SCHEMA_VERSION = 1
 PROBE_BYTES = 65536
 """A journal that could not be written is taken for usable only when this much can be written."""
+_MOVE_AWAY = "to start with an empty journal, move its directory away"
 _T = TypeVar("_T")
 
 _SCHEMA = """
@@ -63,9 +64,10 @@ class Batch:
 class JournalStore:
     """Runs all work on the database in one thread, in order. `open` comes first."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, thread: Executor | None = None) -> None:
+        """`thread`: runs the work, one after another; None: a thread of its own."""
         self._path = path
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
+        self._thread = thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
         self._database: sqlite3.Connection | None = None
 
     @property
@@ -102,11 +104,15 @@ class JournalStore:
                     f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA application_id = {APPLICATION_ID}; "
                     f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
                 )
-        except (sqlite3.Error, JournalError) as exc:
+        except JournalError:
             self._close()
-            if isinstance(exc, JournalError):
-                raise
-            raise JournalError(f"{self._path}: {exc}; move the directory away to start with an empty journal") from exc
+            raise
+        except sqlite3.OperationalError as exc:  # such as a directory that cannot be written
+            self._close()
+            raise JournalError(f"{self._path}: {exc}") from exc
+        except sqlite3.Error as exc:
+            self._close()
+            raise JournalError(f"{self._path}: {exc}; {_MOVE_AWAY}") from exc
 
     def _check_file(self, database: sqlite3.Connection) -> None:
         version, kind = _number(database, "user_version"), _number(database, "application_id")
@@ -120,9 +126,7 @@ class JournalStore:
             )
         (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
-            raise JournalError(
-                f"{self._path}: is damaged ({found}); move the directory away to start with an empty one"
-            )
+            raise JournalError(f"{self._path}: is damaged ({' '.join(found.split())}); {_MOVE_AWAY}")
 
     def _in_transaction(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
         database = self._database

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from cadenza import LLM
 from cadenza.v1 import generation_pb2 as pb
 from tests.checkpoints import make_llama
-from tests.helpers.killed_scheduler import KillableScheduler, Output, killable_scheduler, mixed_requests, request
+from tests.faults.test_killed_processes import Up
+from tests.helpers.killed_scheduler import KillableScheduler, Load, Output, killable_scheduler, mixed_requests, request
 from tests.helpers.service_process import service_process
 from tests.helpers.simulated_process import simulated_process
 
@@ -166,6 +171,64 @@ async def test_a_second_process_on_the_directory_is_refused(
     assert error.decode().splitlines()[-1] == (
         f"error: --journal {tmp_path}/journal: process {pid} uses this journal; each scheduler needs its own"
     )
+
+
+async def test_a_full_disk_refuses_new_requests_and_lets_the_others_go_on(
+    scheduler: KillableScheduler, tmp_path: Path
+) -> None:
+    """No file may grow over what the journal has: as on a full disk, every write beyond it fails."""
+    running, later = request("running", [5, 6], 200, temperature=0.0), request("later", [7], 5, temperature=0.0)
+    expected = await undisturbed(scheduler, [running, later])
+    load = scheduler.run([running])
+    await load.until(lambda outputs: outputs["running"].num_tokens > 3)
+    assert scheduler.process is not None
+    limits = psutil.Process(scheduler.process.process.pid)
+    limits.rlimit(psutil.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+    refused = (await scheduler.run([later]).finished())["later"]
+    assert refused.error is not None
+    assert refused.error.name == "UNAVAILABLE"
+    assert f"the journal {tmp_path}/journal cannot be written" in refused.message
+    assert refused.num_tokens == 0
+    # The tokens come; the finish waits until it can be recorded.
+    await load.until(lambda outputs: outputs["running"].num_tokens == 200)
+    assert load.outputs["running"].samples[0].finish is None
+    limits.rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    check(await load.finished(), expected)
+    check(await scheduler.run([later]).finished(), expected)
+
+
+async def test_up_restarts_a_killed_scheduler_that_goes_on_at_its_port(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"step_us": 5000}))
+    journal = ("--journal", str(tmp_path / "journal"))
+    up = await asyncio.to_thread(Up, Path("simulated"), tmp_path / "log", "--simulate", str(costs), *journal)
+    try:
+        requests = mixed_requests(8, 150)
+        expected = await Load(up.target, requests).finished()
+        renamed = mixed_requests(8, 150)
+        for each in renamed:
+            each.request_id += " again"
+        load = Load(up.target, renamed)
+        await load.until(lambda outputs: sum(output.num_tokens for output in outputs.values()) > 100)
+        os.kill(up.service("scheduler_svc").pid, signal.SIGKILL)
+        part = await load.finished()
+        await asyncio.to_thread(up.wait_for_log, f"cadenza   │ the scheduler is back at {up.target}")
+        found = await Load(up.target, renamed).finished()
+        check(found, {f"{name} again": output for name, output in expected.items()}, part)
+    finally:
+        up.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(up.process.wait, 15) == 0, up.log
+        assert up.process.stdout is not None
+        up.process.stdout.close()
+
+
+def test_llm_has_the_option(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text("{}")
+    folder = tmp_path / "journal"
+    with LLM("simulated", simulate=str(costs), journal=str(folder), use_tqdm_on_load=False) as llm:
+        assert llm.server_info().options["journal"] == str(folder)
+        assert (folder / "journal.sqlite").exists()
 
 
 async def test_in_fast_mode_tokens_go_on_from_those_that_are_stored(tmp_path: Path) -> None:

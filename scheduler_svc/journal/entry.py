@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from scheduler_svc.core.types import FinishDetail, PromptLogprobs
 from scheduler_svc.engine.live_request import LiveRequest
@@ -30,7 +31,7 @@ class Snapshot:
     admission: RequestRecord | None
     """None: already recorded."""
     started: bool
-    stores_tokens: bool
+    rewritten: tuple[bytes, int] | None
 
 
 class Entry:
@@ -44,7 +45,6 @@ class Entry:
         "recorded_ended",
         "recorded_finished",
         "recorded_started",
-        "recorded_stores_tokens",
         "recorded_tokens",
         "rewritten",
         "shows_at_end",
@@ -58,7 +58,7 @@ class Entry:
         self.number = number
         self.admission = admission
         self.shows_at_end = shows_at_end(live)
-        self.stores_tokens = self.recorded_stores_tokens = stores_tokens
+        self.stores_tokens = stores_tokens
         self.rewritten: tuple[bytes, int] | None = None
         """Fingerprint and vocabulary size to record, after a change under which the request goes on."""
         self.started = self.recorded_started = False
@@ -100,12 +100,12 @@ class Entry:
                 batch.samples.append(self._finished_sample(index))
             elif self.stores_tokens and not self.shows_at_end and len(sample.token_ids) > num_tokens[index]:
                 start, num_tokens[index] = num_tokens[index], len(sample.token_ids)
-                logprobs = pack_logprobs(sample.logprobs[start:]) if sample.logprobs else b""
+                logprobs = partial(pack_logprobs, sample.logprobs[start:])
                 batch.tokens.append(TokensRecord(number, index, start, pack_tokens(sample.token_ids[start:]), logprobs))
         ended = self.ended_ns is not None
         if ended and not self.recorded_ended:
             batch.ends.append(self._end())
-        return Snapshot(self, num_tokens, finished, ended, self.admission, self.started, self.stores_tokens)
+        return Snapshot(self, num_tokens, finished, ended, self.admission, self.started, self.rewritten)
 
     def record(self, snapshot: Snapshot) -> None:
         """A batch is durable: show what it holds. New output since then stays hidden."""
@@ -113,7 +113,7 @@ class Entry:
             self.admission = None
         self.recorded_started, self.recorded_ended = snapshot.started, snapshot.ended
         self.recorded_tokens, self.recorded_finished = snapshot.num_tokens, snapshot.finished
-        if snapshot.stores_tokens == self.stores_tokens:
+        if self.rewritten is snapshot.rewritten:
             self.rewritten = None
         self.live.hidden = self.admission is not None or self.started != self.recorded_started
         for sample, num_tokens, finished in zip(
@@ -145,7 +145,7 @@ class Entry:
             stop_string=sample.finish.stop_string,
             num_tokens=len(sample.token_ids),
             token_ids=pack_tokens(sample.token_ids),
-            logprobs=pack_logprobs(sample.logprobs),
+            logprobs=partial(pack_logprobs, list(sample.logprobs)),
             cumulative_logprob=sample.cumulative_logprob,
         )
 
@@ -159,7 +159,7 @@ class Entry:
             ended_ns=self.ended_ns,
             error="" if live.error is None else str(live.error),
             stats=stats_of(live).pack(),
-            prompt_logprobs=pack_prompt_logprobs(prompt_logprobs),
+            prompt_logprobs=partial(pack_prompt_logprobs, prompt_logprobs),
         )
 
 

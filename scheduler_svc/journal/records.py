@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
 
 _COUNTS = struct.Struct("<II")
 """Number of rows, and of top logprobs in each."""
 _STATS = struct.Struct("<5q")
+Packed = bytes | Callable[[], bytes]
+"""Bytes, or a call that makes them: packing many logprobs would hold the event loop, so the journal's thread does it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class TokensRecord:
     sample_index: int
     first_token: int
     token_ids: bytes
-    logprobs: bytes
+    logprobs: Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class SampleRecord:
     stop_string: str | None
     num_tokens: int
     token_ids: bytes
-    logprobs: bytes
+    logprobs: Packed
     cumulative_logprob: float
 
     @property
@@ -86,7 +89,7 @@ class EndRecord:
     error: str
     """Message of the error that ended it; empty: none."""
     stats: bytes
-    prompt_logprobs: bytes
+    prompt_logprobs: Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,11 @@ class StoredRequest:
     """Tokens of unfinished samples by index, in order."""
 
 
+def as_bytes(packed: Packed) -> bytes:
+    """Return the bytes."""
+    return packed if isinstance(packed, bytes) else packed()
+
+
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Return token ids as bytes, 4 each."""
     return array("I", token_ids).tobytes()
@@ -148,8 +156,9 @@ def pack_logprobs(entries: Sequence[TokenLogprobs]) -> bytes:
     )
 
 
-def unpack_logprobs(packed: bytes) -> list[TokenLogprobs]:
+def unpack_logprobs(packed: Packed) -> list[TokenLogprobs]:
     """Return logprobs of tokens from bytes."""
+    packed = as_bytes(packed)
     if not packed:
         return []
     logprobs, ranks, width, top_ids, top_logprobs = _unpack(packed)
@@ -171,8 +180,9 @@ def pack_prompt_logprobs(rows: PromptLogprobs | None) -> bytes:
     return _pack(rows.logprobs, rows.ranks, rows.num_top, rows.top_token_ids, rows.top_logprobs)
 
 
-def unpack_prompt_logprobs(packed: bytes) -> PromptLogprobs | None:
+def unpack_prompt_logprobs(packed: Packed) -> PromptLogprobs | None:
     """Return logprobs of prompt tokens from bytes."""
+    packed = as_bytes(packed)
     if not packed:
         return None
     logprobs, ranks, width, top_ids, top_logprobs = _unpack(packed)
@@ -182,8 +192,14 @@ def unpack_prompt_logprobs(packed: bytes) -> PromptLogprobs | None:
 def _pack(
     logprobs: Sequence[float], ranks: Sequence[int], width: int, top_ids: Sequence[int], top_logprobs: Sequence[float]
 ) -> bytes:
-    columns = (array("f", logprobs), array("I", ranks), array("I", top_ids), array("f", top_logprobs))
-    return b"".join((_COUNTS.pack(len(ranks), width), *(column.tobytes() for column in columns)))
+    columns = ("f", logprobs), ("I", ranks), ("I", top_ids), ("f", top_logprobs)
+    return b"".join((_COUNTS.pack(len(ranks), width), *(_column(kind, values) for kind, values in columns)))
+
+
+def _column(kind: str, values: Sequence[Any]) -> bytes:
+    if isinstance(values, array) and values.typecode == kind:
+        return values.tobytes()
+    return array(kind, values).tobytes()
 
 
 def _unpack(packed: bytes) -> tuple[array[float], array[int], int, array[int], array[float]]:

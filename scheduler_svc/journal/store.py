@@ -179,7 +179,8 @@ def _insert(database: sqlite3.Connection, table: str, kind: type[Any], rows: Seq
 
 
 def _values(row: Any) -> tuple[Any, ...]:
-    return tuple(getattr(row, name) for name in row.__slots__)
+    values = (getattr(row, name) for name in row.__slots__)
+    return tuple(value() if callable(value) else value for value in values)
 
 
 def _load(database: sqlite3.Connection) -> list[StoredRequest]:

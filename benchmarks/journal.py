@@ -2,8 +2,9 @@
 
 Scheduler and executor run as processes, the executor simulated; in fast mode it only says so, and works as in exact
 mode. One Session has `--running` requests at all times: each that ends is replaced at once. Each repeat measures the
-three modes one after the other, on services of their own, so that other load disturbs all of them alike. The scheduler's CPU
-time is measured too, which other load disturbs less. The journal is in `--folder`, as is the file whose fsync is timed.
+three modes one after the other, on services of their own, so that other load disturbs all of them alike. The
+scheduler's CPU time is measured too, which other load disturbs less. The journal is in `--folder`, as is the file whose
+fsync is timed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _COUNTS = struct.Struct("<II")
 """Number of rows, and of top logprobs in each."""
 _STATS = struct.Struct("<5q")
 Packed = bytes | Callable[[], bytes]
-"""Bytes, or a call that makes them: packing many logprobs would hold the event loop, so the journal's thread does it."""
+"""Bytes, or a call that makes them: the journal's thread packs logprobs, for many would hold the event loop."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ class Service:
         self._engine = Engine(config, core, recorded, clock, release_memory=release_free_memory, journal=writer)
         if writer is not None:
             writer.fail_request, writer.report_health = self._engine.fail, self._engine.report_health
+            writer.is_kept = self._engine.keeps
         self._front = Front(self._engine, config, version=_version())
         self._health = HealthServicer(list(_SERVICES))
         self._model = ModelFront(self._front, config)

@@ -136,6 +136,22 @@ class SchedulerConfig(ServiceSettings):
         description="Maximum waiting requests; further ones are rejected with RESOURCE_EXHAUSTED.",
         json_schema_extra=about("Scheduling", "requests"),
     )
+    max_resume_grace_s: float = Field(
+        600.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Longest time for which a request runs on and its results are kept after its stream was lost; a "
+        "larger resume_grace_s of a request counts as this; 0: a lost stream aborts its request.",
+        json_schema_extra=about("Scheduling", "s"),
+    )
+    max_kept_results_mb: float = Field(
+        64.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Memory for results of finished requests that are kept for clients which come back; beyond it the "
+        "oldest are dropped before their resume_grace_s is over.",
+        json_schema_extra=about("Memory", "MB"),
+    )
     order: Literal["fcfs", "priority", "fair", "sjf"] = Field(
         "fcfs",
         description="Which request goes first; fcfs: the oldest; priority: the smallest priority, which also preempts "

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         NotFoundError,
         OptionError,
         QueueFullError,
+        RequestLostError,
         UnavailableError,
         UnsupportedError,
     )
@@ -55,6 +56,7 @@ _HOMES = {
         "NotFoundError",
         "OptionError",
         "QueueFullError",
+        "RequestLostError",
         "UnavailableError",
         "UnsupportedError",
     ),
@@ -89,6 +91,7 @@ __all__ = [  # noqa: RUF022 - by kind
     "FailedPreconditionError",
     "DeadlineError",
     "UnavailableError",
+    "RequestLostError",
     "UnsupportedError",
     "InternalError",
     "LocalServiceError",

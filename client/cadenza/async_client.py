@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +33,8 @@ from cadenza.prompts import (
     parse_text_or_chat,
     parse_token_ids,
 )
+from cadenza.reconnect import RECONNECT_TIMEOUT_S, Attempts, checked_timeout, grace_s
+from cadenza.request_stream import RequestStream
 from cadenza.sampling_params import SamplingParams
 from cadenza.session import BatchItem, OnOutput, SessionBatch, batch_results
 from cadenza.short_interrupts import shorten_interrupts
@@ -53,14 +55,25 @@ class AsyncClient:
     refuses or fails, UnavailableError if it cannot be reached, and ValueError for invalid arguments. A call that is
     left early (by an exception, cancellation, or a closed or dropped generator) is cancelled, and the server aborts its
     requests.
+
+    `generate`, `chat` and `stream` go on after a lost connection or a restart of the server: they reconnect for up to
+    `reconnect_timeout_s` seconds without a response, and bring the rest of the output, no token lost or repeated. Then
+    they raise the UnavailableError of the loss; RequestLostError if the server does not have the rest any more. The
+    server keeps their requests for twice that time, so those of a program that dies run on for so long. With 0, and
+    before the server has been reached once, a lost connection is an error at once.
     """
 
-    def __init__(self, target: str = f"127.0.0.1:{SCHEDULER_PORT}") -> None:
+    def __init__(
+        self, target: str = f"127.0.0.1:{SCHEDULER_PORT}", *, reconnect_timeout_s: float = RECONNECT_TIMEOUT_S
+    ) -> None:
         shorten_interrupts()
+        self._reconnect_timeout_s = checked_timeout(reconnect_timeout_s)
+        self._was_reached = False
+        self._is_given_up: Callable[[], bool] = lambda: False
         self.target = format_address(*parse_address(target, default_port=SCHEDULER_PORT))
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the channel's
-        self._streams: set[grpc.aio.Call] = set()
+        self._running: set[RequestStream | SessionBatch] = set()
         self._closed = False
 
     async def __aenter__(self) -> AsyncClient:
@@ -72,11 +85,10 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel running calls and close the connection; a second call does nothing."""
+        """Cancel running calls, abort their requests and close the connection; a second call does nothing."""
         self._closed = True
         # Closing the channel ends only calls that are being awaited, and a paused generator is not awaited.
-        for call in self._streams:
-            call.cancel()
+        await asyncio.gather(*(each.leave() for each in self._running))
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
@@ -202,36 +214,65 @@ class AsyncClient:
         items = []
         for prompt, each in zip(prompts, match_params(params, len(prompts)), strict=True):
             request = convert.request_to_proto(
-                _new_id(), prompt, each, final_only=True, enable_prefix_caching=enable_prefix_caching
+                _new_id(),
+                prompt,
+                each,
+                final_only=True,
+                enable_prefix_caching=enable_prefix_caching,
+                resume_grace_s=grace_s(self._reconnect_timeout_s),
             )
             items.append(BatchItem(request, _collector(request.request_id, prompt)))
-        with self._explained():
-            await SessionBatch(self._stub(), self.target, items, on_output).run()
+        batch = SessionBatch(self._stub(), self.target, items, self._attempts(), on_output)
+        self._running.add(batch)
+        try:
+            with self._explained():
+                await batch.run()
+        finally:
+            self._running.discard(batch)
         return batch_results(items)
 
     async def _stream(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, enable_prefix_caching: bool
     ) -> AsyncGenerator[RequestOutput, None]:
         request = convert.request_to_proto(
-            request_id or _new_id(), prompt, params, final_only=False, enable_prefix_caching=enable_prefix_caching
+            request_id or _new_id(),
+            prompt,
+            params,
+            final_only=False,
+            enable_prefix_caching=enable_prefix_caching,
+            resume_grace_s=grace_s(self._reconnect_timeout_s),
         )
         collector = _collector(request.request_id, prompt)
-        call = self._stub().Generate(request)
-        self._streams.add(call)
+        stream = RequestStream(self._stub(), self.target, request, collector, self._attempts())
+        self._running.add(stream)
         try:
             with self._explained():
-                async for response in call:
-                    yield collector.add(convert.delta_from_proto(response, collector.prompt_token_ids))
-            if not collector.finished:
-                raise UnavailableError(f"{self.target} ended the stream of request {request.request_id} unfinished")
+                while (delta := await stream.next()) is not None:
+                    yield delta
         finally:
-            # An abandoned aio call is never collected and its handler runs on (grpc#43462).
-            call.cancel()
-            self._streams.discard(call)
+            self._running.discard(stream)
+            await stream.leave()
+
+    def _attempts(self) -> Attempts:
+        return Attempts(self._reconnect_timeout_s, self._keeps_trying, self._on_response)
+
+    def _keeps_trying(self) -> bool:
+        """Whether there is a point in waiting for the server: not if its address may be wrong."""
+        return self._was_reached and not self._closed and not self._is_given_up()
+
+    def _expect_server(self, is_given_up: Callable[[], bool]) -> None:
+        """For `LLM`: the server is at its address, and comes back after a loss unless it is given up."""
+        self._was_reached = True
+        self._is_given_up = is_given_up
+
+    def _on_response(self) -> None:
+        self._was_reached = True
 
     async def _call(self, call: Awaitable[T]) -> T:
         with self._explained():
-            return await call
+            response = await call
+        self._was_reached = True
+        return response
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -240,12 +281,16 @@ class AsyncClient:
             yield
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, self.target) from None
+        except UnavailableError:
+            if self._closed:  # while it waited for the server
+                raise _closed_during_call() from None
+            raise
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if (
                 self._closed and task is not None and not task.cancelling()
             ):  # cancelled by `close`, not by the caller's task
-                raise UnavailableError("the client was closed during the call") from None
+                raise _closed_during_call() from None
             raise
 
 
@@ -253,6 +298,10 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
     with contextlib.suppress(RuntimeError):
         return asyncio.get_running_loop()
     return None
+
+
+def _closed_during_call() -> UnavailableError:
+    return UnavailableError("the client was closed during the call")
 
 
 def _new_id() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from types import TracebackType
 
 from cadenza.async_client import AsyncClient
@@ -12,6 +12,7 @@ from cadenza.info import ModelInfo, ServerInfo
 from cadenza.loop_thread import LoopThread
 from cadenza.outputs import RequestOutput
 from cadenza.prompts import Messages, Params, Prompt, Prompts, SinglePrompt
+from cadenza.reconnect import RECONNECT_TIMEOUT_S
 from cadenza.sampling_params import SamplingParams
 from cadenza.session import OnOutput
 from cadenza.short_interrupts import quiet_at_exit, shorten_interrupts
@@ -21,14 +22,17 @@ from cadenza.transport import SCHEDULER_PORT
 class Client:
     """A blocking client of one Cadenza server at `HOST:PORT`; may be used from several threads.
 
-    It has the methods and errors of AsyncClient. Ctrl-C during a call aborts the call's requests and raises
-    KeyboardInterrupt; if the program does not catch it, Python's report shows the program's own frames alone.
+    It has the methods and errors of AsyncClient, and goes on after a lost connection as that does. Ctrl-C during a call
+    aborts the call's requests and raises KeyboardInterrupt; if the program does not catch it, Python's report shows the
+    program's own frames alone.
     """
 
-    def __init__(self, target: str = f"127.0.0.1:{SCHEDULER_PORT}") -> None:
+    def __init__(
+        self, target: str = f"127.0.0.1:{SCHEDULER_PORT}", *, reconnect_timeout_s: float = RECONNECT_TIMEOUT_S
+    ) -> None:
         shorten_interrupts()
         self._loop = LoopThread.shared()
-        self._client = AsyncClient(target)
+        self._client = AsyncClient(target, reconnect_timeout_s=reconnect_timeout_s)
         self._finalizer = weakref.finalize(self, _close, self._loop, self._client)
 
     def __enter__(self) -> Client:
@@ -149,6 +153,10 @@ class Client:
     ) -> list[RequestOutput]:
         """Run parsed prompts for `LLM`; `on_output` gets each result on the background loop as it finishes."""
         return self._loop.call(lambda: self._client._run(prompts, params, enable_prefix_caching, on_output))
+
+    def _expect_server(self, is_given_up: Callable[[], bool]) -> None:
+        """For `LLM`; see AsyncClient."""
+        self._client._expect_server(is_given_up)
 
     def _pull(self, deltas: AsyncGenerator[RequestOutput, None]) -> Generator[RequestOutput, None, None]:
         try:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from cadenza.info import ExecutorInfo, ModelInfo, ServerInfo, ServerLoad
+from cadenza.output_collector import OutputCollector
 from cadenza.outputs import CompletionOutput, Delta, FinishReason, Logprob, LogprobRow, RequestMetrics, RequestOutput
 from cadenza.prompts import Prompt
 from cadenza.sampling_params import SamplingParams
@@ -61,7 +62,13 @@ def prompt_to_proto(prompt: Prompt) -> types_pb2.PromptPart:
 
 
 def request_to_proto(
-    request_id: str, prompt: Prompt, params: SamplingParams, *, final_only: bool, enable_prefix_caching: bool = True
+    request_id: str,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    final_only: bool,
+    enable_prefix_caching: bool = True,
+    resume_grace_s: float = 0.0,
 ) -> generation_pb2.GenerateRequest:
     """Return a new request; with `final_only` the server sends one response per sample instead of deltas."""
     return generation_pb2.GenerateRequest(
@@ -73,6 +80,31 @@ def request_to_proto(
         return_prompt_token_ids=prompt.token_ids is None or params.truncate_prompt_tokens is not None,
         cache_salt=(prompt.cache_salt or "").encode(),
         enable_prefix_caching=None if enable_prefix_caching else False,
+        resume_grace_s=resume_grace_s or None,
+    )
+
+
+def resume_to_proto(
+    request: generation_pb2.GenerateRequest, received: OutputCollector
+) -> generation_pb2.GenerateRequest:
+    """Return the message that brings the rest of a request's output; the request itself if there is no output yet."""
+    if not received.has_output:
+        return request
+    total = received.result()
+    positions = [
+        generation_pb2.SamplePosition(
+            sample_index=sample.index, token_index=len(sample.token_ids), finished=sample.finished()
+        )
+        for sample in total.outputs
+    ]
+    # The first prompt token has no logprobs, but a place in the list.
+    num_prompt_logprobs = len(total.prompt_logprobs or ())
+    return generation_pb2.GenerateRequest(
+        request_id=request.request_id,
+        tenant=request.tenant,
+        output_mode=request.output_mode,
+        return_prompt_token_ids=request.return_prompt_token_ids and received.prompt_token_ids is None,
+        resume=generation_pb2.ResumePoint(positions=positions, prompt_logprobs_start=num_prompt_logprobs),
     )
 
 

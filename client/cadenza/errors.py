@@ -75,6 +75,23 @@ class UnavailableError(CadenzaError):
     """The server cannot be reached, went away, or is draining."""
 
 
+class RequestLostError(CadenzaError):
+    """The server does not have the rest of a request's output any more, of which a part was received.
+
+    `code` is NOT_FOUND: it was restarted, or the connection was away for longer than the request's grace; or DATA_LOSS:
+    it was restarted and cannot go on with the same tokens.
+    """
+
+    @classmethod
+    def forgotten(cls, request_id: str, cause: CadenzaError) -> RequestLostError:
+        """The error for a request that the server does not know any more."""
+        error = cls(
+            f"request {request_id} was lost: the server was restarted, or could not be reached for too long: {cause}"
+        )
+        error.code = cause.code
+        return error
+
+
 class UnsupportedError(CadenzaError):
     """The server does not implement this."""
 
@@ -99,11 +116,16 @@ _BY_CODE: dict[grpc.StatusCode, type[CadenzaError]] = {
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.UNIMPLEMENTED: UnsupportedError,
     grpc.StatusCode.INTERNAL: InternalError,
-    grpc.StatusCode.DATA_LOSS: InternalError,
+    grpc.StatusCode.DATA_LOSS: RequestLostError,
 }
 _TOO_LARGE = "message larger than max"
 """Part of gRPC's error, on either side, for a message over `cadenza.transport.MAX_MESSAGE_BYTES`: do not retry."""
 _CODE_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def has_server_details(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the server itself gave this status, not gRPC."""
+    return any(key == _DETAILS_KEY for key, _ in error.trailing_metadata() or ())
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, target: str) -> CadenzaError:

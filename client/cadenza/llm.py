@@ -15,9 +15,12 @@ from cadenza.local import LocalServices, log_line
 from cadenza.outputs import RequestOutput
 from cadenza.progress_bar import UseTqdm, prompts_bar
 from cadenza.prompts import ChatOptions, Messages, Params, Prompt, Prompts, match_params, parse_chats, parse_prompts
+from cadenza.reconnect import checked_timeout
 from cadenza.short_interrupts import shorten_interrupts
 
 T = TypeVar("T")
+RECONNECT_TIMEOUT_S = 600.0
+"""Longer than a client's: the services are known to come back, and the scheduler waits for the executor's model."""
 
 
 class LLM:
@@ -31,8 +34,10 @@ class LLM:
     Raises OptionError for an unknown or invalid option before anything starts, and LocalServiceError with the service's
     own message when one does not start, or not within `start_timeout_s`. A service that dies later is started again.
     After five deaths of one service without progress in between, the calls in progress and all later ones raise
-    LocalServiceError: a script does not hang. Use it with `with`, or call `close`; otherwise the services end when the
-    object is collected or the program ends. Stopped services have `stop_grace_s` seconds to end before they are killed.
+    LocalServiceError: a script does not hang. Until then a call waits for a scheduler that is started again, for up to
+    `reconnect_timeout_s` seconds without an answer, and its prompts go on or start anew. Use it with `with`, or call
+    `close`; otherwise the services end when the object is collected or the program ends. Stopped services have
+    `stop_grace_s` seconds to end before they are killed.
     """
 
     def __init__(
@@ -45,9 +50,11 @@ class LLM:
         port: int = 0,
         start_timeout_s: float = 1800.0,
         stop_grace_s: float = 10.0,
+        reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
         **options: Unpack[LLMOptions],
     ) -> None:
         shorten_interrupts()
+        checked_timeout(reconnect_timeout_s)
         with LoadProgress(str(model), shown=use_tqdm_on_load) as progress:
 
             def on_log(service: str, line: str) -> None:
@@ -65,7 +72,9 @@ class LLM:
                 on_start=progress.start,
                 **options,
             )
-        self._client = Client(self._services.target)
+        self._client = Client(self._services.target, reconnect_timeout_s=reconnect_timeout_s)
+        services = self._services  # not self, which must be collected as soon as nobody refers to it
+        self._client._expect_server(lambda: services.failure is not None)
 
     def __enter__(self) -> LLM:
         return self

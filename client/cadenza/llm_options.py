@@ -130,6 +130,14 @@ class LLMOptions(TypedDict, total=False):
     max_queued_requests: int | None
     """Maximum waiting requests; further ones are rejected with RESOURCE_EXHAUSTED. [default: 1024]"""
 
+    max_resume_grace_s: float | None
+    """Longest time for which a request runs on and its results are kept after its stream was lost; a larger
+    resume_grace_s of a request counts as this; 0: a lost stream aborts its request. [default: 600.0]"""
+
+    max_kept_results_mb: float | None
+    """Memory for results of finished requests that are kept for clients which come back; beyond it the oldest are
+    dropped before their resume_grace_s is over. [default: 64.0]"""
+
     order: Literal["fcfs", "priority", "fair", "sjf"] | None
     """Which request goes first; fcfs: the oldest; priority: the smallest priority, which also preempts larger ones;
     fair: one of the least-served tenant; sjf: the shortest expected output. [default: fcfs]"""

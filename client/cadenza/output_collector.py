@@ -12,6 +12,19 @@ class OutputCollector:
     def __init__(self, request_id: str, *, prompt: str | None, prompt_token_ids: list[int] | None) -> None:
         self._total = RequestOutput(request_id, prompt=prompt, prompt_token_ids=prompt_token_ids)
         self._samples: dict[int, CompletionOutput] = {}
+        self.has_responses = False
+        """Whether anything was added."""
+
+    @property
+    def has_output(self) -> bool:
+        """Whether there are tokens, a finish or prompt logprobs."""
+        return bool(self._samples) or self._total.prompt_logprobs is not None
+
+    def clear(self) -> None:
+        """Forget all output: the request starts anew."""
+        total = self._total
+        self._total = RequestOutput(total.request_id, prompt=total.prompt, prompt_token_ids=total.prompt_token_ids)
+        self._samples.clear()
 
     @property
     def finished(self) -> bool:
@@ -29,6 +42,7 @@ class OutputCollector:
         Raises InternalError if tokens or text before it are missing or repeated.
         """
         new, total = delta.output, self._total
+        self.has_responses = True
         for sample, token_index, text_offset in zip(
             new.outputs, delta.first_token_index, delta.text_offset, strict=True
         ):

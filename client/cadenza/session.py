@@ -1,4 +1,4 @@
-"""Many requests over one Session stream, with a window that adapts to the capacity of the server's queue."""
+"""Many requests over a Session stream, with a window that adapts to the capacity of the server's queue."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from cadenza.convert import delta_from_proto
+from cadenza.convert import delta_from_proto, resume_to_proto
 from cadenza.errors import (
     CadenzaError,
     InternalError,
     InvalidRequestError,
+    NotFoundError,
     QueueFullError,
     UnavailableError,
     from_rpc_error,
@@ -22,6 +23,7 @@ from cadenza.errors import (
 )
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import RequestOutput
+from cadenza.reconnect import Attempts, abort_quietly, is_lost_connection
 from cadenza.transport import MAX_MESSAGE_BYTES
 from cadenza.v1 import generation_pb2
 
@@ -44,6 +46,8 @@ class BatchItem:
     collector: OutputCollector
     error: CadenzaError | None = None
     done: bool = False
+    is_resumed: bool = False
+    """Whether the last message about it was a resume."""
 
 
 @dataclass(slots=True)
@@ -56,13 +60,23 @@ class _Window:
     in_flight: set[int] = field(default_factory=set)
     not_before: float = 0.0  # on the event loop's clock
 
-    def refused(self, index: int, now: float, retry_after_s: float | None) -> None:
+    def returned(self, index: int) -> None:
+        """The request is to be sent again."""
         self.in_flight.discard(index)
         # Refusals arrive in the order of sending; the first refused request stays at the front.
         position = next((at for at, other in enumerate(self.pending) if other > index), len(self.pending))
         self.pending.insert(position, index)
+
+    def refused(self, index: int, now: float, retry_after_s: float | None) -> None:
+        """The queue is full."""
+        self.returned(index)
         self.size = max(1, len(self.in_flight))
         self.not_before = max(self.not_before, now + (_DEFAULT_RETRY_S if retry_after_s is None else retry_after_s))
+
+    def lost(self) -> None:
+        """The stream is lost: those in flight go first on the next one."""
+        self.pending.extendleft(sorted(self.in_flight, reverse=True))
+        self.in_flight.clear()
 
     def ended(self, index: int) -> None:
         self.in_flight.discard(index)
@@ -70,12 +84,12 @@ class _Window:
 
 
 class SessionBatch:
-    """Runs requests over one Session stream until all have ended.
+    """Runs requests over one Session stream at a time until all have ended.
 
     A request refused because the server's queue is full is sent again after the delay in the server's RetryInfo,
-    without a limit; any other error ends only that request. Leaving `run` early, for any reason, cancels the stream and
-    so aborts the requests in flight. `on_output` gets the result of each request as it ends; the result of a failed
-    request is not finished.
+    without a limit; any other error ends only that request. After a lost connection another stream brings the rest.
+    Leaving `run` early, for any reason, aborts the requests in flight. `on_output` gets the result of each request as
+    it ends; the result of a failed request is not finished.
     """
 
     def __init__(
@@ -83,11 +97,13 @@ class SessionBatch:
         stub: GenerationServiceAsyncStub,
         target: str,
         items: Sequence[BatchItem],
+        attempts: Attempts,
         on_output: OnOutput | None = None,
     ) -> None:
         self._stub = stub
         self._target = target
         self._items = items
+        self._attempts = attempts
         self._on_output = on_output
         self._index_of = {item.request.request_id: index for index, item in enumerate(items)}
         for item in items:
@@ -95,28 +111,50 @@ class SessionBatch:
         self._window = _Window(pending=deque(index for index, item in enumerate(items) if not item.done))
         self._num_open = len(self._window.pending)
         self._wake = asyncio.Event()
+        self._call: _SessionCall | None = None
 
     async def run(self) -> None:
-        """Run all items; raises the CadenzaError of a broken stream."""
+        """Run all items; raises the CadenzaError of a stream that broke and could not be replaced in time."""
         for item in self._items:
             if item.done:
                 self._report(item)
-        if self._num_open == 0:
-            return
+        try:
+            while self._num_open > 0:
+                try:
+                    await self._run_stream()
+                except grpc.aio.AioRpcError as error:
+                    cause = from_rpc_error(error, self._target)
+                    if not is_lost_connection(error):
+                        raise cause from None
+                    await self._attempts.wait(cause)
+                    self._window.lost()
+        finally:
+            await self.leave()
+
+    async def leave(self) -> None:
+        """End the stream, and the requests in flight at the server; returns soon, whatever the server does."""
+        call, self._call = self._call, None
+        in_flight = [self._items[index].request.request_id for index in self._window.in_flight]
+        self._window.in_flight.clear()
+        if call is not None:
+            # An abandoned aio call is never collected and its handler runs on (grpc#43462).
+            call.cancel()
+        if in_flight:
+            await abort_quietly(self._stub, in_flight)
+
+    async def _run_stream(self) -> None:
         call: _SessionCall = self._stub.Session()
+        self._call = call
         writer = asyncio.create_task(self._write(call))
         try:
             async for response in call:
+                self._attempts.on_response()
                 for event in response.events:
                     self._take(event)
                 if self._num_open == 0:
-                    break
-            if self._num_open > 0:
-                raise UnavailableError(f"{self._target} ended the session with {self._num_open} requests unfinished")
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, self._target) from None
+                    return
+            raise UnavailableError(f"{self._target} ended the session with {self._num_open} requests unfinished")
         finally:
-            # An abandoned aio call is never collected and its handler runs on (grpc#43462).
             call.cancel()
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
@@ -134,7 +172,10 @@ class SessionBatch:
                 else:
                     index = window.pending.popleft()
                     window.in_flight.add(index)
-                    await call.write(generation_pb2.SessionRequest(generate=self._items[index].request))
+                    item = self._items[index]
+                    message = resume_to_proto(item.request, item.collector)
+                    item.is_resumed = message.HasField("resume")
+                    await call.write(generation_pb2.SessionRequest(generate=message))
             await call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader handles the reason why the call ended
@@ -149,8 +190,7 @@ class SessionBatch:
         kind = event.WhichOneof("event")
         if kind == "error":
             error = from_status(event.error)
-            if isinstance(error, QueueFullError):
-                self._window.refused(index, asyncio.get_running_loop().time(), error.retry_after_s)
+            if self._send_again(index, error):
                 self._wake.set()
                 return
             item.error = error
@@ -160,6 +200,20 @@ class SessionBatch:
             if item.error is None and not item.collector.finished:
                 item.error = InternalError(f"request {event.request_id} ended without its last response")
             self._end(index)
+
+    def _send_again(self, index: int, error: CadenzaError) -> bool:
+        """Put a request that ended with an error back among the pending ones; False if the error is its end."""
+        item = self._items[index]
+        if isinstance(error, QueueFullError):
+            self._window.refused(index, asyncio.get_running_loop().time(), error.retry_after_s)
+            return True
+        if item.is_resumed and isinstance(error, NotFoundError):
+            # The server was restarted. Nobody has seen the output, so it may come out differently.
+            item.collector.clear()
+        elif not self._attempts.takes_back(error.code):
+            return False
+        self._window.returned(index)
+        return True
 
     def _end(self, index: int) -> None:
         self._items[index].done = True

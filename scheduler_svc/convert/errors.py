@@ -9,14 +9,16 @@ from google.rpc import status_pb2
 
 from cadenza.transport import field_violation, make_status, retry_info
 from scheduler_svc.core.errors import (
+    DataLossError,
     DrainingError,
     ModelChangedError,
     PreconditionError,
     QueueFullError,
     RequestExistsError,
     RequestRejectedError,
+    UnknownRequestError,
 )
-from scheduler_svc.engine.journal import JournalUnavailableError, OutputLostError
+from scheduler_svc.engine.journal import JournalUnavailableError
 
 _LOG = logging.getLogger(__name__)
 _MAX_BYTES = 1000
@@ -27,8 +29,8 @@ class NotServingError(Exception):
     """The service cannot serve calls while it starts or stops; the message has the reason."""
 
 
-class UnknownRequestError(Exception):
-    """There is no request with this id."""
+class StreamReplacedError(Exception):
+    """Another stream has been attached to the request."""
 
 
 class AbortedEarlyError(Exception):
@@ -48,10 +50,11 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     DrainingError: grpc.StatusCode.UNAVAILABLE,
     NotServingError: grpc.StatusCode.UNAVAILABLE,
     UnknownRequestError: grpc.StatusCode.NOT_FOUND,
+    DataLossError: grpc.StatusCode.DATA_LOSS,
+    StreamReplacedError: grpc.StatusCode.ABORTED,
     AbortedEarlyError: grpc.StatusCode.CANCELLED,
     ModelChangedError: grpc.StatusCode.FAILED_PRECONDITION,
     JournalUnavailableError: grpc.StatusCode.UNAVAILABLE,
-    OutputLostError: grpc.StatusCode.DATA_LOSS,
 }
 
 

@@ -11,6 +11,7 @@ from cadenza.v1 import types_pb2
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import Chunk, SampleChunk
+from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.plan_loop.ports import ExecutorState, Load, ModelDescription
 from scheduler_svc.requests.fields import ChatFields, OutputMode, PromptFields, RequestFields
 from scheduler_svc.requests.sampling_fields import FIELD_RULES, EarlyStopping, SamplingFields
@@ -40,6 +41,7 @@ _REASONS = {
     FinishDetail.NO_ALLOWED_TOKEN: types_pb2.FINISH_REASON_ERROR,
 }
 _DEFAULTS = SamplingFields()
+_FIELDS_BESIDE_RESUME = frozenset({"request_id", "tenant", "resume", "output_mode", "return_prompt_token_ids"})
 
 
 def request_fields(message: pb.GenerateRequest) -> RequestFields:
@@ -52,6 +54,10 @@ def request_fields(message: pb.GenerateRequest) -> RequestFields:
         sampling=_sampling_fields(message.sampling_params) if message.HasField("sampling_params") else _DEFAULTS,
         timeout_s=message.timeout_s if message.HasField("timeout_s") else None,
         resume_grace_s=message.resume_grace_s if message.HasField("resume_grace_s") else None,
+        resume=_resume_point(message.resume) if message.HasField("resume") else None,
+        new_request_fields=tuple(
+            field.name for field, _ in message.ListFields() if field.name not in _FIELDS_BESIDE_RESUME
+        ),
         output_mode=_OUTPUT_MODES.get(message.output_mode),
         return_prompt_token_ids=message.return_prompt_token_ids,
         cache_salt=message.cache_salt,
@@ -155,6 +161,13 @@ def executor_info(state: ExecutorState) -> pb.ExecutorInfo:
     )
 
 
+def _resume_point(message: pb.ResumePoint) -> ResumePoint:
+    return ResumePoint(
+        tuple(SamplePosition(each.sample_index, each.token_index, each.finished) for each in message.positions),
+        message.prompt_logprobs_start,
+    )
+
+
 def _part_fields(part: types_pb2.PromptPart) -> PromptFields:
     match part.WhichOneof("part"):
         case "text":
@@ -203,7 +216,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 def _later_request_fields(message: pb.GenerateRequest) -> tuple[str, ...]:
     requested = {
-        "resume": message.HasField("resume"),
         "adapter": bool(message.adapter),
         "speculation": message.speculation.num_draft_tokens > 0,
         "extra_hash_keys": bool(message.extra_hash_keys),

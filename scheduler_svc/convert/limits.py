@@ -43,6 +43,7 @@ LIMITS: Mapping[str, Limit] = {
     "GenerateRequest.cache_salt": Limit(length=128),
     "GenerateRequest.prompt": Limit(items=1024),
     "TokenizeRequest.prompt": Limit(items=1024),
+    "ResumePoint.positions": Limit(items=1024),
     "Chat.messages": Limit(items=4096),
     "ChatMessage.role": Limit(length=64),
     "SamplingParams.stop": Limit(length=1024, items=128),

@@ -39,6 +39,14 @@ class RequestExistsError(SchedulerError):
     """A request with this id exists already."""
 
 
+class UnknownRequestError(SchedulerError):
+    """There is no request with this id."""
+
+
+class DataLossError(SchedulerError):
+    """Output of a request that was accepted is lost."""
+
+
 class DrainingError(SchedulerError):
     """The service accepts no new requests."""
 

@@ -11,18 +11,19 @@ from collections.abc import Callable
 from functools import partial
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.errors import DrainingError, QueueFullError, RequestExistsError
+from scheduler_svc.core.errors import DrainingError, QueueFullError, RequestExistsError, UnknownRequestError
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import BeamOutput, StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence as CoreSequence
 from scheduler_svc.core.steps.results import context_lens
-from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, SequenceState, StepResult, TokenLogprobs
+from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, StepResult, TokenLogprobs
 from scheduler_svc.engine.activity_log import ActivityLog
 from scheduler_svc.engine.freed_memory import FreedMemory
 from scheduler_svc.engine.journal import Journal, NoJournal
+from scheduler_svc.engine.kept_requests import KeptRequests
+from scheduler_svc.engine.lane_views import block_tables, current_load
 from scheduler_svc.engine.live_request import Listener, LiveRequest
-from scheduler_svc.engine.load import block_table, current_load
 from scheduler_svc.engine.restored_requests import RestoredRequests
 from scheduler_svc.engine.served_model import PreparedModel, ServedModel
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
@@ -40,7 +41,6 @@ from scheduler_svc.plan_loop.ports import (
 )
 
 _LOG = logging.getLogger(__name__)
-_FINISHED = SequenceState.FINISHED
 
 
 class Engine:
@@ -61,10 +61,17 @@ class Engine:
         self._config = config
         self._core = core
         self.clock = clock
-        self.restored = RestoredRequests(clock, self.abort)
         self._loop = PlanLoop(core, 0, executor, config, self, clock)
         self._live: dict[RequestKey, LiveRequest] = {}
         self._timers: dict[RequestKey, Timer] = {}
+        self.kept = KeptRequests(
+            clock,
+            max_bytes=int(config.max_kept_results_mb * 1e6),
+            max_grace_s=config.max_resume_grace_s,
+            abort=self.abort,
+            on_forgotten=self._on_forgotten,
+        )
+        self.restored = RestoredRequests(clock, self.kept, self.abort)
         self._idle = asyncio.Event()
         self._idle.set()
         self._connected_once = asyncio.Event()
@@ -101,6 +108,7 @@ class Engine:
         self.draining = True
         for tenant, request_id in list(self._live):
             self.abort(tenant, request_id)
+        self.kept.stop()
         self._log.stop()
         self.restored.stop()
         self._freed_memory.stop()
@@ -147,7 +155,7 @@ class Engine:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> LiveRequest:
-        """Queue a request; an unfinished or restored request with the same id and the same body is returned instead.
+        """Queue a request; if one with the same id and body is unfinished or kept, it is returned instead.
 
         Raises RequestRejectedError, PreconditionError, QueueFullError, RequestExistsError, DrainingError,
         ModelChangedError, JournalUnavailableError.
@@ -186,22 +194,49 @@ class Engine:
         self._loop.wake()
 
     def find(self, tenant: str, request_id: str) -> LiveRequest | None:
-        """The live or restored request with this id; None if there is none."""
-        return self._live.get((tenant, request_id)) or self.restored.find(tenant, request_id)
+        """The unfinished, kept or restored request with this id; None if there is none."""
+        key = (tenant, request_id)
+        return self._live.get(key) or self.kept.find(key) or self.restored.find(key)
+
+    def keeps(self, key: RequestKey) -> bool:
+        """Whether the results of an ended request with this key are kept."""
+        return self.kept.find(key) is not None or self.restored.has_ended(key)
+
+    def attach(self, tenant: str, request_id: str) -> LiveRequest:
+        """The unfinished or kept request with this id; raises UnknownRequestError."""
+        live = self.find(tenant, request_id)
+        if live is None:
+            raise UnknownRequestError(
+                f"no request {request_id!r} of tenant {tenant!r} runs or is kept: there was none, or its grace is over"
+            )
+        return live
+
+    def listen(self, live: LiveRequest, listener: Listener) -> None:
+        """Attach a stream to a request; it takes the place of the request's present stream."""
+        live.subscribe(listener)
+        self.kept.on_attached(live)
 
     def abort(self, tenant: str, request_id: str, detail: FinishDetail = FinishDetail.ABORTED) -> bool:
-        """Finish a request now and free what it holds; False if it is unknown."""
-        if (tenant, request_id) not in self._live:
-            return False
-        self.on_outputs(self._core.abort((tenant, request_id), detail))
-        self._loop.wake()
-        return True
+        """Finish a request now and free what it holds; False if none was unfinished.
 
-    def detach(self, live: LiveRequest, listener: Listener) -> None:
-        """Remove a reader's listener; a request without listeners is aborted."""
-        live.unsubscribe(listener)
-        if not live.has_listeners and not live.ended:
-            self.abort(*live.request.spec.key)
+        The results of a request that is aborted are not kept; with another detail they are.
+        """
+        is_unfinished = (tenant, request_id) in self._live
+        if is_unfinished:
+            self.on_outputs(self._core.abort((tenant, request_id), detail))
+            self._loop.wake()
+        if detail is FinishDetail.ABORTED:
+            self.kept.forget((tenant, request_id))
+            self.restored.forget((tenant, request_id))
+        return is_unfinished
+
+    def detach(self, live: LiveRequest, listener: Listener, *, handed_over: bool) -> None:
+        """Detach a stream that has ended, unless another one has taken its place.
+
+        A request without a stream is aborted unless it has a grace. `handed_over`: the stream took the whole output.
+        """
+        if live.unsubscribe(listener):
+            self.kept.on_detached(live, handed_over=handed_over)
 
     def fail(self, live: LiveRequest, error: Exception) -> None:
         """End an unfinished request with an error; readers raise it after the output so far."""
@@ -229,7 +264,7 @@ class Engine:
 
     def load(self) -> Load:
         """The current state of queues and memory."""
-        return current_load(self._core, self._loop.lane, num_host_blocks=self.model.num_host_blocks)
+        return current_load(self._core, self._loop.lane, self.model)
 
     def executor_infos(self) -> list[ExecutorState]:
         """The state of each executor."""
@@ -237,11 +272,7 @@ class Engine:
 
     def block_tables(self, tenant: str, request_id: str) -> list[SequenceBlockTable] | None:
         """The block tables of a request's unfinished sequences; None if the request is unknown."""
-        group = self._core.groups.get((tenant, request_id))
-        if group is None:
-            return None
-        lane = self._loop.lane
-        return [block_table(lane, sequence) for sequence in group.sequences if sequence.state is not _FINISHED]
+        return block_tables(self._core, self._loop.lane, (tenant, request_id))
 
     def watch(self, *, include_block_tables: bool = False) -> StepWatch:
         """A watch that yields the records of all steps from now on."""
@@ -250,7 +281,7 @@ class Engine:
     # --- events of the plan loop -------------------------------------------------------------------------------------
 
     def on_outputs(self, outputs: StepOutputs) -> None:
-        """Apply outputs to the live requests, then notify each one's listeners once."""
+        """Apply outputs to the live requests, then notify each one's listener once."""
         now = self.clock.monotonic_ns()
         touched: dict[RequestKey, LiveRequest] = {}
         for sequence, prompt_logprobs in outputs.prompt_logprobs:
@@ -356,9 +387,13 @@ class Engine:
         self.journal.on_ended(live)
         self.restored.on_ended(live)
         self._log.on_ended(live)
-        self._freed_memory.on_ended(live.request.spec)
+        if not self.kept.on_finished(live):
+            self._on_forgotten(live)
         if not self._live:
             self._idle.set()
+
+    def _on_forgotten(self, live: LiveRequest) -> None:
+        self._freed_memory.on_ended(live.request.spec)
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 

@@ -13,10 +13,6 @@ class JournalUnavailableError(Exception):
     """The journal cannot be written, so no request is admitted; the message names the journal and the reason."""
 
 
-class OutputLostError(Exception):
-    """A restart has lost output that may have been shown, and the present executor cannot compute it again."""
-
-
 class Journal(Protocol):
     """Records requests so that another process can go on with them.
 

@@ -1,7 +1,8 @@
-"""A live request: its output so far, and its listeners.
+"""A live request: its output so far, and its listener.
 
 Readers keep an index into a sample's tokens; nothing is queued for them. A reader is notified of new output and builds
-its message when its stream can take it, so a slow reader costs no memory and delays no other reader.
+its message when its stream can take it, so a slow reader costs no memory and delays no other reader. One stream at a
+time is attached to a request, as its listener.
 """
 
 from __future__ import annotations
@@ -130,13 +131,15 @@ class LivePromptLogprobs:
 
 
 class LiveRequest:
-    """A request with its samples, times and listeners."""
+    """A request with its samples, times and listener."""
 
     __slots__ = (
-        "_listeners",
+        "_listener",
+        "catches_up",
         "counts",
         "ended",
         "error",
+        "had_stream",
         "hidden",
         "prompt_logprobs",
         "request",
@@ -160,7 +163,11 @@ class LiveRequest:
         """The samples that readers get, by index; with best_of, none before all have finished."""
         num_top = request.spec.sampling.num_prompt_logprobs
         self.prompt_logprobs = LivePromptLogprobs(num_top) if num_top is not None else None
-        self._listeners: list[Listener] = []
+        self._listener: Listener | None = None
+        self.had_stream = False
+        """Whether a stream has ever been attached."""
+        self.catches_up = False
+        """Set for a request that a restarted scheduler computes again: its clients may have more output than it has."""
 
     @property
     def request_id(self) -> str:
@@ -198,23 +205,35 @@ class LiveRequest:
         return True
 
     def subscribe(self, listener: Listener) -> None:
-        """Call `listener(self)` whenever there is new output; it must not block."""
-        self._listeners.append(listener)
+        """Call `listener(self)` whenever there is new output; it must not block.
 
-    def unsubscribe(self, listener: Listener) -> None:
-        """Stop calling a listener."""
-        if listener in self._listeners:
-            self._listeners.remove(listener)
+        It replaces the present listener, which is called a last time to learn that (see `serves`).
+        """
+        replaced, self._listener = self._listener, listener
+        self.had_stream = True
+        if replaced is not None:
+            replaced(self)
+
+    def unsubscribe(self, listener: Listener) -> bool:
+        """Stop calling a listener; returns False if another one has replaced it."""
+        if self._listener != listener:
+            return False
+        self._listener = None
+        return True
+
+    def serves(self, listener: Listener) -> bool:
+        """Whether this is the present listener."""
+        return self._listener == listener
 
     @property
-    def has_listeners(self) -> bool:
-        """Whether there are listeners."""
-        return bool(self._listeners)
+    def has_listener(self) -> bool:
+        """Whether a stream is attached."""
+        return self._listener is not None
 
     def notify(self) -> None:
-        """Call all listeners."""
-        for listener in tuple(self._listeners):
-            listener(self)
+        """Call the listener."""
+        if self._listener is not None:
+            self._listener(self)
 
 
 def _rank(sample: LiveSample) -> tuple[bool, float]:

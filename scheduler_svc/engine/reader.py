@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from scheduler_svc.core.errors import DataLossError
 from scheduler_svc.core.types import Finish, PromptLogprobs, TokenLogprobs
 from scheduler_svc.engine.live_request import LiveRequest, LiveSample
+from scheduler_svc.engine.resume_point import ResumePoint, check_resume_point
 
 MAX_CHUNK_BYTES = 1 << 20
 """Approximate maximum size of a response; a reader that is far behind gets several."""
@@ -57,34 +59,60 @@ class _Cursor:
 
     def __init__(self) -> None:
         self.token = 0
-        self.text = 0
+        self.text: int | None = 0
+        """None: after the text of the tokens before `token`."""
         self.done = False
 
 
 class RequestReader:
-    """Reads one live request from beginning to end; several readers can read the same request."""
+    """Reads one live request to its end, from the beginning or from a resume point.
 
-    __slots__ = ("_cursors", "_final_only", "_is_first", "_prompt_end", "done", "live")
+    Several readers can read the same request.
+    """
 
-    def __init__(self, live: LiveRequest, *, final_only: bool = False) -> None:
+    __slots__ = ("_cursors", "_final_only", "_is_first", "_prompt_end", "_starts_at_once", "done", "live")
+
+    def __init__(
+        self,
+        live: LiveRequest,
+        *,
+        final_only: bool = False,
+        resume: ResumePoint | None = None,
+        starts_at_once: bool = False,
+    ) -> None:
+        """`starts_at_once`: the first chunk does not wait for output.
+
+        Raises RequestRejectedError for a resume point beyond the output.
+        """
         self.live = live
         self.done = False
         """Whether all output has been taken and the request has finished."""
         self._final_only = final_only
         self._is_first = True
+        self._starts_at_once = starts_at_once
         self._prompt_end = 0
         """Logprobs of prompt tokens before this index were taken."""
         self._cursors = [_Cursor() for _ in range(live.num_returned)]
+        if resume is not None:
+            check_resume_point(resume, live)
+            self._prompt_end = resume.prompt_logprobs_end(live)
+            for position in resume.positions:
+                cursor = self._cursors[position.sample_index]
+                cursor.token, cursor.text, cursor.done = position.token_index, None, position.finished
 
     def take(self, max_bytes: int = MAX_CHUNK_BYTES) -> Chunk | None:
-        """New output of about `max_bytes` at most, but at least a token; None if there is none, or after the end."""
+        """New output of about `max_bytes` at most, but at least a token; None if there is none, or after the end.
+
+        Raises DataLossError if a request that was to catch up has ended before the client's position.
+        """
         if self.done or self.live.hidden:
             return None
         chunk = Chunk()
         self._take_prompt(chunk, max_bytes)
         if chunk.is_whole:
             self._take_samples(chunk, max_bytes)
-        if not chunk.samples and chunk.prompt_logprobs is None:
+        is_start = self._is_first and self._starts_at_once
+        if not chunk.samples and chunk.prompt_logprobs is None and not is_start:
             return None
         if chunk.samples and self._prompt_end == 0 and self.live.prompt_logprobs is not None:
             # There will be no prompt logprobs: the prompt has one token, or the request finished before it ran.
@@ -100,7 +128,7 @@ class RequestReader:
         if known is None or (self._final_only and all(sample.shown_finish is None for sample in self.live.returned)):
             return
         start = max(1, self._prompt_end)
-        if start == known.end:
+        if start >= known.end:
             return
         row_bytes = _TOKEN_BYTES + _LOGPROB_BYTES + _TOP_LOGPROB_BYTES * known.num_top
         end = min(known.end, start + max(1, max_bytes // row_bytes))
@@ -113,7 +141,8 @@ class RequestReader:
         """Take new output of the samples; sets `done` after the finish of the last sample."""
         if not self.live.returned:
             return
-        ended = False
+        # A stream may resume after the finish of all samples.
+        ended = self._is_first
         for index, (sample, cursor) in enumerate(zip(self.live.returned, self._cursors, strict=True)):
             if cursor.done or (self._final_only and sample.shown_finish is None):
                 continue
@@ -132,11 +161,18 @@ class RequestReader:
 def _advance(index: int, sample: LiveSample, cursor: _Cursor, max_bytes: int) -> SampleChunk | None:
     """Take new output of one sample and move its cursor; None if there is none."""
     text, finish = "" if sample.text is None else sample.text.text, sample.shown_finish
+    if cursor.text is None:
+        num_known = len(sample.token_ids)
+        if cursor.token > num_known:
+            if finish is not None:
+                raise DataLossError(f"sample {index} ended after {num_known} tokens, before token {cursor.token}")
+            return None
+        cursor.text = sample.text.text_ends[cursor.token - 1] if sample.text is not None and cursor.token else 0
     start, text_start = cursor.token, cursor.text
     num_tokens, num_chars = map(max, sample.shown_ends(), (start, text_start))
     if start == num_tokens and text_start == num_chars and finish is None:
         return None
-    token_end, text_end, num_bytes = _fit(sample, cursor, num_tokens, num_chars, max_bytes)
+    token_end, text_end, num_bytes = _fit(sample, (start, text_start), num_tokens, num_chars, max_bytes)
     is_whole = token_end == num_tokens and text_end == num_chars
     finish = finish if is_whole else None
     cursor.token, cursor.text, cursor.done = token_end, text_end, finish is not None
@@ -153,14 +189,20 @@ def _advance(index: int, sample: LiveSample, cursor: _Cursor, max_bytes: int) ->
     )
 
 
-def _fit(sample: LiveSample, cursor: _Cursor, num_tokens: int, num_chars: int, max_bytes: int) -> tuple[int, int, int]:
-    """The end token index and end character index of a chunk of at most `max_bytes`, and its size in bytes."""
+def _fit(
+    sample: LiveSample, start: tuple[int, int], num_tokens: int, num_chars: int, max_bytes: int
+) -> tuple[int, int, int]:
+    """The end token index and end character index of a chunk of at most `max_bytes`, and its size in bytes.
+
+    `start`: its first token index and first character index.
+    """
+    first_token, first_char = start
     token_end, text_end = num_tokens, num_chars
-    num_bytes = _num_bytes(sample, token_end - cursor.token, text_end - cursor.text)
-    while num_bytes > max_bytes and token_end - cursor.token > 1:
-        token_end = cursor.token + (token_end - cursor.token) // 2
+    num_bytes = _num_bytes(sample, token_end - first_token, text_end - first_char)
+    while num_bytes > max_bytes and token_end - first_token > 1:
+        token_end = first_token + (token_end - first_token) // 2
         text_end = sample.text.text_ends[token_end - 1] if sample.text is not None else 0
-        num_bytes = _num_bytes(sample, token_end - cursor.token, text_end - cursor.text)
+        num_bytes = _num_bytes(sample, token_end - first_token, text_end - first_char)
     return token_end, text_end, num_bytes
 
 

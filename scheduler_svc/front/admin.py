@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import admin_pb2_grpc as pb_grpc
 from scheduler_svc.convert import admin as convert
-from scheduler_svc.convert.errors import NotServingError, UnknownRequestError
+from scheduler_svc.convert.errors import NotServingError
 from scheduler_svc.convert.limits import check_limits, check_request_id
-from scheduler_svc.core.errors import RequestRejectedError
+from scheduler_svc.core.errors import RequestRejectedError, UnknownRequestError
 from scheduler_svc.front.front import Front, abort_with
 
 _T = TypeVar("_T")

@@ -12,10 +12,13 @@ import grpc
 from grpc_status import rpc_status
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.convert.errors import NotServingError, code_of, status_of
+from scheduler_svc.convert.errors import NotServingError, StreamReplacedError, code_of, status_of
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.engine import Engine
-from scheduler_svc.requests.builder import RequestBuilder
+from scheduler_svc.engine.live_request import LiveRequest
+from scheduler_svc.engine.reader import RequestReader
+from scheduler_svc.requests.builder import RequestBuilder, check_resume
+from scheduler_svc.requests.fields import OutputMode, RequestFields
 
 _LOG = logging.getLogger(__name__)
 
@@ -63,6 +66,15 @@ class Front:
         if self._builder is None:
             raise NotServingError(f"the service is starting: it waits for {', '.join(self.config.executor)}")
 
+    def attach(self, fields: RequestFields) -> LiveRequest:
+        """The existing request that a message resumes.
+
+        Raises RequestRejectedError, UnknownRequestError, NotServingError.
+        """
+        self.check_serving()
+        check_resume(fields)
+        return self.engine.attach(fields.tenant, fields.request_id)
+
     def log_refused(self, request_id: str, exc: Exception) -> None:
         """Log a request that never ran: the status code and the field. The message may quote the request's text."""
         if self.config.log_requests:
@@ -79,6 +91,24 @@ class Front:
         finally:
             self._streams.discard(wake)
             self._num_clients -= is_client
+
+
+def open_reader(live: LiveRequest, fields: RequestFields) -> RequestReader:
+    """A reader for a stream of this request; raises RequestRejectedError for a wrong resume point.
+
+    A stream of a request that had one before starts at once, so that the client learns that it is attached.
+    """
+    return RequestReader(
+        live,
+        final_only=fields.output_mode is OutputMode.FINAL,
+        resume=fields.resume,
+        starts_at_once=fields.resume is not None or live.had_stream,
+    )
+
+
+def stream_replaced() -> StreamReplacedError:
+    """The error of a stream whose request another stream has taken over."""
+    return StreamReplacedError("another stream has taken this request over")
 
 
 async def abort_with(context: Any, exc: Exception) -> NoReturn:

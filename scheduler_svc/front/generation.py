@@ -16,11 +16,11 @@ from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
-from scheduler_svc.front.front import Front, abort_with
+from scheduler_svc.front.front import Front, abort_with, open_reader, stream_replaced
 from scheduler_svc.front.process_memory import resident_bytes
 from scheduler_svc.front.session import Session
 from scheduler_svc.requests.builder import RequestBuilder
-from scheduler_svc.requests.fields import OutputMode, RequestFields
+from scheduler_svc.requests.fields import RequestFields
 
 
 class GenerationServicer(pb_grpc.GenerationServiceServicer):
@@ -34,15 +34,19 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         try:
             check_limits(request)
             fields = convert.request_fields(request)
-            engine_request = await self._front.builder.build_off_loop(
-                fields, now=self._front.engine.clock.monotonic(), time_left_s=context.time_remaining()
-            )
-            live = self._front.engine.submit(engine_request)
+            if fields.resume is None:
+                engine_request = await self._front.builder.build_off_loop(
+                    fields, now=self._front.engine.clock.monotonic(), time_left_s=context.time_remaining()
+                )
+                live = self._front.engine.submit(engine_request)
+            else:
+                live = self._front.attach(fields)
+            reader = open_reader(live, fields)
         except Exception as exc:
             self._front.log_refused(request.request_id, exc)
             await abort_with(context, exc)
         try:
-            await self._stream(live, fields, context)
+            await self._stream(reader, fields, context)
         except Exception as exc:
             await abort_with(context, exc)
 
@@ -123,21 +127,22 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             await abort_with(context, exc)
         return pb.DetokenizeResponse(text=text)
 
-    async def _stream(self, live: LiveRequest, fields: RequestFields, context: Any) -> None:
-        """Send a request's output until it finishes; when the stream ends early, the engine detaches it.
+    async def _stream(self, reader: RequestReader, fields: RequestFields, context: Any) -> None:
+        """Send a request's output until it finishes; the engine learns when the stream ends, early or not.
 
-        Raises the error of a request that ended with one, after its output so far.
+        Raises the error of a request that ended with one, after its output so far, and StreamReplacedError.
         """
-        wake = asyncio.Event()
-        reader = RequestReader(live, final_only=fields.output_mode is OutputMode.FINAL)
+        live, wake = reader.live, asyncio.Event()
 
         def listener(_: LiveRequest) -> None:
             wake.set()
 
-        live.subscribe(listener)
+        self._front.engine.listen(live, listener)
         try:
             with self._front.stream(wake):
                 while not reader.done:
+                    if not live.serves(listener):
+                        raise stream_replaced()
                     chunk = reader.take()
                     if chunk is None:
                         if live.error is not None:
@@ -150,7 +155,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                     convert.fill_response(message, live, chunk, with_prompt_ids=fields.return_prompt_token_ids)
                     await context.write(message)
         finally:
-            self._front.engine.detach(live, listener)
+            self._front.engine.detach(live, listener, handed_over=reader.done)
 
     async def _builder(self, context: Any) -> RequestBuilder:
         try:

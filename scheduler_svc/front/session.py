@@ -12,13 +12,13 @@ from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.convert.errors import AbortedEarlyError, status_of
 from scheduler_svc.convert.limits import check_limits, check_request_id
-from scheduler_svc.core.errors import RequestExistsError, RequestRejectedError
+from scheduler_svc.core.errors import DataLossError, RequestExistsError, RequestRejectedError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import MAX_CHUNK_BYTES, PROMPT_TOKEN_BYTES, RequestReader
-from scheduler_svc.front.front import Front
+from scheduler_svc.front.front import Front, open_reader, stream_replaced
 from scheduler_svc.front.unreadable import Unreadable
 from scheduler_svc.plan_loop.ports import EngineRequest
-from scheduler_svc.requests.fields import OutputMode, RequestFields
+from scheduler_svc.requests.fields import RequestFields
 
 _LOG = logging.getLogger(__name__)
 _MAX_ERRORS = 1000
@@ -41,6 +41,11 @@ class _Entry:
         self.fields = fields
         self.task: asyncio.Task[None] | None = None
         self.reader: RequestReader | None = None
+
+    @property
+    def body_digest(self) -> bytes:
+        """Of the message that began the request; this entry may have come with one that resumes it."""
+        return self.fields.body_digest if self.reader is None else self.reader.live.request.body_digest
 
     def on_outputs(self, _: LiveRequest) -> None:
         """Listener of the live request."""
@@ -122,8 +127,11 @@ class Session:
                 raise RequestRejectedError("request_id", "must be given in a session: its events are identified by it")
             check_limits(request)
             fields = convert.request_fields(request)
+            if fields.resume is not None:
+                self._attach(_Entry(self, fields), self._front.attach(fields))
+                return
             if known is not None:
-                if known.fields.body_digest != fields.body_digest:
+                if known.body_digest != fields.body_digest:
                     raise RequestExistsError(f"request id {request_id!r} is in use in this session with another body")
                 return  # a repetition of the same request, which is being served
         except Exception as exc:
@@ -134,7 +142,7 @@ class Session:
         try:
             builder, time_left_s = self._front.builder, self._context.time_remaining()
             if builder.is_short(fields):
-                self._attach(
+                self._submit(
                     entry, builder.build(fields, now=self._front.engine.clock.monotonic(), time_left_s=time_left_s)
                 )
             else:
@@ -148,14 +156,18 @@ class Session:
             request = await self._front.builder.build_off_loop(
                 entry.fields, now=self._front.engine.clock.monotonic(), time_left_s=time_left_s
             )
-            self._attach(entry, request)
+            self._submit(entry, request)
         except Exception as exc:
             self._fail(entry, exc)
 
-    def _attach(self, entry: _Entry, request: EngineRequest) -> None:
-        live = self._front.engine.submit(request)
-        entry.reader = RequestReader(live, final_only=entry.fields.output_mode is OutputMode.FINAL)
-        live.subscribe(entry.on_outputs)
+    def _submit(self, entry: _Entry, request: EngineRequest) -> None:
+        self._attach(entry, self._front.engine.submit(request))
+
+    def _attach(self, entry: _Entry, live: LiveRequest) -> None:
+        """Serve a request; one that this session serves already goes on from the new resume point."""
+        entry.reader = open_reader(live, entry.fields)
+        self._entries[entry.fields.request_id] = entry
+        self._front.engine.listen(live, entry.on_outputs)
         self.mark(entry)
 
     def _abort(self, request: pb.AbortRequest) -> None:
@@ -203,12 +215,16 @@ class Session:
         # Marked again below, behind the others, if it has more.
         del self._outputs[request_id]
         reader = entry.reader
-        chunk = reader.take(max_bytes) if reader is not None else None
-        if chunk is None or reader is None:
-            if reader is not None and reader.live.error is not None:
-                self._drop(entry)
-                self._report(request_id, reader.live.error, done=True, refused=False)
+        if reader is None:
             return 0
+        if not reader.live.serves(entry.on_outputs):
+            return self._end(entry, stream_replaced())
+        try:
+            chunk = reader.take(max_bytes)
+        except DataLossError as exc:
+            return self._end(entry, exc)
+        if chunk is None:
+            return self._end(entry, reader.live.error) if reader.live.error is not None else 0
         event = message.events.add(request_id=request_id, done=chunk.is_last)
         with_ids = entry.fields.return_prompt_token_ids
         num_bytes = chunk.num_bytes + len(request_id)
@@ -220,6 +236,12 @@ class Session:
         elif not chunk.is_whole or reader.live.error is not None:
             self._outputs[request_id] = entry
         return num_bytes
+
+    def _end(self, entry: _Entry, exc: Exception) -> int:
+        """End a request that ran with an error; returns 0, the bytes of output."""
+        self._drop(entry)
+        self._report(entry.fields.request_id, exc, done=True, refused=False)
+        return 0
 
     def _fail(self, entry: _Entry, exc: Exception) -> None:
         self._drop(entry)
@@ -235,10 +257,10 @@ class Session:
         self._wake.set()
 
     def _drop(self, entry: _Entry) -> None:
-        """Remove a request; the engine aborts a running one unless it has other listeners."""
+        """Remove a request; the engine aborts a running one unless it has a grace or another stream."""
         self._entries.pop(entry.fields.request_id, None)
         self._outputs.pop(entry.fields.request_id, None)
         if entry.task is not None and entry.task is not asyncio.current_task():
             entry.task.cancel()
         if entry.reader is not None:
-            self._front.engine.detach(entry.reader.live, entry.on_outputs)
+            self._front.engine.detach(entry.reader.live, entry.on_outputs, handed_over=entry.reader.done)

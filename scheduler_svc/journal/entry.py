@@ -188,4 +188,4 @@ def stats_of(live: LiveRequest) -> Stats:
 def was_abandoned(live: LiveRequest) -> bool:
     """Whether it was aborted and no stream can come back for it."""
     aborted = any(sample.finish and sample.finish.detail is FinishDetail.ABORTED for sample in live.samples)
-    return aborted and not live.has_listeners and not live.request.resume_grace_s
+    return aborted and not live.has_listener and not live.request.resume_grace_s

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from scheduler_svc.convert.generation import fields_from_body
-from scheduler_svc.core.errors import ModelChangedError, PreconditionError, SchedulerError
+from scheduler_svc.core.errors import DataLossError, ModelChangedError, PreconditionError, SchedulerError
 from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling, TokenLogprobs
 from scheduler_svc.engine.engine import Engine
-from scheduler_svc.engine.journal import OutputLostError
 from scheduler_svc.engine.live_request import LiveRequest, LiveSample
 from scheduler_svc.journal.records import (
     Stats,
@@ -107,6 +106,7 @@ class Restorer:
         live = self._live(request, stored)
         if request.spec.known_outputs:
             self._fill_samples(live, stored)
+        live.catches_up = True
         self._add(live)
         self._writer.on_restored(
             live,
@@ -126,8 +126,7 @@ class Restorer:
 
     def _add(self, live: LiveRequest) -> None:
         self._engine.add(live)
-        grace_s = max(self._restart_grace_s, live.request.resume_grace_s)
-        self._engine.restored.add_unfinished(live, grace_s)
+        self._engine.restored.add_unfinished(live, self._restart_grace_s)
 
     def _keep(self, stored: StoredRequest, make: partial[LiveRequest]) -> None:
         """Keep an ended request readable until its grace ends."""
@@ -168,7 +167,7 @@ class Restorer:
         try:
             live = self._live(self._request(stored), stored)
         except SchedulerError as exc:
-            return self._failed(stored, OutputLostError(f"the restarted service cannot read its results: {exc}"))
+            return self._failed(stored, DataLossError(f"the restarted service cannot read its results: {exc}"))
         self._fill_samples(live, stored)
         prompt_logprobs = unpack_prompt_logprobs(end.prompt_logprobs)
         if live.prompt_logprobs is not None and prompt_logprobs is not None:
@@ -187,6 +186,8 @@ class Restorer:
             return self._failed(stored, _other_numerics())
         self._fill_samples(live, stored)
         live.ended, live.error = True, _other_numerics()
+        # A client's position may be ahead of what is known here.
+        live.catches_up = True
         return live
 
     def _failed(self, stored: StoredRequest, error: Exception) -> LiveRequest:
@@ -247,8 +248,8 @@ def _set_stats(live: LiveRequest, stats: Stats) -> None:
     times.end_ns = arrival_ns + stats.end_ns
 
 
-def _other_numerics() -> OutputLostError:
-    return OutputLostError(
+def _other_numerics() -> DataLossError:
+    return DataLossError(
         "the service was restarted, and its executor has another numerics fingerprint than when this request began: "
         "output that may have been sent cannot be computed again; send the request again under another id"
     )

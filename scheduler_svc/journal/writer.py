@@ -35,6 +35,8 @@ class JournalWriter:
         """Ends a request whose admission could not be recorded."""
         self.report_health: Callable[[], None] = _do_nothing
         """Called when `healthy` has changed."""
+        self.is_kept: Callable[[RequestKey], bool] = _is_not_kept
+        """Whether the engine still keeps the results of an ended request."""
         self._next_number = 1
         self._entries: dict[LiveRequest, Entry] = {}
         self._changed: dict[Entry, None] = {}
@@ -281,7 +283,12 @@ class JournalWriter:
             when_ns, key, number = expiry
             if when_ns > now:
                 kept.append(expiry)
-            elif self._ended.get(key) == number:
+            elif self._ended.get(key) != number:
+                continue
+            elif self.is_kept(key):
+                # Its stream came back, and its grace began anew.
+                kept.append((now + round(self._restart_grace_s * 1e9), key, number))
+            else:
                 del self._ended[key]
                 self._deleted.append(number)
         self._expiring = kept
@@ -314,6 +321,11 @@ class JournalWriter:
 
 def _ignore(_: LiveRequest, __: Exception) -> None:
     """Before the engine is there, no request is admitted."""
+
+
+def _is_not_kept(_: RequestKey) -> bool:
+    """Without an engine nothing is kept."""
+    return False
 
 
 def _do_nothing() -> None:

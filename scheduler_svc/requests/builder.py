@@ -22,6 +22,8 @@ from scheduler_svc.requests.sampling import BadWords, resolve_sampling, tokenize
 from scheduler_svc.requests.sampling_fields import SamplingFields, check_sampling
 from scheduler_svc.requests.tokenizer import ChatTemplateError, Tokenizer
 
+MAX_GRACE_S = 3600
+"""Longest time in seconds for which a request can be kept without a stream."""
 _CONTEXT_TOKENS = 6
 """Number of prompt tokens that a text stream starts from, so that a word's leading space is as in the prompt's text."""
 _NO_TOKENIZER = (
@@ -58,14 +60,12 @@ class RequestBuilder:
         """Check everything that needs no tokenization; raises RequestRejectedError, PreconditionError."""
         if fields.later_fields:
             raise RequestRejectedError(fields.later_fields[0], f"{fields.later_fields[0]} is not supported yet")
-        if fields.output_mode is None:
-            raise RequestRejectedError("output_mode", "must be OUTPUT_MODE_DELTA or OUTPUT_MODE_FINAL")
+        _check_output_mode(fields)
         if fields.timeout_s is not None and not (finite("timeout_s", fields.timeout_s) > 0):
             raise RequestRejectedError("timeout_s", f"must be over 0 seconds, not {fields.timeout_s}")
         if fields.expected_output_tokens == 0:
             raise RequestRejectedError("expected_output_tokens", "must be 1 or more")
-        if fields.resume_grace_s:
-            raise RequestRejectedError("resume_grace_s", "resuming is not supported yet: only 0 is taken")
+        _check_grace(fields.resume_grace_s)
         check_sampling(fields.sampling, self._model, has_tokenizer=self.tokenizer is not None)
         check_counts(fields.sampling, self._model)
         self.check_prompt(fields.prompt)
@@ -258,6 +258,25 @@ class RequestBuilder:
             skip_special_tokens=sampling.skip_special_tokens,
             context=tuple(prompt[-_CONTEXT_TOKENS:]),
         )
+
+
+def check_resume(fields: RequestFields) -> None:
+    """Check a message that resumes a stream, without the positions; raises RequestRejectedError."""
+    if not fields.request_id:
+        raise RequestRejectedError("request_id", "must be given with resume")
+    for name in fields.new_request_fields:
+        raise RequestRejectedError(name, "must be absent with resume: the request has it already")
+    _check_output_mode(fields)
+
+
+def _check_output_mode(fields: RequestFields) -> None:
+    if fields.output_mode is None:
+        raise RequestRejectedError("output_mode", "must be OUTPUT_MODE_DELTA or OUTPUT_MODE_FINAL")
+
+
+def _check_grace(grace_s: float | None) -> None:
+    if grace_s is not None and not 0 <= finite("resume_grace_s", grace_s) <= MAX_GRACE_S:
+        raise RequestRejectedError("resume_grace_s", f"must be 0 to {MAX_GRACE_S} seconds, not {grace_s}")
 
 
 def _num_chars(part: PromptFields) -> int:

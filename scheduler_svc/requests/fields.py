@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from scheduler_svc.engine.resume_point import ResumePoint
 from scheduler_svc.requests.sampling_fields import SamplingFields
 
 
@@ -45,6 +46,10 @@ class RequestFields:
     sampling: SamplingFields = field(default_factory=SamplingFields)
     timeout_s: float | None = None
     resume_grace_s: float | None = None
+    resume: ResumePoint | None = None
+    """Where to resume the stream of an existing request; None: this is a new request."""
+    new_request_fields: tuple[str, ...] = ()
+    """Names of the fields that are set and say what a new request is to do."""
     output_mode: OutputMode | None = OutputMode.DELTA
     """None: an unknown number."""
     return_prompt_token_ids: bool = False

@@ -42,11 +42,15 @@ class World:
         deadline: float | None = None,
         request_id: str = "r",
         tenant: str = "",
+        grace_s: float = 0.0,
+        body_digest: bytes = b"",
     ) -> LiveRequest:
         """Submit a greedy request."""
         prompt = tuple(range(5, 5 + num_prompt_tokens))
         spec = RequestSpec(request_id, prompt, Sampling(), max_tokens, tenant=tenant)
-        return self.engine.submit(EngineRequest(spec, deadline=deadline))
+        return self.engine.submit(
+            EngineRequest(spec, deadline=deadline, body_digest=body_digest, resume_grace_s=grace_s)
+        )
 
 
 @contextlib.asynccontextmanager

@@ -68,12 +68,13 @@ class GenerateRequest(_message.Message):
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, at most 128 characters, no control characters; unique within the tenant while the request is
-    unfinished, and within a session for all tenants; empty: the server generates one, but a session requires it. The
-    same id with the same body is the same request.
+    unfinished or its results are kept, and within a session for all tenants; empty: the server generates one, but a
+    session requires it. The same id with the same body is the same request, and its output is sent from the beginning.
     """
     resume_grace_s: _builtins.float
-    """Seconds for which a request continues and its results are kept after its stream is lost; 0 or more; default 0: a
-    lost stream aborts it.
+    """Seconds for which a request continues and its results are kept after its stream is lost or has ended; 0 to 3,600;
+    default 0: a lost stream aborts it. The server may shorten it (max_resume_grace_s). Abort and timeout_s end the
+    request at once.
     """
     timeout_s: _builtins.float
     """Timeout in seconds from the request's arrival; over 0; absent: no limit other than the call's deadline."""
@@ -101,7 +102,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def resume(self) -> Global___ResumePoint:
-        """Continue the request with this id from these positions; prompt and sampling_params are then absent."""
+        """Continue the request with this id from these positions. Of the other fields only request_id, tenant, output_mode
+        and return_prompt_token_ids may be set.
+        """
 
     @_builtins.property
     def speculation(self) -> Global___SpeculationParams:
@@ -177,23 +180,33 @@ Global___SpeculationParams: _TypeAlias = SpeculationParams  # noqa: Y015
 
 @_typing.final
 class ResumePoint(_message.Message):
-    """ResumePoint states where a client resumes a request's stream."""
+    """ResumePoint states where a client resumes a request's stream. The first response comes at once, with or without
+    output.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POSITIONS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_START_FIELD_NUMBER: _builtins.int
+    prompt_logprobs_start: _builtins.int
+    """Index of the next prompt token whose logprobs to send; 0: the first one, or none if output was received (a
+    token_index over 0, or finished), since output follows only after all of them.
+    """
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SamplePosition]:
-        """For each sample the index of the next token to send; samples not listed start at 0."""
+        """For each sample the index of the next token to send, at most 1,024; samples not listed start at 0. The text starts
+        where that of the tokens before ends.
+        """
 
     def __init__(
         self,
         *,
         positions: _abc.Iterable[Global___SamplePosition] | None = ...,
+        prompt_logprobs_start: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "prompt_logprobs_start", b"prompt_logprobs_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -207,19 +220,23 @@ class SamplePosition(_message.Message):
 
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_INDEX_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
     sample_index: _builtins.int
     """Sample index, from 0."""
     token_index: _builtins.int
-    """Index of an output token, from 0."""
+    """Index of an output token, from 0; at most the number of tokens that the sample has."""
+    finished: _builtins.bool
+    """The sample's finish was received: nothing more of it is sent."""
     def __init__(
         self,
         *,
         sample_index: _builtins.int = ...,
         token_index: _builtins.int = ...,
+        finished: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample_index", b"sample_index", "token_index", b"token_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "sample_index", b"sample_index", "token_index", b"token_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -243,7 +260,7 @@ class GenerateResponse(_message.Message):
     """Index of the first prompt token of prompt_logprobs; the first prompt token has none, so 1 or more."""
     @_builtins.property
     def info(self) -> Global___RequestInfo:
-        """Values settled at admission; in the first response of each stream."""
+        """Values settled at admission; in the first response of each stream, resumed ones too."""
 
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleOutput]:

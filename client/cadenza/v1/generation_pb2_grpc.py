@@ -81,7 +81,8 @@ class GenerationServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Generate runs one request and streams its output. With resume set, it continues the stream of an existing request.
+        """Generate runs one request and streams its output. With resume set, it continues the stream of an existing request;
+        an earlier stream of that request ends with ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

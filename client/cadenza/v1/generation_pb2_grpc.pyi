@@ -37,7 +37,9 @@ class GenerationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
-    """Generate runs one request and streams its output. With resume set, it continues the stream of an existing request."""
+    """Generate runs one request and streams its output. With resume set, it continues the stream of an existing request;
+    an earlier stream of that request ends with ABORTED.
+    """
     Session: _grpc.StreamStreamMultiCallable[_generation_pb2.SessionRequest, _generation_pb2.SessionResponse]
     """Session runs many requests over one stream; all output of one step for the session is in one message. After the
     client half-closes, requests already sent are finished.
@@ -62,7 +64,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate runs one request and streams its output. With resume set, it continues the stream of an existing request."""
+    """Generate runs one request and streams its output. With resume set, it continues the stream of an existing request;
+    an earlier stream of that request ends with ABORTED.
+    """
     Session: _aio.StreamStreamMultiCallable[_generation_pb2.SessionRequest, _generation_pb2.SessionResponse]  # type: ignore[assignment]
     """Session runs many requests over one stream; all output of one step for the session is in one message. After the
     client half-closes, requests already sent are finished.
@@ -90,7 +94,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
-        """Generate runs one request and streams its output. With resume set, it continues the stream of an existing request."""
+        """Generate runs one request and streams its output. With resume set, it continues the stream of an existing request;
+        an earlier stream of that request ends with ABORTED.
+        """
 
     @_abc_1.abstractmethod
     def Session(

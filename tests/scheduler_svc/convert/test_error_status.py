@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2
 from scheduler_svc.convert.errors import (
     AbortedEarlyError,
     NotServingError,
-    UnknownRequestError,
+    StreamReplacedError,
     UnreadableMessageError,
     status_of,
 )
@@ -31,7 +31,9 @@ CLIENTS_TAKE = 8192
         (errors.RequestExistsError("taken"), "ALREADY_EXISTS", "taken"),
         (errors.DrainingError("draining"), "UNAVAILABLE", "draining"),
         (NotServingError("starting"), "UNAVAILABLE", "starting"),
-        (UnknownRequestError("unknown"), "NOT_FOUND", "unknown"),
+        (errors.UnknownRequestError("unknown"), "NOT_FOUND", "unknown"),
+        (errors.DataLossError("lost"), "DATA_LOSS", "lost"),
+        (StreamReplacedError("replaced"), "ABORTED", "replaced"),
         (AbortedEarlyError("early"), "CANCELLED", "early"),
         (UnreadableMessageError("no message"), "INVALID_ARGUMENT", "the message cannot be read: no message"),
         (ZeroDivisionError("by zero"), "INTERNAL", "ZeroDivisionError: by zero"),

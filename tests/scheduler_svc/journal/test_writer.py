@@ -217,7 +217,7 @@ async def test_a_request_that_nobody_can_come_back_for_leaves_nothing(tmp_path: 
         live.subscribe(listener)
         await journal.steps(2)
         assert journal.rows().keys() == {"r"}
-        journal.world.engine.detach(live, listener)
+        journal.world.engine.detach(live, listener, handed_over=False)
         await journal.steps(1)
         assert journal.rows() == {}
 

@@ -1,16 +1,16 @@
-"""The state of queues and memory, read from the core."""
+"""Figures and block tables of a lane, for the admin calls and the log."""
 
 from __future__ import annotations
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import SequenceState
-from scheduler_svc.plan_loop.ports import Load, SequenceBlockTable
+from scheduler_svc.core.types import RequestKey, SequenceState
+from scheduler_svc.plan_loop.ports import Load, ModelDescription, SequenceBlockTable
 
 
-def current_load(core: Scheduler, lane: Lane, *, num_host_blocks: int) -> Load:
-    """The state of queues and memory."""
+def current_load(core: Scheduler, lane: Lane, model: ModelDescription) -> Load:
+    """The current state of queues and memory."""
     blocks, prefixes = lane.blocks, core.prefix_counts
     used = lane.spec.num_blocks - blocks.num_free
     stored = lane.num_stored_tokens
@@ -22,7 +22,7 @@ def current_load(core: Scheduler, lane: Lane, *, num_host_blocks: int) -> Load:
         num_device_blocks=lane.spec.num_blocks,
         num_used_device_blocks=used,
         num_cached_device_blocks=blocks.num_cached,
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=model.num_host_blocks,
         num_used_host_blocks=blocks.num_used_host,
         num_stored_tokens=stored,
         num_unused_slots=used * lane.spec.block_size - stored - reserved,
@@ -39,8 +39,15 @@ def current_load(core: Scheduler, lane: Lane, *, num_host_blocks: int) -> Load:
     )
 
 
-def block_table(lane: Lane, sequence: Sequence) -> SequenceBlockTable:
-    """The current block table of a sequence."""
+def block_tables(core: Scheduler, lane: Lane, key: RequestKey) -> list[SequenceBlockTable] | None:
+    """The block tables of a request's unfinished sequences; None if the request is unknown."""
+    group = core.groups.get(key)
+    if group is None:
+        return None
+    return [_block_table(lane, each) for each in group.sequences if each.state is not SequenceState.FINISHED]
+
+
+def _block_table(lane: Lane, sequence: Sequence) -> SequenceBlockTable:
     blocks, swapped = lane.blocks, sequence.state is SequenceState.SWAPPED
     block_ids = sequence.host_block_ids if swapped else sequence.block_ids
     ref_counts = (blocks.host_pool if swapped else blocks.pool).ref_counts

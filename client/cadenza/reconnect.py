@@ -1,0 +1,122 @@
+"""When a client goes on after a lost connection, and how long it tries."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import grpc
+
+from cadenza.errors import CadenzaError, has_server_details
+from cadenza.v1 import generation_pb2
+
+if TYPE_CHECKING:
+    from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+RECONNECT_TIMEOUT_S = 30.0
+"""Default time for which a client tries to reach a server again."""
+_GRACE_FACTOR = 2
+"""The server may notice the loss before the client does, and the last attempt may take its time."""
+MAX_GRACE_S = 3600.0
+"""Longest grace that a server takes."""
+_FIRST_DELAY_S = 0.05
+_MAX_DELAY_S = 2.0
+_ABORT_TIMEOUT_S = 2.0
+_MAX_TAKEOVERS = 3
+
+
+def checked_timeout(value: object) -> float:
+    """Return a reconnect_timeout_s; raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ValueError(f"reconnect_timeout_s must be 0 or more seconds, not {value!r}")
+    return float(value)
+
+
+def grace_s(reconnect_timeout_s: float) -> float:
+    """The resume_grace_s of requests of a client that tries for this long."""
+    return min(_GRACE_FACTOR * reconnect_timeout_s, MAX_GRACE_S)
+
+
+def is_lost_connection(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the call may go on elsewhere or later: the connection broke, or the server starts, drains or stops."""
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return True
+    # gRPC itself says this of streams that a dying server or a broken network has reset.
+    is_reset = error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+    is_removed = error.code() is grpc.StatusCode.UNKNOWN and "Stream removed" in (error.details() or "")
+    return (is_reset or is_removed) and not has_server_details(error)
+
+
+class Attempts:
+    """Decides after each lost connection whether to try again, and waits before.
+
+    The waits grow exponentially with full jitter (M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog,
+    2015), so that the clients of a restarted server do not come all at once. The time limit counts from the loss and
+    starts anew with each response.
+    """
+
+    def __init__(
+        self, timeout_s: float, keeps_trying: Callable[[], bool], on_response: Callable[[], None] = lambda: None
+    ) -> None:
+        """`keeps_trying`: whether there is a point in waiting for the server."""
+        self._timeout_s = timeout_s
+        self._keeps_trying = keeps_trying
+        self._report = on_response
+        self._lost_at: float | None = None  # on the event loop's clock
+        self._count = 0
+        self._num_takeovers = 0
+        self.has_reconnected = False
+
+    def on_response(self) -> None:
+        """The server has sent something: the connection is there."""
+        self._lost_at = None
+        self._count = 0
+        self._report()
+
+    async def wait(self, error: CadenzaError) -> None:
+        """Wait before the next attempt; raises `error` if there is to be none."""
+        now = asyncio.get_running_loop().time()
+        if self._lost_at is None:
+            self._lost_at = now
+        left_s = self._lost_at + self._timeout_s - now
+        if left_s <= 0 or not self._keeps_trying():
+            raise error
+        longest = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**self._count)
+        self._count += 1
+        self.has_reconnected = True
+        await asyncio.sleep(min(left_s, random.uniform(0, longest)))
+
+    def takes_back(self, code: grpc.StatusCode | None) -> bool:
+        """Whether to take over a request that another stream has taken over: it may be this client's own.
+
+        What a client sent before it lost its connection may reach a busy server after what it sent on the next one.
+        """
+        if code is not grpc.StatusCode.ABORTED or not self.has_reconnected:
+            return False
+        self._num_takeovers += 1
+        return self._num_takeovers <= _MAX_TAKEOVERS
+
+
+async def abort_quietly(stub: GenerationServiceAsyncStub, request_ids: Sequence[str]) -> None:
+    """Abort requests that nobody reads any more: a cancelled stream alone would leave them running for their grace.
+
+    Returns after two seconds at the latest. Without a connection they end with their grace.
+    """
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(_ABORT_TIMEOUT_S):
+            if len(request_ids) == 1:
+                await stub.Abort(generation_pb2.AbortRequest(request_id=request_ids[0]))
+                return
+            call = stub.Session()  # one stream for all of them
+            try:
+                for request_id in request_ids:
+                    abort = generation_pb2.AbortRequest(request_id=request_id)
+                    await call.write(generation_pb2.SessionRequest(abort=abort))
+                await call.done_writing()
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            finally:
+                call.cancel()

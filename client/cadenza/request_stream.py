@@ -1,0 +1,106 @@
+"""One request's deltas, over as many calls as it takes to bring them all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import grpc
+
+from cadenza.convert import delta_from_proto, resume_to_proto
+from cadenza.errors import RequestLostError, UnavailableError, from_rpc_error
+from cadenza.output_collector import OutputCollector
+from cadenza.outputs import RequestOutput
+from cadenza.reconnect import Attempts, abort_quietly, is_lost_connection
+from cadenza.v1 import generation_pb2
+
+if TYPE_CHECKING:
+    from cadenza.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+_STATUS_TIMEOUT_S = 1.0
+
+
+class RequestStream:
+    """Reads one request to its end; after a lost connection it goes on from the next token.
+
+    Until output has come, the request itself is sent again: the server knows it by its id and body, or starts it.
+    """
+
+    def __init__(
+        self,
+        stub: GenerationServiceAsyncStub,
+        target: str,
+        request: generation_pb2.GenerateRequest,
+        collector: OutputCollector,
+        attempts: Attempts,
+    ) -> None:
+        self._stub = stub
+        self._target = target
+        self._request = request
+        self._collector = collector
+        self._attempts = attempts
+        self._call: grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse] | None
+        self._call = None
+        self._is_over = False
+        """Whether the server has nothing to abort."""
+
+    async def next(self) -> RequestOutput | None:
+        """The next delta; None after the last one.
+
+        Raises the CadenzaError of a request that failed, RequestLostError, and UnavailableError after the time limit.
+        """
+        while not self._collector.finished:
+            try:
+                response = await self._read()
+            except grpc.aio.AioRpcError as error:
+                await self._recover(error)
+                continue
+            self._attempts.on_response()
+            is_first = not self._collector.has_responses
+            delta = self._collector.add(delta_from_proto(response, self._collector.prompt_token_ids))
+            # A stream that is resumed starts with a response without output.
+            if is_first or delta.outputs or delta.prompt_logprobs or delta.finished:
+                return delta
+        await self._finish()
+        return None
+
+    async def leave(self) -> None:
+        """End the call, and the request at the server unless it has ended; returns soon, whatever the server does."""
+        call, self._call = self._call, None
+        if call is not None:
+            # An abandoned aio call is never collected and its handler runs on (grpc#43462).
+            call.cancel()
+            if not self._is_over:
+                self._is_over = True
+                await abort_quietly(self._stub, [self._request.request_id])
+
+    async def _read(self) -> generation_pb2.GenerateResponse:
+        if self._call is None:
+            self._call = self._stub.Generate(resume_to_proto(self._request, self._collector))
+        response = await self._call.read()
+        if not isinstance(response, generation_pb2.GenerateResponse):
+            self._is_over = True
+            raise UnavailableError(f"{self._target} ended the stream of request {self._request.request_id} unfinished")
+        return response
+
+    async def _recover(self, error: grpc.aio.AioRpcError) -> None:
+        """Wait for the next attempt; raises the error of a request that cannot go on."""
+        assert self._call is not None
+        self._call.cancel()
+        self._call = None
+        cause = from_rpc_error(error, self._target)
+        if is_lost_connection(error) or self._attempts.takes_back(error.code()):
+            await self._attempts.wait(cause)
+        elif self._collector.has_output and error.code() is grpc.StatusCode.NOT_FOUND:
+            raise RequestLostError.forgotten(self._request.request_id, cause) from None
+        else:
+            raise cause from None
+
+    async def _finish(self) -> None:
+        """Read the status, so that the call ends by itself; all output is there already."""
+        self._is_over = True
+        if self._call is not None:
+            with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
+                async with asyncio.timeout(_STATUS_TIMEOUT_S):
+                    await self._call.read()

@@ -19,15 +19,16 @@ from scheduler_svc.core.sequences.sequence import Sequence as CoreSequence
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, StepResult, TokenLogprobs
 from scheduler_svc.engine.activity_log import ActivityLog
-from scheduler_svc.engine.freed_memory import FreedMemory
+from scheduler_svc.engine.deadlines import Deadlines
+from scheduler_svc.engine.freed_memory import FreedMemory, release_finished
 from scheduler_svc.engine.journal import Journal, NoJournal
 from scheduler_svc.engine.kept_requests import KeptRequests
-from scheduler_svc.engine.lane_views import block_tables, current_load
-from scheduler_svc.engine.live_request import Listener, LiveRequest
+from scheduler_svc.engine.lane_views import block_tables, current_load, retry_after_s
+from scheduler_svc.engine.live_request import Listener, LiveRequest, record_planned
 from scheduler_svc.engine.restored_requests import RestoredRequests
 from scheduler_svc.engine.served_model import PreparedModel, ServedModel
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
-from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.model_change import ModelChange
 from scheduler_svc.plan_loop.plan_loop import PlanLoop
 from scheduler_svc.plan_loop.ports import (
@@ -63,7 +64,7 @@ class Engine:
         self.clock = clock
         self._loop = PlanLoop(core, 0, executor, config, self, clock)
         self._live: dict[RequestKey, LiveRequest] = {}
-        self._timers: dict[RequestKey, Timer] = {}
+        self._deadlines = Deadlines(clock, partial(self.abort, detail=FinishDetail.DEADLINE))
         self.kept = KeptRequests(
             clock,
             max_bytes=int(config.max_kept_results_mb * 1e6),
@@ -168,10 +169,10 @@ class Engine:
             return known
         if self.draining:
             raise DrainingError("the service is draining and takes no new requests")
-        if len(self._core.waiting) >= self._config.max_queued_requests:
-            raise QueueFullError(
-                f"{len(self._core.waiting)} requests wait already (max_queued_requests)", self._retry_after_s()
-            )
+        num_waiting = len(self._core.waiting)
+        if num_waiting >= self._config.max_queued_requests:
+            delay_s = retry_after_s(self._core, self._loop.lane)
+            raise QueueFullError(f"{num_waiting} requests wait already (max_queued_requests)", delay_s)
         self.served_model.check(request, self.model)
         self.journal.check_admission()
         live = LiveRequest(request, self.clock.monotonic_ns())
@@ -190,7 +191,7 @@ class Engine:
         self._live[spec.key] = live
         self._freed_memory.on_arrival(spec)
         self._idle.clear()
-        self._set_deadline(live.request)
+        self._deadlines.set(live.request)
         self._loop.wake()
 
     def find(self, tenant: str, request_id: str) -> LiveRequest | None:
@@ -306,7 +307,10 @@ class Engine:
             if live.finish_if_all_ended():
                 self._close(key, live, now)
             live.notify()
-        self._release_finished()
+        # At once: there may be no executor, and no result for hours.
+        finished = self._core.take_finished()
+        self._recorder.on_finished(finished)
+        release_finished(finished)
 
     def _extend(
         self,
@@ -330,18 +334,8 @@ class Engine:
     def on_planned(self, step: PlannedStep) -> None:
         """Record times and preemption counts of the step's requests."""
         self._recorder.on_planned(step.plan.step_id)
-        now = self.clock.monotonic_ns()
-        for sequence in step.joined:
-            live = self._live.get(sequence.group.key)
-            if live is not None and not live.times.first_plan_ns:
-                live.times.first_plan_ns = now
-                # The first sample to join computes the prompt for all samples.
-                live.counts.num_cached_tokens = sequence.num_hit_tokens
-                self.journal.on_started(live)
-        for sequence in step.preempted:
-            live = self._live.get(sequence.group.key)
-            if live is not None:
-                live.counts.num_preemptions = sequence.group.num_preemptions
+        for live in record_planned(step, self._live, self.clock.monotonic_ns()):
+            self.journal.on_started(live)
 
     def on_applied(self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float) -> None:
         """Record the step for watches and for the log."""
@@ -381,9 +375,7 @@ class Engine:
         live.ended = True
         live.times.end_ns = now_ns
         del self._live[key]
-        timer = self._timers.pop(key, None)
-        if timer is not None:
-            timer.cancel()
+        self._deadlines.cancel(key)
         self.journal.on_ended(live)
         self.restored.on_ended(live)
         self._log.on_ended(live)
@@ -396,26 +388,6 @@ class Engine:
         self._freed_memory.on_ended(live.request.spec)
 
     # --- helpers -----------------------------------------------------------------------------------------------------
-
-    def _release_finished(self) -> None:
-        """Let go of the sequences that have finished, at once: there may be no executor, and no result for hours."""
-        finished = self._core.take_finished()
-        self._recorder.on_finished(finished)
-        for sequence in finished:
-            if sequence.group.finished:
-                sequence.group.release_sequences()
-
-    def _set_deadline(self, request: EngineRequest) -> None:
-        if request.deadline is None:
-            return
-        key = request.spec.key
-        delay = max(0.0, request.deadline - self.clock.monotonic())
-        self._timers[key] = self.clock.call_later(delay, partial(self.abort, *key, FinishDetail.DEADLINE))
-
-    def _retry_after_s(self) -> float:
-        """Estimated seconds until the queue has moved: one per full batch of waiting requests, between 0.1 and 30."""
-        waiting, batch = len(self._core.waiting), self._loop.lane.spec.max_num_seqs
-        return min(30.0, max(0.1, waiting / batch))
 
     def _set_draining(self, draining: bool) -> None:
         self.draining = draining

@@ -8,9 +8,10 @@ time is attached to a request, as its listener.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, RequestKey, TokenLogprobs
 from scheduler_svc.plan_loop.ports import EngineRequest, RequestCounts, RequestTimes, StopMatch, TextStream
 
 Listener = Callable[["LiveRequest"], None]
@@ -234,6 +235,23 @@ class LiveRequest:
         """Call the listener."""
         if self._listener is not None:
             self._listener(self)
+
+
+def record_planned(step: PlannedStep, lives: Mapping[RequestKey, LiveRequest], now_ns: int) -> list[LiveRequest]:
+    """Record times and preemption counts of a step's requests; returns those that are in a step for the first time."""
+    started = []
+    for sequence in step.joined:
+        live = lives.get(sequence.group.key)
+        if live is not None and not live.times.first_plan_ns:
+            live.times.first_plan_ns = now_ns
+            # The first sample to join computes the prompt for all samples.
+            live.counts.num_cached_tokens = sequence.num_hit_tokens
+            started.append(live)
+    for sequence in step.preempted:
+        live = lives.get(sequence.group.key)
+        if live is not None:
+            live.counts.num_preemptions = sequence.group.num_preemptions
+    return started
 
 
 def _rank(sample: LiveSample) -> tuple[bool, float]:

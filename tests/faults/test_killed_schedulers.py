@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cadenza import LLM
+from cadenza import LLM, AsyncClient, SamplingParams
 from cadenza.v1 import generation_pb2 as pb
 from tests.checkpoints import make_llama
 from tests.faults.test_killed_processes import Up
@@ -299,3 +299,22 @@ async def test_another_fingerprint_is_data_loss_for_what_was_shown(tmp_path: Pat
 
 def _num_finished(output: Output) -> int:
     return sum(sample.finish is not None for sample in output.samples.values())
+
+
+async def test_a_clients_loop_does_not_notice_that_the_scheduler_was_killed(
+    scheduler: KillableScheduler, tmp_path: Path
+) -> None:
+    """`client.stream` resumes by itself; every token comes once, under the numbers of an undisturbed run."""
+    params = SamplingParams(max_tokens=300, temperature=0.8, seed=5, n=2, ignore_eos=True)
+    async with AsyncClient(scheduler.target) as client:
+        expected = (await client.generate([[7, 8, 9]], params))[0].outputs
+        found: dict[int, list[int]] = {0: [], 1: []}
+        restarting: asyncio.Task[None] | None = None
+        async for delta in client.stream([7, 8, 9], params):
+            for sample in delta.outputs:
+                found[sample.index] += sample.token_ids
+            if restarting is None and len(found[0]) > 40:
+                restarting = asyncio.create_task(scheduler.restart())
+        assert restarting is not None
+        await restarting
+    assert [found[sample.index] for sample in expected] == [list(sample.token_ids) for sample in expected]

@@ -387,8 +387,6 @@ class Engine:
     def _on_forgotten(self, live: LiveRequest) -> None:
         self._freed_memory.on_ended(live.request.spec)
 
-    # --- helpers -----------------------------------------------------------------------------------------------------
-
     def _set_draining(self, draining: bool) -> None:
         self.draining = draining
         self._core.drain(draining)

@@ -16,6 +16,7 @@ import pytest
 
 from cadenza import LLM, AsyncClient, SamplingParams
 from cadenza.v1 import generation_pb2 as pb
+from cadenza.v1 import types_pb2
 from tests.checkpoints import make_llama
 from tests.faults.test_killed_processes import Up
 from tests.helpers.killed_scheduler import KillableScheduler, Load, Output, killable_scheduler, mixed_requests, request
@@ -81,18 +82,23 @@ async def test_a_scheduler_killed_under_load_loses_and_repeats_no_token(schedule
 
 
 async def test_the_same_with_a_real_model(tmp_path: Path) -> None:
-    model = make_llama(tmp_path / "model", vocab_size=300, max_position_embeddings=1024)
+    """Texts, stop strings and results that are read again after the kill included."""
+    model = make_llama(tmp_path / "model", tokenizer=True, vocab_size=300, max_position_embeddings=1024)
     async with (
         service_process("executor_svc", "--model", str(model), "--device", "cpu", *_SIZES) as executor,
-        killable_scheduler(executor.address, tmp_path / "journal", "--skip-tokenizer-init") as scheduler,
+        killable_scheduler(executor.address, tmp_path / "journal") as scheduler,
     ):
-        requests = mixed_requests(NUM_REQUESTS, 120)
+        requests = mixed_requests(NUM_REQUESTS, 120, stop="e")
         expected = await undisturbed(scheduler, requests)
+        finishes = {sample.finish for output in expected.values() for sample in output.samples.values()}
+        assert types_pb2.FINISH_DETAIL_STOP_STRING in finishes
         load = scheduler.run(requests)
         await load.until(lambda outputs: sum(output.num_tokens for output in outputs.values()) > 400)
         await scheduler.restart()
         found = await scheduler.run(requests).finished()
         check(found, expected, await load.finished())
+        await scheduler.restart()
+        assert await scheduler.run(requests).finished() == found
 
 
 async def test_a_request_killed_before_its_first_token_goes_on(scheduler: KillableScheduler) -> None:
@@ -123,10 +129,7 @@ async def test_a_result_is_there_after_a_kill(scheduler: KillableScheduler) -> N
     await scheduler.restart()
     again = scheduler.run(requests)
     found = await again.finished()
-    check(found, expected)
-    assert {name: output.seed for name, output in found.items()} == {
-        name: output.seed for name, output in expected.items()
-    }
+    assert found == expected
     assert (await scheduler.load()).num_steps == 0
 
 

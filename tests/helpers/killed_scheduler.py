@@ -25,6 +25,7 @@ class Sample:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    text: str = ""
     finish: int | None = None
     cumulative_logprob: float | None = None
 
@@ -35,16 +36,23 @@ class Output:
 
     samples: dict[int, Sample] = field(default_factory=dict)
     seed: int | None = None
+    prompt_logprobs: list[float] = field(default_factory=list)
+    num_completion_tokens: int | None = None
     error: grpc.StatusCode | None = None
     message: str = ""
 
     def add(self, response: pb.GenerateResponse) -> None:
         if response.HasField("info"):
             self.seed = response.info.seed
+        if response.HasField("stats"):
+            self.num_completion_tokens = response.stats.num_completion_tokens
+        self.prompt_logprobs += response.prompt_logprobs.chosen_logprobs
         for output in response.outputs:
             sample = self.samples.setdefault(output.sample_index, Sample())
             assert output.first_token_index == len(sample.token_ids), "a token was lost or repeated"
             sample.token_ids += output.token_ids
+            assert output.text_offset == len(sample.text), "text was lost or repeated"
+            sample.text += output.text
             sample.logprobs += output.logprobs.chosen_logprobs
             if output.HasField("finish"):
                 sample.finish = output.finish.detail
@@ -55,6 +63,7 @@ class Output:
         """Whether all that `part` has is here too."""
         return (part.seed is None or part.seed == self.seed) and all(
             self.samples[index].token_ids[: len(sample.token_ids)] == sample.token_ids
+            and self.samples[index].text.startswith(sample.text)
             and (sample.finish is None or sample == self.samples[index])
             for index, sample in part.samples.items()
         )
@@ -73,15 +82,19 @@ def request(request_id: str, prompt: list[int], max_tokens: int, **params: Any) 
     )
 
 
-def mixed_requests(count: int, max_tokens: int, *, logprobs: bool = True) -> list[pb.GenerateRequest]:
-    """Greedy, sampled, n = 3, beams, best_of, with logprobs, with a drawn seed, in turn; some end early."""
+def mixed_requests(count: int, max_tokens: int, *, stop: str = "") -> list[pb.GenerateRequest]:
+    """Greedy, sampled, n = 3, beams, best_of, with logprobs, with a drawn seed, in turn; some end early.
+
+    `stop`: a stop string of the sampled ones.
+    """
+    stops = {"stop": [stop]} if stop else {}
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
-        {"temperature": 0.9, "seed": 7},
-        {"temperature": 0.9, "seed": 8, "n": 3},
+        {"temperature": 0.9, "seed": 7, **stops},
+        {"temperature": 0.9, "seed": 8, "n": 3, **stops},
         {"beam_width": 3, "n": 2},
-        {"temperature": 0.8, "seed": 9, "logprobs": 2} if logprobs else {"temperature": 0.8, "seed": 9},
-        {"temperature": 0.8, "seed": 10, "best_of": 3} if logprobs else {"temperature": 0.8, "seed": 10},
+        {"temperature": 0.8, "seed": 9, "logprobs": 2, "prompt_logprobs": 1},
+        {"temperature": 0.8, "seed": 10, "best_of": 3},
         {"temperature": 1.0},
     ]
     return [

@@ -33,7 +33,7 @@ from scheduler_svc.front.model_front import ModelFront
 from scheduler_svc.front.process_memory import release_free_memory
 from scheduler_svc.front.unreadable import UnreadableMessages
 from scheduler_svc.journal.errors import JournalError
-from scheduler_svc.journal.journal import SchedulerJournal
+from scheduler_svc.journal.journal import SchedulerJournal, connect
 from scheduler_svc.plan_loop.clock import SystemClock
 from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, ModelDescription
 from scheduler_svc.recording.recording import core_and_executor
@@ -72,8 +72,7 @@ class Service:
         writer = None if self._journal is None else self._journal.writer
         self._engine = Engine(config, core, recorded, clock, release_memory=release_free_memory, journal=writer)
         if writer is not None:
-            writer.fail_request, writer.report_health = self._engine.fail, self._engine.report_health
-            writer.is_kept = self._engine.keeps
+            connect(writer, self._engine)
         self._front = Front(self._engine, config, version=_version())
         self._health = HealthServicer(list(_SERVICES))
         self._model = ModelFront(self._front, config)

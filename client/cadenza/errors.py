@@ -100,6 +100,10 @@ class InternalError(CadenzaError):
     """The server has an internal error or sent an invalid response."""
 
 
+class DamagedStreamError(InternalError):
+    """A response does not continue the output so far: something on the way lost or repeated messages."""
+
+
 class LocalServiceError(CadenzaError):
     """A service that this process runs did not start, or died again and again without progress."""
 

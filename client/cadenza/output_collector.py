@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cadenza.errors import InternalError
-from cadenza.outputs import CompletionOutput, Delta, LogprobRow, RequestOutput
+from cadenza.errors import DamagedStreamError
+from cadenza.outputs import CompletionOutput, Delta, RequestOutput
 
 
 class OutputCollector:
@@ -39,16 +39,16 @@ class OutputCollector:
     def add(self, delta: Delta) -> RequestOutput:
         """Add the next delta and return it in the form that `stream` yields.
 
-        Raises InternalError if tokens or text before it are missing or repeated.
+        Raises DamagedStreamError, and adds nothing, if tokens or text before it are missing or repeated.
         """
+        self._check(delta)
         new, total = delta.output, self._total
         self.has_responses = True
-        for sample, token_index, text_offset in zip(
-            new.outputs, delta.first_token_index, delta.text_offset, strict=True
-        ):
-            self._add_sample(sample, token_index, text_offset)
+        for sample in new.outputs:
+            self._add_sample(sample)
         if new.prompt_logprobs is not None:
-            self._add_prompt_logprobs(new.prompt_logprobs, delta.prompt_logprobs_start)
+            total.prompt_logprobs = total.prompt_logprobs or []
+            total.prompt_logprobs += new.prompt_logprobs
         if new.prompt_token_ids is not None:
             total.prompt_token_ids = new.prompt_token_ids
         total.seed = new.seed if new.seed is not None else total.seed
@@ -64,18 +64,28 @@ class OutputCollector:
         self._total.outputs = [self._samples[index] for index in sorted(self._samples)]
         return self._total
 
-    def _add_sample(self, new: CompletionOutput, token_index: int, text_offset: int) -> None:
+    def _check(self, delta: Delta) -> None:
+        new = delta.output
+        for sample, token_index, text_offset in zip(
+            new.outputs, delta.first_token_index, delta.text_offset, strict=True
+        ):
+            known = self._samples.get(sample.index) or CompletionOutput(sample.index)
+            where = f"request {self._total.request_id}, sample {sample.index}: the server sent"
+            if known.finished():
+                raise DamagedStreamError(f"{where} output after its finish")
+            if sample.token_ids and token_index != len(known.token_ids):
+                raise DamagedStreamError(f"{where} token {token_index} where {len(known.token_ids)} was next")
+            if sample.text and text_offset != len(known.text):
+                raise DamagedStreamError(f"{where} text from {text_offset} where {len(known.text)} was next")
+        num_known, start = len(self._total.prompt_logprobs or ()), delta.prompt_logprobs_start
+        if new.prompt_logprobs is not None and start != num_known:
+            raise DamagedStreamError(
+                f"request {self._total.request_id}: the server sent prompt logprobs from {start} "
+                f"where {num_known or 1} was next"
+            )
+
+    def _add_sample(self, new: CompletionOutput) -> None:
         known = self._samples.setdefault(new.index, CompletionOutput(new.index))
-        if new.token_ids and token_index != len(known.token_ids):
-            raise InternalError(
-                f"request {self._total.request_id}, sample {new.index}: the server sent token {token_index} "
-                f"where {len(known.token_ids)} was next"
-            )
-        if new.text and text_offset != len(known.text):
-            raise InternalError(
-                f"request {self._total.request_id}, sample {new.index}: the server sent text from {text_offset} "
-                f"where {len(known.text)} was next"
-            )
         known.text += new.text
         known.token_ids += new.token_ids
         if new.logprobs is not None:
@@ -84,12 +94,3 @@ class OutputCollector:
         if new.finished():
             known.finish_reason, known.finish_detail = new.finish_reason, new.finish_detail
             known.stop_reason, known.cumulative_logprob = new.stop_reason, new.cumulative_logprob
-
-    def _add_prompt_logprobs(self, rows: list[LogprobRow | None], start: int) -> None:
-        known = self._total.prompt_logprobs = self._total.prompt_logprobs or []
-        if start != len(known):
-            raise InternalError(
-                f"request {self._total.request_id}: the server sent prompt logprobs from {start} "
-                f"where {len(known) or 1} was next"
-            )
-        known += rows

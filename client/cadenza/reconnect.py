@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
@@ -26,6 +27,7 @@ _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 2.0
 _ABORT_TIMEOUT_S = 2.0
 _MAX_TAKEOVERS = 3
+_MAX_DAMAGED = 10
 
 
 def checked_timeout(value: object) -> float:
@@ -59,15 +61,24 @@ class Attempts:
     """
 
     def __init__(
-        self, timeout_s: float, keeps_trying: Callable[[], bool], on_response: Callable[[], None] = lambda: None
+        self,
+        timeout_s: float,
+        keeps_trying: Callable[[], bool],
+        on_response: Callable[[], None] = lambda: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """`keeps_trying`: whether there is a point in waiting for the server."""
+        self._clock = clock
+        self._sleep = sleep
         self._timeout_s = timeout_s
         self._keeps_trying = keeps_trying
         self._report = on_response
-        self._lost_at: float | None = None  # on the event loop's clock
+        self._lost_at: float | None = None
         self._count = 0
         self._num_takeovers = 0
+        self._num_damaged = 0
         self.has_reconnected = False
 
     def on_response(self) -> None:
@@ -78,7 +89,7 @@ class Attempts:
 
     async def wait(self, error: CadenzaError) -> None:
         """Wait before the next attempt; raises `error` if there is to be none."""
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         if self._lost_at is None:
             self._lost_at = now
         left_s = self._lost_at + self._timeout_s - now
@@ -87,7 +98,14 @@ class Attempts:
         longest = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**self._count)
         self._count += 1
         self.has_reconnected = True
-        await asyncio.sleep(min(left_s, random.uniform(0, longest)))
+        await self._sleep(min(left_s, random.uniform(0, longest)))
+
+    async def wait_after_damage(self, error: CadenzaError) -> None:
+        """As `wait`, after a stream that was damaged; raises `error` when it has been so several times."""
+        self._num_damaged += 1
+        if self._num_damaged > _MAX_DAMAGED:
+            raise error
+        await self.wait(error)
 
     def takes_back(self, code: grpc.StatusCode | None) -> bool:
         """Whether to take over a request that another stream has taken over: it may be this client's own.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from cadenza.convert import delta_from_proto, resume_to_proto
-from cadenza.errors import RequestLostError, UnavailableError, from_rpc_error
+from cadenza.errors import DamagedStreamError, RequestLostError, UnavailableError, from_rpc_error
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import RequestOutput
 from cadenza.reconnect import Attempts, abort_quietly, is_lost_connection
@@ -42,7 +42,7 @@ class RequestStream:
         self._attempts = attempts
         self._call: grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse] | None
         self._call = None
-        self._is_over = False
+        self._is_over = True
         """Whether the server has nothing to abort."""
 
     async def next(self) -> RequestOutput | None:
@@ -56,9 +56,14 @@ class RequestStream:
             except grpc.aio.AioRpcError as error:
                 await self._recover(error)
                 continue
-            self._attempts.on_response()
             is_first = not self._collector.has_responses
-            delta = self._collector.add(delta_from_proto(response, self._collector.prompt_token_ids))
+            try:
+                delta = self._collector.add(delta_from_proto(response, self._collector.prompt_token_ids))
+            except DamagedStreamError as error:
+                self._drop_call()
+                await self._attempts.wait_after_damage(error)
+                continue
+            self._attempts.on_response()
             # A stream that is resumed starts with a response without output.
             if is_first or delta.outputs or delta.prompt_logprobs or delta.finished:
                 return delta
@@ -67,17 +72,21 @@ class RequestStream:
 
     async def leave(self) -> None:
         """End the call, and the request at the server unless it has ended; returns soon, whatever the server does."""
+        self._drop_call()
+        if not self._is_over:
+            self._is_over = True
+            await abort_quietly(self._stub, [self._request.request_id])
+
+    def _drop_call(self) -> None:
         call, self._call = self._call, None
         if call is not None:
             # An abandoned aio call is never collected and its handler runs on (grpc#43462).
             call.cancel()
-            if not self._is_over:
-                self._is_over = True
-                await abort_quietly(self._stub, [self._request.request_id])
 
     async def _read(self) -> generation_pb2.GenerateResponse:
         if self._call is None:
             self._call = self._stub.Generate(resume_to_proto(self._request, self._collector))
+            self._is_over = False
         response = await self._call.read()
         if not isinstance(response, generation_pb2.GenerateResponse):
             self._is_over = True
@@ -86,16 +95,15 @@ class RequestStream:
 
     async def _recover(self, error: grpc.aio.AioRpcError) -> None:
         """Wait for the next attempt; raises the error of a request that cannot go on."""
-        assert self._call is not None
-        self._call.cancel()
-        self._call = None
+        self._drop_call()
         cause = from_rpc_error(error, self._target)
         if is_lost_connection(error) or self._attempts.takes_back(error.code()):
             await self._attempts.wait(cause)
-        elif self._collector.has_output and error.code() is grpc.StatusCode.NOT_FOUND:
+            return
+        self._is_over = True
+        if self._collector.has_output and error.code() is grpc.StatusCode.NOT_FOUND:
             raise RequestLostError.forgotten(self._request.request_id, cause) from None
-        else:
-            raise cause from None
+        raise cause from None
 
     async def _finish(self) -> None:
         """Read the status, so that the call ends by itself; all output is there already."""

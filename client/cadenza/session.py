@@ -13,6 +13,7 @@ import grpc
 from cadenza.convert import delta_from_proto, resume_to_proto
 from cadenza.errors import (
     CadenzaError,
+    DamagedStreamError,
     InternalError,
     InvalidRequestError,
     NotFoundError,
@@ -46,6 +47,8 @@ class BatchItem:
     collector: OutputCollector
     error: CadenzaError | None = None
     done: bool = False
+    is_sent: bool = False
+    """Whether the server may have it."""
     is_resumed: bool = False
     """Whether the last message about it was a resume."""
 
@@ -127,20 +130,23 @@ class SessionBatch:
                     if not is_lost_connection(error):
                         raise cause from None
                     await self._attempts.wait(cause)
-                    self._window.lost()
+                except DamagedStreamError as damage:
+                    await self._attempts.wait_after_damage(damage)
+                self._window.lost()
         finally:
             await self.leave()
 
     async def leave(self) -> None:
         """End the stream, and the requests in flight at the server; returns soon, whatever the server does."""
         call, self._call = self._call, None
-        in_flight = [self._items[index].request.request_id for index in self._window.in_flight]
-        self._window.in_flight.clear()
+        unfinished = [each.request.request_id for each in self._items if each.is_sent and not each.done]
+        for item in self._items:
+            item.is_sent = False
         if call is not None:
             # An abandoned aio call is never collected and its handler runs on (grpc#43462).
             call.cancel()
-        if in_flight:
-            await abort_quietly(self._stub, in_flight)
+        if unfinished:
+            await abort_quietly(self._stub, unfinished)
 
     async def _run_stream(self) -> None:
         call: _SessionCall = self._stub.Session()
@@ -148,9 +154,9 @@ class SessionBatch:
         writer = asyncio.create_task(self._write(call))
         try:
             async for response in call:
-                self._attempts.on_response()
                 for event in response.events:
                     self._take(event)
+                self._attempts.on_response()
                 if self._num_open == 0:
                     return
             raise UnavailableError(f"{self._target} ended the session with {self._num_open} requests unfinished")
@@ -174,7 +180,7 @@ class SessionBatch:
                     window.in_flight.add(index)
                     item = self._items[index]
                     message = resume_to_proto(item.request, item.collector)
-                    item.is_resumed = message.HasField("resume")
+                    item.is_sent, item.is_resumed = True, message.HasField("resume")
                     await call.write(generation_pb2.SessionRequest(generate=message))
             await call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -183,7 +189,7 @@ class SessionBatch:
     def _take(self, event: generation_pb2.SessionEvent) -> None:
         index = self._index_of.get(event.request_id)
         if index is None or self._items[index].done:
-            raise InternalError(
+            raise DamagedStreamError(
                 f"{self._target} sent output of request {event.request_id!r}, which this session does not have"
             )
         item = self._items[index]
@@ -205,6 +211,7 @@ class SessionBatch:
         """Put a request that ended with an error back among the pending ones; False if the error is its end."""
         item = self._items[index]
         if isinstance(error, QueueFullError):
+            item.is_sent = False
             self._window.refused(index, asyncio.get_running_loop().time(), error.retry_after_s)
             return True
         if item.is_resumed and isinstance(error, NotFoundError):

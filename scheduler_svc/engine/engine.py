@@ -306,7 +306,8 @@ class Engine:
                 self._recorder.on_first_token(now - live.times.arrival_ns)
             if live.finish_if_all_ended():
                 self._close(key, live, now)
-            live.notify()
+            if not live.shows_later:
+                live.notify()
         # At once: there may be no executor, and no result for hours.
         finished = self._core.take_finished()
         self._recorder.on_finished(finished)

@@ -146,6 +146,7 @@ class LiveRequest:
         "request",
         "returned",
         "samples",
+        "shows_later",
         "times",
     )
 
@@ -158,6 +159,8 @@ class LiveRequest:
         """Why it ended without a finish of every sample; readers raise it after the output so far."""
         self.hidden = False
         """Whether readers get nothing for now, because its admission is not durable yet."""
+        self.shows_later = False
+        """Whether readers get no new output before it is durable in a journal, which then calls the listener."""
         make_text = request.make_text
         self.samples = [LiveSample(make_text() if make_text else None) for _ in range(request.spec.num_samples)]
         self.returned = self.samples if request.best_of is None else []

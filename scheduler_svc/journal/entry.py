@@ -12,7 +12,6 @@ from scheduler_svc.journal.records import (
     RequestRecord,
     SampleRecord,
     Stats,
-    TokensRecord,
     pack_logprobs,
     pack_prompt_logprobs,
     pack_tokens,
@@ -70,6 +69,7 @@ class Entry:
     def hide_output(self) -> None:
         """Hide from readers what is not durable, of a request that was just admitted or restored."""
         self.live.hidden = self.admission is not None
+        self.live.shows_later = self.stores_tokens or self.shows_at_end
         for sample, num_tokens in zip(self.live.samples, self.recorded_tokens, strict=True):
             if self.shows_at_end or self.stores_tokens:
                 sample.max_shown_tokens = num_tokens
@@ -100,8 +100,8 @@ class Entry:
                 batch.samples.append(self._finished_sample(index))
             elif self.stores_tokens and not self.shows_at_end and len(sample.token_ids) > num_tokens[index]:
                 start, num_tokens[index] = num_tokens[index], len(sample.token_ids)
-                logprobs = partial(pack_logprobs, sample.logprobs[start:])
-                batch.tokens.append(TokensRecord(number, index, start, pack_tokens(sample.token_ids[start:]), logprobs))
+                logprobs = partial(pack_logprobs, sample.logprobs[start:]) if sample.logprobs else b""
+                batch.tokens.append((number, index, start, pack_tokens(sample.token_ids[start:]), logprobs))
         ended = self.ended_ns is not None
         if ended and not self.recorded_ended:
             batch.ends.append(self._end())
@@ -127,7 +127,7 @@ class Entry:
     def store_tokens_from_now(self, fingerprint: bytes, vocab_size: int) -> None:
         """Its tokens so far will not come out again: all tokens become durable, new ones before they are shown."""
         self.rewritten = (fingerprint, vocab_size)
-        self.stores_tokens = True
+        self.stores_tokens = self.live.shows_later = True
         if not self.shows_at_end:
             for sample, finished in zip(self.live.samples, self.recorded_finished, strict=True):
                 # Readers keep what they have.

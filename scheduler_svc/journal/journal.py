@@ -7,6 +7,7 @@ import logging
 import sqlite3
 
 from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.journal.directory import JournalDirectory
 from scheduler_svc.journal.errors import JournalError
 from scheduler_svc.journal.restore import Restorer
@@ -62,3 +63,20 @@ class SchedulerJournal:
     def unlock(self) -> None:
         """Let another process use the directory."""
         self._directory.close()
+
+
+def connect(writer: JournalWriter, engine: Engine) -> None:
+    """Give the writer its calls of the engine whose journal it is."""
+
+    def refuse(live: LiveRequest, error: Exception) -> None:
+        if live.ended:
+            live.error = error
+            live.notify()
+        else:
+            engine.fail(live, error)
+        # It has shown nothing, and its id is free again.
+        engine.kept.forget(live.request.spec.key)
+
+    writer.refuse_request = refuse
+    writer.report_health = engine.report_health
+    writer.is_kept = engine.keeps

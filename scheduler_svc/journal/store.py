@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from scheduler_svc.journal.errors import JournalError
-from scheduler_svc.journal.records import EndRecord, RequestRecord, SampleRecord, StoredRequest, TokensRecord
+from scheduler_svc.journal.records import (
+    EndRecord,
+    Packed,
+    RequestRecord,
+    SampleRecord,
+    StoredRequest,
+    TokensRecord,
+    as_bytes,
+)
 
 APPLICATION_ID = 0x43414A4E
 """Identifies the file as a journal of this service; SQLite keeps it in the file's header."""
@@ -50,7 +58,8 @@ class Batch:
     started: list[int] = field(default_factory=list)
     rewritten: list[tuple[bytes, int, int]] = field(default_factory=list)
     """(fingerprint, vocabulary size, number) of requests whose tokens are stored from now on."""
-    tokens: list[TokensRecord] = field(default_factory=list)
+    tokens: list[tuple[int, int, int, bytes, Packed]] = field(default_factory=list)
+    """Fields of TokensRecords; there are many, and objects would cost more than the database."""
     samples: list[SampleRecord] = field(default_factory=list)
     ends: list[EndRecord] = field(default_factory=list)
     probe: bool = False
@@ -157,7 +166,9 @@ def _write(database: sqlite3.Connection, batch: Batch) -> None:
     database.executemany(
         "UPDATE requests SET stores_tokens = 1, fingerprint = ?, vocab_size = ? WHERE number = ?", batch.rewritten
     )
-    _insert(database, "tokens", TokensRecord, batch.tokens)
+    if batch.tokens:
+        rows = ((*row[:4], as_bytes(row[4])) for row in batch.tokens)
+        database.executemany("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)", rows)
     _insert(database, "samples", SampleRecord, batch.samples)
     database.executemany(
         "DELETE FROM tokens WHERE number = ? AND sample_index = ?",

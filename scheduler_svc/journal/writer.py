@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
+from heapq import heappop, heappush
 
 from scheduler_svc.core.types import RequestKey
 from scheduler_svc.engine.journal import JournalUnavailableError
@@ -31,7 +31,7 @@ class JournalWriter:
         self._store = store
         self._clock = clock
         self._restart_grace_s = restart_grace_s
-        self.fail_request: Callable[[LiveRequest, Exception], None] = _ignore
+        self.refuse_request: Callable[[LiveRequest, Exception], None] = _ignore
         """Ends a request whose admission could not be recorded."""
         self.report_health: Callable[[], None] = _do_nothing
         """Called when `healthy` has changed."""
@@ -43,8 +43,8 @@ class JournalWriter:
         self._deleted: list[int] = []
         self._ended: dict[RequestKey, int] = {}
         """Numbers of ended requests that are kept."""
-        self._expiring: deque[tuple[int, RequestKey, int]] = deque()
-        """(monotonic ns, key, number) of ended requests."""
+        self._expiring: list[tuple[int, int, RequestKey]] = []
+        """(monotonic ns, number, key) of ended requests, as a heap."""
         self._waiters: list[asyncio.Future[None]] = []
         self._is_scheduled = False
         self._is_committing = False
@@ -149,7 +149,7 @@ class JournalWriter:
     def keep_ended(self, key: RequestKey, number: int, grace_s: float) -> None:
         """Keep an ended request for `grace_s` seconds, then delete it."""
         self._ended[key] = number
-        self._expiring.append((self._clock.monotonic_ns() + round(grace_s * 1e9), key, number))
+        heappush(self._expiring, (self._clock.monotonic_ns() + round(grace_s * 1e9), number, key))
         if "prune" not in self._timers and not self._closed:
             self._timers["prune"] = self._clock.call_later(_PRUNE_S, self._prune)
 
@@ -187,7 +187,8 @@ class JournalWriter:
         deleted, self._deleted = self._deleted, []
         waiters, self._waiters = self._waiters, []
         batch.deleted = deleted
-        snapshots = [entry.add_to(batch) for entry in changed if entry.number not in deleted]
+        gone = set(deleted)
+        snapshots = [entry.add_to(batch) for entry in changed if entry.number not in gone]
         if batch.is_empty:
             self._resolve(waiters, None)
             return
@@ -243,13 +244,12 @@ class JournalWriter:
                 self._changed[entry] = None
                 continue
             self._changed.pop(entry, None)
-            if self._entries.pop(entry.live, None) is not None:
-                self.fail_request(entry.live, failure)
-            elif self._ended.get(entry.live.request.spec.key) == entry.number:
-                # It ended before it was recorded, and was never shown.
-                del self._ended[entry.live.request.spec.key]
-                entry.live.error = failure
-                entry.live.notify()
+            self._entries.pop(entry.live, None)
+            key = entry.live.request.spec.key
+            if self._ended.get(key) == entry.number:
+                del self._ended[key]
+            if entry.number not in self._deleted:
+                self.refuse_request(entry.live, failure)
         self._timers["retry"] = self._clock.call_later(_RETRY_S, self._begin_commit)
 
     def _set_failure(self, failure: JournalUnavailableError | None) -> None:
@@ -278,23 +278,20 @@ class JournalWriter:
     def _prune(self) -> None:
         """Delete ended requests whose grace is over."""
         self._timers.pop("prune", None)
-        now, kept = self._clock.monotonic_ns(), deque[tuple[int, RequestKey, int]]()
-        for expiry in self._expiring:
-            when_ns, key, number = expiry
-            if when_ns > now:
-                kept.append(expiry)
-            elif self._ended.get(key) != number:
+        now = self._clock.monotonic_ns()
+        while self._expiring and self._expiring[0][0] <= now:
+            _, number, key = heappop(self._expiring)
+            if self._ended.get(key) != number:
                 continue
-            elif self.is_kept(key):
+            if self.is_kept(key):
                 # Its stream came back, and its grace began anew.
-                kept.append((now + round(self._restart_grace_s * 1e9), key, number))
-            else:
-                del self._ended[key]
-                self._deleted.append(number)
-        self._expiring = kept
+                heappush(self._expiring, (now + round(self._restart_grace_s * 1e9) + 1, number, key))
+                continue
+            del self._ended[key]
+            self._deleted.append(number)
         if self._deleted:
             self._schedule()
-        if kept:
+        if self._expiring:
             self._timers["prune"] = self._clock.call_later(_PRUNE_S, self._prune)
 
     def _admission(self, live: LiveRequest, model: ModelDescription, number: int) -> RequestRecord:

@@ -262,10 +262,10 @@ class RequestBuilder:
 
 def check_resume(fields: RequestFields) -> None:
     """Check a message that resumes a stream, without the positions; raises RequestRejectedError."""
-    if not fields.request_id:
-        raise RequestRejectedError("request_id", "must be given with resume")
     for name in fields.new_request_fields:
         raise RequestRejectedError(name, "must be absent with resume: the request has it already")
+    if not fields.request_id:
+        raise RequestRejectedError("request_id", "must be given with resume")
     _check_output_mode(fields)
 
 

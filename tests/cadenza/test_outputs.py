@@ -123,5 +123,15 @@ def test_lost_and_repeated_output_is_an_error():
     for second in (sample(0, 3, [4], "", 2), sample(0, 1, [2], "", 2)):
         with pytest.raises(InternalError, match="where 2 was next"):
             collect(first, pb.GenerateResponse(outputs=[second]))
+    both = pb.GenerateResponse(outputs=[sample(0, 2, [3], "c", 2), sample(1, 3, [4], "", 0)])
+    collector = OutputCollector("r", prompt="p", prompt_token_ids=None)
+    collector.add(delta_from_proto(first, None))
+    with pytest.raises(InternalError, match="sample 1: the server sent token 3 where 0 was next"):
+        collector.add(delta_from_proto(both, None))
+    assert collector.result().outputs[0].text == "ab", "of such a response nothing is taken"
+    ended = pb.GenerateResponse(outputs=[sample(0, 2, [3], "c", 2)])
+    ended.outputs[0].finish.reason = types.FINISH_REASON_LENGTH
+    with pytest.raises(InternalError, match="output after its finish"):
+        collect(first, ended, pb.GenerateResponse(outputs=[pb.SampleOutput(finish=ended.outputs[0].finish)]))
     with pytest.raises(InternalError, match="text from 3 where 2"):
         collect(first, pb.GenerateResponse(outputs=[sample(0, 2, [3], "c", 3)]))

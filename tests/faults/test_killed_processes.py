@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -15,8 +16,8 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cadenza import Client, SamplingParams
-from cadenza.errors import UnavailableError
+from cadenza import LLM, Client, SamplingParams
+from cadenza.errors import RequestLostError
 from tests.checkpoints import make_llama
 
 PARAMS = SamplingParams(max_tokens=600, temperature=0.8, seed=5, ignore_eos=True)
@@ -114,16 +115,20 @@ def test_an_executor_that_stops_responding_is_no_loss(up: Up) -> None:
 
 
 def test_a_killed_scheduler_is_restarted_at_its_port(up: Up) -> None:
-    """Its streams end with an error, for the requests were its own; the same client goes on when it is back."""
-    with Client(up.target) as client:
+    """Without a journal its requests are lost: a stream says so; `generate`, which has shown nothing, starts anew."""
+    with Client(up.target) as client, ThreadPoolExecutor(1) as pool:
         before = client.generate([[7, 8, 9]], PARAMS)[0].outputs[0].token_ids
         stream = client.stream([7, 8, 9], PARAMS)
         next(stream)
+        batch = pool.submit(client.generate, [[7, 8, 9]], PARAMS)
+        while client.server_info().load.num_running < 2:
+            pass
         victim = up.service("scheduler_svc")
         os.kill(victim.pid, signal.SIGKILL)
-        with pytest.raises(UnavailableError):
+        with pytest.raises(RequestLostError):
             list(stream)
         victim.wait(10)
+        assert batch.result(60)[0].outputs[0].token_ids == before
         with grpc.insecure_channel(up.target) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
             assert any(answer.status == health_pb2.HealthCheckResponse.SERVING for answer in watch)
@@ -131,3 +136,14 @@ def test_a_killed_scheduler_is_restarted_at_its_port(up: Up) -> None:
         assert client.generate([[7, 8, 9]], PARAMS)[0].outputs[0].token_ids == before
     up.wait_for_log("cadenza   │ the scheduler died (killed by signal 9); starting it again in 0.2 s")
     up.wait_for_log(f"cadenza   │ the scheduler is back at {up.target}")
+
+
+def test_a_script_does_not_notice_that_its_scheduler_was_killed(model: Path) -> None:
+    prompts = [[7, 8, 9], [11] * 40, [250, 3]]
+    with LLM(model, num_gpu_blocks=1000, max_num_seqs=8, use_tqdm_on_load=False) as llm, ThreadPoolExecutor(1) as pool:
+        before = [each.outputs[0].token_ids for each in llm.generate(prompts, PARAMS, use_tqdm=False)]
+        outputs = pool.submit(llm.generate, prompts, PARAMS, use_tqdm=False)
+        while not llm.server_info().load.num_running:
+            pass
+        os.kill(llm._services.pids()["scheduler"], signal.SIGKILL)
+        assert [each.outputs[0].token_ids for each in outputs.result(60)] == before

@@ -181,6 +181,7 @@ async def test_a_full_disk_refuses_new_requests_and_lets_the_others_go_on(
 ) -> None:
     """No file may grow over what the journal has: as on a full disk, every write beyond it fails."""
     running, later = request("running", [5, 6], 200, temperature=0.0), request("later", [7], 5, temperature=0.0)
+    later.resume_grace_s = 30
     expected = await undisturbed(scheduler, [running, later])
     load = scheduler.run([running])
     await load.until(lambda outputs: outputs["running"].num_tokens > 3)

@@ -111,7 +111,7 @@ def in_session(payload: bytes) -> bytes:
 
 def _summary(answer: Message | None) -> str:
     match answer:
-        case pb.GenerateResponse():
+        case pb.GenerateResponse() if answer.outputs:
             detail = types_pb2.FinishDetail.Name(answer.outputs[0].finish.detail)
             return f"ends with {detail.removeprefix('FINISH_DETAIL_')}"
         case pb.AbortResponse():

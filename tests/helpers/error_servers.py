@@ -114,6 +114,10 @@ async def _prepare(w: World, name: str) -> list[grpc.aio.Call | asyncio.Task[Non
         case "busy":
             w.executor.going.clear()
             return [await _hold(w, "taken")]
+        case "kept":
+            await _lose(w, "kept")
+        case "taken_over":
+            return [_take_over(w)]
         case "halted":
             w.executor.going.clear()
         case "other_model":
@@ -143,6 +147,30 @@ def _change(w: World, **changes: Any) -> asyncio.Task[None]:
         w.executor.going.set()
 
     return asyncio.create_task(change())
+
+
+def _take_over(w: World) -> asyncio.Task[None]:
+    """Attach another stream to a request as soon as it is accepted; no step runs before."""
+    w.executor.going.clear()
+
+    async def take_over() -> None:
+        await w.until(lambda: w.engine._live)
+        ((tenant, request_id),) = w.engine._live
+        message = pb.GenerateRequest(tenant=tenant, request_id=request_id, resume=pb.ResumePoint())
+        async for _ in generation_pb2_grpc.GenerationServiceStub(w.channel).Generate(message):
+            w.executor.going.set()
+
+    return asyncio.create_task(take_over())
+
+
+async def _lose(w: World, request_id: str) -> None:
+    """A request that has ended, and whose stream was lost before."""
+    message = pb.GenerateRequest()
+    message.CopyFrom(TAKEN)
+    message.request_id, message.resume_grace_s = request_id, 60
+    call = generation_pb2_grpc.GenerationServiceStub(w.channel).Generate(message)
+    await w.until(lambda: (live := w.engine.find("", request_id)) is not None and live.ended)
+    call.cancel()
 
 
 async def _hold(w: World, request_id: str) -> grpc.aio.Call:

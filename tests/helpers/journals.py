@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -85,6 +86,11 @@ def admission(number: int, **changes: Any) -> RequestRecord:
 def tokens(number: int, first_token: int, token_ids: list[int], sample_index: int = 0) -> TokensRecord:
     """Tokens of an unfinished sample."""
     return TokensRecord(number, sample_index, first_token, pack_tokens(token_ids), b"")
+
+
+def tokens_row(number: int, first_token: int, token_ids: list[int], sample_index: int = 0) -> tuple:
+    """The same, to be written."""
+    return dataclasses.astuple(tokens(number, first_token, token_ids, sample_index))
 
 
 def sample(number: int, token_ids: list[int], sample_index: int = 0) -> SampleRecord:

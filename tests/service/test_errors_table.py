@@ -20,6 +20,7 @@ EXCEPTIONS = {
     "INVALID_ARGUMENT": errors.InvalidRequestError,
     "FAILED_PRECONDITION": errors.FailedPreconditionError,
     "NOT_FOUND": errors.NotFoundError,
+    "ABORTED": errors.CadenzaError,
     "ALREADY_EXISTS": errors.AlreadyExistsError,
     "UNAVAILABLE": errors.UnavailableError,
     "DEADLINE_EXCEEDED": errors.DeadlineError,

@@ -22,6 +22,7 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
+from scheduler_svc.journal.journal import connect
 from scheduler_svc.journal.restore import Restored, Restorer
 from scheduler_svc.journal.writer import JournalWriter
 from scheduler_svc.plan_loop.ports import ModelDescription
@@ -66,7 +67,7 @@ async def process(
     writer = JournalWriter(store, world.clock, restart_grace_s=GRACE_S)
     engine = world.engine
     engine.journal = writer
-    writer.fail_request, writer.report_health, writer.is_kept = engine.fail, engine.report_health, engine.keeps
+    connect(writer, engine)
     starting = asyncio.create_task(engine.start())
     await world.clock.advance(0)
     await starting

@@ -10,14 +10,14 @@ import pytest
 
 from scheduler_svc.journal.errors import JournalError
 from scheduler_svc.journal.store import Batch, JournalStore
-from tests.helpers.journals import HeldThread, admission, end, opened_store, sample, stored, tokens
+from tests.helpers.journals import HeldThread, admission, end, opened_store, sample, stored, tokens, tokens_row
 
 
 def test_what_is_committed_is_there_in_order_of_arrival(tmp_path: Path) -> None:
     store = opened_store(tmp_path)
     store.commit(Batch(admitted=[admission(2), admission(1, stores_tokens=True)], started=[1])).result()
-    store.commit(Batch(tokens=[tokens(1, 0, [5, 6])])).result()
-    store.commit(Batch(tokens=[tokens(1, 2, [7])], samples=[sample(2, [8, 9])], ends=[end(2)])).result()
+    store.commit(Batch(tokens=[tokens_row(1, 0, [5, 6])])).result()
+    store.commit(Batch(tokens=[tokens_row(1, 2, [7])], samples=[sample(2, [8, 9])], ends=[end(2)])).result()
     store.close()
     first, second = stored(tmp_path)
     assert (first.admission, second.admission) == (admission(1, stores_tokens=True), admission(2))
@@ -29,7 +29,7 @@ def test_what_is_committed_is_there_in_order_of_arrival(tmp_path: Path) -> None:
 def test_a_finished_sample_replaces_its_tokens_and_a_deleted_request_leaves_nothing(tmp_path: Path) -> None:
     store = opened_store(tmp_path)
     store.commit(
-        Batch(admitted=[admission(1), admission(2)], tokens=[tokens(1, 0, [5]), tokens(1, 0, [6], 1)])
+        Batch(admitted=[admission(1), admission(2)], tokens=[tokens_row(1, 0, [5]), tokens_row(1, 0, [6], 1)])
     ).result()
     store.commit(Batch(samples=[sample(1, [5, 7])], ends=[end(2)])).result()
     (first, _) = store.load().result()

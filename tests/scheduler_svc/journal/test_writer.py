@@ -19,6 +19,7 @@ from scheduler_svc.core.types import BeamSpec, FinishDetail, RequestSpec, Sampli
 from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
+from scheduler_svc.journal.journal import connect
 from scheduler_svc.journal.store import JournalStore
 from scheduler_svc.journal.writer import JournalWriter
 from scheduler_svc.plan_loop.ports import EngineRequest, ModelDescription
@@ -66,7 +67,7 @@ async def journaled(folder: Path, model: ModelDescription = EXACT) -> AsyncItera
     writer = JournalWriter(store, world.clock, restart_grace_s=GRACE_S)
     engine = world.engine
     engine.journal = writer
-    writer.fail_request, writer.report_health = engine.fail, engine.report_health
+    connect(writer, engine)
     starting = asyncio.create_task(engine.start())
     await world.clock.advance(0)
     await starting

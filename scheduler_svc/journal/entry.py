@@ -101,11 +101,20 @@ class Entry:
             elif self.stores_tokens and not self.shows_at_end and len(sample.token_ids) > num_tokens[index]:
                 start, num_tokens[index] = num_tokens[index], len(sample.token_ids)
                 logprobs = partial(pack_logprobs, sample.logprobs[start:]) if sample.logprobs else b""
-                batch.tokens.append((number, index, start, pack_tokens(sample.token_ids[start:]), logprobs))
+                batch.tokens.append((number, index, start, sample.token_ids[start:], logprobs))
         ended = self.ended_ns is not None
         if ended and not self.recorded_ended:
             batch.ends.append(self._end())
+            self.add_whole_tokens(batch)
         return Snapshot(self, num_tokens, finished, ended, self.admission, self.started, self.rewritten)
+
+    def add_whole_tokens(self, batch: Batch) -> None:
+        """Add all tokens of unfinished samples, for which no rows with logprobs are there."""
+        if self.shows_at_end or not self.stores_tokens:
+            return
+        for index, sample in enumerate(self.live.samples):
+            if sample.finish is None and sample.token_ids and not sample.logprobs:
+                batch.whole_tokens.append((self.number, index, 0, list(sample.token_ids), b""))
 
     def record(self, snapshot: Snapshot) -> None:
         """A batch is durable: show what it holds. New output since then stays hidden."""

@@ -38,9 +38,10 @@ class SchedulerJournal:
     async def restore(self, engine: Engine, builder: RequestBuilder, *, allow_fingerprint_change: bool) -> None:
         """Put the requests of an earlier process into the engine; raises JournalError."""
         try:
-            stored = await asyncio.wrap_future(self._store.load())
+            stored, last_number = await asyncio.wrap_future(self._store.load())
         except sqlite3.Error as exc:
             raise JournalError(f"{self._store.path}: cannot be read: {exc}") from exc
+        self.writer.continue_after(last_number)
         restorer = Restorer(
             engine,
             self.writer,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
@@ -16,6 +17,8 @@ from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, Token
 _COUNTS = struct.Struct("<II")
 """Number of rows, and of top logprobs in each."""
 _STATS = struct.Struct("<5q")
+NewTokens = tuple[int, int, int, list[int], "Packed"]
+"""Consecutive tokens of an unfinished sample: request's number, sample index, index of the first, ids, logprobs."""
 Packed = bytes | Callable[[], bytes]
 """Bytes, or a call that makes them: the journal's thread packs logprobs, for many would hold the event loop."""
 
@@ -141,6 +144,32 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 def unpack_tokens(packed: bytes) -> list[int]:
     """Return token ids from bytes."""
     return array("I", packed).tolist()
+
+
+def pack_step(rows: Sequence[NewTokens]) -> bytes:
+    """Return the new tokens of many samples as bytes, without logprobs."""
+    counts = [len(row[3]) for row in rows]
+    columns = (
+        array("Q", [row[0] for row in rows]),
+        array("I", [row[1] for row in rows]),
+        array("I", [row[2] for row in rows]),
+        array("I", counts),
+        array("I", chain.from_iterable(row[3] for row in rows)),
+    )
+    return b"".join((_COUNTS.pack(len(rows), sum(counts)), *(column.tobytes() for column in columns)))
+
+
+def unpack_step(packed: bytes) -> Iterator[TokensRecord]:
+    """Return the new tokens of many samples from bytes."""
+    num_rows, num_tokens = _COUNTS.unpack_from(packed)
+    place = _COUNTS.size + 8 * num_rows
+    numbers = array("Q", packed[_COUNTS.size : place])
+    values = array("I", packed[place:])
+    indices, firsts, counts = (values[start * num_rows : (start + 1) * num_rows] for start in range(3))
+    place = len(packed) - 4 * num_tokens
+    for number, index, first, count in zip(numbers, indices, firsts, counts, strict=True):
+        yield TokensRecord(number, index, first, packed[place : place + 4 * count], b"")
+        place += 4 * count
 
 
 def pack_logprobs(entries: Sequence[TokenLogprobs]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,6 +13,7 @@ from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest, LiveSample
 from scheduler_svc.journal.records import (
+    NewTokens,
     Stats,
     StoredRequest,
     unpack_logprobs,
@@ -63,7 +64,6 @@ class Restorer:
     async def run(self, stored: Sequence[StoredRequest]) -> Restored:
         """Restore the requests, in their order."""
         for index, each in enumerate(stored):
-            self._writer.continue_after(each.admission.number)
             if each.end is not None:
                 self._keep(each, partial(self._ended, each))
                 self._restored.num_ended += 1
@@ -88,6 +88,7 @@ class Restorer:
             else:
                 self._restored.num_lost += 1
                 self._keep(stored, partial(self._lost, stored))
+                self._writer.keep_tokens(_plain_tokens(stored))
                 return
         except SchedulerError as exc:
             self._restored.num_lost += 1
@@ -218,6 +219,14 @@ class Restorer:
             token_ids += unpack_tokens(part.token_ids)
             logprobs += unpack_logprobs(part.logprobs)
         return token_ids, logprobs, None
+
+
+def _plain_tokens(stored: StoredRequest) -> Iterator[NewTokens]:
+    """All tokens of each unfinished sample without logprobs."""
+    for index, parts in stored.tokens.items():
+        if parts and not parts[0].logprobs:
+            token_ids = [token_id for part in parts for token_id in unpack_tokens(part.token_ids)]
+            yield stored.admission.number, index, 0, token_ids, b""
 
 
 def _with_seed(fields: RequestFields, stored: StoredRequest) -> RequestFields:

@@ -12,12 +12,15 @@ from typing import Any, TypeVar
 from scheduler_svc.journal.errors import JournalError
 from scheduler_svc.journal.records import (
     EndRecord,
-    Packed,
+    NewTokens,
     RequestRecord,
     SampleRecord,
     StoredRequest,
     TokensRecord,
     as_bytes,
+    pack_step,
+    pack_tokens,
+    unpack_step,
 )
 
 APPLICATION_ID = 0x43414A4E
@@ -37,6 +40,7 @@ CREATE TABLE requests (
 CREATE TABLE tokens (
   number INTEGER, sample_index INTEGER, first_token INTEGER, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL,
   PRIMARY KEY (number, sample_index, first_token)) WITHOUT ROWID;
+CREATE TABLE steps (step INTEGER PRIMARY KEY, content BLOB NOT NULL);
 CREATE TABLE samples (
   number INTEGER, sample_index INTEGER, finish_detail INTEGER NOT NULL, stop_token_id INTEGER, stop_string TEXT,
   num_tokens INTEGER NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL, cumulative_logprob REAL NOT NULL,
@@ -58,8 +62,12 @@ class Batch:
     started: list[int] = field(default_factory=list)
     rewritten: list[tuple[bytes, int, int]] = field(default_factory=list)
     """(fingerprint, vocabulary size, number) of requests whose tokens are stored from now on."""
-    tokens: list[tuple[int, int, int, bytes, Packed]] = field(default_factory=list)
-    """Fields of TokensRecords; there are many, and objects would cost more than the database."""
+    tokens: list[NewTokens] = field(default_factory=list)
+    """Those without logprobs become one row together: a row for each would cost more than all the rest."""
+    whole_tokens: list[NewTokens] = field(default_factory=list)
+    """All tokens of unfinished samples, in place of what is stored of them."""
+    drops_steps: bool = False
+    """Whether `whole_tokens` has all unfinished samples without logprobs, so that their earlier rows are not needed."""
     samples: list[SampleRecord] = field(default_factory=list)
     ends: list[EndRecord] = field(default_factory=list)
     probe: bool = False
@@ -88,8 +96,8 @@ class JournalStore:
         """Open or create the database; raises JournalError."""
         self._thread.submit(self._open).result()
 
-    def load(self) -> Future[list[StoredRequest]]:
-        """Read all requests, in order of arrival."""
+    def load(self) -> Future[tuple[list[StoredRequest], int]]:
+        """Read all requests, in order of arrival, and the largest number that was ever used."""
         return self._thread.submit(self._in_transaction, _load)
 
     def commit(self, batch: Batch) -> Future[None]:
@@ -166,9 +174,7 @@ def _write(database: sqlite3.Connection, batch: Batch) -> None:
     database.executemany(
         "UPDATE requests SET stores_tokens = 1, fingerprint = ?, vocab_size = ? WHERE number = ?", batch.rewritten
     )
-    if batch.tokens:
-        rows = ((*row[:4], as_bytes(row[4])) for row in batch.tokens)
-        database.executemany("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)", rows)
+    _write_tokens(database, batch)
     _insert(database, "samples", SampleRecord, batch.samples)
     database.executemany(
         "DELETE FROM tokens WHERE number = ? AND sample_index = ?",
@@ -178,6 +184,22 @@ def _write(database: sqlite3.Connection, batch: Batch) -> None:
     if batch.probe:
         database.execute("INSERT OR REPLACE INTO probe VALUES (1, zeroblob(?))", (PROBE_BYTES,))
         database.execute("DELETE FROM probe")
+
+
+def _write_tokens(database: sqlite3.Connection, batch: Batch) -> None:
+    plain = [row for row in batch.tokens if row[4] == b""]
+    if batch.drops_steps:
+        database.execute("DELETE FROM steps")
+    elif plain:
+        database.execute("INSERT INTO steps (content) VALUES (?)", (pack_step(plain),))
+    for row in batch.whole_tokens:
+        database.execute("DELETE FROM tokens WHERE number = ? AND sample_index = ?", row[:2])
+    rows = [*(row for row in batch.tokens if row[4] != b""), *batch.whole_tokens]
+    if rows:
+        database.executemany(
+            "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)",
+            ((*row[:3], pack_tokens(row[3]), as_bytes(row[4])) for row in rows),
+        )
 
 
 def _insert(database: sqlite3.Connection, table: str, kind: type[Any], rows: Sequence[Any]) -> None:
@@ -194,7 +216,8 @@ def _values(row: Any) -> tuple[Any, ...]:
     return tuple(value() if callable(value) else value for value in values)
 
 
-def _load(database: sqlite3.Connection) -> list[StoredRequest]:
+def _load(database: sqlite3.Connection) -> tuple[list[StoredRequest], int]:
+    """All requests in order of arrival, and the largest number that was ever used."""
     found: dict[int, StoredRequest] = {}
     for row in _rows(database, "requests", RequestRecord, "number", more=("started",)):
         values, started = row[:-1], row[-1]
@@ -206,7 +229,15 @@ def _load(database: sqlite3.Connection) -> list[StoredRequest]:
         found[row[0]].samples[row[1]] = SampleRecord(*row)
     for row in _rows(database, "tokens", TokensRecord, "number, sample_index, first_token"):
         found[row[0]].tokens.setdefault(row[1], []).append(TokensRecord(*row))
-    return list(found.values())
+    last = max(found, default=0)
+    for (content,) in database.execute("SELECT content FROM steps ORDER BY step"):
+        for part in unpack_step(content):
+            last = max(last, part.number)
+            # What has finished or was deleted since is not in the way.
+            request = found.get(part.number)
+            if request is not None and part.sample_index not in request.samples:
+                request.tokens.setdefault(part.sample_index, []).append(part)
+    return list(found.values()), last
 
 
 def _rows(

@@ -14,7 +14,7 @@ from scheduler_svc.core.types import RequestKey
 from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.journal.entry import Entry, Snapshot, was_abandoned
-from scheduler_svc.journal.records import RequestRecord, pack_tokens
+from scheduler_svc.journal.records import NewTokens, RequestRecord, pack_tokens
 from scheduler_svc.journal.store import Batch, JournalStore
 from scheduler_svc.plan_loop.clock import Clock, Timer
 from scheduler_svc.plan_loop.ports import ModelDescription
@@ -22,6 +22,8 @@ from scheduler_svc.plan_loop.ports import ModelDescription
 _LOG = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _PRUNE_S = 1.0
+STEPS_KEPT = 500
+"""After so many batches with tokens, all tokens of unfinished samples are written whole and the batches' rows go."""
 
 
 class JournalWriter:
@@ -48,6 +50,10 @@ class JournalWriter:
         self._waiters: list[asyncio.Future[None]] = []
         self._is_scheduled = False
         self._is_committing = False
+        self._num_steps = 0
+        """Number of batches with tokens since tokens were last written whole."""
+        self._whole_tokens: list[NewTokens] = []
+        """Tokens of unfinished requests that do not run here, to be written whole."""
         self._closed = False
         self._failure: JournalUnavailableError | None = None
         self._timers: dict[str, Timer] = {}
@@ -146,6 +152,11 @@ class JournalWriter:
             if sample.finish is not None:
                 sample.max_shown_tokens = None
 
+    def keep_tokens(self, rows: Iterable[NewTokens]) -> None:
+        """Keep the tokens of an unfinished request that cannot run here, and may run in a later process."""
+        self._whole_tokens += rows
+        self._schedule()
+
     def keep_ended(self, key: RequestKey, number: int, grace_s: float) -> None:
         """Keep an ended request for `grace_s` seconds, then delete it."""
         self._ended[key] = number
@@ -189,6 +200,13 @@ class JournalWriter:
         batch.deleted = deleted
         gone = set(deleted)
         snapshots = [entry.add_to(batch) for entry in changed if entry.number not in gone]
+        whole, self._whole_tokens = self._whole_tokens, []
+        batch.whole_tokens += [row for row in whole if row[0] not in gone]
+        self._num_steps += bool(batch.tokens)
+        if self._num_steps >= STEPS_KEPT:
+            self._num_steps, batch.drops_steps = 0, True
+            for entry in self._entries.values():
+                entry.add_whole_tokens(batch)
         if batch.is_empty:
             self._resolve(waiters, None)
             return
@@ -198,14 +216,14 @@ class JournalWriter:
 
         def on_done(future: Future[None]) -> None:
             error = future.exception()
-            loop.call_soon_threadsafe(partial(self._on_committed, snapshots, deleted, waiters, error))
+            loop.call_soon_threadsafe(partial(self._on_committed, snapshots, (deleted, whole), waiters, error))
 
         self._store.commit(batch).add_done_callback(on_done)
 
     def _on_committed(
         self,
         snapshots: list[Snapshot],
-        deleted: list[int],
+        others: tuple[list[int], list[NewTokens]],
         waiters: list[asyncio.Future[None]],
         error: BaseException | None,
     ) -> None:
@@ -217,25 +235,28 @@ class JournalWriter:
                 snapshot.entry.live.notify()
             self._resolve(waiters, None)
         else:
-            self._on_failure(snapshots, deleted, waiters, error)
-        if self._changed or self._deleted or self._waiters:
+            self._on_failure(snapshots, others, waiters, error)
+        if self._changed or self._deleted or self._whole_tokens or self._waiters:
             self._schedule()
         self._idle.set()
 
     def _on_failure(
         self,
         snapshots: list[Snapshot],
-        deleted: list[int],
+        others: tuple[list[int], list[NewTokens]],
         waiters: list[asyncio.Future[None]],
         error: BaseException,
     ) -> None:
-        """Refuse the batch's new requests, and try the rest again later: it stays hidden."""
+        """Refuse the batch's new requests, and try the rest again later: it stays hidden.
+
+        `others`: what of the batch belongs to no snapshot, deleted numbers and whole tokens.
+        """
         failure = JournalUnavailableError(
             f"the journal {self._store.path.parent} cannot be written ({error}): no request is admitted until it can be"
         )
         if not isinstance(error, sqlite3.Error):
             _LOG.error("writing the journal failed", exc_info=error)
-        self._deleted = deleted + self._deleted
+        self._deleted, self._whole_tokens = others[0] + self._deleted, others[1] + self._whole_tokens
         self._set_failure(failure)
         self._resolve(waiters, failure)
         for snapshot in snapshots:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from scheduler_svc.journal.records import (
     EndRecord,
+    NewTokens,
     RequestRecord,
     SampleRecord,
     Stats,
@@ -57,7 +57,7 @@ def stored(folder: Path) -> list[StoredRequest]:
     """What a journal holds; opened anew."""
     store = opened_store(folder)
     try:
-        return store.load().result()
+        return store.load().result()[0]
     finally:
         store.close()
 
@@ -88,9 +88,9 @@ def tokens(number: int, first_token: int, token_ids: list[int], sample_index: in
     return TokensRecord(number, sample_index, first_token, pack_tokens(token_ids), b"")
 
 
-def tokens_row(number: int, first_token: int, token_ids: list[int], sample_index: int = 0) -> tuple:
+def new_tokens(number: int, first_token: int, token_ids: list[int], sample_index: int = 0) -> NewTokens:
     """The same, to be written."""
-    return dataclasses.astuple(tokens(number, first_token, token_ids, sample_index))
+    return number, sample_index, first_token, token_ids, b""
 
 
 def sample(number: int, token_ids: list[int], sample_index: int = 0) -> SampleRecord:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
+from scheduler_svc.journal import writer as writer_module
 from scheduler_svc.journal.journal import connect
 from scheduler_svc.journal.restore import Restored, Restorer
 from scheduler_svc.journal.writer import JournalWriter
@@ -76,7 +78,9 @@ async def process(
     restorer = Restorer(
         engine, writer, builder, restart_grace_s=GRACE_S, allow_fingerprint_change=allow_fingerprint_change
     )
-    restored = await restorer.run(store.load().result())
+    requests, last_number = store.load().result()
+    writer.continue_after(last_number)
+    restored = await restorer.run(requests)
     try:
         yield Process(world, builder, restored)
     finally:
@@ -92,6 +96,12 @@ def read(live: LiveRequest) -> tuple[list[int], FinishDetail | None]:
             tokens += sample.token_ids
             finish = sample.finish.detail if sample.finish is not None else finish
     return tokens, finish
+
+
+def num_steps(folder: Path) -> int:
+    """Number of rows with the tokens of one batch."""
+    with contextlib.closing(sqlite3.connect(folder / "journal.sqlite")) as database:
+        return int(database.execute("SELECT count(*) FROM steps").fetchone()[0])
 
 
 async def test_unfinished_requests_go_on_in_their_order_of_arrival(tmp_path: Path) -> None:
@@ -234,6 +244,47 @@ async def test_under_another_fingerprint_what_was_shown_is_lost_and_the_rest_beg
     # And with the first executor back, the others go on.
     async with process(tmp_path, at_s=2.0) as third:
         assert third.restored == Restored(num_unfinished=4, num_ended=1)
+
+
+async def test_tokens_are_written_whole_from_time_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the rows of single steps go; also tokens of requests that cannot run in this process stay."""
+    monkeypatch.setattr(writer_module, "STEPS_KEPT", 4)
+    async with process(tmp_path, FAST) as first:
+        first.submit("a", params={"n": 2, "temperature": 0.5})
+        first.submit("b", 4000, params={"logprobs": 0})
+        await first.steps(6)
+    assert num_steps(tmp_path) <= 4
+    async with process(tmp_path, replace(FAST, fingerprint=b"other"), at_s=1.0) as second:
+        assert second.restored == Restored(num_lost=2)
+        second.submit("c")
+        await second.steps(12)
+        assert num_steps(tmp_path) <= 4
+    async with process(tmp_path, FAST, at_s=2.0) as third:
+        engine = third.world.engine
+        assert [len(read(engine.find("", name))[0]) for name in ("a", "b")] == [12, 6]
+        await third.steps(20)
+        assert read(engine.find("", "a")) == ([9] * 40, FinishDetail.MAX_TOKENS)
+
+
+async def test_a_number_is_not_used_again_while_a_step_has_it(tmp_path: Path) -> None:
+    """Else a new request would get the tokens of one that was deleted."""
+    async with process(tmp_path, FAST) as first:
+
+        def listener(_: LiveRequest) -> None:
+            pass
+
+        live = first.submit("gone")
+        first.world.engine.listen(live, listener)
+        await first.steps(3)
+        first.world.engine.detach(live, listener, handed_over=False)
+        await first.steps(1)
+    assert (stored(tmp_path), num_steps(tmp_path)) == ([], 3)
+    async with process(tmp_path, FAST, at_s=1.0) as second:
+        second.submit("new")
+        await second.steps(1)
+    (row,) = stored(tmp_path)
+    assert row.admission.number == 2
+    assert sum(len(part.token_ids) for part in row.tokens[0]) == 4
 
 
 @pytest.mark.parametrize(("vocab_size", "found"), [(64, Restored(num_unfinished=1)), (65, Restored(num_lost=1))])

@@ -10,14 +10,14 @@ import pytest
 
 from scheduler_svc.journal.errors import JournalError
 from scheduler_svc.journal.store import Batch, JournalStore
-from tests.helpers.journals import HeldThread, admission, end, opened_store, sample, stored, tokens, tokens_row
+from tests.helpers.journals import HeldThread, admission, end, new_tokens, opened_store, sample, stored, tokens
 
 
 def test_what_is_committed_is_there_in_order_of_arrival(tmp_path: Path) -> None:
     store = opened_store(tmp_path)
     store.commit(Batch(admitted=[admission(2), admission(1, stores_tokens=True)], started=[1])).result()
-    store.commit(Batch(tokens=[tokens_row(1, 0, [5, 6])])).result()
-    store.commit(Batch(tokens=[tokens_row(1, 2, [7])], samples=[sample(2, [8, 9])], ends=[end(2)])).result()
+    store.commit(Batch(tokens=[new_tokens(1, 0, [5, 6])])).result()
+    store.commit(Batch(tokens=[new_tokens(1, 2, [7])], samples=[sample(2, [8, 9])], ends=[end(2)])).result()
     store.close()
     first, second = stored(tmp_path)
     assert (first.admission, second.admission) == (admission(1, stores_tokens=True), admission(2))
@@ -29,13 +29,13 @@ def test_what_is_committed_is_there_in_order_of_arrival(tmp_path: Path) -> None:
 def test_a_finished_sample_replaces_its_tokens_and_a_deleted_request_leaves_nothing(tmp_path: Path) -> None:
     store = opened_store(tmp_path)
     store.commit(
-        Batch(admitted=[admission(1), admission(2)], tokens=[tokens_row(1, 0, [5]), tokens_row(1, 0, [6], 1)])
+        Batch(admitted=[admission(1), admission(2)], tokens=[new_tokens(1, 0, [5]), new_tokens(1, 0, [6], 1)])
     ).result()
     store.commit(Batch(samples=[sample(1, [5, 7])], ends=[end(2)])).result()
-    (first, _) = store.load().result()
+    (first, _) = store.load().result()[0]
     assert first.tokens == {1: [tokens(1, 0, [6], 1)]}
     store.commit(Batch(deleted=[1, 2])).result()
-    assert store.load().result() == []
+    assert store.load().result()[0] == []
     store.close()
     with sqlite3.connect(tmp_path / "journal.sqlite") as database:
         for table in ("requests", "tokens", "samples", "ends"):
@@ -47,7 +47,7 @@ def test_a_request_that_is_admitted_again_has_shown_nothing(tmp_path: Path) -> N
     store = opened_store(tmp_path)
     store.commit(Batch(admitted=[admission(1)], started=[1])).result()
     store.commit(Batch(admitted=[admission(1, fingerprint=b"other")])).result()
-    (found,) = store.load().result()
+    (found,) = store.load().result()[0]
     assert (found.admission.fingerprint, found.started) == (b"other", False)
     store.close()
 
@@ -141,7 +141,7 @@ def test_a_full_disk_leaves_the_batch_out_and_all_before_it_in(tmp_path: Path) -
     store._database.execute(f"PRAGMA max_page_count = {num_pages + 2}")
     with pytest.raises(sqlite3.OperationalError, match="database or disk is full"):
         store.commit(Batch(admitted=[admission(2), admission(3, body=bytes(100_000))])).result()
-    assert [each.admission.number for each in store.load().result()] == [1]
+    assert [each.admission.number for each in store.load().result()[0]] == [1]
     with pytest.raises(sqlite3.OperationalError, match="database or disk is full"):
         store.commit(Batch(probe=True)).result()
     store._database.execute("PRAGMA max_page_count = 1000000")

@@ -32,9 +32,12 @@ from scheduler_svc.front.health import HealthServicer
 from scheduler_svc.front.model_front import ModelFront
 from scheduler_svc.front.process_memory import release_free_memory
 from scheduler_svc.front.unreadable import UnreadableMessages
+from scheduler_svc.journal.errors import JournalError
+from scheduler_svc.journal.journal import SchedulerJournal, connect
 from scheduler_svc.plan_loop.clock import SystemClock
 from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, ModelDescription
 from scheduler_svc.recording.recording import core_and_executor
+from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError
 
 _LOG = logging.getLogger(__name__)
@@ -55,13 +58,21 @@ class Service:
     """The scheduler service on one event loop."""
 
     def __init__(self, config: SchedulerConfig) -> None:
+        """Raises JournalError for a journal that cannot be used."""
         self._config = config
-        scheduler_id = uuid.uuid4().hex
+        clock = SystemClock()
+        self._journal: SchedulerJournal | None = None
+        if config.journal is not None:
+            self._journal = SchedulerJournal(config.journal, clock, restart_grace_s=config.restart_grace_s)
+        scheduler_id = uuid.uuid4().hex if self._journal is None else self._journal.scheduler_id
         self._executors = [GrpcExecutor(target, scheduler_id) for target in config.executor]
         (executor,) = self._executors
         self._recording = ExitStack()
         core, recorded = self._recording.enter_context(core_and_executor(config, executor))
-        self._engine = Engine(config, core, recorded, SystemClock(), release_memory=release_free_memory)
+        writer = None if self._journal is None else self._journal.writer
+        self._engine = Engine(config, core, recorded, clock, release_memory=release_free_memory, journal=writer)
+        if writer is not None:
+            connect(writer, self._engine)
         self._front = Front(self._engine, config, version=_version())
         self._health = HealthServicer(list(_SERVICES))
         self._model = ModelFront(self._front, config)
@@ -79,7 +90,10 @@ class Service:
         return address
 
     async def open(self) -> None:
-        """Wait for the executor, load the tokenizer, accept calls. Raises ExecutorLostError, TokenizerError."""
+        """Wait for the executor, load the tokenizer, restore requests, accept calls.
+
+        Raises ExecutorLostError, TokenizerError, JournalError.
+        """
         _LOG.info("connecting to the executor at %s", ", ".join(self._config.executor))
         starting = asyncio.create_task(self._engine.start())
         try:
@@ -88,7 +102,8 @@ class Service:
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-        await self._model.open(self._engine.served_model, lambda: self._engine.model)
+        restore = None if self._journal is None else self._restore
+        await self._model.open(self._engine.served_model, lambda: self._engine.model, restore=restore)
         self._log_choices()
         self._engine.add_health_listener(self._health.set)
         self._health.set(self._engine.healthy)
@@ -103,6 +118,9 @@ class Service:
     async def stop(self) -> None:
         """Update health, end the streams, close the server, the sessions and the channels; safe at any time."""
         self._health.stop()
+        if self._journal is not None:
+            # First: the streams end next, and their requests are to go on in the next process.
+            await self._journal.close_writer()
         self._front.stop()
         await self._server.stop(_STOP_GRACE_S)
         await self._engine.stop()
@@ -110,6 +128,13 @@ class Service:
         for executor in self._executors:
             await executor.aclose()
         self._model.close()
+        if self._journal is not None:
+            self._journal.unlock()
+
+    async def _restore(self, builder: RequestBuilder) -> None:
+        assert self._journal is not None
+        allows = self._config.allow_fingerprint_change
+        await self._journal.restore(self._engine, builder, allow_fingerprint_change=allows)
 
     def _log_choices(self) -> None:
         model, tokenizer, config = self._engine.model, self._model.tokenizer, self._config
@@ -126,7 +151,11 @@ async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    service = Service(config)
+    try:
+        service = Service(config)
+    except JournalError as exc:
+        report(f"--journal {exc}")
+        return EXIT_FAILED
     try:
         address = await service.start()
         if await _open_unless_stopped(service, stop):
@@ -137,7 +166,7 @@ async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
             await service.run(stop)
         _LOG.info("stopping")
         return EXIT_OK
-    except (OSError, TokenizerError, LimitsError) as exc:
+    except (OSError, TokenizerError, LimitsError, JournalError) as exc:
         report(str(exc))
     except ExecutorFencedError as exc:
         report(f"executor {config.executor[0]}: {exc}; another scheduler uses it, so this one stops")

@@ -184,6 +184,22 @@ class SchedulerConfig(ServiceSettings):
         "FAILED_PRECONDITION.",
         json_schema_extra=about("Scheduling"),
     )
+    journal: str | None = Field(
+        None,
+        min_length=1,
+        description="Directory of the journal, created if need be: unfinished requests survive the death of the "
+        "scheduler and go on when it is started again with the same directory; docs/journal.md. One process at a time "
+        "may use it.",
+        json_schema_extra=about("Scheduling"),
+    )
+    restart_grace_s: float = Field(
+        30.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="How long requests restored from the journal wait for their streams to come back before they are "
+        "aborted.",
+        json_schema_extra=about("Scheduling", "s"),
+    )
     record: str | None = Field(
         None,
         min_length=1,

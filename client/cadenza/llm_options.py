@@ -159,6 +159,14 @@ class LLMOptions(TypedDict, total=False):
     threads or weights, though their later tokens may differ; otherwise they end with FAILED_PRECONDITION. [default:
     off]"""
 
+    journal: str | None
+    """Directory of the journal, created if need be: unfinished requests survive the death of the scheduler and go on
+    when it is started again with the same directory; docs/journal.md. One process at a time may use it."""
+
+    restart_grace_s: float | None
+    """How long requests restored from the journal wait for their streams to come back before they are aborted.
+    [default: 30.0]"""
+
     record: str | None
     """File to write a plan log to: every call into the scheduler's core, every plan and result, for replay;
     docs/replay.md."""

@@ -49,7 +49,7 @@ class _Family:
     arguments: ServiceArguments
     programs: Programs
     addresses: dict[str, str]  # where each listens; the scheduler's port may be 0 until it has chosen one
-    kept: contextlib.ExitStack  # held as long as services may be started: the executor's port
+    kept: contextlib.ExitStack  # held as long as services may be started: ports that were chosen for them
     start_timeout_s: float
     stop_grace_s: float
     restarts: RestartPolicy
@@ -101,11 +101,10 @@ class LocalServices:
             check_device(arguments.settings)
             check_files(model, arguments.settings)
         kept = contextlib.ExitStack()
-        address = _reserve_port("127.0.0.1", kept)
         self._family = _Family(
             arguments,
             programs or Programs(),
-            {EXECUTOR: address, SCHEDULER: format_address(host, port)},
+            {EXECUTOR: _reserve_port("127.0.0.1", kept), SCHEDULER: _scheduler_address(host, port, kept)},
             kept,
             start_timeout_s,
             stop_grace_s,
@@ -274,6 +273,14 @@ def _stop_children(family: _Family, grace_s: float) -> None:
         child = family.children.get(service)
         if child is not None:
             child.stop(grace_s)
+
+
+def _scheduler_address(host: str, port: int, kept: contextlib.ExitStack) -> str:
+    """Where the scheduler listens: a port that is free is chosen here, so that a restarted scheduler has it too."""
+    if port == 0:
+        with contextlib.suppress(OSError):  # such as an IPv6 address: the scheduler chooses the port itself
+            return _reserve_port(host, kept)
+    return format_address(host, port)
 
 
 def _reserve_port(host: str, kept: contextlib.ExitStack) -> str:

@@ -42,7 +42,7 @@ def build_simulated(config: ExecutorConfig) -> tuple[SimulatedStepExecutor, Desc
         "steps take no time" if costs.instant else f"costs {costs!r}",
         limits.block_size, limits.num_device_blocks, limits.num_host_blocks,
     )  # fmt: skip
-    prints = fingerprint(geometry.vocab_size)
+    prints = fingerprint(geometry.vocab_size, fast=config.numerics == "fast")
     return executor, describe(model, limits, sizes, prints, "simulated", shares_prefixes=True)
 
 

@@ -50,12 +50,15 @@ def simulated_model(config: ExecutorConfig) -> SimulatedModel:
     )
 
 
-def fingerprint(vocab_size: int) -> Fingerprint:
-    """Return the fingerprint: equal for all simulated executors of one vocabulary size, on every machine."""
+def fingerprint(vocab_size: int, *, fast: bool = False) -> Fingerprint:
+    """Return the fingerprint: equal for all simulated executors of one vocabulary size and mode, on every machine.
+
+    `fast`: do not promise the same tokens, though they are: so schedulers treat them as those of a fast executor.
+    """
     name = f"simulated {hashing.VERSION}"
-    digest = hashlib.sha256(f"{name} {vocab_size}".encode()).digest()
+    digest = hashlib.sha256(f"{name} {vocab_size}{' fast' if fast else ''}".encode()).digest()
     return Fingerprint(
-        mode="exact",
+        mode="fast" if fast else "exact",
         weights_digest=digest,
         dtype=_DTYPE,
         kv_dtype=_DTYPE,

@@ -18,6 +18,7 @@ from scheduler_svc.core.errors import (
     RequestRejectedError,
     UnknownRequestError,
 )
+from scheduler_svc.engine.journal import JournalUnavailableError
 
 _LOG = logging.getLogger(__name__)
 _MAX_BYTES = 1000
@@ -53,6 +54,7 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     StreamReplacedError: grpc.StatusCode.ABORTED,
     AbortedEarlyError: grpc.StatusCode.CANCELLED,
     ModelChangedError: grpc.StatusCode.FAILED_PRECONDITION,
+    JournalUnavailableError: grpc.StatusCode.UNAVAILABLE,
 }
 
 

@@ -46,6 +46,7 @@ _FIELDS_BESIDE_RESUME = frozenset({"request_id", "tenant", "resume", "output_mod
 
 def request_fields(message: pb.GenerateRequest) -> RequestFields:
     """Return the fields of a GenerateRequest, without checks."""
+    body = message.SerializeToString(deterministic=True)
     return RequestFields(
         request_id=message.request_id,
         tenant=message.tenant,
@@ -63,9 +64,15 @@ def request_fields(message: pb.GenerateRequest) -> RequestFields:
         enable_prefix_caching=message.enable_prefix_caching if message.HasField("enable_prefix_caching") else True,
         expected_output_tokens=message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
         later_fields=_later_request_fields(message),
+        body=body,
         # An id that the service drew is never sent twice, so its body needs no digest.
-        body_digest=_digest(message) if message.request_id else b"",
+        body_digest=hashlib.sha256(body).digest() if message.request_id else b"",
     )
+
+
+def fields_from_body(body: bytes) -> RequestFields:
+    """Return the fields of a serialized GenerateRequest."""
+    return request_fields(pb.GenerateRequest.FromString(body))
 
 
 def prompt_fields(parts: Iterable[types_pb2.PromptPart]) -> tuple[PromptFields, ...]:
@@ -214,10 +221,6 @@ def _later_request_fields(message: pb.GenerateRequest) -> tuple[str, ...]:
         "extra_hash_keys": bool(message.extra_hash_keys),
     }
     return tuple(name for name, is_set in requested.items() if is_set)
-
-
-def _digest(message: pb.GenerateRequest) -> bytes:
-    return hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
 
 
 def _fill_output(

@@ -160,6 +160,8 @@ class Scheduler:
             self._num_sequences += 1
             group.sequences.append(Sequence(self._num_sequences, group, index, max_model_len))
         start_beam_search(group)
+        if spec.known_outputs:
+            _restore_outputs(group)
         self._requests.add(group)
 
     def abort(self, key: RequestKey, detail: FinishDetail) -> StepOutputs:
@@ -293,6 +295,14 @@ class Scheduler:
             raise RequestRejectedError(
                 "prompt", f"{needs} need {needed} KV blocks of {block_size} tokens; the pool has {largest}"
             )
+
+
+def _restore_outputs(group: SequenceGroup) -> None:
+    """Give samples the output that they had in an earlier process. As after a preemption, no KV is there."""
+    for sequence, output in zip(group.sequences, group.spec.known_outputs, strict=True):
+        sequence.set_output(list(output))
+        sequence.reset_computed_tokens()
+    group.forked = True
 
 
 def _count_field(spec: RequestSpec) -> str:

@@ -118,6 +118,8 @@ class RequestSpec:
     tenant: str = ""
     expected_output_tokens: int | None = None
     """The client's estimate, used by orders that sort by length."""
+    known_outputs: tuple[tuple[int, ...], ...] = ()
+    """The output of each sample that an earlier process has generated, not that of beams; empty: none."""
 
     @property
     def key(self) -> RequestKey:

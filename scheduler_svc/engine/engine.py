@@ -19,13 +19,16 @@ from scheduler_svc.core.sequences.sequence import Sequence as CoreSequence
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, StepResult, TokenLogprobs
 from scheduler_svc.engine.activity_log import ActivityLog
-from scheduler_svc.engine.freed_memory import FreedMemory
+from scheduler_svc.engine.deadlines import Deadlines
+from scheduler_svc.engine.freed_memory import FreedMemory, release_finished
+from scheduler_svc.engine.journal import Journal, NoJournal
 from scheduler_svc.engine.kept_requests import KeptRequests
-from scheduler_svc.engine.lane_views import block_tables, current_load
-from scheduler_svc.engine.live_request import Listener, LiveRequest
+from scheduler_svc.engine.lane_views import block_tables, current_load, retry_after_s
+from scheduler_svc.engine.live_request import Listener, LiveRequest, record_planned
+from scheduler_svc.engine.restored_requests import RestoredRequests
 from scheduler_svc.engine.served_model import PreparedModel, ServedModel
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
-from scheduler_svc.plan_loop.clock import Clock, Timer
+from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.model_change import ModelChange
 from scheduler_svc.plan_loop.plan_loop import PlanLoop
 from scheduler_svc.plan_loop.ports import (
@@ -52,14 +55,16 @@ class Engine:
         clock: Clock,
         *,
         release_memory: Callable[[], None] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """release_memory: returns free memory to the operating system; called when most of it has become free."""
+        self.journal: Journal = journal or NoJournal()
         self._config = config
         self._core = core
         self.clock = clock
         self._loop = PlanLoop(core, 0, executor, config, self, clock)
         self._live: dict[RequestKey, LiveRequest] = {}
-        self._timers: dict[RequestKey, Timer] = {}
+        self._deadlines = Deadlines(clock, partial(self.abort, detail=FinishDetail.DEADLINE))
         self.kept = KeptRequests(
             clock,
             max_bytes=int(config.max_kept_results_mb * 1e6),
@@ -67,6 +72,7 @@ class Engine:
             abort=self.abort,
             on_forgotten=self._on_forgotten,
         )
+        self.restored = RestoredRequests(clock, self.kept, self.abort)
         self._idle = asyncio.Event()
         self._idle.set()
         self._connected_once = asyncio.Event()
@@ -105,6 +111,7 @@ class Engine:
             self.abort(tenant, request_id)
         self.kept.stop()
         self._log.stop()
+        self.restored.stop()
         self._freed_memory.stop()
         if self._task is not None:
             self._task.cancel()
@@ -135,7 +142,7 @@ class Engine:
     @property
     def healthy(self) -> bool:
         """Whether requests are accepted and the executor runs them."""
-        return self.connected and not self._loop.stalled and not self.draining
+        return self.connected and not self._loop.stalled and not self.draining and self.journal.healthy
 
     @property
     def uptime_s(self) -> float:
@@ -152,7 +159,7 @@ class Engine:
         """Queue a request; if one with the same id and body is unfinished or kept, it is returned instead.
 
         Raises RequestRejectedError, PreconditionError, QueueFullError, RequestExistsError, DrainingError,
-        ModelChangedError.
+        ModelChangedError, JournalUnavailableError.
         """
         spec = request.spec
         known = self.find(*spec.key)
@@ -162,24 +169,39 @@ class Engine:
             return known
         if self.draining:
             raise DrainingError("the service is draining and takes no new requests")
-        if len(self._core.waiting) >= self._config.max_queued_requests:
-            raise QueueFullError(
-                f"{len(self._core.waiting)} requests wait already (max_queued_requests)", self._retry_after_s()
-            )
+        num_waiting = len(self._core.waiting)
+        if num_waiting >= self._config.max_queued_requests:
+            delay_s = retry_after_s(self._core, self._loop.lane)
+            raise QueueFullError(f"{num_waiting} requests wait already (max_queued_requests)", delay_s)
         self.served_model.check(request, self.model)
+        self.journal.check_admission()
+        live = LiveRequest(request, self.clock.monotonic_ns())
+        self.add(live)
+        self.journal.on_admitted(live, self.model)
+        return live
+
+    def add(self, live: LiveRequest) -> None:
+        """Queue a live request, which may have output already; raises RequestRejectedError, RequestExistsError."""
+        spec = live.request.spec
         self._log.on_arrival()
         self._core.add_request(spec, self.clock.monotonic())
-        live = LiveRequest(request, self.clock.monotonic_ns())
+        for index, sample in enumerate(live.samples):
+            if sample.finish is not None:
+                self._core.stop_sample(spec.key, index)
         self._live[spec.key] = live
         self._freed_memory.on_arrival(spec)
         self._idle.clear()
-        self._set_deadline(request)
+        self._deadlines.set(live.request)
         self._loop.wake()
-        return live
 
     def find(self, tenant: str, request_id: str) -> LiveRequest | None:
-        """The unfinished or kept request with this id; None if there is none."""
-        return self._live.get((tenant, request_id)) or self.kept.find((tenant, request_id))
+        """The unfinished, kept or restored request with this id; None if there is none."""
+        key = (tenant, request_id)
+        return self._live.get(key) or self.kept.find(key) or self.restored.find(key)
+
+    def keeps(self, key: RequestKey) -> bool:
+        """Whether the results of an ended request with this key are kept."""
+        return self.kept.find(key) is not None or self.restored.has_ended(key)
 
     def attach(self, tenant: str, request_id: str) -> LiveRequest:
         """The unfinished or kept request with this id; raises UnknownRequestError."""
@@ -207,6 +229,7 @@ class Engine:
             self._loop.wake()
         if detail is FinishDetail.ABORTED:
             self.kept.forget((tenant, request_id))
+            self.restored.forget((tenant, request_id))
         return is_unfinished
 
     def detach(self, live: LiveRequest, listener: Listener, *, handed_over: bool) -> None:
@@ -216,6 +239,14 @@ class Engine:
         """
         if live.unsubscribe(listener):
             self.kept.on_detached(live, handed_over=handed_over)
+
+    def fail(self, live: LiveRequest, error: Exception) -> None:
+        """End an unfinished request with an error; readers raise it after the output so far."""
+        key = live.request.spec.key
+        live.error = error
+        self._close(key, live, self.clock.monotonic_ns())
+        self.on_outputs(self._core.abort(key, FinishDetail.EXECUTOR_ERROR))
+        live.notify()
 
     async def drain(self, timeout_s: float | None) -> int:
         """Reject new requests until `resume` and wait for the others; returns the number left at the timeout."""
@@ -269,14 +300,19 @@ class Engine:
             self._extend(touched, sequence, (), (), finish)
         for beam in outputs.hypotheses:
             self._extend(touched, beam, beam.token_ids, (), beam.finish, beam.cumulative_logprob)
+        self.journal.on_outputs(touched.values())
         for key, live in touched.items():
             if not live.times.first_token_ns and live.num_completion_tokens:
                 live.times.first_token_ns = now
                 self._recorder.on_first_token(now - live.times.arrival_ns)
             if live.finish_if_all_ended():
                 self._close(key, live, now)
-            live.notify()
-        self._release_finished()
+            if not live.shows_later:
+                live.notify()
+        # At once: there may be no executor, and no result for hours.
+        finished = self._core.take_finished()
+        self._recorder.on_finished(finished)
+        release_finished(finished)
 
     def _extend(
         self,
@@ -300,17 +336,8 @@ class Engine:
     def on_planned(self, step: PlannedStep) -> None:
         """Record times and preemption counts of the step's requests."""
         self._recorder.on_planned(step.plan.step_id)
-        now = self.clock.monotonic_ns()
-        for sequence in step.joined:
-            live = self._live.get(sequence.group.key)
-            if live is not None and not live.times.first_plan_ns:
-                live.times.first_plan_ns = now
-                # The first sample to join computes the prompt for all samples.
-                live.counts.num_cached_tokens = sequence.num_hit_tokens
-        for sequence in step.preempted:
-            live = self._live.get(sequence.group.key)
-            if live is not None:
-                live.counts.num_preemptions = sequence.group.num_preemptions
+        for live in record_planned(step, self._live, self.clock.monotonic_ns()):
+            self.journal.on_started(live)
 
     def on_applied(
         self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float
@@ -329,11 +356,11 @@ class Engine:
             self._connected_once.set()
         else:
             self._recorder.clear()
-        self._report_health()
+        self.report_health()
 
     def on_progress(self) -> None:
         """Report health to the listeners."""
-        self._report_health()
+        self.report_health()
 
     async def prepare_model(self, change: ModelChange) -> Callable[[], None]:
         """Let the front prepare for a changed model; returns the call that adopts it. Raises ModelRefusedError."""
@@ -341,22 +368,21 @@ class Engine:
 
     def _adopt_model(self, change: ModelChange, prepared: PreparedModel) -> None:
         """Serve the changed model, and end the requests that cannot go on with it; their output stays readable."""
-        unfinished = list(self._live.items())
-        errors = self.served_model.adopt(change, prepared, [live.request for _, live in unfinished])
-        for (key, live), error in zip(unfinished, errors, strict=True):
+        unfinished = list(self._live.values())
+        errors = self.served_model.adopt(change, prepared, [live.request for live in unfinished])
+        for live, error in zip(unfinished, errors, strict=True):
             if error is not None:
-                live.error = error
-                self._close(key, live, self.clock.monotonic_ns())
-                self.on_outputs(self._core.abort(key, FinishDetail.EXECUTOR_ERROR))
-                live.notify()
+                self.fail(live, error)
+        if not change.same_numerics:
+            self.journal.on_other_numerics(change.after)
 
     def _close(self, key: RequestKey, live: LiveRequest, now_ns: int) -> None:
         live.ended = True
         live.times.end_ns = now_ns
         del self._live[key]
-        timer = self._timers.pop(key, None)
-        if timer is not None:
-            timer.cancel()
+        self._deadlines.cancel(key)
+        self.journal.on_ended(live)
+        self.restored.on_ended(live)
         self._log.on_ended(live)
         if not self.kept.on_finished(live):
             self._on_forgotten(live)
@@ -366,34 +392,13 @@ class Engine:
     def _on_forgotten(self, live: LiveRequest) -> None:
         self._freed_memory.on_ended(live.request.spec)
 
-    # --- helpers -----------------------------------------------------------------------------------------------------
-
-    def _release_finished(self) -> None:
-        """Let go of the sequences that have finished, at once: there may be no executor, and no result for hours."""
-        finished = self._core.take_finished()
-        self._recorder.on_finished(finished)
-        for sequence in finished:
-            if sequence.group.finished:
-                sequence.group.release_sequences()
-
-    def _set_deadline(self, request: EngineRequest) -> None:
-        if request.deadline is None:
-            return
-        key = request.spec.key
-        delay = max(0.0, request.deadline - self.clock.monotonic())
-        self._timers[key] = self.clock.call_later(delay, partial(self.abort, *key, FinishDetail.DEADLINE))
-
-    def _retry_after_s(self) -> float:
-        """Estimated seconds until the queue has moved: one per full batch of waiting requests, between 0.1 and 30."""
-        waiting, batch = len(self._core.waiting), self._loop.lane.spec.max_num_seqs
-        return min(30.0, max(0.1, waiting / batch))
-
     def _set_draining(self, draining: bool) -> None:
         self.draining = draining
         self._core.drain(draining)
         self._loop.wake()
-        self._report_health()
+        self.report_health()
 
-    def _report_health(self) -> None:
+    def report_health(self) -> None:
+        """Call the health listeners."""
         for callback in self._health_listeners:
             callback(self.healthy)

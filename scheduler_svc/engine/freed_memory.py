@@ -6,8 +6,9 @@ would look as large as before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.plan_loop.clock import Clock, Timer
 
@@ -59,6 +60,13 @@ class FreedMemory:
         if self._release is not None and self._has_shrunk:
             self._peak = self._num_tokens
             self._release()
+
+
+def release_finished(sequences: Iterable[Sequence]) -> None:
+    """Let go of finished sequences whose group has finished."""
+    for sequence in sequences:
+        if sequence.group.finished:
+            sequence.group.release_sequences()
 
 
 def _num_tokens(spec: RequestSpec) -> int:

@@ -58,3 +58,8 @@ def _block_table(lane: Lane, sequence: Sequence) -> SequenceBlockTable:
         num_computed_tokens=sequence.num_computed_tokens,
         swapped=swapped,
     )
+
+
+def retry_after_s(core: Scheduler, lane: Lane) -> float:
+    """Estimated seconds until the queue has moved: one per full batch of waiting requests, between 0.1 and 30."""
+    return min(30.0, max(0.1, len(core.waiting) / lane.spec.max_num_seqs))

@@ -8,9 +8,10 @@ time is attached to a request, as its listener.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, RequestKey, TokenLogprobs
 from scheduler_svc.plan_loop.ports import EngineRequest, RequestCounts, RequestTimes, StopMatch, TextStream
 
 Listener = Callable[["LiveRequest"], None]
@@ -29,7 +30,7 @@ _FAILED_ENDS = frozenset(
 class LiveSample:
     """The confirmed output of one sample."""
 
-    __slots__ = ("cumulative_logprob", "finish", "logprobs", "text", "token_ids")
+    __slots__ = ("cumulative_logprob", "finish", "hides_finish", "logprobs", "max_shown_tokens", "text", "token_ids")
 
     def __init__(self, text: TextStream | None) -> None:
         self.token_ids: list[int] = []
@@ -37,6 +38,28 @@ class LiveSample:
         self.cumulative_logprob = 0.0
         self.text = text
         self.finish: Finish | None = None
+        self.max_shown_tokens: int | None = None
+        """Maximum number of tokens that readers get for now: those that are durable in a journal; None: all."""
+        self.hides_finish = False
+        """Whether readers do not get the finish for now, because it is not durable yet."""
+
+    @property
+    def shown_finish(self) -> Finish | None:
+        """The finish, as readers get it."""
+        return None if self.hides_finish else self.finish
+
+    def shown_ends(self) -> tuple[int, int]:
+        """Number of tokens, and of characters of text, that readers get."""
+        num_tokens = len(self.token_ids)
+        if self.max_shown_tokens is not None:
+            num_tokens = min(num_tokens, self.max_shown_tokens)
+        if self.text is None:
+            return num_tokens, 0
+        num_chars = len(self.text.text)
+        if num_tokens < len(self.token_ids) or self.hides_finish:
+            # A finish releases text that was held back.
+            num_chars = min(num_chars, self.text.text_ends[num_tokens - 1] if num_tokens else 0)
+        return num_tokens, num_chars
 
     def extend(
         self,
@@ -118,10 +141,12 @@ class LiveRequest:
         "ended",
         "error",
         "had_stream",
+        "hidden",
         "prompt_logprobs",
         "request",
         "returned",
         "samples",
+        "shows_later",
         "times",
     )
 
@@ -132,6 +157,10 @@ class LiveRequest:
         self.ended = False
         self.error: Exception | None = None
         """Why it ended without a finish of every sample; readers raise it after the output so far."""
+        self.hidden = False
+        """Whether readers get nothing for now, because its admission is not durable yet."""
+        self.shows_later = False
+        """Whether readers get no new output before it is durable in a journal, which then calls the listener."""
         make_text = request.make_text
         self.samples = [LiveSample(make_text() if make_text else None) for _ in range(request.spec.num_samples)]
         self.returned = self.samples if request.best_of is None else []
@@ -214,6 +243,23 @@ class LiveRequest:
         """Call the listener."""
         if self._listener is not None:
             self._listener(self)
+
+
+def record_planned(step: PlannedStep, lives: Mapping[RequestKey, LiveRequest], now_ns: int) -> list[LiveRequest]:
+    """Record times and preemption counts of a step's requests; returns those that are in a step for the first time."""
+    started = []
+    for sequence in step.joined:
+        live = lives.get(sequence.group.key)
+        if live is not None and not live.times.first_plan_ns:
+            live.times.first_plan_ns = now_ns
+            # The first sample to join computes the prompt for all samples.
+            live.counts.num_cached_tokens = sequence.num_hit_tokens
+            started.append(live)
+    for sequence in step.preempted:
+        live = lives.get(sequence.group.key)
+        if live is not None:
+            live.counts.num_preemptions = sequence.group.num_preemptions
+    return started
 
 
 def _rank(sample: LiveSample) -> tuple[bool, float]:

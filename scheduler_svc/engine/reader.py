@@ -110,7 +110,7 @@ class RequestReader:
 
         Raises DataLossError if a request that was to catch up has ended before the client's position.
         """
-        if self.done:
+        if self.done or self.live.hidden:
             return None
         chunk = Chunk()
         self._take_prompt(chunk, max_bytes)
@@ -130,7 +130,7 @@ class RequestReader:
     def _take_prompt(self, chunk: Chunk, max_bytes: int) -> None:
         """Take new prompt logprobs; output follows only after all of them."""
         known = self.live.prompt_logprobs
-        if known is None or (self._final_only and all(sample.finish is None for sample in self.live.returned)):
+        if known is None or (self._final_only and all(sample.shown_finish is None for sample in self.live.returned)):
             return
         start = max(1, self._prompt_end)
         if start >= known.end:
@@ -149,7 +149,7 @@ class RequestReader:
         # A stream may resume after the finish of all samples.
         ended = self._is_first
         for index, (sample, cursor) in enumerate(zip(self.live.returned, self._cursors, strict=True)):
-            if cursor.done or (self._final_only and sample.finish is None):
+            if cursor.done or (self._final_only and sample.shown_finish is None):
                 continue
             if chunk.num_bytes >= max_bytes:
                 chunk.is_whole = False
@@ -165,19 +165,21 @@ class RequestReader:
 
 def _advance(index: int, sample: LiveSample, cursor: _Cursor, max_bytes: int) -> SampleChunk | None:
     """Take new output of one sample and move its cursor; None if there is none."""
-    num_tokens, text = len(sample.token_ids), "" if sample.text is None else sample.text.text
+    text, finish = "" if sample.text is None else sample.text.text, sample.shown_finish
     if cursor.text is None:
-        if cursor.token > num_tokens:
-            if sample.finish is not None:
-                raise DataLossError(f"sample {index} ended after {num_tokens} tokens, before token {cursor.token}")
+        num_known = len(sample.token_ids)
+        if cursor.token > num_known:
+            if finish is not None:
+                raise DataLossError(f"sample {index} ended after {num_known} tokens, before token {cursor.token}")
             return None
         cursor.text = sample.text.text_ends[cursor.token - 1] if sample.text is not None and cursor.token else 0
-    start, text_start, num_chars = cursor.token, cursor.text, len(text)
-    if start == num_tokens and text_start == num_chars and sample.finish is None:
+    start, text_start = cursor.token, cursor.text
+    num_tokens, num_chars = map(max, sample.shown_ends(), (start, text_start))
+    if start == num_tokens and text_start == num_chars and finish is None:
         return None
     token_end, text_end, num_bytes = _fit(sample, (start, text_start), num_tokens, num_chars, max_bytes)
     is_whole = token_end == num_tokens and text_end == num_chars
-    finish = sample.finish if is_whole else None
+    finish = finish if is_whole else None
     cursor.token, cursor.text, cursor.done = token_end, text_end, finish is not None
     return SampleChunk(
         sample_index=index,

@@ -13,6 +13,7 @@ from cadenza.v1 import generation_pb2_grpc as pb_grpc
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
+from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.front.front import Front, abort_with, open_reader, stream_replaced
@@ -63,9 +64,11 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         try:
             check_request_id(request.request_id)
             check_limits(request)
-        except RequestRejectedError as exc:
+            aborted = self._front.engine.abort(request.tenant, request.request_id)
+            await self._front.engine.journal.flushed()
+        except (RequestRejectedError, JournalUnavailableError) as exc:
             await abort_with(context, exc)
-        return pb.AbortResponse(aborted=self._front.engine.abort(request.tenant, request.request_id))
+        return pb.AbortResponse(aborted=aborted)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         """The served model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
@@ -43,16 +43,25 @@ class ModelFront:
         else:
             self.tokenizer = await _in_thread(lambda: load_tokenizer(named, required=True))
 
-    async def open(self, served: ServedModel, current: Callable[[], ModelDescription]) -> None:
+    async def open(
+        self,
+        served: ServedModel,
+        current: Callable[[], ModelDescription],
+        *,
+        restore: Callable[[RequestBuilder], Awaitable[None]] | None = None,
+    ) -> None:
         """Load the tokenizer of the current model and accept calls; raises TokenizerError.
 
-        From then on the front follows each change of the model.
+        From then on the front follows each change of the model. `restore` is called once, before calls are accepted.
         """
         while True:
             model, number = current(), served.number
             tokenizer = await self._load(model)
             if tokenizer is not None:
                 tokenizer.check_fits(model.vocab_size)
+            if served.number == number and restore is not None:
+                await restore(self._builder(model, tokenizer, number))
+                restore = None
             if served.number == number:
                 break
         served.front = self
@@ -85,8 +94,13 @@ class ModelFront:
         old, self.tokenizer = self.tokenizer, tokenizer
         if old is not None and old is not tokenizer:
             old.retire()
-        limit = self.max_model_len = min(self._config.max_model_len or model.max_model_len, model.max_model_len)
-        self._front.open(RequestBuilder(model, tokenizer, max_model_len=limit, model_number=number))
+        builder = self._builder(model, tokenizer, number)
+        self.max_model_len = builder.max_model_len
+        self._front.open(builder)
+
+    def _builder(self, model: ModelDescription, tokenizer: Tokenizer | None, number: int) -> RequestBuilder:
+        limit = min(self._config.max_model_len or model.max_model_len, model.max_model_len)
+        return RequestBuilder(model, tokenizer, max_model_len=limit, model_number=number)
 
     async def _load(self, model: ModelDescription) -> Tokenizer | None:
         """Load the tokenizer that the model names, unless an option says otherwise; raises TokenizerError."""

@@ -173,6 +173,8 @@ class EngineRequest:
     """Seconds on the engine's clock (Clock.monotonic); None: none."""
     body_digest: bytes = b""
     """SHA-256 of the request's body: same id and same digest is the same request."""
+    body: bytes = b""
+    """The request's body as it came, for the journal."""
     resume_grace_s: float = 0.0
     best_of: BestOf | None = None
     """None: all samples are returned, as they are generated."""

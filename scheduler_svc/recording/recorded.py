@@ -69,6 +69,7 @@ def request_message(spec: RequestSpec) -> pb.RecordedRequest:
         uses_prefix_cache=spec.uses_prefix_cache,
         priority=spec.priority,
         expected_output_tokens=spec.expected_output_tokens,
+        known_outputs=[types_pb2.TokenIds(ids=output) for output in spec.known_outputs],
     )
 
 
@@ -87,6 +88,7 @@ def request_spec(message: pb.RecordedRequest) -> RequestSpec:
         uses_prefix_cache=message.uses_prefix_cache,
         priority=message.priority,
         expected_output_tokens=message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
+        known_outputs=tuple(tuple(output.ids) for output in message.known_outputs),
     )
 
 

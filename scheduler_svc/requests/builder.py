@@ -9,6 +9,7 @@ import functools
 import secrets
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import RequestSpec
@@ -49,6 +50,11 @@ class RequestBuilder:
         self._model_number = model_number
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+
+    def with_end_ids(self, eos_token_ids: Sequence[int]) -> RequestBuilder:
+        """The same, for a model whose outputs end with these token ids."""
+        model = replace(self._model, eos_token_ids=tuple(eos_token_ids))
+        return RequestBuilder(model, self.tokenizer, max_model_len=self.max_model_len, model_number=self._model_number)
 
     def check(self, fields: RequestFields) -> None:
         """Check everything that needs no tokenization; raises RequestRejectedError, PreconditionError."""
@@ -122,6 +128,7 @@ class RequestBuilder:
             make_text=self._text_maker(fields.sampling, prompt),
             deadline=now + min(limits) if limits else None,
             body_digest=fields.body_digest,
+            body=fields.body,
             resume_grace_s=fields.resume_grace_s or 0.0,
             best_of=_best_of(fields.sampling),
             model_number=self._model_number,

@@ -58,4 +58,6 @@ class RequestFields:
     expected_output_tokens: int | None = None
     later_fields: tuple[str, ...] = ()
     """Fields that are set but not supported yet."""
+    body: bytes = b""
+    """The serialized message."""
     body_digest: bytes = b""

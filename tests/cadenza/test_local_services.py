@@ -92,6 +92,15 @@ def test_nothing_starts_with_a_bad_option(fakes):
     assert fakes.starts("executor") == []
 
 
+def test_the_port_that_was_chosen_for_the_scheduler_stays_its_own_while_it_is_dead(fakes):
+    with fakes.start(restarts=RestartPolicy(first_delay_s=60)) as services:
+        host, _, port = services.target.rpartition(":")
+        os.kill(services.pids()["scheduler"], signal.SIGKILL)
+        until(lambda: fakes.events)
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((host, int(port)))
+
+
 @pytest.mark.parametrize("name", ["executor", "scheduler"])
 def test_a_dead_service_comes_back_at_its_port(fakes, name):
     back: list[str] = []

@@ -425,6 +425,7 @@ class RecordedRequest(_message.Message):
     USES_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    KNOWN_OUTPUTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its id."""
     tenant: _builtins.str
@@ -457,6 +458,10 @@ class RecordedRequest(_message.Message):
     def beams(self) -> Global___RecordedBeams:
         """Beam search parameters; absent: sampling."""
 
+    @_builtins.property
+    def known_outputs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenIds]:
+        """The output that an earlier process has generated, by sample; empty: none."""
+
     def __init__(
         self,
         *,
@@ -472,10 +477,11 @@ class RecordedRequest(_message.Message):
         uses_prefix_cache: _builtins.bool = ...,
         priority: _builtins.int = ...,
         expected_output_tokens: _builtins.int | None = ...,
+        known_outputs: _abc.Iterable[_types_pb2.TokenIds] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_tokens", b"_max_tokens", "beams", b"beams", "expected_output_tokens", b"expected_output_tokens", "max_tokens", b"max_tokens", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_tokens", b"_max_tokens", "beams", b"beams", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "expected_output_tokens", b"expected_output_tokens", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "uses_prefix_cache", b"uses_prefix_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_tokens", b"_max_tokens", "beams", b"beams", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "expected_output_tokens", b"expected_output_tokens", "known_outputs", b"known_outputs", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "uses_prefix_cache", b"uses_prefix_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015

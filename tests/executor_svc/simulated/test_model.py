@@ -102,8 +102,10 @@ def test_tokens_are_what_they_were() -> None:
     assert fingerprint(32_768).digest.hex()[:16] == "de1a2209490e5317"
 
 
-def test_fingerprints_differ_by_vocabulary_alone() -> None:
+def test_fingerprints_differ_by_vocabulary_and_mode_alone() -> None:
     assert fingerprint(50) == fingerprint(50)
+    assert (fingerprint(50).mode, fingerprint(50, fast=True).mode) == ("exact", "fast")
+    assert fingerprint(50).digest != fingerprint(50, fast=True).digest
     assert fingerprint(50).digest != fingerprint(51).digest
 
 

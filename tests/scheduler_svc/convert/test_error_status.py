@@ -17,6 +17,7 @@ from scheduler_svc.convert.errors import (
     status_of,
 )
 from scheduler_svc.core import errors
+from scheduler_svc.engine.journal import JournalUnavailableError
 
 CLIENTS_TAKE = 8192
 """Bytes of trailers that a gRPC client accepts by default."""
@@ -33,6 +34,7 @@ CLIENTS_TAKE = 8192
         (NotServingError("starting"), "UNAVAILABLE", "starting"),
         (errors.UnknownRequestError("unknown"), "NOT_FOUND", "unknown"),
         (errors.DataLossError("lost"), "DATA_LOSS", "lost"),
+        (JournalUnavailableError("full"), "UNAVAILABLE", "full"),
         (StreamReplacedError("replaced"), "ABORTED", "replaced"),
         (AbortedEarlyError("early"), "CANCELLED", "early"),
         (UnreadableMessageError("no message"), "INVALID_ARGUMENT", "the message cannot be read: no message"),

@@ -46,7 +46,7 @@ SAMPLING = core_sampling(
 REQUEST = RequestSpec(
     "r", (5, 6, 7), SAMPLING, max_tokens=11, eos_token_ids=frozenset({9, 3}), num_samples=3,
     beams=BeamSpec(4, 0.1, early_stopping=None), cache_salt=b"\xff\x00", uses_prefix_cache=False, priority=-3,
-    tenant="blue", expected_output_tokens=0,
+    tenant="blue", expected_output_tokens=0, known_outputs=((5, 6), ()),
 )  # fmt: skip
 EXECUTOR = ExecutorSpec(8, 100, 10, 5, 50, 64, watermark=0.1, num_host_blocks=20, shares_prefixes=False)
 DESCRIPTION = execution_pb2.DescribeResponse(
@@ -320,7 +320,7 @@ def test_the_replayed_core_must_refuse_what_was_refused(tmp_path: Path, capsys: 
 
 def test_plans_where_there_were_none(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """And none where there was one."""
-    spec = dataclasses.replace(REQUEST, beams=None, num_samples=1)
+    spec = dataclasses.replace(REQUEST, beams=None, num_samples=1, known_outputs=())
     nothing, something = records.plan_step(0, 2.0, None, 1), records.plan_step(0, 2.0, StepPlan(1, 0), 1)
     path = written(tmp_path / "log", header(), calls()[0], something)
     assert replay.main([str(path)]) == 1

@@ -1,0 +1,251 @@
+"""The database of a journal: SQLite in WAL mode, on a thread of its own. A batch is durable whole or not at all."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from scheduler_svc.journal.errors import JournalError
+from scheduler_svc.journal.records import (
+    EndRecord,
+    NewTokens,
+    RequestRecord,
+    SampleRecord,
+    StoredRequest,
+    TokensRecord,
+    as_bytes,
+    pack_step,
+    pack_tokens,
+    unpack_step,
+)
+
+APPLICATION_ID = 0x43414A4E
+"""Identifies the file as a journal of this service; SQLite keeps it in the file's header."""
+SCHEMA_VERSION = 1
+PROBE_BYTES = 65536
+"""A journal that could not be written is taken for usable only when this much can be written."""
+_MOVE_AWAY = "to start with an empty journal, move its directory away"
+_T = TypeVar("_T")
+
+_SCHEMA = """
+CREATE TABLE requests (
+  number INTEGER PRIMARY KEY, tenant TEXT NOT NULL, request_id TEXT NOT NULL, body BLOB NOT NULL,
+  body_digest BLOB NOT NULL, prompt_token_ids BLOB NOT NULL, seed BLOB NOT NULL, end_token_ids BLOB NOT NULL,
+  fingerprint BLOB NOT NULL, vocab_size INTEGER NOT NULL, stores_tokens INTEGER NOT NULL, arrived_ns INTEGER NOT NULL,
+  deadline_ns INTEGER, resume_grace_s REAL NOT NULL, started INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE tokens (
+  number INTEGER, sample_index INTEGER, first_token INTEGER, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL,
+  PRIMARY KEY (number, sample_index, first_token)) WITHOUT ROWID;
+CREATE TABLE steps (step INTEGER PRIMARY KEY, content BLOB NOT NULL);
+CREATE TABLE samples (
+  number INTEGER, sample_index INTEGER, finish_detail INTEGER NOT NULL, stop_token_id INTEGER, stop_string TEXT,
+  num_tokens INTEGER NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL, cumulative_logprob REAL NOT NULL,
+  PRIMARY KEY (number, sample_index));
+CREATE TABLE ends (
+  number INTEGER PRIMARY KEY, ended_ns INTEGER NOT NULL, error TEXT NOT NULL, stats BLOB NOT NULL,
+  prompt_logprobs BLOB NOT NULL);
+CREATE TABLE probe (number INTEGER PRIMARY KEY, content BLOB NOT NULL);
+"""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Changes that are committed together, in this order."""
+
+    deleted: list[int] = field(default_factory=list)
+    """Numbers of requests."""
+    admitted: list[RequestRecord] = field(default_factory=list)
+    started: list[int] = field(default_factory=list)
+    rewritten: list[tuple[bytes, int, int]] = field(default_factory=list)
+    """(fingerprint, vocabulary size, number) of requests whose tokens are stored from now on."""
+    tokens: list[NewTokens] = field(default_factory=list)
+    """Those without logprobs become one row together: a row for each would cost more than all the rest."""
+    whole_tokens: list[NewTokens] = field(default_factory=list)
+    """All tokens of unfinished samples, in place of what is stored of them."""
+    drops_steps: bool = False
+    """Whether `whole_tokens` has all unfinished samples without logprobs, so that their earlier rows are not needed."""
+    samples: list[SampleRecord] = field(default_factory=list)
+    ends: list[EndRecord] = field(default_factory=list)
+    probe: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be committed."""
+        return not any(getattr(self, each.name) for each in fields(self))
+
+
+class JournalStore:
+    """Runs all work on the database in one thread, in order. `open` comes first."""
+
+    def __init__(self, path: Path, thread: Executor | None = None) -> None:
+        """`thread`: runs the work, one after another; None: a thread of its own."""
+        self._path = path
+        self._thread = thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
+        self._database: sqlite3.Connection | None = None
+
+    @property
+    def path(self) -> Path:
+        """The database file."""
+        return self._path
+
+    def open(self) -> None:
+        """Open or create the database; raises JournalError."""
+        self._thread.submit(self._open).result()
+
+    def load(self) -> Future[tuple[list[StoredRequest], int]]:
+        """Read all requests, in order of arrival, and the largest number that was ever used."""
+        return self._thread.submit(self._in_transaction, _load)
+
+    def commit(self, batch: Batch) -> Future[None]:
+        """Make a batch durable; the result is an sqlite3.Error if that failed, and then nothing of it is there."""
+        return self._thread.submit(self._in_transaction, lambda database: _write(database, batch))
+
+    def close(self) -> None:
+        """Finish what was begun, and close the database."""
+        self._thread.submit(self._close).result()
+        self._thread.shutdown()
+
+    def _open(self) -> None:
+        try:
+            database = self._database = sqlite3.connect(self._path, isolation_level=None)
+            self._check_file(database)
+            # FULL: a commit is on the disk when it returns, so a power failure loses nothing that was shown.
+            for setting in ("journal_mode = WAL", "synchronous = FULL", "temp_store = MEMORY"):
+                database.execute(f"PRAGMA {setting}")
+            if not _number(database, "user_version"):
+                database.executescript(
+                    f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA application_id = {APPLICATION_ID}; "
+                    f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+                )
+        except JournalError:
+            self._close()
+            raise
+        except sqlite3.OperationalError as exc:  # such as a directory that cannot be written
+            self._close()
+            raise JournalError(f"{self._path}: {exc}") from exc
+        except sqlite3.Error as exc:
+            self._close()
+            raise JournalError(f"{self._path}: {exc}; {_MOVE_AWAY}") from exc
+
+    def _check_file(self, database: sqlite3.Connection) -> None:
+        version, kind = _number(database, "user_version"), _number(database, "application_id")
+        empty = not _number(database, "schema_version")
+        if not empty and kind != APPLICATION_ID:
+            raise JournalError(f"{self._path}: is a database of another program")
+        if not empty and version != SCHEMA_VERSION:
+            raise JournalError(
+                f"{self._path}: has version {version}, and this scheduler reads version {SCHEMA_VERSION}: finish its "
+                "requests with the scheduler that wrote it, or name another directory"
+            )
+        (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise JournalError(f"{self._path}: is damaged ({' '.join(found.split())}); {_MOVE_AWAY}")
+
+    def _in_transaction(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+        database = self._database
+        if database is None:
+            raise sqlite3.ProgrammingError("the journal is closed")
+        database.execute("BEGIN IMMEDIATE")
+        try:
+            result = work(database)
+            database.execute("COMMIT")
+        except BaseException:
+            if database.in_transaction:  # some errors have rolled back already
+                database.execute("ROLLBACK")
+            raise
+        return result
+
+    def _close(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+
+
+def _write(database: sqlite3.Connection, batch: Batch) -> None:
+    for number in batch.deleted:
+        for table in ("requests", "tokens", "samples", "ends"):
+            database.execute(f"DELETE FROM {table} WHERE number = ?", (number,))
+    _insert(database, "requests", RequestRecord, batch.admitted)
+    database.executemany("UPDATE requests SET started = 1 WHERE number = ?", [(number,) for number in batch.started])
+    database.executemany(
+        "UPDATE requests SET stores_tokens = 1, fingerprint = ?, vocab_size = ? WHERE number = ?", batch.rewritten
+    )
+    _write_tokens(database, batch)
+    _insert(database, "samples", SampleRecord, batch.samples)
+    database.executemany(
+        "DELETE FROM tokens WHERE number = ? AND sample_index = ?",
+        [(sample.number, sample.sample_index) for sample in batch.samples],
+    )
+    _insert(database, "ends", EndRecord, batch.ends)
+    if batch.probe:
+        database.execute("INSERT OR REPLACE INTO probe VALUES (1, zeroblob(?))", (PROBE_BYTES,))
+        database.execute("DELETE FROM probe")
+
+
+def _write_tokens(database: sqlite3.Connection, batch: Batch) -> None:
+    plain = [row for row in batch.tokens if row[4] == b""]
+    if batch.drops_steps:
+        database.execute("DELETE FROM steps")
+    elif plain:
+        database.execute("INSERT INTO steps (content) VALUES (?)", (pack_step(plain),))
+    for row in batch.whole_tokens:
+        database.execute("DELETE FROM tokens WHERE number = ? AND sample_index = ?", row[:2])
+    rows = [*(row for row in batch.tokens if row[4] != b""), *batch.whole_tokens]
+    if rows:
+        database.executemany(
+            "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)",
+            ((*row[:3], pack_tokens(row[3]), as_bytes(row[4])) for row in rows),
+        )
+
+
+def _insert(database: sqlite3.Connection, table: str, kind: type[Any], rows: Sequence[Any]) -> None:
+    if rows:
+        names = [each.name for each in fields(kind)]
+        places = ", ".join("?" * len(names))
+        database.executemany(
+            f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({places})", map(_values, rows)
+        )
+
+
+def _values(row: Any) -> tuple[Any, ...]:
+    values = (getattr(row, name) for name in row.__slots__)
+    return tuple(value() if callable(value) else value for value in values)
+
+
+def _load(database: sqlite3.Connection) -> tuple[list[StoredRequest], int]:
+    """All requests in order of arrival, and the largest number that was ever used."""
+    found: dict[int, StoredRequest] = {}
+    for row in _rows(database, "requests", RequestRecord, "number", more=("started",)):
+        values, started = row[:-1], row[-1]
+        admission = RequestRecord(*values)
+        found[admission.number] = StoredRequest(admission, bool(started))
+    for row in _rows(database, "ends", EndRecord, "number"):
+        found[row[0]].end = EndRecord(*row)
+    for row in _rows(database, "samples", SampleRecord, "number, sample_index"):
+        found[row[0]].samples[row[1]] = SampleRecord(*row)
+    for row in _rows(database, "tokens", TokensRecord, "number, sample_index, first_token"):
+        found[row[0]].tokens.setdefault(row[1], []).append(TokensRecord(*row))
+    last = max(found, default=0)
+    for (content,) in database.execute("SELECT content FROM steps ORDER BY step"):
+        for part in unpack_step(content):
+            last = max(last, part.number)
+            # What has finished or was deleted since is not in the way.
+            request = found.get(part.number)
+            if request is not None and part.sample_index not in request.samples:
+                request.tokens.setdefault(part.sample_index, []).append(part)
+    return list(found.values()), last
+
+
+def _rows(
+    database: sqlite3.Connection, table: str, kind: type[Any], order: str, more: tuple[str, ...] = ()
+) -> Iterable[tuple[Any, ...]]:
+    names = ", ".join((*(each.name for each in fields(kind)), *more))
+    return database.execute(f"SELECT {names} FROM {table} ORDER BY {order}")
+
+
+def _number(database: sqlite3.Connection, pragma: str) -> int:
+    return int(database.execute(f"PRAGMA {pragma}").fetchone()[0])

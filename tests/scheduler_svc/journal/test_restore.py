@@ -1,0 +1,326 @@
+"""A second process on the journal of a first one, both on virtual time: which requests go on, and with what.
+
+Token 9 comes in each step of 10 ms. The monotonic clock of the second process begins elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from cadenza.v1 import generation_pb2 as pb
+from cadenza.v1 import types_pb2
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.convert.generation import request_fields
+from scheduler_svc.core.errors import DataLossError, PreconditionError, RequestExistsError
+from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.types import FinishDetail
+from scheduler_svc.engine.live_request import LiveRequest
+from scheduler_svc.engine.reader import RequestReader
+from scheduler_svc.journal import writer as writer_module
+from scheduler_svc.journal.journal import connect
+from scheduler_svc.journal.restore import Restored, Restorer
+from scheduler_svc.journal.writer import JournalWriter
+from scheduler_svc.plan_loop.ports import ModelDescription
+from scheduler_svc.requests.builder import RequestBuilder
+from tests.helpers.journals import HeldThread, opened_store, stored
+from tests.helpers.virtual_engine import MODEL, STEP_S, World
+
+EXACT = replace(MODEL, is_exact=True, fingerprint=b"print", eos_token_ids=(2,), max_logprobs=5)
+FAST = replace(EXACT, is_exact=False)
+GRACE_S = 30.0
+
+
+@dataclass
+class Process:
+    """A scheduler's process: its engine, and what it restored."""
+
+    world: World
+    builder: RequestBuilder
+    restored: Restored
+
+    def submit(self, request_id: str = "r", max_tokens: int = 20, **fields) -> LiveRequest:
+        params = types_pb2.SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True, **fields.pop("params", {}))
+        prompt = [types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[5, 6, 7]))]
+        message = pb.GenerateRequest(request_id=request_id, prompt=prompt, sampling_params=params, **fields)
+        now = self.world.clock.monotonic()
+        return self.world.engine.submit(self.builder.build(request_fields(message), now=now, time_left_s=None))
+
+    async def steps(self, count: int) -> None:
+        await self.world.clock.advance(count * STEP_S)
+
+
+@contextlib.asynccontextmanager
+async def process(
+    folder: Path, model: ModelDescription = EXACT, *, at_s: float = 0.0, allow_fingerprint_change: bool = False
+) -> AsyncIterator[Process]:
+    """`at_s`: seconds on the wall's clock since the first process began."""
+    world = World(SchedulerConfig(), STEP_S, model, Policies())
+    if at_s:
+        world.clock.now_ns, start_ns = 7_000_000_000, world.clock.wall_time_ns()
+        world.clock.wall_time_ns = lambda: start_ns + round(at_s * 1e9) + world.clock.now_ns - 7_000_000_000
+    store = opened_store(folder, HeldThread())
+    writer = JournalWriter(store, world.clock, restart_grace_s=GRACE_S)
+    engine = world.engine
+    engine.journal = writer
+    connect(writer, engine)
+    starting = asyncio.create_task(engine.start())
+    await world.clock.advance(0)
+    await starting
+    world.executor.lane = world.core.lanes[0]
+    builder = RequestBuilder(model, None, max_model_len=model.max_model_len)
+    restorer = Restorer(
+        engine, writer, builder, restart_grace_s=GRACE_S, allow_fingerprint_change=allow_fingerprint_change
+    )
+    requests, last_number = store.load().result()
+    writer.continue_after(last_number)
+    restored = await restorer.run(requests)
+    try:
+        yield Process(world, builder, restored)
+    finally:
+        await writer.close()
+        await engine.stop()
+
+
+def read(live: LiveRequest) -> tuple[list[int], FinishDetail | None]:
+    """The tokens of all samples as a new stream gets them, and the last finish."""
+    reader, tokens, finish = RequestReader(live), [], None
+    while (chunk := reader.take()) is not None:
+        for sample in chunk.samples:
+            tokens += sample.token_ids
+            finish = sample.finish.detail if sample.finish is not None else finish
+    return tokens, finish
+
+
+def num_steps(folder: Path) -> int:
+    """Number of rows with the tokens of one batch."""
+    with contextlib.closing(sqlite3.connect(folder / "journal.sqlite")) as database:
+        return int(database.execute("SELECT count(*) FROM steps").fetchone()[0])
+
+
+async def test_unfinished_requests_go_on_in_their_order_of_arrival(tmp_path: Path) -> None:
+    """Ten on four places: the first process had begun with four of them."""
+    names = [f"request {index}" for index in (3, 1, 4, 0, 5, 9, 2, 6, 8, 7)]
+    async with process(tmp_path) as first:
+        for name in names:
+            first.submit(name)
+        await first.steps(3)
+    async with process(tmp_path, at_s=2.0) as second:
+        assert second.restored == Restored(num_unfinished=10)
+        engine = second.world.engine
+        await second.steps(3)
+        assert [engine.find("", name).num_completion_tokens for name in names] == [3, 3, 3, 3, 0, 0, 0, 0, 0, 0]
+        # A new request comes after them, also for the next restart.
+        second.submit("new")
+        await second.steps(80)
+        assert {read(engine.find("", name)) == ([9] * 20, FinishDetail.MAX_TOKENS) for name in names} == {True}
+    assert [each.admission.request_id for each in stored(tmp_path)] == [*names, "new"]
+
+
+async def test_a_deadline_is_absolute(tmp_path: Path) -> None:
+    async with process(tmp_path) as first:
+        first.submit("passed", 1000, timeout_s=2.0)
+        first.submit("later", 1000, timeout_s=3.0)
+        await first.steps(3)
+    async with process(tmp_path, at_s=2.5) as second:
+        await second.steps(3)
+        engine = second.world.engine
+        assert read(engine.find("", "passed"))[1] is FinishDetail.DEADLINE
+        later = engine.find("", "later")
+        await second.world.clock.advance(0.44)
+        assert not later.ended
+        await second.world.clock.advance(0.04)
+        assert read(later)[1] is FinishDetail.DEADLINE
+
+
+async def test_the_seed_and_the_id_that_the_service_drew_stay(tmp_path: Path) -> None:
+    async with process(tmp_path) as first:
+        message = pb.GenerateRequest(prompt=[types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[5]))])
+        request = first.builder.build(request_fields(message), now=0.0, time_left_s=None)
+        spec = first.world.engine.submit(request).request.spec
+        await first.steps(1)
+    async with process(tmp_path, at_s=1.0) as second:
+        live = second.world.engine.find("", spec.request_id)
+        assert live.request.spec == spec
+
+
+async def test_end_ids_are_those_of_the_admission(tmp_path: Path) -> None:
+    """The generation config of the model may have changed, which the fingerprint does not cover."""
+    async with process(tmp_path) as first:
+        message = pb.GenerateRequest(request_id="r", prompt=[types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[5]))])
+        first.world.engine.submit(first.builder.build(request_fields(message), now=0.0, time_left_s=None))
+        await first.steps(3)
+    async with process(tmp_path, replace(EXACT, eos_token_ids=(9,)), at_s=1.0) as second:
+        await second.steps(5)
+        assert second.world.engine.find("", "r").num_completion_tokens == 5
+
+
+async def test_a_request_whose_stream_stays_away_is_aborted_and_forgotten(tmp_path: Path) -> None:
+    async with process(tmp_path) as first:
+        first.submit("away", 4000)
+        first.submit("back", 4000)
+        await first.steps(2)
+    async with process(tmp_path, at_s=1.0) as second:
+        engine = second.world.engine
+        back = second.submit("back", 4000)
+        engine.listen(back, lambda _: None)
+        await second.world.clock.advance(GRACE_S - 0.1)
+        assert engine.find("", "away") is not None
+        await second.world.clock.advance(0.2)
+        assert engine.find("", "away") is None
+        assert engine.find("", "back") is back
+        assert not back.ended
+        assert [each.admission.request_id for each in stored(tmp_path)] == ["back"]
+
+
+async def test_a_grace_longer_than_the_restarts_is_kept(tmp_path: Path) -> None:
+    async with process(tmp_path) as first:
+        first.submit(max_tokens=4000, resume_grace_s=50.0)
+        await first.steps(2)
+    async with process(tmp_path, at_s=1.0) as second:
+        await second.world.clock.advance(35.0)
+        assert second.world.engine.find("", "r") is not None
+        await second.world.clock.advance(16.0)
+        assert second.world.engine.find("", "r") is None
+
+
+async def test_results_are_read_and_not_computed(tmp_path: Path) -> None:
+    """Also twice, by restarts one after the other; and the id is taken as long as they are kept."""
+    async with process(tmp_path) as first:
+        first.submit(params={"n": 2, "temperature": 0.5})
+        await first.steps(25)
+    for at_s in (1.0, 2.0):
+        async with process(tmp_path, at_s=at_s) as later:
+            assert later.restored == Restored(num_ended=1)
+            live = later.submit(params={"n": 2, "temperature": 0.5})
+            assert read(live) == ([9] * 40, FinishDetail.MAX_TOKENS)
+            assert later.world.core.num_steps == 0
+            with pytest.raises(RequestExistsError):
+                later.submit(max_tokens=7)
+            await later.world.clock.advance(1)
+    async with process(tmp_path, at_s=4.0) as last:
+        await last.world.clock.advance(GRACE_S + 2)
+        assert last.world.engine.find("", "r") is None
+        assert stored(tmp_path) == []
+
+
+async def test_in_fast_mode_the_stored_tokens_are_a_prompt(tmp_path: Path) -> None:
+    async with process(tmp_path, FAST) as first:
+        first.submit(params={"n": 2, "temperature": 0.5})
+        await first.steps(6)
+    async with process(tmp_path, FAST, at_s=1.0) as second:
+        live = second.world.engine.find("", "r")
+        assert read(live) == ([9] * 12, None)
+        await second.steps(20)
+        assert read(live) == ([9] * 40, FinishDetail.MAX_TOKENS)
+        assert second.world.core.num_output_tokens == 28
+
+
+async def test_under_another_fingerprint_what_was_shown_is_lost_and_the_rest_begins_anew(tmp_path: Path) -> None:
+    async with process(tmp_path) as first:
+        for index in range(4):
+            first.submit(f"shown {index}", 4000)
+        first.submit("waited", params={"temperature": 0.5})
+        await first.steps(3)
+    other = replace(EXACT, fingerprint=b"other")
+    async with process(tmp_path, other, at_s=1.0) as second:
+        assert second.restored == Restored(num_unfinished=1, num_lost=4)
+        engine = second.world.engine
+        lost = engine.find("", "shown 0")
+        assert isinstance(lost.error, DataLossError)
+        assert (lost.ended, read(lost)) == (True, ([], None))
+        assert "another numerics fingerprint than when this request began" in str(lost.error)
+        await second.steps(25)
+        assert read(engine.find("", "waited")) == ([9] * 20, FinishDetail.MAX_TOKENS)
+    # It had shown output under the new fingerprint, which is the one in the journal now.
+    (row,) = [each for each in stored(tmp_path) if each.admission.request_id == "waited"]
+    assert (row.admission.fingerprint, row.started) == (b"other", True)
+    # And with the first executor back, the others go on.
+    async with process(tmp_path, at_s=2.0) as third:
+        assert third.restored == Restored(num_unfinished=4, num_ended=1)
+
+
+async def test_tokens_are_written_whole_from_time_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the rows of single steps go; also tokens of requests that cannot run in this process stay."""
+    monkeypatch.setattr(writer_module, "STEPS_KEPT", 4)
+    async with process(tmp_path, FAST) as first:
+        first.submit("a", params={"n": 2, "temperature": 0.5})
+        first.submit("b", 4000, params={"logprobs": 0})
+        await first.steps(6)
+    assert num_steps(tmp_path) <= 4
+    async with process(tmp_path, replace(FAST, fingerprint=b"other"), at_s=1.0) as second:
+        assert second.restored == Restored(num_lost=2)
+        second.submit("c")
+        await second.steps(12)
+        assert num_steps(tmp_path) <= 4
+    async with process(tmp_path, FAST, at_s=2.0) as third:
+        engine = third.world.engine
+        assert [len(read(engine.find("", name))[0]) for name in ("a", "b")] == [12, 6]
+        await third.steps(20)
+        assert read(engine.find("", "a")) == ([9] * 40, FinishDetail.MAX_TOKENS)
+
+
+async def test_a_number_is_not_used_again_while_a_step_has_it(tmp_path: Path) -> None:
+    """Else a new request would get the tokens of one that was deleted."""
+    async with process(tmp_path, FAST) as first:
+
+        def listener(_: LiveRequest) -> None:
+            pass
+
+        live = first.submit("gone")
+        first.world.engine.listen(live, listener)
+        await first.steps(3)
+        first.world.engine.detach(live, listener, handed_over=False)
+        await first.steps(1)
+    assert (stored(tmp_path), num_steps(tmp_path)) == ([], 3)
+    async with process(tmp_path, FAST, at_s=1.0) as second:
+        second.submit("new")
+        await second.steps(1)
+    (row,) = stored(tmp_path)
+    assert row.admission.number == 2
+    assert sum(len(part.token_ids) for part in row.tokens[0]) == 4
+
+
+@pytest.mark.parametrize(("vocab_size", "found"), [(64, Restored(num_unfinished=1)), (65, Restored(num_lost=1))])
+async def test_stored_tokens_go_on_under_another_fingerprint_if_that_is_allowed(
+    tmp_path: Path, vocab_size: int, found: Restored
+) -> None:
+    async with process(tmp_path, FAST) as first:
+        first.submit()
+        await first.steps(3)
+    other = replace(FAST, fingerprint=b"other", vocab_size=vocab_size)
+    async with process(tmp_path, other, at_s=1.0) as second:
+        assert second.restored == Restored(num_lost=1)
+    async with process(tmp_path, other, at_s=1.0, allow_fingerprint_change=True) as third:
+        assert third.restored == found
+
+
+async def test_a_request_that_the_executor_cannot_hold_any_more_ends_alone(tmp_path: Path) -> None:
+    async with process(tmp_path) as first:
+        first.submit("wide", params={"n": 4, "temperature": 0.5})
+        first.submit("small")
+        await first.steps(2)
+    async with process(tmp_path, replace(EXACT, max_num_seqs=2), at_s=1.0) as second:
+        assert second.restored == Restored(num_unfinished=1, num_lost=1)
+        wide = second.world.engine.find("", "wide")
+        assert isinstance(wide.error, PreconditionError)
+        await second.steps(25)
+        assert read(second.world.engine.find("", "small"))[1] is FinishDetail.MAX_TOKENS
+
+
+async def test_tenants_are_apart(tmp_path: Path) -> None:
+    async with process(tmp_path) as first:
+        first.submit(tenant="blue", max_tokens=5)
+        first.submit(tenant="red", max_tokens=7)
+        await first.steps(3)
+    async with process(tmp_path, at_s=1.0) as second:
+        await second.steps(10)
+        engine = second.world.engine
+        assert [len(read(engine.find(tenant, "r"))[0]) for tenant in ("blue", "red")] == [5, 7]
+        assert engine.find("", "r") is None

@@ -231,7 +231,7 @@ def _check_nothing_held(world: World) -> None:
     held = {
         "groups": len(core.groups),
         "live requests": len(engine._live),
-        "deadline timers": len(engine._timers),
+        "deadline timers": len(engine._deadlines._timers),
         "waiting": load.num_waiting,
         "running": load.num_running,
         "swapped": load.num_swapped,

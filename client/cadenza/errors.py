@@ -101,7 +101,7 @@ class InternalError(CadenzaError):
 
 
 class DamagedStreamError(InternalError):
-    """A response does not continue the output so far: something on the way lost or repeated messages."""
+    """A response does not continue the output so far, or cannot be read: something on the way lost or repeated it."""
 
 
 class LocalServiceError(CadenzaError):

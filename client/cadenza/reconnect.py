@@ -7,11 +7,11 @@ import contextlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
-from cadenza.errors import CadenzaError, has_server_details
+from cadenza.errors import CadenzaError, DamagedStreamError, UnavailableError, has_server_details
 from cadenza.v1 import generation_pb2
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ MAX_GRACE_S = 3600.0
 """Longest grace that a server takes."""
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 2.0
+_MAX_DOUBLINGS = 10
 _ABORT_TIMEOUT_S = 2.0
+_Message = TypeVar("_Message", generation_pb2.GenerateResponse, generation_pb2.SessionResponse)
 _MAX_TAKEOVERS = 3
 _MAX_DAMAGED = 10
 
@@ -50,6 +52,16 @@ def is_lost_connection(error: grpc.aio.AioRpcError) -> bool:
     is_reset = error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
     is_removed = error.code() is grpc.StatusCode.UNKNOWN and "Stream removed" in (error.details() or "")
     return (is_reset or is_removed) and not has_server_details(error)
+
+
+def whole_message(message: object, kind: type[_Message], ended: str) -> _Message:
+    """The message that a stream has brought; raises UnavailableError with the text `ended` at its end.
+
+    gRPC returns None for a message that cannot be parsed: that raises DamagedStreamError.
+    """
+    if isinstance(message, kind):
+        return message
+    raise DamagedStreamError("a message cannot be read") if message is None else UnavailableError(ended)
 
 
 class Attempts:
@@ -87,24 +99,33 @@ class Attempts:
         self._count = 0
         self._report()
 
-    async def wait(self, error: CadenzaError) -> None:
-        """Wait before the next attempt; raises `error` if there is to be none."""
+    def next_delay(self) -> float | None:
+        """Seconds to wait before the next attempt; None if there is to be none."""
         now = self._clock()
         if self._lost_at is None:
             self._lost_at = now
         left_s = self._lost_at + self._timeout_s - now
         if left_s <= 0 or not self._keeps_trying():
-            raise error
+            return None
         longest = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**self._count)
-        self._count += 1
+        self._count = min(self._count + 1, _MAX_DOUBLINGS)
         self.has_reconnected = True
-        await self._sleep(min(left_s, random.uniform(0, longest)))
+        return min(left_s, random.uniform(0, longest))
+
+    async def wait(self, error: CadenzaError) -> None:
+        """Wait before the next attempt; raises `error` if there is to be none."""
+        delay_s = self.next_delay()
+        if delay_s is None:
+            raise error from None
+        await self._sleep(delay_s)
+        if not self._keeps_trying():
+            raise error from None
 
     async def wait_after_damage(self, error: CadenzaError) -> None:
         """As `wait`, after a stream that was damaged; raises `error` when it has been so several times."""
         self._num_damaged += 1
         if self._num_damaged > _MAX_DAMAGED:
-            raise error
+            raise error from None
         await self.wait(error)
 
     def takes_back(self, code: grpc.StatusCode | None) -> bool:

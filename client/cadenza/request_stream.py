@@ -12,7 +12,7 @@ from cadenza.convert import delta_from_proto, resume_to_proto
 from cadenza.errors import DamagedStreamError, RequestLostError, UnavailableError, from_rpc_error
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import RequestOutput
-from cadenza.reconnect import Attempts, abort_quietly, is_lost_connection
+from cadenza.reconnect import Attempts, abort_quietly, is_lost_connection, whole_message
 from cadenza.v1 import generation_pb2
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class RequestStream:
         self._call = None
         self._is_over = True
         """Whether the server has nothing to abort."""
+        self._is_left = False
 
     async def next(self) -> RequestOutput | None:
         """The next delta; None after the last one.
@@ -51,17 +52,16 @@ class RequestStream:
         Raises the CadenzaError of a request that failed, RequestLostError, and UnavailableError after the time limit.
         """
         while not self._collector.finished:
+            is_first = not self._collector.has_responses
             try:
                 response = await self._read()
+                delta = self._collector.add(delta_from_proto(response, self._collector.prompt_token_ids))
             except grpc.aio.AioRpcError as error:
                 await self._recover(error)
                 continue
-            is_first = not self._collector.has_responses
-            try:
-                delta = self._collector.add(delta_from_proto(response, self._collector.prompt_token_ids))
-            except DamagedStreamError as error:
+            except DamagedStreamError as damage:
                 self._drop_call()
-                await self._attempts.wait_after_damage(error)
+                await self._attempts.wait_after_damage(damage)
                 continue
             self._attempts.on_response()
             # A stream that is resumed starts with a response without output.
@@ -72,6 +72,7 @@ class RequestStream:
 
     async def leave(self) -> None:
         """End the call, and the request at the server unless it has ended; returns soon, whatever the server does."""
+        self._is_left = True
         self._drop_call()
         if not self._is_over:
             self._is_over = True
@@ -84,14 +85,16 @@ class RequestStream:
             call.cancel()
 
     async def _read(self) -> generation_pb2.GenerateResponse:
+        if self._is_left:  # by `AsyncClient.close`, between two deltas
+            raise UnavailableError(f"the stream of request {self._request.request_id} was closed")
         if self._call is None:
             self._call = self._stub.Generate(resume_to_proto(self._request, self._collector))
             self._is_over = False
-        response = await self._call.read()
-        if not isinstance(response, generation_pb2.GenerateResponse):
-            self._is_over = True
-            raise UnavailableError(f"{self._target} ended the stream of request {self._request.request_id} unfinished")
-        return response
+        return whole_message(
+            await self._call.read(),
+            generation_pb2.GenerateResponse,
+            f"{self._target} ended the stream of request {self._request.request_id} unfinished",
+        )
 
     async def _recover(self, error: grpc.aio.AioRpcError) -> None:
         """Wait for the next attempt; raises the error of a request that cannot go on."""

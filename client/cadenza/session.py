@@ -24,7 +24,7 @@ from cadenza.errors import (
 )
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import RequestOutput
-from cadenza.reconnect import Attempts, abort_quietly, is_lost_connection
+from cadenza.reconnect import Attempts, abort_quietly, is_lost_connection, whole_message
 from cadenza.transport import MAX_MESSAGE_BYTES
 from cadenza.v1 import generation_pb2
 
@@ -153,13 +153,14 @@ class SessionBatch:
         self._call = call
         writer = asyncio.create_task(self._write(call))
         try:
-            async for response in call:
+            while self._num_open > 0:
+                response = whole_message(
+                    await call.read(),
+                    generation_pb2.SessionResponse,
+                    f"{self._target} ended the session with {self._num_open} requests unfinished",
+                )
                 for event in response.events:
                     self._take(event)
-                self._attempts.on_response()
-                if self._num_open == 0:
-                    return
-            raise UnavailableError(f"{self._target} ended the session with {self._num_open} requests unfinished")
         finally:
             call.cancel()
             writer.cancel()
@@ -196,12 +197,15 @@ class SessionBatch:
         kind = event.WhichOneof("event")
         if kind == "error":
             error = from_status(event.error)
+            if not isinstance(error, UnavailableError):
+                self._attempts.on_response()
             if self._send_again(index, error):
                 self._wake.set()
                 return
             item.error = error
         elif kind == "response":
             item.collector.add(delta_from_proto(event.response, item.collector.prompt_token_ids))
+            self._attempts.on_response()
         if event.done or item.error is not None:
             if item.error is None and not item.collector.finished:
                 item.error = InternalError(f"request {event.request_id} ended without its last response")
@@ -209,10 +213,18 @@ class SessionBatch:
 
     def _send_again(self, index: int, error: CadenzaError) -> bool:
         """Put a request that ended with an error back among the pending ones; False if the error is its end."""
-        item = self._items[index]
+        item, now = self._items[index], asyncio.get_running_loop().time()
         if isinstance(error, QueueFullError):
             item.is_sent = False
-            self._window.refused(index, asyncio.get_running_loop().time(), error.retry_after_s)
+            self._window.refused(index, now, error.retry_after_s)
+            return True
+        if isinstance(error, UnavailableError):
+            # The server starts, drains or stops, and the stream may go on for others or end soon.
+            delay_s = self._attempts.next_delay()
+            if delay_s is None:
+                return False
+            self._window.returned(index)
+            self._window.not_before = max(self._window.not_before, now + delay_s)
             return True
         if item.is_resumed and isinstance(error, NotFoundError):
             # The server was restarted. Nobody has seen the output, so it may come out differently.

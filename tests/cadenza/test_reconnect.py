@@ -8,9 +8,10 @@ import grpc
 import pytest
 
 from cadenza import LLM, AsyncClient, Client
-from cadenza.errors import UnavailableError
-from cadenza.reconnect import Attempts, grace_s, is_lost_connection
+from cadenza.errors import DamagedStreamError, UnavailableError
+from cadenza.reconnect import Attempts, grace_s, is_lost_connection, whole_message
 from cadenza.transport import make_status
+from cadenza.v1 import generation_pb2 as pb
 
 LOST = UnavailableError("lost")
 
@@ -72,6 +73,17 @@ async def test_without_a_point_or_time_the_error_comes_at_once() -> None:
     assert not tries.waits
 
 
+async def test_a_client_that_is_closed_while_it_waits_does_not_try_again() -> None:
+    tries = Tries(30.0)
+
+    async def close(delay_s: float) -> None:
+        tries.keeps_trying = False
+
+    tries.attempts._sleep = close
+    with pytest.raises(UnavailableError):
+        await tries.attempts.wait(LOST)
+
+
 async def test_a_request_is_taken_back_after_a_reconnection_and_not_for_ever() -> None:
     tries = Tries(30.0)
     assert not tries.attempts.takes_back(grpc.StatusCode.ABORTED), "another client has it"
@@ -105,6 +117,26 @@ def error(code: grpc.StatusCode, details: str = "", *, from_server: bool = False
 )
 def test_which_errors_are_a_lost_connection(lost: grpc.aio.AioRpcError, expected: bool) -> None:
     assert is_lost_connection(lost) is expected
+
+
+async def test_a_damaged_stream_is_begun_again_ten_times() -> None:
+    tries = Tries(1e9)
+    damage = DamagedStreamError("lost")
+    for _ in range(10):
+        await tries.attempts.wait_after_damage(damage)
+        tries.attempts.on_response()
+    with pytest.raises(DamagedStreamError):
+        await tries.attempts.wait_after_damage(damage)
+
+
+def test_what_grpc_gives_for_a_message_that_is_none() -> None:
+    """None if it cannot be parsed, EOF at the end."""
+    message = pb.GenerateResponse()
+    assert whole_message(message, pb.GenerateResponse, "ended") is message
+    with pytest.raises(DamagedStreamError, match="a message cannot be read"):
+        whole_message(None, pb.GenerateResponse, "ended")
+    with pytest.raises(UnavailableError, match=r"^ended$"):
+        whole_message(grpc.aio.EOF, pb.GenerateResponse, "ended")
 
 
 def test_the_grace_outlasts_the_attempts_and_is_one_that_servers_take() -> None:

@@ -83,6 +83,15 @@ async def test_closing_the_client_aborts_a_stream_that_nobody_waits_on(client, s
     await deltas.aclose()
 
 
+async def test_a_stream_of_a_closed_client_does_not_begin_again(client, script):
+    deltas = client.stream("hang on")
+    await anext(deltas)
+    await client.close()
+    with pytest.raises(UnavailableError, match="the client was closed during the call"):
+        await anext(deltas)
+    assert len(script.params) == 1
+
+
 async def test_an_exception_in_the_readers_body_aborts_the_request(client, script):
     with contextlib.suppress(ZeroDivisionError):
         async with contextlib.aclosing(client.stream("hang on", request_id="failed")) as deltas:
@@ -262,9 +271,9 @@ class Breaking(Script):
             request = message.generate
             self.requests.append(request)
             if self.ends:
-                code, text = self.ends.pop(0)
+                code, text = end = self.ends.pop(0)
                 error = transport.make_status(code, text)
-                if code is grpc.StatusCode.UNAVAILABLE:
+                if end == GONE:
                     half = pb.GenerateResponse(outputs=[pb.SampleOutput(sample_index=1, token_ids=[7], text="x")])
                     half.outputs[0].finish.CopyFrom(STOPPED)
                     await context.write(event(request, response=half))
@@ -283,6 +292,7 @@ class Breaking(Script):
 
 WORDS = "abcdef"
 GONE = grpc.StatusCode.UNAVAILABLE, "the connection is gone"
+STOPPING = grpc.StatusCode.UNAVAILABLE, "the service is stopping"
 TAKEN = grpc.StatusCode.ABORTED, "another stream has taken this request over"
 
 
@@ -398,6 +408,21 @@ async def test_a_session_sends_anew_what_the_server_has_forgotten():
     (position,) = resumed.resume.positions
     assert (position.sample_index, position.token_index, position.finished) == (1, 1, True)
     assert resumed.output_mode == pb.OUTPUT_MODE_FINAL
+
+
+async def test_a_request_of_a_session_that_is_refused_while_the_server_stops_is_sent_again():
+    async with broken(STOPPING, STOPPING) as (client, script):
+        with pytest.raises(UnavailableError, match="the service is stopping"):
+            await client.generate(["one two"])
+        await client.model_info()
+        (output,) = await client.generate(["one two"])
+        assert output.outputs[0].text == "one two "
+        assert len(script.requests) == 3
+        script.ends = [STOPPING] * 1000
+        async with AsyncClient(client.target, reconnect_timeout_s=0.2) as impatient:
+            await impatient.model_info()
+            with pytest.raises(UnavailableError, match="the service is stopping"):
+                await impatient.generate(["one two"])
 
 
 async def test_a_session_takes_back_its_own_requests_only_after_a_loss():

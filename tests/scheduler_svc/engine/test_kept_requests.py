@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.errors import RequestExistsError, UnknownRequestError
+from scheduler_svc.core.errors import ModelChangedError, RequestExistsError, UnknownRequestError
 from scheduler_svc.core.types import FinishDetail, RequestSpec, Sampling, TokenLogprobs
 from scheduler_svc.engine.kept_requests import result_bytes
 from scheduler_svc.engine.live_request import Listener, LiveRequest
@@ -135,6 +136,24 @@ async def test_a_deadline_ends_it_at_once_and_its_results_are_kept() -> None:
         assert live.samples[0].finish is not None
         assert live.samples[0].finish.detail is FinishDetail.DEADLINE
         assert world.engine.load().num_used_slots == 0
+
+
+async def test_a_request_that_a_changed_model_ended_is_kept_with_its_error() -> None:
+    """Whoever comes back gets the output and the reason."""
+    async with started() as world:
+        live = world.submit(2000, grace_s=GRACE_S)
+        world.engine.detach(live, listen(world, live), handed_over=False)
+        await world.clock.advance(10 * STEP_S)
+        world.executor.model = replace(world.executor.model, name="other", fingerprint=b"other", incarnation=2)
+        world.executor.incarnation = 2
+        assert world.executor.stream is not None
+        world.executor.stream.break_off()
+        await world.clock.advance(2.0)
+        again = world.engine.attach("", "r")
+        assert isinstance(again.error, ModelChangedError)
+        assert len(again.samples[0].token_ids) >= 8
+        await world.clock.advance(GRACE_S)
+        assert lost(world)
 
 
 async def test_another_stream_takes_over() -> None:

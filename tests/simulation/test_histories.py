@@ -14,7 +14,7 @@ from tests.simulation.seeded_bugs import SEEDED_BUGS, SeededBug, seeded
 
 NUM_CHECKED = 500
 NUM_TESTED = 10_000
-_CHECKED_CHUNK = 250
+_CHECKED_CHUNK = 500
 _TESTED_CHUNK = 500
 _LEAST_FAULTS = 4
 """In a chunk of those that `make check` runs, each kind of fault happens so often at least."""

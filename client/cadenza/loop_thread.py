@@ -84,7 +84,10 @@ class LoopThread:
         # as futures and events have one, it can become a RuntimeError or leave a lock behind.
         ended = threading.Lock()
         ended.acquire()
+        # The loop alone holds the task. Where its last reference goes, callbacks of asyncio's weak sets run, and Python
+        # discards an exception in one: a KeyboardInterrupt would be lost.
         tasks: list[asyncio.Task[T]] = []
+        outcomes: list[Callable[[], T]] = []
 
         def start() -> None:
             task = self.loop.create_task(make())
@@ -92,22 +95,22 @@ class LoopThread:
             task.add_done_callback(end)
 
         def end(task: asyncio.Task[T]) -> None:
-            if not task.cancelled():
-                task.exception()  # asyncio logs an exception that nobody has looked at
+            tasks.clear()
+            outcomes.append(_outcome(task))
             ended.release()
 
         def cancel() -> None:
             if tasks:
                 tasks[0].cancel()
-            else:  # the interruption came before `start` was scheduled, because callbacks run in order
+            elif not outcomes:  # the interruption came before `start` was scheduled, because callbacks run in order
                 ended.release()
 
         try:
             self.loop.call_soon_threadsafe(start)
             ended.acquire()
-            return tasks[0].result()
+            return outcomes[0]()
         except BaseException:
-            if not (tasks and tasks[0].done()):
+            if not outcomes:
                 self.loop.call_soon_threadsafe(cancel)
                 ended.acquire(timeout=_CANCEL_TIMEOUT_S)
             raise
@@ -124,3 +127,16 @@ class LoopThread:
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+
+def _outcome(task: asyncio.Task[T]) -> Callable[[], T]:
+    """A call that returns the result of an ended task, or raises its exception; it does not hold the task."""
+    error = asyncio.CancelledError() if task.cancelled() else task.exception()
+    if error is None:
+        result = task.result()
+        return lambda: result
+
+    def fail() -> T:
+        raise error
+
+    return fail

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -149,6 +150,27 @@ def test_ctrl_c_at_any_line_of_a_blocking_call_is_a_keyboard_interrupt_and_no_ot
         finally:
             sys.settrace(None)
     assert line > 20
+
+
+def test_a_task_ends_on_its_loop():
+    """Where its last reference goes, asyncio's weak sets run Python code, in which a KeyboardInterrupt would be lost."""
+    loop, threads, dropped = LoopThread.shared(), [], threading.Semaphore(0)
+
+    def note() -> None:
+        threads.append(threading.current_thread().name)
+        dropped.release()
+
+    async def work(fails: bool) -> None:
+        weakref.finalize(asyncio.current_task(), note)
+        if fails:
+            raise ValueError("wrong")
+
+    for _ in range(5):
+        loop.run(work(False))
+        with pytest.raises(ValueError, match="wrong"):
+            loop.run(work(True))
+    assert all(dropped.acquire(timeout=10) for _ in range(10))
+    assert threads == ["cadenza-client"] * 10
 
 
 def test_ctrl_c_in_a_blocking_batch_aborts_it(blocking, script):

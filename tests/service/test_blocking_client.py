@@ -153,7 +153,7 @@ def test_ctrl_c_at_any_line_of_a_blocking_call_is_a_keyboard_interrupt_and_no_ot
 
 
 def test_a_task_ends_on_its_loop():
-    """Where its last reference goes, asyncio's weak sets run Python code, in which a KeyboardInterrupt would be lost."""
+    """Where its last reference goes asyncio runs Python code, in which a KeyboardInterrupt would be lost."""
     loop, threads, dropped = LoopThread.shared(), [], threading.Semaphore(0)
 
     def note() -> None:

@@ -18,8 +18,6 @@ from tests.simulation.catalogue import (
 from tests.simulation.clients import Client, SampleSeen
 from tests.simulation.world import Violation, World
 
-LOSSES_BEFORE_ERROR = 5
-"""A request may end with EXECUTOR_ERROR once so many sessions were lost: it may have been part of each last step."""
 _LATE_S = 0.05
 """A deadline may pass by so much, beyond the pauses of the scheduler."""
 _NATURAL = (

@@ -25,7 +25,7 @@ STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _COMMON: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A dead connection is detected after 20 s of silence and 10 s without an answer to a ping: well within the grace for
+    # A dead connection is detected after 20 s of silence and 10 s without an answer to a ping: within the grace for
     # which a server keeps the requests of our clients. The second option sets the 10 s: with `keepalive_timeout_ms`
     # alone, whatever its value, gRPC waits for a minute.
     ("grpc.keepalive_time_ms", 20_000),

@@ -210,7 +210,7 @@ def _watch(family: _Family) -> None:
     progress = ExecutorProgress(lambda: family.addresses[SCHEDULER])
     services = [
         _supervised(family, EXECUTOR, progress.completed_step),
-        _supervised(family, SCHEDULER, lambda: False),  # it is measured by its lifetime alone
+        _supervised(family, SCHEDULER, _cannot_know),
     ]
     try:
         while not family.stopping.wait(_WATCH_S):
@@ -224,13 +224,18 @@ def _watch(family: _Family) -> None:
         _stop_children(family, min(family.stop_grace_s, _GIVEN_UP_GRACE_S))
 
 
+def _cannot_know() -> bool:
+    """Whether a scheduler had completed a step: nobody can say after its death, so its lifetime counts."""
+    return False
+
+
 def _supervised(family: _Family, service: str, completed_step: Callable[[], bool]) -> SupervisedService:
     return SupervisedService(
         service,
         family.children[service],
         time.monotonic(),
         spawn=partial(_spawn, family, service),
-        policy=family.restarts,
+        policy=family.restarts if service == EXECUTOR else family.restarts.of_scheduler(),
         start_timeout_s=family.start_timeout_s,
         completed_step=completed_step,
         on_event=partial(_report, family.on_event),

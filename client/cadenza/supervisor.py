@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cadenza.errors import LocalServiceError
 from cadenza.stopped_process import StoppedTimer, process_state
 
 _MAX_DOUBLINGS = 30
+_SCHEDULER_PROGRESS_S = 1.0
+_SCHEDULER_MAX_DELAY_S = 5.0
+"""Far less than our clients' 30 s for reaching a server again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,8 @@ class RestartPolicy:
 
     The first restart comes after `first_delay_s` seconds. Each death without progress doubles the delay, up to
     `max_delay_s`. A service has made progress when it lived for `progress_after_s` seconds after it was ready; an
-    executor also when it completed a step. There is no jitter: nothing else waits for the same moment.
+    executor also when it completed a step. The figures are those of an executor. There is no jitter: nothing else waits
+    for the same moment.
     """
 
     first_delay_s: float = 0.2
@@ -28,6 +32,14 @@ class RestartPolicy:
     """A process that a signal (SIGSTOP) has stopped for this long is killed; noticed on Linux only."""
     max_deaths: int | None = 5
     """After so many deaths of one service without progress it is given up; None: never."""
+
+    def of_scheduler(self) -> RestartPolicy:
+        """The policy of a scheduler, which loads no model and serves at once, and whose clients wait for it."""
+        return replace(
+            self,
+            progress_after_s=min(self.progress_after_s, _SCHEDULER_PROGRESS_S),
+            max_delay_s=min(self.max_delay_s, _SCHEDULER_MAX_DELAY_S),
+        )
 
     def delay_s(self, num_deaths: int) -> float:
         """Seconds between the death and the restart; `num_deaths` without progress, this one included."""

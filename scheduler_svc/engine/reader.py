@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.errors import DataLossError
-from scheduler_svc.core.types import Finish, PromptLogprobs, TokenLogprobs
+from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
 from scheduler_svc.engine.live_request import LiveRequest, LiveSample
 from scheduler_svc.engine.resume_point import ResumePoint, check_resume_point
 
@@ -19,6 +19,8 @@ _TOKEN_BYTES = 8
 _CHAR_BYTES = 3
 _LOGPROB_BYTES = 24
 _TOP_LOGPROB_BYTES = 20
+_IMPOSED_ENDS = (FinishDetail.ABORTED, FinishDetail.DEADLINE)
+"""They end a sample after any token."""
 
 
 @dataclass(slots=True)
@@ -108,7 +110,7 @@ class RequestReader:
     def take(self, max_bytes: int = MAX_CHUNK_BYTES) -> Chunk | None:
         """New output of about `max_bytes` at most, but at least a token; None if there is none, or after the end.
 
-        Raises DataLossError if a request that was to catch up has ended before the client's position.
+        Raises DataLossError if a request that was to catch up has ended by itself before the client's position.
         """
         if self.done or self.live.hidden:
             return None
@@ -169,9 +171,13 @@ def _advance(index: int, sample: LiveSample, cursor: _Cursor, max_bytes: int) ->
     if cursor.text is None:
         num_known = len(sample.token_ids)
         if cursor.token > num_known:
-            if finish is not None:
+            if finish is None:
+                return None
+            if finish.detail not in _IMPOSED_ENDS:
                 raise DataLossError(f"sample {index} ended after {num_known} tokens, before token {cursor.token}")
-            return None
+            # It was being computed again, and the client has more of it.
+            cursor.done = True
+            return SampleChunk(index, cursor.token, [], "", 0, (), finish, _SAMPLE_BYTES, is_whole=True)
         cursor.text = sample.text.text_ends[cursor.token - 1] if sample.text is not None and cursor.token else 0
     start, text_start = cursor.token, cursor.text
     num_tokens, num_chars = map(max, sample.shown_ends(), (start, text_start))

@@ -64,7 +64,9 @@ class Restorer:
     async def run(self, stored: Sequence[StoredRequest]) -> Restored:
         """Restore the requests, in their order."""
         for index, each in enumerate(stored):
-            if each.end is not None:
+            if each.end is not None and _was_aborted(each):
+                self._writer.drop(each.admission.number)
+            elif each.end is not None:
                 self._keep(each, partial(self._ended, each))
                 self._restored.num_ended += 1
             else:
@@ -255,6 +257,11 @@ def _set_stats(live: LiveRequest, stats: Stats) -> None:
     times.first_plan_ns = arrival_ns + stats.first_plan_ns if stats.first_plan_ns else 0
     times.first_token_ns = arrival_ns + stats.first_token_ns if stats.first_token_ns else 0
     times.end_ns = arrival_ns + stats.end_ns
+
+
+def _was_aborted(stored: StoredRequest) -> bool:
+    """Whether it was aborted: it leaves nothing, and its id is free."""
+    return any(sample.finish.detail is FinishDetail.ABORTED for sample in stored.samples.values())
 
 
 def _other_numerics() -> DataLossError:

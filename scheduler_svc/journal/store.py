@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,8 @@ APPLICATION_ID = 0x43414A4E
 SCHEMA_VERSION = 1
 PROBE_BYTES = 65536
 """A journal that could not be written is taken for usable only when this much can be written."""
+_LOG_PAGES, _PAGE_BYTES = 256, 4096
+"""The log moves into the database when it has so many pages: 1 MiB."""
 _MOVE_AWAY = "to start with an empty journal, move its directory away"
 _T = TypeVar("_T")
 
@@ -102,7 +105,7 @@ class JournalStore:
 
     def commit(self, batch: Batch) -> Future[None]:
         """Make a batch durable; the result is an sqlite3.Error if that failed, and then nothing of it is there."""
-        return self._thread.submit(self._in_transaction, lambda database: _write(database, batch))
+        return self._thread.submit(self._commit, batch)
 
     def close(self) -> None:
         """Finish what was begun, and close the database."""
@@ -114,7 +117,10 @@ class JournalStore:
             database = self._database = sqlite3.connect(self._path, isolation_level=None)
             self._check_file(database)
             # FULL: a commit is on the disk when it returns, so a power failure loses nothing that was shown.
-            for setting in ("journal_mode = WAL", "synchronous = FULL", "temp_store = MEMORY"):
+            for setting in (
+                "journal_mode = WAL", "synchronous = FULL", "temp_store = MEMORY",
+                f"wal_autocheckpoint = {_LOG_PAGES}", f"journal_size_limit = {_LOG_PAGES * _PAGE_BYTES}",
+            ):  # fmt: skip
                 database.execute(f"PRAGMA {setting}")
             if not _number(database, "user_version"):
                 database.executescript(
@@ -144,6 +150,13 @@ class JournalStore:
         (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise JournalError(f"{self._path}: is damaged ({' '.join(found.split())}); {_MOVE_AWAY}")
+
+    def _commit(self, batch: Batch) -> None:
+        if batch.probe and self._database is not None:
+            # The log itself may be what fills the disk: what it holds moves into the database, and it becomes empty.
+            with suppress(sqlite3.Error):
+                self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._in_transaction(lambda database: _write(database, batch))
 
     def _in_transaction(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
         database = self._database

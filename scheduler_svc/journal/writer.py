@@ -157,6 +157,11 @@ class JournalWriter:
         self._whole_tokens += rows
         self._schedule()
 
+    def drop(self, number: int) -> None:
+        """Delete a request of an earlier process."""
+        self._deleted.append(number)
+        self._schedule()
+
     def keep_ended(self, key: RequestKey, number: int, grace_s: float) -> None:
         """Keep an ended request for `grace_s` seconds, then delete it."""
         self._ended[key] = number

@@ -41,7 +41,7 @@ class FakeChild:
 class World:
     """A supervised executor that is ready, and a clock."""
 
-    def __init__(self, max_deaths: int | None = None) -> None:
+    def __init__(self, max_deaths: int | None = None, policy: RestartPolicy | None = None) -> None:
         self.now = 100.0
         self.children = [FakeChild(1)]
         self.children[0].is_ready = True
@@ -55,7 +55,7 @@ class World:
             self.children[0],
             self.now,
             spawn=self.spawn,
-            policy=RestartPolicy(max_deaths=max_deaths),
+            policy=policy or RestartPolicy(max_deaths=max_deaths),
             start_timeout_s=60.0,
             completed_step=lambda: self.steps,
             on_event=self.events.append,
@@ -170,6 +170,12 @@ def test_max_deaths_without_progress_give_it_up():
         match=r"^the executor died \(exit code 3: broken\); it has died 3 times without progress and is given up$",
     ):
         world.run(TICK_S)
+
+
+def test_a_scheduler_that_served_for_a_second_comes_back_at_once():
+    world = World(policy=RestartPolicy(max_deaths=None).of_scheduler())
+    assert [world.die_and_return(1.1) for _ in range(12)] == pytest.approx([0.2] * 12, abs=2.5 * TICK_S)
+    assert max(world.die_and_return(0.5) for _ in range(12)) == pytest.approx(5.0, abs=2.5 * TICK_S)
 
 
 def test_a_process_that_the_system_refuses_counts_as_a_death(world):

@@ -33,9 +33,10 @@ Prints `ready HOST:PORT` on stdout once it can serve. The effective options and 
 each line with the name of the service. Ctrl-C or SIGTERM stops both.
 
 Once both have served, a service that dies is started again, for as long as it takes: after 0.2 s, and after twice the
-time for each death without progress, up to 30 s. Progress is a completed step of the executor, or 10 s of life. On
-Linux a service that a signal has stopped for 3 s is killed, and so started again. Meanwhile requests wait, until their
-deadlines at most. After a restart of the executor, the effective options are printed again.
+time for each death without progress, up to 30 s (scheduler: 5 s). Progress is a completed step of the executor, 10 s
+of its life, or 1 s of the scheduler's. On Linux a service that a signal has stopped for 3 s is killed, and so started
+again. Meanwhile requests wait, until their deadlines at most. After a restart of the executor, the effective options
+are printed again.
 
 Every option can also be set in the environment, such as CADENZA_BLOCK_SIZE=32, or in a TOML file (--config), such as
 block_size = 32. The command line overrides the environment, which overrides the file.

@@ -23,6 +23,7 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
+from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.journal import writer as writer_module
 from scheduler_svc.journal.journal import connect
 from scheduler_svc.journal.restore import Restored, Restorer
@@ -137,6 +138,38 @@ async def test_a_deadline_is_absolute(tmp_path: Path) -> None:
         assert not later.ended
         await second.world.clock.advance(0.04)
         assert read(later)[1] is FinishDetail.DEADLINE
+
+
+async def test_a_stream_that_has_more_than_was_computed_again_gets_the_deadlines_finish(tmp_path: Path) -> None:
+    async with process(tmp_path) as first:
+        first.submit(max_tokens=1000, timeout_s=0.5)
+        await first.steps(20)
+    async with process(tmp_path, at_s=0.46) as second:
+        live = second.world.engine.find("", "r")
+        reader = RequestReader(live, resume=ResumePoint((SamplePosition(0, 20),)))
+        await second.world.clock.advance(0.1)
+        assert live.num_completion_tokens < 20
+        chunks = []
+        while (chunk := reader.take()) is not None:
+            chunks += [(each.first_token_index, each.token_ids, each.finish) for each in chunk.samples]
+        assert [(first, ids) for first, ids, _ in chunks] == [(20, [])]
+        assert chunks[0][2].detail is FinishDetail.DEADLINE
+        assert reader.done
+
+
+async def test_an_aborted_request_leaves_nothing_whatever_its_grace(tmp_path: Path) -> None:
+    async with process(tmp_path) as first:
+        live = first.submit(max_tokens=1000, resume_grace_s=50.0)
+        first.world.engine.listen(live, lambda _: None)
+        await first.steps(3)
+        first.world.engine.abort("", "r")
+        await first.steps(1)
+    async with process(tmp_path, at_s=1.0) as second:
+        assert second.world.engine.find("", "r") is None
+        second.submit(max_tokens=7)
+        await second.steps(20)
+    (kept,) = stored(tmp_path)
+    assert kept.samples[0].num_tokens == 7
 
 
 async def test_the_seed_and_the_id_that_the_service_drew_stay(tmp_path: Path) -> None:

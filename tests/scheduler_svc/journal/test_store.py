@@ -148,3 +148,19 @@ def test_a_full_disk_leaves_the_batch_out_and_all_before_it_in(tmp_path: Path) -
     store.commit(Batch(admitted=[admission(2)], probe=True)).result()
     store.close()
     assert [each.admission.number for each in stored(tmp_path)] == [1, 2]
+
+
+def test_a_log_that_fills_the_disk_moves_into_the_database(tmp_path: Path) -> None:
+    """What a journal writes after a failure: the log is empty before it."""
+    store = opened_store(tmp_path)
+    log = tmp_path / "journal.sqlite-wal"
+    for number in range(20):
+        store.commit(Batch(admitted=[admission(number)])).result()
+        store.commit(Batch(deleted=[number])).result()
+    grown = log.stat().st_size
+    store.commit(Batch(admitted=[admission(20)], probe=True)).result()
+    assert log.stat().st_size < grown / 2
+    for number in range(21, 1200):
+        store.commit(Batch(admitted=[admission(number)], deleted=[number - 1])).result()
+    assert log.stat().st_size < 1.3 * 2**20
+    store.close()

@@ -70,7 +70,7 @@ SEEDED_BUGS = (
     ),
     SeededBug(
         "a new request does not wake the plan loop",
-        "scheduler_svc.engine.engine", "Engine.submit",
+        "scheduler_svc.engine.engine", "Engine.add",
         "self._loop.wake()", "pass",
     ),
     SeededBug(
@@ -80,12 +80,12 @@ SEEDED_BUGS = (
     ),
     SeededBug(
         "an ended request leaves its deadline timer",
-        "scheduler_svc.engine.engine", "Engine._close",
+        "scheduler_svc.engine.deadlines", "Deadlines.cancel",
         "timer.cancel()", "pass",
     ),
     SeededBug(
         "a reader does not learn that its request cannot go on",
-        "scheduler_svc.engine.engine", "Engine._adopt_model",
+        "scheduler_svc.engine.engine", "Engine.fail",
         "live.notify()", "pass",
     ),
     SeededBug(

@@ -32,6 +32,7 @@ from scheduler_svc.plan_loop.ports import (
     ExecutorFencedError,
     ExecutorHeldError,
     ExecutorLostError,
+    ExecutorStoppedError,
     ModelDescription,
     SessionOpened,
     StaleEpochError,
@@ -242,6 +243,8 @@ class GrpcPlanStream:
         refusal = _session_refusal(await self._call.trailing_metadata())
         if refusal is not None and code is grpc.StatusCode.FAILED_PRECONDITION:
             raise StaleEpochError(f"{code.name}: {details}", refusal.next_epoch) from exc
+        if refusal is not None and refusal.stopping:
+            raise ExecutorStoppedError(str(details)) from exc
         if refusal is not None and refusal.holder_id:
             raise ExecutorHeldError(str(details), refusal.holder_silent_ns / 1e9) from exc
         if code in _FENCED:

@@ -569,29 +569,35 @@ Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
 
 @_typing.final
 class SessionRefusal(_message.Message):
-    """SessionRefusal is a google.rpc detail of the status with which OpenSession is refused."""
+    """SessionRefusal is a google.rpc detail of the status with which OpenSession is refused, or with which an executor that
+    stops ends a session.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NEXT_EPOCH_FIELD_NUMBER: _builtins.int
     HOLDER_ID_FIELD_NUMBER: _builtins.int
     HOLDER_SILENT_NS_FIELD_NUMBER: _builtins.int
+    STOPPING_FIELD_NUMBER: _builtins.int
     next_epoch: _builtins.int
     """The smallest epoch that the executor accepts now."""
     holder_id: _builtins.str
     """Id of the scheduler that holds the executor; empty unless it is the reason."""
     holder_silent_ns: _builtins.int
     """For how long the executor has received nothing from this scheduler, in nanoseconds. Its lease ends at 2 s."""
+    stopping: _builtins.bool
+    """Whether the executor was told to stop, with UNAVAILABLE. Another one may come at its address; no plan caused the end."""
     def __init__(
         self,
         *,
         next_epoch: _builtins.int = ...,
         holder_id: _builtins.str = ...,
         holder_silent_ns: _builtins.int = ...,
+        stopping: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder_id", b"holder_id", "holder_silent_ns", b"holder_silent_ns", "next_epoch", b"next_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder_id", b"holder_id", "holder_silent_ns", b"holder_silent_ns", "next_epoch", b"next_epoch", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

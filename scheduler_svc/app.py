@@ -125,8 +125,10 @@ class Service:
         until = asyncio.get_running_loop().time() + self._config.drain_timeout_s
         self._front.is_leaving = True
         idle = asyncio.create_task(self._engine.drain(None))
-        if self._engine.num_unfinished and not at_once.is_set():
-            _LOG.info("draining: %s for %g s at most", self._unfinished("go on"), self._config.drain_timeout_s)
+        count = self._engine.num_unfinished
+        if count and not at_once.is_set():
+            going_on = _counted(count, "goes on", "go on")
+            _LOG.info("draining: %s, for %g s at most", going_on, self._config.drain_timeout_s)
         await _wait_for_any(
             at_once.wait(), self._engine.fenced.wait(), idle, asyncio.sleep(self._config.drain_timeout_s)
         )
@@ -141,17 +143,14 @@ class Service:
         grace_s = max(_STOP_GRACE_S, until - asyncio.get_running_loop().time())
         await _wait_for_any(at_once.wait(), self._server.stop(grace_s))
 
-    def _unfinished(self, fate: str) -> str:
-        count = self._engine.num_unfinished
-        return f"{count} unfinished request{'s' * (count != 1)} {fate}"
-
     def _stop_detail(self) -> str:
         """What the service says about the requests that it leaves; empty: it leaves none."""
-        if not self._engine.num_unfinished:
+        count = self._engine.num_unfinished
+        if not count:
             return ""
         if self._journal is not None:
-            return ": " + self._unfinished("go on in the next process with this --journal")
-        return ": " + self._unfinished("are lost, since there is no --journal")
+            return f": {_counted(count, 'goes on', 'go on')} in the next process with this --journal"
+        return f": {_counted(count, 'is lost', 'are lost')}, since there is no --journal"
 
     async def stop(self) -> None:
         """Update health, end the streams, close the server, the sessions and the channels; safe at any time."""
@@ -240,6 +239,10 @@ async def _wait_for_any(*work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> 
         for task, each in zip(tasks, work, strict=True):
             if task is not each:
                 task.cancel()
+
+
+def _counted(count: int, verb: str, verbs: str) -> str:
+    return f"{count} unfinished request {verb}" if count == 1 else f"{count} unfinished requests {verbs}"
 
 
 def _version() -> str:

@@ -44,8 +44,8 @@ class Lease:
         self.refusal: Refusal | None = None
         """Why the lease ended before its stream; None: it has not."""
         self.serving: asyncio.Task[None] | None = None
-        self.end_after_results: Callable[[Refusal], None] = self.end
-        """Ends the stream with a status once all results so far are sent; for the session, to replace."""
+        self.announce_stop: Callable[[], None] = lambda: None
+        """Sends the scheduler a message that the executor stops, after all results so far; set by the session."""
         self._clock = clock
         self._renewed_at = clock()
 

@@ -36,7 +36,7 @@ _MAX_WAITING = 64
 """Maximum plans that wait for the device and results that wait for the scheduler, together. Only a few may be in
 flight, but each plan over that number has an answer too, and these must not pile up for a scheduler that reads none."""
 _LAST_RESULTS_S = 1.0
-"""How long an executor that stops waits until its scheduler has taken the last results."""
+"""How long an executor that stops waits until its scheduler has taken the last results and closed the session."""
 
 _process = psutil.Process()
 
@@ -45,7 +45,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class _EndOfPlans:
-    """The end of a stream's plans: the scheduler has half-closed after num_plans, or the stream is refused."""
+    """The end of a stream's plans: the scheduler has half-closed after num_plans, or a message is invalid."""
 
     num_plans: int
     refusal: Refusal | None = None
@@ -107,22 +107,23 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                 self._leases.release(lease)
 
     async def finish(self, timeout_s: float, at_once: asyncio.Event) -> None:
-        """Answer the steps that run, end the session so that its scheduler waits for another executor, refuse others.
+        """Answer the steps that run, report to the scheduler that this executor stops, refuse other sessions.
 
         Waits for the steps until timeout_s seconds have passed or `at_once` is set. Plans that have not begun get no
-        answer.
+        answer. The scheduler closes the session: it must not write to a stream that has ended, for gRPC would then
+        give it an error in place of the status.
         """
-        refusal = Refusal(grpc.StatusCode.UNAVAILABLE, "the executor stops", pb.SessionRefusal(stopping=True))
+        refusal = Refusal(grpc.StatusCode.UNAVAILABLE, "the executor stops")
         self._leases.close(refusal)
         finished = asyncio.wrap_future(self._worker.finish())
         stopping = asyncio.create_task(at_once.wait())
         await asyncio.wait((finished, stopping), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         lease = self._leases.current
-        if lease is not None:
-            lease.end_after_results(refusal)
-            if lease.serving is not None:
-                await asyncio.wait((lease.serving,), timeout=_LAST_RESULTS_S)
+        if lease is not None and lease.serving is not None:
+            lease.announce_stop()
+            await asyncio.wait((lease.serving,), timeout=_LAST_RESULTS_S)
+            lease.end(refusal)
 
     async def _opening(self, requests: AsyncIterator[pb.ExecuteRequest]) -> pb.OpenSession:
         """Return the opening message; raises Refusal for another one, or if none comes: streams must not pile up."""
@@ -143,7 +144,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             lambda step_id: _announce(loop, outbox, step_id),
             scheduler_id=lease.scheduler_id,
         )
-        lease.end_after_results = lambda refusal: outbox.put_nowait(_EndOfPlans(0, refusal))
+        lease.announce_stop = lambda: outbox.put_nowait(pb.ExecuteResponse(stopping=pb.ExecutorStopping()))
         opened = asyncio.wrap_future(cleared)
         # All of them before the session is open: that waits for the running step, for minutes at worst.
         helpers = [

@@ -203,7 +203,10 @@ class GrpcPlanStream:
             raise ExecutorLostError(str(exc)) from exc
 
     async def _read(self) -> pb.ExecuteResponse:
-        """Read the next message; records heartbeats. Raises ExecutorLostError at the end of the stream."""
+        """Read the next message; records heartbeats.
+
+        Raises ExecutorStoppedError if the executor stops, ExecutorLostError at the end of the stream.
+        """
         try:
             message = await self._call.read()
         except asyncio.CancelledError:
@@ -217,6 +220,8 @@ class GrpcPlanStream:
             self.last_heartbeat = message.heartbeat
             self.resident_bytes = message.heartbeat.resident_bytes or self.resident_bytes
             self.begun_step_id = max(self.begun_step_id, message.heartbeat.running_step_id)
+        elif message.WhichOneof("message") == "stopping":
+            raise ExecutorStoppedError("it was told to stop")
         return message
 
     async def _write(self, message: pb.ExecuteRequest) -> None:
@@ -243,8 +248,6 @@ class GrpcPlanStream:
         refusal = _session_refusal(await self._call.trailing_metadata())
         if refusal is not None and code is grpc.StatusCode.FAILED_PRECONDITION:
             raise StaleEpochError(f"{code.name}: {details}", refusal.next_epoch) from exc
-        if refusal is not None and refusal.stopping:
-            raise ExecutorStoppedError(str(details)) from exc
         if refusal is not None and refusal.holder_id:
             raise ExecutorHeldError(str(details), refusal.holder_silent_ns / 1e9) from exc
         if code in _FENCED:

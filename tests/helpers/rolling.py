@@ -77,6 +77,7 @@ class Seen:
     """What a client's loop has seen of one sample."""
 
     token_ids: list[int] = field(default_factory=list)
+    text: str = ""
     logprobs: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -123,6 +124,7 @@ class ClientLoad:
             for output in delta.outputs:
                 sample = self.seen[index].setdefault(output.index, Seen())
                 sample.token_ids += output.token_ids
+                sample.text += output.text
                 sample.logprobs += output.logprobs or []
                 sample.finish_reason = output.finish_reason
             async with self._changed:

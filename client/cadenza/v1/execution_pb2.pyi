@@ -498,6 +498,7 @@ class ExecuteResponse(_message.Message):
     OPENED_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    STOPPING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___SessionOpened:
         """Answers OpenSession. Only heartbeats may come before it."""
@@ -512,22 +513,47 @@ class ExecuteResponse(_message.Message):
         belongs to another session.
         """
 
+    @_builtins.property
+    def stopping(self) -> Global___ExecutorStopping:
+        """The executor was told to stop. The last message: the scheduler closes the stream."""
+
     def __init__(
         self,
         *,
         opened: Global___SessionOpened | None = ...,
         result: Global___StepResult | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        stopping: Global___ExecutorStopping | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "result", b"result", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "result", b"result", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "result", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "result", "heartbeat", "stopping"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___ExecuteResponse: _TypeAlias = ExecuteResponse  # noqa: Y015
+
+@_typing.final
+class ExecutorStopping(_message.Message):
+    """ExecutorStopping reports that the executor was told to stop, and that another one may come at its address. All steps
+    that it had begun are answered, unless they took too long. No plan is to blame for the end of the session. A stream
+    that the scheduler does not close within a second ends with UNAVAILABLE.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExecutorStopping: _TypeAlias = ExecutorStopping  # noqa: Y015
 
 @_typing.final
 class OpenSession(_message.Message):
@@ -569,35 +595,29 @@ Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
 
 @_typing.final
 class SessionRefusal(_message.Message):
-    """SessionRefusal is a google.rpc detail of the status with which OpenSession is refused, or with which an executor that
-    stops ends a session.
-    """
+    """SessionRefusal is a google.rpc detail of the status with which OpenSession is refused."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NEXT_EPOCH_FIELD_NUMBER: _builtins.int
     HOLDER_ID_FIELD_NUMBER: _builtins.int
     HOLDER_SILENT_NS_FIELD_NUMBER: _builtins.int
-    STOPPING_FIELD_NUMBER: _builtins.int
     next_epoch: _builtins.int
     """The smallest epoch that the executor accepts now."""
     holder_id: _builtins.str
     """Id of the scheduler that holds the executor; empty unless it is the reason."""
     holder_silent_ns: _builtins.int
     """For how long the executor has received nothing from this scheduler, in nanoseconds. Its lease ends at 2 s."""
-    stopping: _builtins.bool
-    """Whether the executor was told to stop, with UNAVAILABLE. Another one may come at its address; no plan caused the end."""
     def __init__(
         self,
         *,
         next_epoch: _builtins.int = ...,
         holder_id: _builtins.str = ...,
         holder_silent_ns: _builtins.int = ...,
-        stopping: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder_id", b"holder_id", "holder_silent_ns", b"holder_silent_ns", "next_epoch", b"next_epoch", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder_id", b"holder_id", "holder_silent_ns", b"holder_silent_ns", "next_epoch", b"next_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -91,9 +91,9 @@ async def test_both_restarted_at_once_cost_no_token_on_a_real_executor(tmp_path:
     async with rolling("executor_svc", "--model", str(model), "--device", "cpu", *SIZES) as executor:
         options = ("--executor", executor.address, "--journal", str(tmp_path / "journal"), "--drain-timeout-s", "0")
         async with rolling("scheduler_svc", *options) as front:
-            expected = await ClientLoad(front.address, 50).finished()
-            load = ClientLoad(front.address, 50)
-            await load.more(200)
+            expected = await ClientLoad(front.address, 40, 16).finished()
+            load = ClientLoad(front.address, 40, 16)
+            await load.more(100)
             await asyncio.gather(front.roll(), executor.roll())
             assert await load.finished() == expected
 

@@ -207,7 +207,7 @@ class SchedulerConfig(ServiceSettings):
         allow_inf_nan=False,
         description="How long a service that got SIGTERM goes on: the scheduler with its requests, while it takes no "
         "new ones; the executor with its running step. 0, SIGINT (Ctrl-C) or a second signal: not at all.",
-        json_schema_extra=about("Basics", "s"),
+        json_schema_extra=about("Scheduling", "s"),
     )
     record: str | None = Field(
         None,

@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cadenza.errors import UnavailableError, from_rpc_error
 from cadenza.transport import channel_options
+from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from cadenza.v1 import generation_pb2 as pb
-from cadenza.v1 import generation_pb2_grpc
 from tests.checkpoints import make_llama
 from tests.helpers.killed_scheduler import Load, request
 from tests.helpers.rolling import ClientLoad, RollingService, Seen, rolling
@@ -116,6 +116,8 @@ async def test_without_a_journal_what_fits_into_the_drain_timeout_completes(exec
         refused = from_rpc_error(caught.value, front.address)
         assert isinstance(refused, UnavailableError)
         assert (refused.message, refused.retry_after_s) == ("the service is draining and takes no new requests", 1.0)
+        with pytest.raises(grpc.aio.AioRpcError, match="the service is stopping"):
+            await admin_pb2_grpc.AdminServiceStub(channel).Resume(admin_pb2.ResumeRequest())
         outputs = await load.finished()
         endless = outputs.pop("endless")
         assert [output.error for output in outputs.values()] == [None] * 8

@@ -1,4 +1,4 @@
-"""The executor as a process: bind, load on the device thread, serve, stop."""
+"""The executor as a process: bind, load on the device thread, serve, finish the running step, stop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import os
-import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from cadenza.stop_signals import StopSignals
 from cadenza.transport import EXECUTOR_PORT, bind, server_options
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
@@ -74,10 +74,8 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
     Returns the exit code and whether the device thread has ended; if it has not, only os._exit ends the process in
     time.
     """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    signals = StopSignals()
+    signals.install()
     server = grpc.aio.server(interceptors=[UnreadableMessages()], options=server_options())
     try:
         # Before the model is loaded, so that a port in use is reported at once; connections wait until the server
@@ -90,11 +88,14 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
     worker = Worker(lambda: _build_without_collections(config, described))
     worker.start()
     try:
-        if await _wait_until_loaded(stop, worker, report):
+        if await _wait_until_loaded(signals.stop, worker, report):
             with _watchdog(worker, config.step_timeout_s):
-                code = await _serve_until(stop, server, worker, described.result(), address, report)
+                services = await add_services(server, worker, described.result())
+                code = await _serve_until(signals.stop, server, worker, address, report)
+                if code == 0:
+                    await services.finish(config.drain_timeout_s, signals.at_once)
         else:
-            code = 0 if stop.is_set() else 1
+            code = 0 if signals.stop.is_set() else 1
     finally:
         ended = await _stop(server, worker)
     return code, ended
@@ -123,12 +124,10 @@ async def _serve_until(
     stop: asyncio.Event,
     server: grpc.aio.Server,
     worker: Worker,
-    description: Description,
     address: str,
     report: Callable[[str], None],
 ) -> int:
     """Serve until `stop` is set or the device is lost; return the exit code."""
-    await add_services(server, worker, description)
     await server.start()
     # Everything loaded lives as long as the process: the collector need not visit it during steps.
     gc.collect()

@@ -9,6 +9,7 @@ from pydantic_settings import SettingsConfigDict
 
 from cadenza.settings.help import about
 from cadenza.settings.service import ServiceSettings
+from cadenza.stop_signals import DRAIN_TIMEOUT_S
 
 _GPU_SEQS, _GPU_BATCHED_TOKENS = 256, 2048
 """Defaults of max_num_seqs and max_num_batched_tokens on a GPU."""
@@ -171,6 +172,14 @@ class ExecutorConfig(ServiceSettings):
         description="A step that runs for longer ends the process with exit code 4, so that it is started again; 0: "
         "never. Give more where a step of max_num_batched_tokens may take minutes.",
         json_schema_extra=about("Batching", "s"),
+    )
+    drain_timeout_s: float = Field(
+        DRAIN_TIMEOUT_S,
+        ge=0,
+        allow_inf_nan=False,
+        description="How long a service that got SIGTERM goes on: the scheduler with its requests, while it takes no "
+        "new ones; the executor with its running step. 0, SIGINT (Ctrl-C) or a second signal: not at all.",
+        json_schema_extra=about("Scheduling", "s"),
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="What is logged to stderr.", json_schema_extra=about("Logging")

@@ -1,17 +1,18 @@
-"""The scheduler process: bind, load the tokenizer while the executor loads its model, serve, stop.
+"""The scheduler process: bind, load the tokenizer while the executor loads its model, serve, drain, stop.
 
-When it stops, open streams end with UNAVAILABLE, so that clients can distinguish them from finished ones and retry.
+SIGTERM drains it: it takes no new requests and goes on with the others for --drain-timeout-s. When it stops, open
+streams end with UNAVAILABLE, so that clients can distinguish them from finished ones and retry.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib.metadata
 import logging
-import signal
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,11 +20,13 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cadenza.stop_signals import StopSignals
 from cadenza.transport import SCHEDULER_PORT, bind, server_options
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import LimitsError
 from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.executors.client import GrpcExecutor
 from scheduler_svc.front.admin import AdminServicer
 from scheduler_svc.front.front import Front
@@ -110,10 +113,44 @@ class Service:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`; raises the engine's failure if it stopped by itself."""
-        failed = asyncio.create_task(self._engine.fenced.wait())
-        await _wait_for_either(stop, failed)
+        await _wait_for_any(stop.wait(), self._engine.fenced.wait())
         if self._engine.failure is not None and not stop.is_set():
             raise self._engine.failure
+
+    async def drain(self, at_once: asyncio.Event) -> None:
+        """Go on with the requests and take no new ones: for --drain-timeout-s, or until `at_once` is set.
+
+        Readers that are slower than their requests have the rest of the time. Returns also when the engine fails.
+        """
+        until = asyncio.get_running_loop().time() + self._config.drain_timeout_s
+        self._front.is_leaving = True
+        idle = asyncio.create_task(self._engine.drain(None))
+        count = self._engine.num_unfinished
+        if count and not at_once.is_set():
+            going_on = _counted(count, "goes on", "go on")
+            _LOG.info("draining: %s, for %g s at most", going_on, self._config.drain_timeout_s)
+        await _wait_for_any(
+            at_once.wait(), self._engine.fenced.wait(), idle, asyncio.sleep(self._config.drain_timeout_s)
+        )
+        idle.cancel()
+        _LOG.info("stopping%s", self._stop_detail())
+        if self._engine.num_unfinished or at_once.is_set():
+            return
+        with contextlib.suppress(JournalUnavailableError):
+            await self._engine.journal.flushed()
+        self._health.stop()
+        self._front.stop()
+        grace_s = max(_STOP_GRACE_S, until - asyncio.get_running_loop().time())
+        await _wait_for_any(at_once.wait(), self._server.stop(grace_s))
+
+    def _stop_detail(self) -> str:
+        """What the service says about the requests that it leaves; empty: it leaves none."""
+        count = self._engine.num_unfinished
+        if not count:
+            return ""
+        if self._journal is not None:
+            return f": {_counted(count, 'goes on', 'go on')} in the next process with this --journal"
+        return f": {_counted(count, 'is lost', 'are lost')}, since there is no --journal"
 
     async def stop(self) -> None:
         """Update health, end the streams, close the server, the sessions and the channels; safe at any time."""
@@ -121,7 +158,7 @@ class Service:
         if self._journal is not None:
             # First: the streams end next, and their requests are to go on in the next process.
             await self._journal.close_writer()
-        self._front.stop()
+        self._front.stop(self._stop_detail())
         await self._server.stop(_STOP_GRACE_S)
         await self._engine.stop()
         self._recording.close()
@@ -147,10 +184,8 @@ class Service:
 
 async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code. `report` prints an error to the user, in one line."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    signals = StopSignals()
+    signals.install()
     try:
         service = Service(config)
     except JournalError as exc:
@@ -158,13 +193,13 @@ async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
         return EXIT_FAILED
     try:
         address = await service.start()
-        if await _open_unless_stopped(service, stop):
+        if await _open_unless_stopped(service, signals.stop):
             # Objects loaded so far live as long as the process; freezing them saves the collector a walk over them,
             # which would block every stream for 50 ms (measured).
             gc.freeze()
             print(f"ready {address}", flush=True)
-            await service.run(stop)
-        _LOG.info("stopping")
+            await service.run(signals.stop)
+            await service.drain(signals.at_once)
         return EXIT_OK
     except (OSError, TokenizerError, LimitsError, JournalError) as exc:
         report(str(exc))
@@ -185,7 +220,7 @@ async def _open_unless_stopped(service: Service, stop: asyncio.Event) -> bool:
     """Wait until the service is open; False if `stop` was set first."""
     opening = asyncio.create_task(service.open())
     try:
-        await _wait_for_either(stop, opening)
+        await _wait_for_any(stop.wait(), opening)
         if stop.is_set():
             return False
         opening.result()
@@ -195,13 +230,19 @@ async def _open_unless_stopped(service: Service, stop: asyncio.Event) -> bool:
         await asyncio.gather(opening, return_exceptions=True)
 
 
-async def _wait_for_either(stop: asyncio.Event, other: asyncio.Task[Any]) -> None:
-    """Return when the event is set or the task is done."""
-    stopped = asyncio.create_task(stop.wait())
+async def _wait_for_any(*work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> None:
+    """Return when one of them is done; the others are cancelled, except tasks, which go on."""
+    tasks = [each if isinstance(each, asyncio.Task) else asyncio.create_task(each) for each in work]
     try:
-        await asyncio.wait((stopped, other), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        stopped.cancel()
+        for task, each in zip(tasks, work, strict=True):
+            if task is not each:
+                task.cancel()
+
+
+def _counted(count: int, verb: str, verbs: str) -> str:
+    return f"{count} unfinished request {verb}" if count == 1 else f"{count} unfinished requests {verbs}"
 
 
 def _version() -> str:

@@ -9,6 +9,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from cadenza.settings.help import about
 from cadenza.settings.service import ServiceSettings
+from cadenza.stop_signals import DRAIN_TIMEOUT_S
 
 
 def read_weights(text: str) -> dict[str, float]:
@@ -198,6 +199,14 @@ class SchedulerConfig(ServiceSettings):
         allow_inf_nan=False,
         description="How long requests restored from the journal wait for their streams to come back before they are "
         "aborted.",
+        json_schema_extra=about("Scheduling", "s"),
+    )
+    drain_timeout_s: float = Field(
+        DRAIN_TIMEOUT_S,
+        ge=0,
+        allow_inf_nan=False,
+        description="How long a service that got SIGTERM goes on: the scheduler with its requests, while it takes no "
+        "new ones; the executor with its running step. 0, SIGINT (Ctrl-C) or a second signal: not at all.",
         json_schema_extra=about("Scheduling", "s"),
     )
     record: str | None = Field(

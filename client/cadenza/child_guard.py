@@ -36,7 +36,7 @@ def _watch(parent: int) -> None:
         readable, _, _ = select.select([0], [], [], _POLL_S)
         if readable and not os.read(0, 4096):
             break
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)  # at once: SIGTERM would let it finish its requests
     time.sleep(_GRACE_S)
     os._exit(1)
 

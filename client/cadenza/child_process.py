@@ -109,10 +109,11 @@ class ChildService:
         """The last lines of its log."""
         return "\n".join(self._tail)
 
-    def terminate(self) -> None:
-        """Send it SIGTERM."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+    def drain(self, timeout_s: float) -> None:
+        """Send it SIGTERM, so that it finishes its work, and wait until it has exited; `timeout_s` seconds at most."""
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
 
     def kill(self, reason: str) -> None:
         """Send it SIGKILL, which ends a stopped process too; `exit_reason` gives the reason."""
@@ -120,8 +121,9 @@ class ChildService:
         self._process.kill()
 
     def stop(self, grace_s: float) -> None:
-        """Stop it with SIGTERM, after `grace_s` seconds with SIGKILL; returns when it has exited and is reaped."""
-        self.terminate()
+        """Stop it at once, after `grace_s` seconds with SIGKILL; returns when it has exited and is reaped."""
+        # A service that has not said that it is ready handles no SIGINT yet, and Python would print a traceback.
+        self._signal(signal.SIGINT if self.is_ready else signal.SIGTERM)
         try:
             self._process.wait(timeout=grace_s)
         except subprocess.TimeoutExpired:
@@ -132,6 +134,10 @@ class ChildService:
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
 
     def _read_stdout(self, pipe: IO[str]) -> None:
         for line in pipe:

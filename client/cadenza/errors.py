@@ -72,7 +72,14 @@ class DeadlineError(CadenzaError, TimeoutError):
 
 
 class UnavailableError(CadenzaError):
-    """The server cannot be reached, went away, or is draining."""
+    """The server cannot be reached, went away, or is draining.
+
+    `retry_after_s`: when another attempt may succeed, there or at another server; None: the server gave no time.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RequestLostError(CadenzaError):
@@ -117,7 +124,6 @@ _BY_CODE: dict[grpc.StatusCode, type[CadenzaError]] = {
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
     grpc.StatusCode.FAILED_PRECONDITION: FailedPreconditionError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
-    grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.UNIMPLEMENTED: UnsupportedError,
     grpc.StatusCode.INTERNAL: InternalError,
     grpc.StatusCode.DATA_LOSS: RequestLostError,
@@ -178,6 +184,8 @@ def _make(
     elif code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         too_large = not retry and _TOO_LARGE in message
         error = InvalidRequestError(message) if too_large else QueueFullError(message, retry.get("s"))
+    elif code is grpc.StatusCode.UNAVAILABLE:
+        error = UnavailableError(message, retry.get("s"))
     else:
         error = _BY_CODE.get(code, CadenzaError)(message)
     error.code = code

@@ -92,6 +92,10 @@ class LLMOptions(TypedDict, total=False):
     """A step that runs for longer ends the process with exit code 4, so that it is started again; 0: never. Give more
     where a step of max_num_batched_tokens may take minutes. [default: 300.0]"""
 
+    drain_timeout_s: float | None
+    """How long a service that got SIGTERM goes on: the scheduler with its requests, while it takes no new ones; the
+    executor with its running step. 0, SIGINT (Ctrl-C) or a second signal: not at all. [default: 25.0]"""
+
     log_level: Literal["debug", "info", "warning", "error"] | None
     """What is logged to stderr. [default: info]"""
 

@@ -21,6 +21,7 @@ from cadenza.executor_progress import ExecutorProgress
 from cadenza.local_checks import check_address, check_device, check_files, check_model
 from cadenza.local_options import EXECUTOR, SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
 from cadenza.short_interrupts import quiet_at_exit
+from cadenza.stop_signals import DRAIN_TIMEOUT_S
 from cadenza.supervisor import RestartPolicy, SupervisedService
 from cadenza.transport import format_address
 
@@ -176,8 +177,16 @@ class LocalServices:
                 raise LocalServiceError(self.failure.message) from error
             raise
 
+    def drain(self) -> None:
+        """Let the scheduler finish its requests within its drain_timeout_s and end; `close` ends the executor."""
+        family = self._family
+        _end_supervision(family)
+        setting = self.settings.get("drain_timeout_s")
+        timeout_s = DRAIN_TIMEOUT_S if setting is None else float(setting.value)
+        family.children[SCHEDULER].drain(timeout_s + family.stop_grace_s)
+
     def close(self) -> None:
-        """Stop both with SIGTERM, then SIGKILL; returns when they have exited. A second call does nothing."""
+        """Stop both at once, with SIGINT, then SIGKILL; returns when they have exited. A second call does nothing."""
         self._finalizer()
 
 
@@ -261,15 +270,20 @@ def _stop(family: _Family) -> None:
         return  # a forked child exits: the services belong to its parent
     with quiet_at_exit():
         try:
-            family.stopping.set()
-            if family.watcher is not None and family.watcher is not threading.current_thread():
-                family.watcher.join(timeout=_JOIN_S)
+            _end_supervision(family)
             _stop_children(family, family.stop_grace_s)
-        except KeyboardInterrupt:  # most likely the second Ctrl-C, because the first one led here
+        except (KeyboardInterrupt, SystemExit):  # most likely a second signal, because the first one led here
             _stop_children(family, 0)
             raise
         finally:
             family.kept.close()
+
+
+def _end_supervision(family: _Family) -> None:
+    """Start no service again."""
+    family.stopping.set()
+    if family.watcher is not None and family.watcher is not threading.current_thread():
+        family.watcher.join(timeout=_JOIN_S)
 
 
 def _stop_children(family: _Family, grace_s: float) -> None:

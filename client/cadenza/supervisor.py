@@ -144,8 +144,13 @@ class SupervisedService:
         reason = self._child.exit_reason()  # all of its output has been read now
         if self._ready_at is None and self._child.is_ready:
             self._is_back(now)  # it lived between two looks
-        what = "did not start" if self._ready_at is None else "died"
         self._child.stop(0)
+        if self._ready_at is not None and self._child.exit_code() == 0:
+            # A signal has told it to stop, as in a rolling restart: no death.
+            self._retry_at = now + self._policy.first_delay_s
+            self._on_event(f"the {self._name} was stopped; starting it again in {self._policy.first_delay_s:g} s")
+            return
+        what = "did not start" if self._ready_at is None else "died"
         if self._ready_at is not None and self._made_progress(now - self._ready_at):
             self._num_deaths = 0
         self._record_death(f"{what} ({reason})", now)

@@ -44,6 +44,8 @@ class Lease:
         self.refusal: Refusal | None = None
         """Why the lease ended before its stream; None: it has not."""
         self.serving: asyncio.Task[None] | None = None
+        self.announce_stop: Callable[[], None] = lambda: None
+        """Sends the scheduler a message that the executor stops, after all results so far; set by the session."""
         self._clock = clock
         self._renewed_at = clock()
 
@@ -73,8 +75,18 @@ class Leases:
         self._clock = clock
         self._current: Lease | None = None
         self._last_epoch = 0
+        self._closed: Refusal | None = None
         self._processes: list[tuple[str, int]] = []
         """(scheduler id, incarnation) of the processes that held the executor, in the order of their first sessions."""
+
+    @property
+    def current(self) -> Lease | None:
+        """The lease of the scheduler that holds the executor."""
+        return self._current
+
+    def close(self, refusal: Refusal) -> None:
+        """Refuse every opening from now on."""
+        self._closed = refusal
 
     def take(self, opening: pb.OpenSession, peer: str) -> Lease:
         """Grant the executor to the session that this message opens; raises Refusal.
@@ -102,6 +114,8 @@ class Leases:
 
     def _check(self, opening: pb.OpenSession) -> None:
         """Raise Refusal for an opening that is invalid, fenced, too late or of another scheduler than the holder."""
+        if self._closed is not None:
+            raise self._closed
         if opening.protocol_version != PROTOCOL_VERSION:
             message = f"protocol version {opening.protocol_version} is not supported, {PROTOCOL_VERSION} is"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)

@@ -35,6 +35,8 @@ MAX_TRACED_STEPS = 1000
 _MAX_WAITING = 64
 """Maximum plans that wait for the device and results that wait for the scheduler, together. Only a few may be in
 flight, but each plan over that number has an answer too, and these must not pile up for a scheduler that reads none."""
+_LAST_RESULTS_S = 1.0
+"""How long an executor that stops waits until its scheduler has taken the last results and closed the session."""
 
 _process = psutil.Process()
 
@@ -104,6 +106,25 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             if lease is not None:
                 self._leases.release(lease)
 
+    async def finish(self, timeout_s: float, at_once: asyncio.Event) -> None:
+        """Answer the steps that run, report to the scheduler that this executor stops, refuse other sessions.
+
+        Waits for the steps until timeout_s seconds have passed or `at_once` is set. Plans that have not begun get no
+        answer. The scheduler closes the session: it must not write to a stream that has ended, for gRPC would then
+        give it an error in place of the status.
+        """
+        refusal = Refusal(grpc.StatusCode.UNAVAILABLE, "the executor stops")
+        self._leases.close(refusal)
+        finished = asyncio.wrap_future(self._worker.finish())
+        stopping = asyncio.create_task(at_once.wait())
+        await asyncio.wait((finished, stopping), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        lease = self._leases.current
+        if lease is not None and lease.serving is not None:
+            lease.announce_stop()
+            await asyncio.wait((lease.serving,), timeout=_LAST_RESULTS_S)
+            lease.end(refusal)
+
     async def _opening(self, requests: AsyncIterator[pb.ExecuteRequest]) -> pb.OpenSession:
         """Return the opening message; raises Refusal for another one, or if none comes: streams must not pile up."""
         try:
@@ -123,6 +144,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             lambda step_id: _announce(loop, outbox, step_id),
             scheduler_id=lease.scheduler_id,
         )
+        lease.announce_stop = lambda: outbox.put_nowait(pb.ExecuteResponse(stopping=pb.ExecutorStopping()))
         opened = asyncio.wrap_future(cleared)
         # All of them before the session is open: that waits for the running step, for minutes at worst.
         helpers = [
@@ -312,20 +334,32 @@ class ExecutorAdminServicer(admin_pb2_grpc.ExecutorAdminServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"Profile: {exc}")
 
 
+@dataclass(frozen=True, slots=True)
+class ExecutorServices:
+    """The services of an executor that have a state."""
+
+    execution: ExecutionServicer
+    health: health.aio.HealthServicer
+
+    async def finish(self, timeout_s: float, at_once: asyncio.Event) -> None:
+        """Report NOT_SERVING, and finish the session as `ExecutionServicer.finish` does."""
+        await self.health.enter_graceful_shutdown()
+        await self.execution.finish(timeout_s, at_once)
+
+
 async def add_services(
     server: grpc.aio.Server,
     worker: Worker,
     description: Description,
     heartbeat_s: float = HEARTBEAT_S,
     silence_s: float = SILENCE_S,
-) -> health.aio.HealthServicer:
+) -> ExecutorServices:
     """Register all services of an executor; the model is loaded, so health reports SERVING.
 
     A session ends when its scheduler has sent nothing for silence_s seconds.
     """
-    execution_pb2_grpc.add_ExecutionServiceServicer_to_server(
-        ExecutionServicer(worker, description, heartbeat_s, silence_s), server
-    )
+    execution = ExecutionServicer(worker, description, heartbeat_s, silence_s)
+    execution_pb2_grpc.add_ExecutionServiceServicer_to_server(execution, server)
     admin_pb2_grpc.add_ExecutorAdminServiceServicer_to_server(ExecutorAdminServicer(worker), server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -336,4 +370,4 @@ async def add_services(
     for name in ("", *names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    return health_servicer
+    return ExecutorServices(execution, health_servicer)

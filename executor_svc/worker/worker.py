@@ -168,6 +168,8 @@ class Worker:
         self._session: Session | None = None
         self._scheduler_id = ""
         self._stopping = False
+        # Set to end the work: done when every launched step is answered.
+        self._finished: Future[None] | None = None
         self._running: tuple[int, int] | None = None
         self._last_completed = 0
         self._tracing = TraceRequests()
@@ -176,6 +178,14 @@ class Worker:
     def start(self) -> None:
         """Start the thread; `ready` is done when the executor is built."""
         self._thread.start()
+
+    def finish(self) -> Future[None]:
+        """Drop queued plans and launch no more; the future is done when every launched step is answered."""
+        with self._changed:
+            self._finished = self._finished or Future()
+            self._queue.clear()
+            self._changed.notify()
+            return self._finished
 
     def stop(self, timeout_s: float) -> bool:
         """Drop queued plans and end after the running step; return False if it still runs at the timeout."""
@@ -217,12 +227,12 @@ class Worker:
         return session, opened
 
     def submit(self, session: Session, plan: StepPlan | RejectedPlan, received_ns: int) -> None:
-        """Queue a plan; drop it if its session has ended.
+        """Queue a plan; drop it if its session has ended, or after `finish`.
 
         The answer to a plan over max_inflight_plans is INVALID_PLAN.
         """
         with self._changed:
-            if session.closed:
+            if session.closed or self._finished is not None:
                 return
             limit = self.ready.result().limits.max_inflight_plans
             if session.num_unanswered >= limit:
@@ -286,6 +296,8 @@ class Worker:
                     return begun.popleft()
                 if self._queue and (len(begun) < _MAX_LAUNCHED_STEPS or isinstance(self._queue[0], _Open)):
                     return self._queue.popleft()
+                if self._finished is not None and not begun and not self._finished.done():
+                    self._finished.set_result(None)
                 if len(begun) == _MAX_LAUNCHED_STEPS:
                     # No other work is possible: wait for its result without polling.
                     return begun.popleft()

@@ -23,6 +23,8 @@ from scheduler_svc.engine.journal import JournalUnavailableError
 _LOG = logging.getLogger(__name__)
 _MAX_BYTES = 1000
 """Maximum size of a message: the trailers contain it three times, and clients accept 8 KiB of trailers."""
+_RETRY_AFTER_S = 1.0
+"""The hint while the service starts, drains or stops: another one, or its successor, may serve by then."""
 
 
 class NotServingError(Exception):
@@ -73,6 +75,8 @@ def status_of(exc: Exception) -> status_pb2.Status:
             return make_status(code, f"the message cannot be read: {message}")
         case QueueFullError():
             return make_status(code, message, [retry_info(exc.retry_after_s)])
+        case DrainingError() | NotServingError():
+            return make_status(code, message, [retry_info(_RETRY_AFTER_S)])
     if code is grpc.StatusCode.INTERNAL:
         _LOG.error("a call failed: %s", exc, exc_info=exc)
         message = f"{type(exc).__name__}: {message}"

@@ -311,6 +311,8 @@ class SessionEnd:
     """The newest step that the executor is known to have begun; 0: none."""
     failed_step_id: int = 0
     """The step that failed in an executor that is there to report it; 0: none."""
+    executor_stopped: bool = False
+    """Whether the executor ended the session because it was told to stop: no request caused it."""
 
 
 @dataclass(frozen=True, slots=True)

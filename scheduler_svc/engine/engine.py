@@ -145,6 +145,11 @@ class Engine:
         return self.connected and not self._loop.stalled and not self.draining and self.journal.healthy
 
     @property
+    def num_unfinished(self) -> int:
+        """Number of requests that have not ended."""
+        return len(self._live)
+
+    @property
     def uptime_s(self) -> float:
         """Seconds since the engine was created."""
         return (self.clock.monotonic_ns() - self._started_ns) / 1e9

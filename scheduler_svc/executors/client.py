@@ -32,6 +32,7 @@ from scheduler_svc.plan_loop.ports import (
     ExecutorFencedError,
     ExecutorHeldError,
     ExecutorLostError,
+    ExecutorStoppedError,
     ModelDescription,
     SessionOpened,
     StaleEpochError,
@@ -202,7 +203,10 @@ class GrpcPlanStream:
             raise ExecutorLostError(str(exc)) from exc
 
     async def _read(self) -> pb.ExecuteResponse:
-        """Read the next message; records heartbeats. Raises ExecutorLostError at the end of the stream."""
+        """Read the next message; records heartbeats.
+
+        Raises ExecutorStoppedError if the executor stops, ExecutorLostError at the end of the stream.
+        """
         try:
             message = await self._call.read()
         except asyncio.CancelledError:
@@ -216,6 +220,8 @@ class GrpcPlanStream:
             self.last_heartbeat = message.heartbeat
             self.resident_bytes = message.heartbeat.resident_bytes or self.resident_bytes
             self.begun_step_id = max(self.begun_step_id, message.heartbeat.running_step_id)
+        elif message.WhichOneof("message") == "stopping":
+            raise ExecutorStoppedError("it was told to stop")
         return message
 
     async def _write(self, message: pb.ExecuteRequest) -> None:

@@ -61,6 +61,8 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         """Accept new requests again."""
         try:
             self._front.check_serving()
+            if self._front.is_leaving:
+                raise NotServingError("the service is stopping")
         except NotServingError as exc:
             await abort_with(context, exc)
         self._front.engine.resume()

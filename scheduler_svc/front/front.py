@@ -33,7 +33,9 @@ class Front:
         self._builder: RequestBuilder | None = None
         self._streams: set[asyncio.Event] = set()
         self._num_clients = 0
-        self._stopping = False
+        self._stop_reason = ""
+        self.is_leaving = False
+        """Whether the service is to stop once its requests have ended: it takes no new ones any more."""
 
     @property
     def builder(self) -> RequestBuilder:
@@ -51,16 +53,19 @@ class Front:
         """Accept calls: the engine has started. Called again with another builder when the model changes."""
         self._builder = builder
 
-    def stop(self) -> None:
-        """Reject calls from now on; streams send their available output, then end with UNAVAILABLE."""
-        self._stopping = True
+    def stop(self, detail: str = "") -> None:
+        """Reject calls from now on; streams send their available output, then end with UNAVAILABLE.
+
+        detail: what the status adds for them. A second call changes nothing.
+        """
+        self._stop_reason = self._stop_reason or "the service is stopping" + detail
         for wake in self._streams:
             wake.set()
 
     def check_serving(self) -> None:
         """Raise NotServingError unless calls are served."""
-        if self._stopping:
-            raise NotServingError("the service is stopping")
+        if self._stop_reason:
+            raise NotServingError(self._stop_reason)
         if self.engine.failure is not None:
             raise NotServingError(f"the service is stopping: {self.engine.failure}")
         if self._builder is None:

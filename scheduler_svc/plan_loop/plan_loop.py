@@ -30,6 +30,7 @@ from scheduler_svc.plan_loop.ports import (
     ExecutorLostError,
     ExecutorPort,
     ExecutorState,
+    ExecutorStoppedError,
     ModelDescription,
     PlanStream,
 )
@@ -154,6 +155,8 @@ class PlanLoop:
                 await self._session()
             except ExecutorFencedError:
                 raise
+            except ExecutorStoppedError as exc:
+                _LOG.info("executor %s: %s; requests wait for its successor", self._executor.target, exc)
             except ExecutorLostError as exc:
                 _LOG.warning("executor %s lost: %s; requests wait for it", self._executor.target, exc)
             await self._clock.sleep(_RECONNECT_S)
@@ -192,13 +195,14 @@ class PlanLoop:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
             await stream.close()
             self._stream = None
             self._progress.session_closed()
             self._set_connected(False)
             self.deliver()
-            end = SessionEnd(stream.begun_step_id, self._failed_step_id)
+            stopped = any(isinstance(outcome, ExecutorStoppedError) for outcome in outcomes)
+            end = SessionEnd(stream.begun_step_id, self._failed_step_id, stopped)
             self._listener.on_outputs(self._core.executor_lost(self._executor_id, self._clock.monotonic(), end))
 
     async def _describe_again(self) -> tuple[ModelDescription, Callable[[], None]]:

@@ -70,6 +70,10 @@ class ExecutorLostError(Exception):
     """The plan stream to an executor broke or was rejected; the message has the reason."""
 
 
+class ExecutorStoppedError(ExecutorLostError):
+    """The executor was told to stop and ended the session: no plan caused it, and another executor may come."""
+
+
 class ExecutorFencedError(ExecutorLostError):
     """Another scheduler, or a newer process of this one, has the executor: this one must stop and open no session."""
 

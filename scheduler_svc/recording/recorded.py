@@ -96,7 +96,7 @@ def session_end(message: pb.ExecutorLostCall) -> SessionEnd | None:
     """Return what was known about the end of a session; None in logs of earlier versions."""
     if not message.HasField("end"):
         return None
-    return SessionEnd(message.end.begun_step_id, message.end.failed_step_id)
+    return SessionEnd(message.end.begun_step_id, message.end.failed_step_id, message.end.executor_stopped)
 
 
 def _beams_message(beams: BeamSpec) -> pb.RecordedBeams:

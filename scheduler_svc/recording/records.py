@@ -98,7 +98,11 @@ def executor_lost(executor_id: int, now: float, end: SessionEnd | None = None) -
     """Return the record of an ended session."""
     known = None
     if end is not None:
-        known = pb.SessionEnd(begun_step_id=end.begun_step_id, failed_step_id=end.failed_step_id)
+        known = pb.SessionEnd(
+            begun_step_id=end.begun_step_id,
+            failed_step_id=end.failed_step_id,
+            executor_stopped=end.executor_stopped,
+        )
     return pb.PlanLogRecord(executor_lost=pb.ExecutorLostCall(executor_id=executor_id, now=now, end=known))
 
 

@@ -265,6 +265,38 @@ def test_up_says_ready_and_stops_at_a_signal(fakes, number):
     assert {"--max-num-seqs=3", "--no-enable-prefix-caching"} <= set(fakes.starts("scheduler")[0]["arguments"])
 
 
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [
+        ([signal.SIGINT], ["scheduler SIGINT", "executor SIGINT"]),
+        ([signal.SIGTERM], ["scheduler SIGTERM", "executor SIGINT"]),
+        ([signal.SIGTERM, signal.SIGTERM], ["scheduler SIGTERM", "scheduler SIGINT", "executor SIGINT"]),
+    ],
+)
+def test_up_lets_the_scheduler_finish_at_sigterm_and_stops_it_at_once_at_ctrl_c(fakes, sent, received):
+    """The scheduler first, so that the executor computes its requests."""
+    log = fakes.folder / "signals"
+    last = signal.SIGTERM if len(sent) == 1 else signal.SIGINT
+    for name in ("executor", "scheduler"):
+        handler = (
+            "def take(number, frame):\n"
+            f"    with open({str(log)!r}, 'a') as log:\n"
+            "        print(name, signal.Signals(number).name, file=log)\n"
+            f"    if number in ({int(last)}, signal.SIGINT):\n"
+            "        os._exit(0)\n"
+            "for number in (signal.SIGINT, signal.SIGTERM):\n    signal.signal(number, take)\n"
+        )
+        (fakes.folder / f"{name}.py").write_text(SERVICE.replace("host, _, port", f"{handler}host, _, port", 1))
+    with run_up(fakes, "--port", "0") as up:
+        up.stdout.readline()
+        for number in sent:
+            up.send_signal(number)
+            until(log.exists)
+        assert up.wait(timeout=20) == 0
+        assert "died" not in up.stderr.read()
+    assert log.read_text().splitlines() == received
+
+
 def test_up_stops_while_it_starts(fakes):
     started = fakes.folder / "started"
     (fakes.folder / "executor.py").write_text(f"import time; open({str(started)!r}, 'w').close(); time.sleep(60)")

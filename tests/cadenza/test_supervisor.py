@@ -112,6 +112,18 @@ def test_the_delay_doubles_up_to_its_limit_and_never_ends(world):
     assert RestartPolicy().delay_s(10**6) == 30.0
 
 
+def test_a_service_that_was_told_to_stop_has_not_died(world):
+    """As in a rolling restart, more often than deaths are allowed."""
+    for _ in range(12):
+        world.child.code, world.child.reason = 0, "exit code 0"
+        count = len(world.children)
+        world.run(0.4)
+        assert len(world.children) == count + 1
+        world.child.is_ready = True
+        world.run(TICK_S)
+    assert set(world.events) == {"the executor was stopped; starting it again in 0.2 s"}
+
+
 def test_a_completed_step_takes_the_delay_back_to_its_start(world):
     for _ in range(3):
         world.die_and_return()

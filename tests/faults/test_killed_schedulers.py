@@ -144,20 +144,6 @@ async def test_requests_whose_streams_stay_away_are_aborted(executor: str, tmp_p
         await load.finished()
 
 
-async def test_a_scheduler_that_is_stopped_leaves_its_requests_to_the_next(scheduler: KillableScheduler) -> None:
-    """SIGTERM aborts the streams, but not the requests."""
-    requests = mixed_requests(8, 150)
-    expected = await undisturbed(scheduler, requests)
-    load = scheduler.run(requests)
-    await load.until(lambda outputs: sum(output.num_tokens for output in outputs.values()) > 100)
-    assert scheduler.process is not None
-    scheduler.process.process.send_signal(signal.SIGTERM)
-    await scheduler.process.process.wait()
-    part = await load.finished()
-    await scheduler.restart()
-    check(await scheduler.run(requests).finished(), expected, part)
-
-
 async def test_a_second_process_on_the_directory_is_refused(
     scheduler: KillableScheduler, executor: str, tmp_path: Path
 ) -> None:

@@ -165,9 +165,10 @@ class Bench:
         self.take(self.core.session_opened(0, same_incarnation=True, keeps_kv=True))
         self.core.check_integrity()
 
-    def die(self, *, is_known: bool = True) -> None:
-        """The process dies in the oldest step; `is_known`: it is known to have begun it. Another process follows."""
-        end = SessionEnd(begun_step_id=self.plans[0].step_id if is_known and self.plans else 0)
+    def die(self, *, is_known: bool = True, told_to_stop: bool = False) -> None:
+        """The process dies in the oldest step, or stops; `is_known`: it is known to have begun it. Another follows."""
+        begun = self.plans[0].step_id if is_known and self.plans else 0
+        end = SessionEnd(begun, executor_stopped=told_to_stop)
         self.num_deaths += 1
         self.plans.clear()
         self.executor = CoreExecutor(self.lane.spec, VOCAB_SIZE, self.costs)

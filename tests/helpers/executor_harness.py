@@ -19,7 +19,7 @@ from cadenza.v1 import execution_pb2_grpc, types_pb2
 from executor_svc.app import build_executor
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.description import Description
-from executor_svc.service.servicer import add_services
+from executor_svc.service.servicer import ExecutorServices, add_services
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.worker import Worker
 from tests.helpers.fake_executor import LIMITS, CountingRunner, RecordingPools
@@ -45,8 +45,9 @@ def fake_description() -> Description:
 class Harness:
     """A served executor and a channel to it."""
 
-    def __init__(self, channel: grpc.aio.Channel, runner: Any, pools: Any) -> None:
+    def __init__(self, channel: grpc.aio.Channel, services: ExecutorServices, runner: Any, pools: Any) -> None:
         self.channel = channel
+        self.services = services
         self.stub = execution_pb2_grpc.ExecutionServiceStub(channel)
         self.runner = runner
         self.pools = pools
@@ -124,15 +125,15 @@ def scheduled(*rows: tuple[int, int, bool]) -> pb.ScheduledTokens:
 @contextlib.asynccontextmanager
 async def served(
     worker: Worker, description: Description, silence_s: float = 60.0, heartbeat_s: float = 0.02
-) -> AsyncIterator[grpc.aio.Channel]:
+) -> AsyncIterator[tuple[grpc.aio.Channel, ExecutorServices]]:
     """silence_s: the streams of these tests send no heartbeats."""
     server = grpc.aio.server(options=server_options())
     address = bind(server, "127.0.0.1:0", default_port=0)
-    await add_services(server, worker, description, heartbeat_s=heartbeat_s, silence_s=silence_s)
+    services = await add_services(server, worker, description, heartbeat_s=heartbeat_s, silence_s=silence_s)
     await server.start()
     try:
         async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
-            yield channel
+            yield channel, services
     finally:
         await server.stop(0)
 
@@ -145,8 +146,8 @@ async def fake_executor(silence_s: float = 60.0, heartbeat_s: float = 0.02) -> A
     worker.start()
     await asyncio.wrap_future(worker.ready)
     try:
-        async with served(worker, fake_description(), silence_s, heartbeat_s) as channel:
-            yield Harness(channel, runner, pools)
+        async with served(worker, fake_description(), silence_s, heartbeat_s) as (channel, services):
+            yield Harness(channel, services, runner, pools)
     finally:
         runner.gate.set()
         assert await asyncio.to_thread(worker.stop, 20)
@@ -169,8 +170,8 @@ def model_worker(checkpoint: Path) -> Iterator[tuple[Worker, Description]]:
 @contextlib.asynccontextmanager
 async def model_executor(worker: Worker, description: Description) -> AsyncIterator[Harness]:
     """It, served: one servicer for each use, all over the same worker."""
-    async with served(worker, dataclasses.replace(description)) as channel:
-        yield Harness(channel, None, None)
+    async with served(worker, dataclasses.replace(description)) as (channel, services):
+        yield Harness(channel, services, None, None)
 
 
 EPOCHS = iter(range(1, 100_000))

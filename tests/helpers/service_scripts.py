@@ -11,7 +11,7 @@ from pathlib import Path
 from cadenza.local import LocalServices, Programs
 
 # Listens, notes how it was called in its folder, says ready, and waits. A file `NAME.fail` makes it fail at start;
-# SIGTERM is heeded unless a file `NAME.deaf` is there.
+# Signals end it unless a file `NAME.deaf` is there.
 SERVICE = """
 import json, os, pathlib, signal, socket, sys, time
 folder, name = pathlib.Path(__file__).parent, pathlib.Path(__file__).stem
@@ -21,8 +21,8 @@ print("loading", file=sys.stderr, flush=True)
 if (folder / f"{name}.fail").exists():
     print(f"{name}: no such model", file=sys.stderr)
     sys.exit(3)
-if (folder / f"{name}.deaf").exists():
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN if (folder / f"{name}.deaf").exists() else signal.SIG_DFL)
 host, _, port = sys.argv[sys.argv.index("--listen") + 1].rpartition(":")
 listener = socket.create_server((host, int(port)))
 print("chatter on stdout", flush=True)

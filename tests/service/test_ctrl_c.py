@@ -63,7 +63,7 @@ def any_alive(fakes: Fakes) -> bool:
 
 
 def test_while_the_services_load(fakes):
-    """The executor never gets ready, and heeds no SIGTERM while it loads."""
+    """The executor never gets ready, and heeds no signal while it loads."""
     (fakes.folder / "executor.deaf").touch()
     loads = "print('2026 INFO x: reading', file=sys.stderr, flush=True)\ntime.sleep(600)\n"
     (fakes.folder / "executor.py").write_text(SERVICE.replace("host, _, port", f"{loads}host, _, port", 1))
@@ -72,9 +72,9 @@ def test_while_the_services_load(fakes):
 
 
 def test_twice_while_the_services_stop(fakes):
-    """The first interrupts the program, the second its exit, which waits for a service that does not heed SIGTERM."""
+    """The first interrupts the program, the second its exit, which waits for a service that does not heed SIGINT."""
     stopping, scheduler = fakes.folder / "stopping", fakes.folder / "scheduler.py"
-    deaf = f"signal.signal(signal.SIGTERM, lambda *_: pathlib.Path({str(stopping)!r}).touch())\n"
+    deaf = f"signal.signal(signal.SIGINT, lambda *_: pathlib.Path({str(stopping)!r}).touch())\n"
     scheduler.write_text(SERVICE.replace("host, _, port", f"{deaf}host, _, port", 1))
     script = fakes.folder / "mine.py"
     script.write_text(

@@ -62,7 +62,7 @@ async def test_exceptions(tokenizer_folders, server, ask, kind, words):
             ["StatusCode.INVALID_ARGUMENT sampling_params.top_p: must", "sampling_params.top_p must be over 0"],
         ),
         ("full", error_servers.TAKEN, ["StatusCode.RESOURCE_EXHAUSTED 1 requests wait already", "again in 0:00:01"]),
-        ("starting", error_servers.TAKEN, ["StatusCode.UNAVAILABLE the service is starting"]),
+        ("starting", error_servers.TAKEN, ["StatusCode.UNAVAILABLE the service is starting", "again in 0:00:01"]),
     ],
 )
 async def test_the_pages_program_for_bare_stubs(tokenizer_folders, capsys, server, message, said):

@@ -42,7 +42,9 @@ def check(row, outcome):
     assert type(outcome.error) is (errors.InvalidRequestError if too_large else expected)
     assert outcome.error.code.name == row.status
     assert row.field in str(outcome.error)
-    assert (outcome.retry_s is not None and outcome.retry_s > 0) == (row.server == "full")
+    hinted = row.server == "full" or row.status == "UNAVAILABLE"
+    assert (outcome.retry_s is not None and outcome.retry_s > 0) == hinted
+    assert getattr(outcome.error, "retry_after_s", None) == outcome.retry_s
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

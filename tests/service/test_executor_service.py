@@ -193,6 +193,49 @@ async def test_opening_waits_for_the_running_step_and_drops_queued_plans(fake: H
     assert list(result.token_ids) == [10]
 
 
+async def test_an_executor_that_stops_answers_its_running_step_first(
+    fake: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then it says so; plans that it has not begun get no answer, and no other session is opened."""
+    monkeypatch.setattr(servicer, "_LAST_RESULTS_S", 0.05)
+    fake.runner.gate.clear()
+    stream = await fake.open(1)
+    await stream.plan(1, admitted=[admit(0, [5, 6], [0])], scheduled=scheduled((0, 2, True)))
+    await asyncio.to_thread(fake.runner.entered.acquire)
+    stopping = asyncio.create_task(fake.services.finish(60, asyncio.Event()))
+    watch = health_pb2_grpc.HealthStub(fake.channel).Watch(health_pb2.HealthCheckRequest())
+    while (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING:
+        pass
+    await stream.plan(2, decode_ready=True)
+    other = fake.stream()
+    await other.send(open=pb.OpenSession(scheduler_id="A", epoch=2, protocol_version=1))
+    assert await other.status() is grpc.StatusCode.UNAVAILABLE
+    fake.runner.gate.set()
+    assert list((await stream.result()).token_ids) == [7]
+    while (last := (await stream.receive()).WhichOneof("message")) == "heartbeat":
+        pass
+    assert last == "stopping"
+    # A scheduler that does not close the stream gets a status.
+    assert await stream.status() is grpc.StatusCode.UNAVAILABLE
+    await stopping
+    assert len(fake.runner.batches) == 1
+    watch.cancel()
+
+
+async def test_a_second_signal_does_not_wait_for_the_running_step(fake: Harness) -> None:
+    fake.runner.gate.clear()
+    stream, at_once = await fake.open(1), asyncio.Event()
+    await stream.plan(1, admitted=[admit(0, [5, 6], [0])], scheduled=scheduled((0, 2, True)))
+    await asyncio.to_thread(fake.runner.entered.acquire)
+    stopping = asyncio.create_task(fake.services.finish(60, at_once))
+    at_once.set()
+    while (last := (await stream.receive()).WhichOneof("message")) == "heartbeat":
+        pass
+    assert last == "stopping"
+    stream.call.cancel()
+    await stopping
+
+
 async def test_cancelled_stream_drops_its_queued_plans(fake: Harness) -> None:
     fake.runner.gate.clear()
     stream = await fake.open(1)

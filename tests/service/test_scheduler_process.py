@@ -57,11 +57,12 @@ async def ended(process):
         return await process.wait(), errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_serves_until_a_signal(number):
+@pytest.mark.parametrize(("number", "options"), [(signal.SIGINT, ()), (signal.SIGTERM, ("--drain-timeout-s", "0"))])
+async def test_serves_until_a_signal(number, options):
+    """Ctrl-C stops it at once, and SIGTERM too if it is not to drain."""
     async with (
         executor_served() as (executor, target),
-        started("--executor", target) as process,
+        started("--executor", target, *options) as process,
         grpc.aio.insecure_channel(await address_of(process), options=channel_options()) as channel,
     ):
         stub = generation_pb2_grpc.GenerationServiceStub(channel)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from cadenza import __version__
-from cadenza.cli import chat, fit_costs, generate, loadtest, report, simulate, top, up
+from cadenza.cli import chat, drain, fit_costs, generate, loadtest, report, simulate, top, up
 from cadenza.cli.service_args import FieldOption, GroupedCommand, service_fields, with_fields
 from cadenza.errors import CadenzaError, OptionError
 from cadenza.settings.extras import install_command
@@ -33,8 +33,9 @@ A server, and requests from another terminal:
   cadenza up FOLDER_OR_HUB_ID
   cadenza generate "Hello"
   cadenza chat
-What it is doing:
+What it is doing, and an end without a lost request:
   cadenza top
+  cadenza drain
 Measuring it, and simulating other hardware:
   cadenza loadtest --request-rate 4
   cadenza simulate --executors 1,2,4 --find-max-rate --slo ttft=0.5,tpot=0.05
@@ -65,6 +66,7 @@ _COMMANDS = {
     "generate": _Command(generate, generate.generate, lambda: _for_model("seed"), "serve"),
     "chat": _Command(chat, chat.chat, lambda: _for_model("seed"), "serve"),
     "top": _Command(top, top.top),
+    "drain": _Command(drain, drain.drain),
     "loadtest": _Command(loadtest, loadtest.loadtest, lambda: [*loadtest.load_fields(), *_for_model()], "loadtest"),
     "report": _Command(report, report.report),
     "simulate": _Command(simulate, simulate.simulate, simulate.simulate_fields, "loadtest,scheduler"),

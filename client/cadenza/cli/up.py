@@ -7,7 +7,7 @@ import queue
 import signal
 import sys
 from functools import cache
-from typing import IO, TYPE_CHECKING, Annotated, Any, cast
+from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -17,6 +17,8 @@ from cadenza.transport import SCHEDULER_PORT
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from cadenza.local import LocalServices
 
 HELP = """Serve a model.
 
@@ -30,7 +32,11 @@ Example:
 MODEL is a folder or a Hugging Face hub id; --model gives it too. `cadenza serve` is the same command.
 
 Prints `ready HOST:PORT` on stdout once it can serve. The effective options and the logs of both services go to stderr,
-each line with the name of the service. Ctrl-C or SIGTERM stops both.
+each line with the name of the service.
+
+Ctrl-C stops both at once. SIGTERM lets the scheduler finish its requests, for --drain-timeout-s at most, before both
+stop; a second signal stops them at once. SIGTERM to one of the two services stops it in the same way, and it is started
+again: a rolling restart.
 
 Once both have served, a service that dies is started again, for as long as it takes: after 0.2 s, and after twice the
 time for each death without progress, up to 30 s (scheduler: 5 s). Progress is a completed step of the executor, 10 s
@@ -68,7 +74,7 @@ def up(
 ) -> None:
     """Serve until SIGINT or SIGTERM; raises LocalServiceError if a service does not start the first time."""
     from cadenza.local import LocalServices
-    from cadenza.local_options import EXECUTOR, Setting, read_places
+    from cadenza.local_options import Setting, read_places
     from cadenza.supervisor import RestartPolicy
 
     if named is not None and model not in (None, named):
@@ -82,8 +88,8 @@ def up(
     def value(name: str, default: Any) -> Any:
         return places.get(name, Setting(default)).value
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, _drain)
     restarted: queue.SimpleQueue[str] = queue.SimpleQueue()  # unlike an Event, it may be interrupted by a signal
     with LocalServices(
         value("model", None),
@@ -96,17 +102,29 @@ def up(
         on_back=restarted.put,
         **options,
     ) as services:
-        _print_settings(services, places)
-        sys.stdout.write(f"ready {services.target}\n")
-        sys.stdout.flush()
-        while True:
-            # Python runs a signal's handler once the main thread is awake, and the signal may have woken another one.
-            with contextlib.suppress(queue.Empty):
-                if restarted.get(timeout=_LOOK_S) == EXECUTOR:
-                    _print_settings(services, places)  # values that it chooses itself, as its blocks, may have changed
+        try:
+            _serve(services, places, restarted)
+        except _Drain:
+            _log("cadenza", "the scheduler finishes its requests; a second signal stops it at once")
+            services.drain()
+            _ignore_signals()
+            raise
 
 
-def _print_settings(services: Any, places: Any) -> None:
+def _serve(services: LocalServices, places: Any, restarted: queue.SimpleQueue[str]) -> NoReturn:
+    from cadenza.local_options import EXECUTOR
+
+    _print_settings(services, places)
+    sys.stdout.write(f"ready {services.target}\n")
+    sys.stdout.flush()
+    while True:
+        # Python runs a signal's handler once the main thread is awake, and the signal may have woken another one.
+        with contextlib.suppress(queue.Empty):
+            if restarted.get(timeout=_LOOK_S) == EXECUTOR:
+                _print_settings(services, places)  # values that it chooses itself, as its blocks, may have changed
+
+
+def _print_settings(services: LocalServices, places: Any) -> None:
     import grpc
 
     from cadenza.cli.effective_options import effective_options
@@ -164,8 +182,22 @@ def _log(service: str, line: str) -> None:
         name = f"{'':{_NAME_CELLS}} │ "
 
 
+class _Drain(SystemExit):
+    """SIGTERM: the scheduler is to finish its requests before both services stop."""
+
+
+def _drain(number: int, frame: object) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, _stop)
+    raise _Drain(0)
+
+
 def _stop(number: int, frame: object) -> None:
-    # Stopping has its own time limits; further signals must not interrupt it and leave child processes behind.
+    _ignore_signals()
+    raise SystemExit(0)
+
+
+def _ignore_signals() -> None:
+    """Stopping has its own time limits; further signals must not interrupt it and leave child processes behind."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
-    raise SystemExit(0)

@@ -498,6 +498,7 @@ class ExecuteResponse(_message.Message):
     OPENED_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    STOPPING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___SessionOpened:
         """Answers OpenSession. Only heartbeats may come before it."""
@@ -512,22 +513,47 @@ class ExecuteResponse(_message.Message):
         belongs to another session.
         """
 
+    @_builtins.property
+    def stopping(self) -> Global___ExecutorStopping:
+        """The executor was told to stop. The last message: the scheduler closes the stream."""
+
     def __init__(
         self,
         *,
         opened: Global___SessionOpened | None = ...,
         result: Global___StepResult | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        stopping: Global___ExecutorStopping | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "result", b"result", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "result", b"result", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "result", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "result", "heartbeat", "stopping"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___ExecuteResponse: _TypeAlias = ExecuteResponse  # noqa: Y015
+
+@_typing.final
+class ExecutorStopping(_message.Message):
+    """ExecutorStopping reports that the executor was told to stop, and that another one may come at its address. All steps
+    that it had begun are answered, unless they took too long. No plan is to blame for the end of the session. A stream
+    that the scheduler does not close within a second ends with UNAVAILABLE.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExecutorStopping: _TypeAlias = ExecutorStopping  # noqa: Y015
 
 @_typing.final
 class OpenSession(_message.Message):

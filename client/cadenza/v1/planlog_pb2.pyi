@@ -361,19 +361,23 @@ class SessionEnd(_message.Message):
 
     BEGUN_STEP_ID_FIELD_NUMBER: _builtins.int
     FAILED_STEP_ID_FIELD_NUMBER: _builtins.int
+    EXECUTOR_STOPPED_FIELD_NUMBER: _builtins.int
     begun_step_id: _builtins.int
     """The newest step that the executor is known to have begun; 0: none."""
     failed_step_id: _builtins.int
     """The step that failed in an executor that reported it; 0: none."""
+    executor_stopped: _builtins.bool
+    """Whether the executor ended the session because it was told to stop."""
     def __init__(
         self,
         *,
         begun_step_id: _builtins.int = ...,
         failed_step_id: _builtins.int = ...,
+        executor_stopped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_step_id", b"begun_step_id", "failed_step_id", b"failed_step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_step_id", b"begun_step_id", "executor_stopped", b"executor_stopped", "failed_step_id", b"failed_step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,8 +27,11 @@ _MAX_BEGUN_STEPS = 2
 
 
 def begun_steps(lane: Lane, end: SessionEnd) -> BegunSteps:
-    """The lane's plans in flight that its executor may have begun; only the failed one if it reported one."""
-    steps = list(lane.inflight)[:_MAX_BEGUN_STEPS]
+    """The lane's plans in flight that may have ended its executor: those that it may have begun, or the failed one.
+
+    None if the executor was told to stop.
+    """
+    steps = [] if end.executor_stopped else list(lane.inflight)[:_MAX_BEGUN_STEPS]
     if end.failed_step_id:
         steps = [step for step in lane.inflight if step.plan.step_id == end.failed_step_id]
     computed: dict[Sequence, range] = {}

@@ -128,6 +128,23 @@ def test_two_steps_are_begun_and_answered_in_order(rig: Rig) -> None:
     assert rig.worker.activity().step_id == 0
 
 
+def test_to_finish_answers_the_begun_steps_and_drops_the_others(rig: Rig) -> None:
+    rig.submit(1, 2, 3)
+    first, second = rig.launched(), rig.launched()
+    finished = rig.worker.finish()
+    rig.submit(4)
+    first.end()
+    assert rig.answers(1) == [(1, StepStatus.OK)]
+    assert not finished.done()
+    second.end()
+    finished.result(10)
+    assert rig.answers(1) == [(2, StepStatus.OK)]
+    rig.submit(5)
+    assert rig.worker.finish() is finished
+    assert rig.worker.stop(10)
+    assert rig.executor.launched.empty()
+
+
 def test_a_plan_that_comes_while_one_step_runs_is_begun(rig: Rig) -> None:
     rig.submit(1)
     first = rig.launched()

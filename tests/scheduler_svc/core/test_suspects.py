@@ -199,3 +199,18 @@ def test_whatever_the_load(seed: int) -> None:
 def suspects(core: Scheduler) -> set[str]:
     """The ids of the requests that are suspected."""
     return {group.spec.request_id for group in core._requests.suspects}
+
+
+def test_an_executor_that_is_told_to_stop_makes_no_suspects() -> None:
+    """Stopped in every step of one request, again and again: no trial, no error, the same tokens."""
+    bench = Bench()
+    bench.add("r", 7, max_tokens=6)
+    for _ in range(3 * MAX_DEATHS_ALONE):
+        bench.plan()
+        bench.plan()
+        bench.die(told_to_stop=True)
+        assert not bench.core._requests.suspects
+        bench.plan()
+        bench.apply()
+    bench.run()
+    check_others(bench)

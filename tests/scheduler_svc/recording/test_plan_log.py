@@ -20,6 +20,7 @@ from scheduler_svc.core.types import (
     ExecutorSpec,
     FinishDetail,
     RequestSpec,
+    SessionEnd,
     StepPlan,
 )
 from scheduler_svc.executors.convert import model_description, step_plan, step_result
@@ -31,6 +32,7 @@ from scheduler_svc.recording.recorded import (
     request_message,
     request_spec,
     result_message,
+    session_end,
 )
 from scheduler_svc.replay import __main__ as replay
 from scheduler_svc.replay import core_replay
@@ -280,6 +282,11 @@ def test_a_record_that_cannot_be_made_ends_the_recording(tmp_path: Path, caplog:
     assert read(tmp_path / "log") == ([], 0)
     (logged,) = caplog.records
     assert logged.levelname == "ERROR"
+
+
+@pytest.mark.parametrize("end", [None, SessionEnd(), SessionEnd(5, 4), SessionEnd(5, 0, executor_stopped=True)])
+def test_a_recorded_session_end_is_read_back(end: SessionEnd | None) -> None:
+    assert session_end(records.executor_lost(0, 1.5, end).executor_lost) == end
 
 
 def test_differences_name_the_fields() -> None:

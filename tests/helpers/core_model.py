@@ -39,6 +39,7 @@ from scheduler_svc.executors.convert import step_plan, step_result
 from tests.executor_svc.driver import Model
 
 _STEP_S = 0.01
+_MAX_CUTS = 40
 _EPOCH = 1
 
 
@@ -229,7 +230,9 @@ class Rig:
             self._plans.clear()
             self._lose_memory()
             self._take(self.core.executor_lost(0, self._now))
-        if self.setting.cuts_every and self._num_applied % self.setting.cuts_every == 0:
+        cuts_every = self.setting.cuts_every
+        # Not for ever: a prompt with logprobs begins anew after each cut.
+        if cuts_every and self._num_applied % cuts_every == 0 and self._num_applied < _MAX_CUTS * cuts_every:
             self._cut_session()
 
     def _cut_session(self) -> None:

@@ -18,7 +18,7 @@ from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import Finish, FinishDetail, SequenceState, SessionEnd
 
-MAX_DEATHS_ALONE = 2
+MAX_DEATHS_ALONE = 3
 """A request whose trials without another request end in this many deaths at one position finishes with an error."""
 _MAX_OTHER_DEATHS = 2
 """A suspect is left out of the suspects of this many later deaths outside of trials."""

@@ -58,7 +58,10 @@ class Unread:
         if not message.HasField("opened"):
             await asyncio.Event().wait()
 
-    async def abort(self, code: grpc.StatusCode, message: str) -> None:
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    async def abort(self, code: grpc.StatusCode, message: str, _trailing: object = ()) -> None:
         self.aborted = code, message
 
 

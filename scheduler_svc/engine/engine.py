@@ -13,12 +13,12 @@ from functools import partial
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import DrainingError, QueueFullError, RequestExistsError, UnknownRequestError
 from scheduler_svc.core.lanes.planned_step import PlannedStep
-from scheduler_svc.core.outputs import BeamOutput, StepOutputs
+from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequences.sequence import Sequence as CoreSequence
 from scheduler_svc.core.steps.results import context_lens
-from scheduler_svc.core.types import Finish, FinishDetail, RequestKey, StepResult, TokenLogprobs
+from scheduler_svc.core.types import FinishDetail, RequestKey, StepResult
 from scheduler_svc.engine.activity_log import ActivityLog
+from scheduler_svc.engine.apply_outputs import apply_outputs
 from scheduler_svc.engine.deadlines import Deadlines
 from scheduler_svc.engine.freed_memory import FreedMemory, release_finished
 from scheduler_svc.engine.journal import Journal, NoJournal
@@ -290,21 +290,7 @@ class Engine:
     def on_outputs(self, outputs: StepOutputs) -> None:
         """Apply outputs to the live requests, then notify each one's listener once."""
         now = self.clock.monotonic_ns()
-        touched: dict[RequestKey, LiveRequest] = {}
-        for sequence, prompt_logprobs in outputs.prompt_logprobs:
-            live = self._live.get(sequence.group.key)
-            if live is not None and live.prompt_logprobs is not None:
-                touched[sequence.group.key] = live
-                live.prompt_logprobs.extend(prompt_logprobs)
-        for sequence, token_id in zip(outputs.sequences, outputs.token_ids, strict=True):
-            logprobs = outputs.logprobs.get(sequence)
-            self._extend(
-                touched, sequence, (token_id,), (logprobs,) if logprobs else (), outputs.finishes.get(sequence)
-            )
-        for sequence, finish in outputs.finishes.items():
-            self._extend(touched, sequence, (), (), finish)
-        for beam in outputs.hypotheses:
-            self._extend(touched, beam, beam.token_ids, (), beam.finish, beam.cumulative_logprob)
+        touched = apply_outputs(outputs, self._live, self._core.stop_sample)
         self.journal.on_outputs(touched.values())
         for key, live in touched.items():
             if not live.times.first_token_ns and live.num_completion_tokens:
@@ -318,25 +304,6 @@ class Engine:
         finished = self._core.take_finished()
         self._recorder.on_finished(finished)
         release_finished(finished)
-
-    def _extend(
-        self,
-        touched: dict[RequestKey, LiveRequest],
-        sequence: CoreSequence | BeamOutput,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...],
-        finish: Finish | None,
-        cumulative_logprob: float | None = None,
-    ) -> None:
-        """Apply outputs to one sample, unless it has finished here already."""
-        key, index = sequence.group.key, sequence.sample_index
-        live = self._live.get(key)
-        # A beam search has more sequences than results.
-        if live is None or index >= len(live.samples) or live.samples[index].finish is not None:
-            return
-        touched[key] = live
-        if live.samples[index].extend(token_ids, logprobs, finish, cumulative_logprob) is not None:
-            self._core.stop_sample(key, index)
 
     def on_planned(self, step: PlannedStep) -> None:
         """Record times and preemption counts of the step's requests."""

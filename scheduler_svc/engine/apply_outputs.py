@@ -1,0 +1,48 @@
+"""A step's outputs to the live requests they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from scheduler_svc.core.outputs import BeamOutput, StepOutputs
+from scheduler_svc.core.sequences.sequence import Sequence
+from scheduler_svc.core.types import Finish, RequestKey, TokenLogprobs
+from scheduler_svc.engine.live_request import LiveRequest
+
+
+def apply_outputs(
+    outputs: StepOutputs, lives: Mapping[RequestKey, LiveRequest], stop_sample: Callable[[RequestKey, int], object]
+) -> dict[RequestKey, LiveRequest]:
+    """Extend the requests; returns those with something new. `stop_sample`: ends one at a stop string."""
+    touched: dict[RequestKey, LiveRequest] = {}
+
+    def extend(
+        sequence: Sequence | BeamOutput,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        finish: Finish | None,
+        cumulative_logprob: float | None = None,
+    ) -> None:
+        """Apply outputs to one sample, unless it has finished here already."""
+        key, index = sequence.group.key, sequence.sample_index
+        live = lives.get(key)
+        # A beam search has more sequences than results.
+        if live is None or index >= len(live.samples) or live.samples[index].finish is not None:
+            return
+        touched[key] = live
+        if live.samples[index].extend(token_ids, logprobs, finish, cumulative_logprob) is not None:
+            stop_sample(key, index)
+
+    for sequence, prompt_logprobs in outputs.prompt_logprobs:
+        live = lives.get(sequence.group.key)
+        if live is not None and live.prompt_logprobs is not None:
+            touched[sequence.group.key] = live
+            live.prompt_logprobs.extend(prompt_logprobs)
+    for sequence, token_id in zip(outputs.sequences, outputs.token_ids, strict=True):
+        logprobs = outputs.logprobs.get(sequence)
+        extend(sequence, (token_id,), (logprobs,) if logprobs else (), outputs.finishes.get(sequence))
+    for sequence, finish in outputs.finishes.items():
+        extend(sequence, (), (), finish)
+    for beam in outputs.hypotheses:
+        extend(beam, beam.token_ids, (), beam.finish, beam.cumulative_logprob)
+    return touched

@@ -33,7 +33,7 @@ class Outcome:
     timeout_s: float | None = None
 
 
-class Violation(Exception):  # noqa: N818
+class Violation(Exception):
     """A broken promise."""
 
 
@@ -98,9 +98,8 @@ def _require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
             for mine, theirs in zip(found["samples"], value, strict=True):
                 for field_name in theirs:
                     if mine[field_name] != theirs[field_name]:
-                        raise Violation(
-                            f"{field_name} of sample {mine['index']} is {mine[field_name]!r}, not {theirs[field_name]!r}"
-                        )
+                        difference = f"is {mine[field_name]!r}, not {theirs[field_name]!r}"
+                        raise Violation(f"{field_name} of sample {mine['index']} {difference}")
         elif found[name] != value:
             raise Violation(f"{name} is {found[name]!r}, not {value!r}")
 
@@ -108,10 +107,8 @@ def _require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def _check_part(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """All that has come begins as the undisturbed run's does."""
     wholes = {sample["index"]: sample for sample in expected["samples"]}
-    if (
-        found["prompt_logprobs"]
-        and expected["prompt_logprobs"][: len(found["prompt_logprobs"])] != found["prompt_logprobs"]
-    ):
+    rows = found["prompt_logprobs"] or []
+    if rows and expected["prompt_logprobs"][: len(rows)] != rows:
         raise Violation("prompt logprobs of a part differ")
     for sample in found["samples"]:
         whole = wholes[sample["index"]]

@@ -62,7 +62,7 @@ class FaultRunner:
         """Wait until nothing is wrong and health is SERVING."""
         try:
             async with asyncio.timeout(RECOVERY_LIMIT_S):
-                while self._services.truth.reasons or not self._watch.is_serving:
+                while self._services.truth.reasons or not self._watch.is_serving:  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
             self._report(f"no recovery after {RECOVERY_LIMIT_S:g} s; wrong: {self._services.truth.reasons}")
@@ -183,7 +183,7 @@ class FaultRunner:
     async def _jump(self, fault: Fault) -> None:
         """An hour ahead or behind, and back after a while."""
         self._load.note_all("clock jump")
-        self._services.clock.shift(_HOUR_S if fault.draw < 0.5 else -_HOUR_S)  # noqa: PLR2004
+        self._services.clock.shift(_HOUR_S if fault.draw < 0.5 else -_HOUR_S)
         await asyncio.sleep(fault.duration_s)
         self._load.note_all("clock jump")
         self._services.clock.shift(0)

@@ -1,4 +1,4 @@
-"""The requests of a run: every algorithm, with prompts that share prefixes; and their outputs in a form that compares."""
+"""The requests of a run: every algorithm, with prompts that share prefixes; their outputs in a form that compares."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A service as chaos starts it: `python -m tests.chaos.service MODULE …`, with options that change between two starts.
+"""A service as chaos starts it, `python -m tests.chaos.service MODULE …`: its options change between two starts.
 
-The file that CHAOS_OPTIONS names is a JSON object; it is read at each start. `arguments` are added to the executor's, and
-the scheduler gets `executor`, the address of a relay, in place of the executor's own, which goes to a file for the relay.
+The file that CHAOS_OPTIONS names is a JSON object; it is read at each start. `arguments` are added to the executor's.
+The scheduler gets `executor`, the address of a relay, in place of the executor's own, which goes to a file for the
+relay.
 """
 
 from __future__ import annotations

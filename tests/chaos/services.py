@@ -60,7 +60,7 @@ class Services:
     history: History
     is_simulated: bool
     journal: Path
-    is_own_disk: bool
+    is_own_disk: bool = False
     """Whether the journal has a small file system of its own."""
     marks: list[Mark] = field(default_factory=list)
 
@@ -91,10 +91,9 @@ class Services:
 
     def mark(self, what: str, at: float | None = None) -> None:
         """Record a moment, now if not given."""
-        self.marks.append(Mark(time.monotonic() if at is None else at, what))
-        self.history.write(
-            "mark", what=what, moment_s=round(self.marks[-1].at - time.monotonic() + self.history.now(), 4)
-        )
+        now = time.monotonic()
+        self.marks.append(Mark(now if at is None else at, what))
+        self.history.write("mark", what=what, ago_s=round(now - self.marks[-1].at, 4))
 
     def on_log(self, service: str, line: str) -> None:
         """A line of a log has come."""
@@ -186,21 +185,12 @@ async def running_services(folder: Path, model: Path, history: History, *, simul
             _write_options(folder, executor_link.address, LIMITS, simulated)
             local = await asyncio.to_thread(_start, model, journal, simulated, folder, later)
             try:
-                found.append(
-                    Services(
-                        folder,
-                        local,
-                        executor_link,
-                        client_link,
-                        clock,
-                        Truth(),
-                        history,
-                        simulated,
-                        journal,
-                        is_own_disk,
-                    )
+                services = Services(
+                    folder, local, executor_link, client_link, clock, Truth(), history, simulated, journal
                 )
-                yield found[0]
+                services.is_own_disk = is_own_disk
+                found.append(services)
+                yield services
             finally:
                 await asyncio.to_thread(local.close)
     for name in (*clock.environment, VARIABLE):

@@ -26,7 +26,7 @@ def splits(
 ) -> dict[str, list[float]]:
     """Seconds of each part of the stalls of streams under kills of a service.
 
-    Noticing: from the kill until the scheduler has lost its session, or the supervisor has noticed the scheduler's death;
+    Noticing: from the kill until the scheduler has lost its session, or until the supervisor has noticed its death;
     restart: until the new process starts; loading: until the next session is open; recompute: until the stream's next
     token; stall: from the stream's last token before the kill until that one. A kill counts only if no other fault
     came before the next session was open.

@@ -67,7 +67,7 @@ def draw_schedule(seed: int, count: int, *, simulated: bool) -> list[Fault]:
         Fault(
             number=number,
             kind=kind,
-            after_s=round(rng.uniform(0.05, 0.8), 3),
+            after_s=round(rng.uniform(0.1, 1.2), 3),
             duration_s=round(rng.uniform(_SHORTEST_S, _LONGEST_S.get(kind, _USUAL_LONGEST_S)), 3),
             waits=rng.random() < 0.75,
             draw=rng.random(),

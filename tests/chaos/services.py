@@ -117,8 +117,8 @@ class Services:
         """A service that had died is ready again."""
         process = self.process(service)
         if process is not None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self.mark(f"{service} started", process.create_time() - time.time() + time.monotonic())
+            with contextlib.suppress(OSError):
+                self.mark(f"{service} started", _started_at(process.pid))
         self.mark(f"{service} ready")
         self.truth.end(service)
         if service == EXECUTOR:
@@ -149,6 +149,12 @@ class Services:
         if process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.rlimit(psutil.RLIMIT_FSIZE, (size, psutil.RLIM_INFINITY))
+
+
+def _started_at(pid: int) -> float:
+    """When a process was started, on the monotonic clock; OSError if it is gone."""
+    after_boot_s = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return after_boot_s - time.clock_gettime(time.CLOCK_BOOTTIME) + time.monotonic()
 
 
 def _write_options(

@@ -36,7 +36,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "allowed ids": {"temperature": 1.0, "allowed_token_ids": [*range(60, 120)]},
 }
 KINDS = tuple(_KINDS)
-_PROMPTS_OF_A_KIND = 6
+PROMPTS_OF_A_KIND = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class Body:
         return replace(self, params=replace(self.params, seed=seed))
 
 
-def catalogue(seed: int) -> list[Body]:
-    """Each kind with several prompts, many of which begin alike."""
+def catalogue(seed: int, num_prompts: int = PROMPTS_OF_A_KIND) -> list[Body]:
+    """Each kind with so many prompts, many of which begin alike."""
     rng = Random(f"requests {seed}")
     stems = [rng.choices(_TEXT_IDS, k=length) for length in (16, 40, 64)]
     bodies = []
-    for number in range(_PROMPTS_OF_A_KIND):
+    for number in range(num_prompts):
         for index, (kind, fields) in enumerate(_KINDS.items()):
             params = {"ignore_eos": True, "seed": 1000 * number + index, "max_tokens": rng.randint(16, 150), **fields}
             bodies.append(Body(kind, _prompt(rng, stems), SamplingParams(**params)))

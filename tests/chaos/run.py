@@ -14,7 +14,7 @@ from tests.chaos.faults import FaultRunner
 from tests.chaos.health import LIMIT_S, HealthWatch
 from tests.chaos.history import History
 from tests.chaos.load import Load, undisturbed
-from tests.chaos.requests import Body, catalogue
+from tests.chaos.requests import PROMPTS_OF_A_KIND, Body, catalogue
 from tests.chaos.schedule import Fault
 from tests.chaos.services import LIMITS, Services, running_services
 from tests.chaos.stalls import figures, percentile
@@ -38,7 +38,14 @@ class Report:
 
 
 async def run_chaos(
-    folder: Path, schedule: list[Fault], *, seed: int, executor: str, seconds: float, num_clients: int = NUM_CLIENTS
+    folder: Path,
+    schedule: list[Fault],
+    *,
+    seed: int,
+    executor: str,
+    seconds: float,
+    num_clients: int = NUM_CLIENTS,
+    num_prompts: int = PROMPTS_OF_A_KIND,
 ) -> Report:
     """Run a schedule; folder: an empty one, for the history and all files; executor: "simulated" or "cpu"."""
     model = make_llama(folder / "model", tokenizer=True, vocab_size=300, max_position_embeddings=1024)
@@ -55,7 +62,10 @@ async def run_chaos(
 
     try:
         async with running_services(folder, model, history, simulated=executor == "simulated") as services:
-            await _run(services, schedule, report, violated, seed=seed, seconds=seconds, num_clients=num_clients)
+            bodies = catalogue(seed, num_prompts)
+            await _run(
+                services, bodies, schedule, report, violated, seed=seed, seconds=seconds, num_clients=num_clients
+            )
     finally:
         history.close()
     return report
@@ -63,6 +73,7 @@ async def run_chaos(
 
 async def _run(
     services: Services,
+    bodies: list[Body],
     schedule: list[Fault],
     report: Report,
     violated: Any,
@@ -71,7 +82,6 @@ async def _run(
     seconds: float,
     num_clients: int,
 ) -> None:
-    bodies = catalogue(seed)
     known = [place for place, body in enumerate(bodies) if not body.draws_seed]
     found = await undisturbed(services.target, [bodies[place] for place in known], num_clients)
     services.history.write("undisturbed", count=len(found))

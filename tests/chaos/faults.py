@@ -21,7 +21,7 @@ _LOOK_S = 0.02
 _HOUR_S = 3600.0
 _SLOW_DELAY_S = 0.12
 _SLOW_BYTES_PER_S = 60_000.0
-_HANG_BEFORE_S = 0.5
+_DAMAGE_LIMIT_S = 5.0
 
 
 class FaultRunner:
@@ -128,12 +128,26 @@ class FaultRunner:
     async def _on_link(self, link: Relay, place: str, what: str, fault: Fault) -> None:
         if what == "cut":
             link.cut()
-        elif what == "halve":
-            link.num_to_halve = 1 + int(3 * fault.draw)
-        elif what == "repeat":
-            link.num_to_repeat = 1 + int(5 * fault.draw)
+        elif what in ("halve", "repeat"):
+            await self._damage(link, place, what, fault)
         else:
             await self._for_a_while(link, place, what, fault)
+
+    async def _damage(self, link: Relay, place: str, what: str, fault: Fault) -> None:
+        """Return once all chunks were damaged: connections that are made meanwhile may break too."""
+        reason = f"{place} link: {what}"
+        if place == "executor":
+            self._services.truth.begin(reason, must=False)
+        if what == "halve":
+            link.num_to_halve = 1 + int(3 * fault.draw)
+        else:
+            link.num_to_repeat = 1 + int(5 * fault.draw)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DAMAGE_LIMIT_S):
+                while link.num_to_halve or link.num_to_repeat:  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
+        link.num_to_halve = link.num_to_repeat = 0
+        self._services.truth.end(reason)
 
     async def _for_a_while(self, link: Relay, place: str, what: str, fault: Fault) -> None:
         reason, truth = f"{place} link: {what}", self._services.truth

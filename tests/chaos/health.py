@@ -40,8 +40,9 @@ class Truth:
         self._changed()
 
     def end(self, reason: str) -> None:
-        """It is right again."""
+        """It is right again. If something else is wrong, its time starts again: what a link held arrives only now."""
         if self._wrong.pop(reason, None) is not None:
+            self.wrong_since = None
             self._changed()
 
     def _changed(self) -> None:

@@ -62,7 +62,9 @@ ALLOWED: dict[str, Outcome] = {
     "one sample ended, the other was cancelled": outcome(
         change(part(4, "aborted", "abort"), "finish", "aborted"), "cancel"
     ),
-    "the beams of a cancelled search": outcome(change(part(4, "aborted", "abort"), "token_ids", [9]), "cancel", searches=True),
+    "the beams of a cancelled search": outcome(
+        change(part(4, "aborted", "abort"), "token_ids", [9]), "cancel", searches=True
+    ),
     "poison": outcome(change({**content(), "samples": content()["samples"][:1]}, "finish", "executor_error"), "poison"),
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
 PYTEST := -m pytest -n $(TEST_WORKERS) --dist worksteal
 # What `make check` runs, without those marked slow: one folder for each part of the product, but for the kernels.
-FAST_TESTS := tests/cadenza tests/scheduler_svc tests/executor_svc tests/benchmarks tests/docs tests/simulation \
+FAST_TESTS := tests/cadenza tests/scheduler_svc tests/executor_svc tests/benchmarks tests/docs tests/simulation tests/chaos \
   --ignore tests/executor_svc/cpu --ignore tests/executor_svc/gpu
 # Where `make wheel` puts the wheel.
 DIST ?= dist

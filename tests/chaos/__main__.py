@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.common.other_load import OtherLoad
 from benchmarks.common.rows import append_row, make_row
 from tests.chaos.history import read_schedule
-from tests.chaos.run import Report, params, run_chaos
+from tests.chaos.run import Report, RunOptions, params, run_chaos
 from tests.chaos.schedule import draw_schedule
 
 _HOUR_S = 3600.0
@@ -42,16 +42,15 @@ def main(arguments: list[str] | None = None) -> int:
         schedule = draw_schedule(options.seed, options.faults, simulated=options.executor == "simulated")
     folder = options.out or Path(tempfile.mkdtemp(prefix="cadenza-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
+    run = RunOptions(options.seed, options.executor, options.seconds)
     with OtherLoad() as other:
-        report = asyncio.run(
-            run_chaos(folder, schedule, seed=options.seed, executor=options.executor, seconds=options.seconds)
-        )
+        report = asyncio.run(run_chaos(folder, schedule, run))
     _print(report, options.executor)
     if options.record:
         row = make_row(
             "chaos",
             seed=options.seed,
-            params=params(options.executor, report),
+            params=params(run, report),
             repeats=[_metrics(report)],
             other_cores=[other.cores],
         )

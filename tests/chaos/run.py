@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cadenza import AsyncClient
 from tests.chaos.checker import Violation, check
 from tests.chaos.faults import FaultRunner
-from tests.chaos.health import LIMIT_S, HealthWatch
+from tests.chaos.health import LIMIT_S, SLACK_S, HealthWatch
 from tests.chaos.history import History
 from tests.chaos.load import Load, undisturbed
 from tests.chaos.requests import PROMPTS_OF_A_KIND, Body, catalogue
@@ -23,6 +24,22 @@ from tests.checkpoints import make_llama
 NUM_CLIENTS = 20
 _FREE_LIMIT_S = 60.0
 _CALM_BEFORE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What a run is made of, besides its schedule."""
+
+    seed: int
+    executor: str
+    """"simulated" or "cpu", a tiny model."""
+    seconds: float
+    """No fault begins later."""
+    num_clients: int = NUM_CLIENTS
+    num_prompts: int = PROMPTS_OF_A_KIND
+    """Of each kind of request."""
+    slack_s: float = SLACK_S
+    """How far health may be over its limit."""
 
 
 @dataclass
@@ -37,21 +54,11 @@ class Report:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-async def run_chaos(
-    folder: Path,
-    schedule: list[Fault],
-    *,
-    seed: int,
-    executor: str,
-    seconds: float,
-    num_clients: int = NUM_CLIENTS,
-    num_prompts: int = PROMPTS_OF_A_KIND,
-) -> Report:
-    """Run a schedule; folder: an empty one, for the history and all files; executor: "simulated" or "cpu"."""
+async def run_chaos(folder: Path, schedule: list[Fault], options: RunOptions) -> Report:
+    """Run a schedule; folder: an empty one, for the history and all files."""
     model = make_llama(folder / "model", tokenizer=True, vocab_size=300, max_position_embeddings=1024)
     history = History(folder / "history.jsonl")
-    options = {"seed": seed, "executor": executor, "num_clients": num_clients, "seconds": seconds}
-    history.write("run", options=options)
+    history.write("run", options=asdict(options))
     for fault in schedule:
         history.write("scheduled", fault=fault.to_json())
     report = Report()
@@ -61,54 +68,44 @@ async def run_chaos(
         history.write("violation", text=text[:2000])
 
     try:
-        async with running_services(folder, model, history, simulated=executor == "simulated") as services:
-            bodies = catalogue(seed, num_prompts)
-            await _run(
-                services, bodies, schedule, report, violated, seed=seed, seconds=seconds, num_clients=num_clients
-            )
+        async with running_services(folder, model, history, simulated=options.executor == "simulated") as services:
+            await _run(services, schedule, options, report, violated)
     finally:
         history.close()
     return report
 
 
 async def _run(
-    services: Services,
-    bodies: list[Body],
-    schedule: list[Fault],
-    report: Report,
-    violated: Any,
-    *,
-    seed: int,
-    seconds: float,
-    num_clients: int,
+    services: Services, schedule: list[Fault], options: RunOptions, report: Report, violated: Callable[[str], None]
 ) -> None:
+    bodies = catalogue(options.seed, options.num_prompts)
     known = [place for place, body in enumerate(bodies) if not body.draws_seed]
-    found = await undisturbed(services.target, [bodies[place] for place in known], num_clients)
+    found = await undisturbed(services.target, [bodies[place] for place in known], options.num_clients)
     services.history.write("undisturbed", count=len(found))
     load = Load(lambda: services.client_link.address, bodies, services.history, violated)
     load.expected.update(zip(known, found, strict=True))
-    watch = HealthWatch(services.target, services.truth, violated)
+    watch = HealthWatch(services.target, services.truth, violated, slack_s=options.slack_s)
     watching = asyncio.create_task(watch.run())
     try:
-        load.start(num_clients, seed)
+        load.start(options.num_clients, options.seed)
         await asyncio.sleep(_CALM_BEFORE_S)
         began = time.monotonic()
         runner = FaultRunner(services, load, watch, services.history, violated)
-        await runner.run(schedule, asyncio.get_running_loop().time() + seconds)
+        await runner.run(schedule, asyncio.get_running_loop().time() + options.seconds)
         await load.end()
         report.seconds = time.monotonic() - began
         await _check_free(services, violated)
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-    await _verify_drawn(services, load, bodies, num_clients)
+    await _verify_drawn(services, load, bodies, options.num_clients)
     report.num_faults = sum(runner.happened.values())
     report.by_kind = dict(sorted(runner.happened.items()))
     report.counts = dict(sorted(load.counts.items()))
     report.figures = figures(runner.moments, services.marks, load.gaps, load.longest_gaps_s) | _health_figures(watch)
 
 
-async def _check_free(services: Services, violated: Any) -> None:
+async def _check_free(services: Services, violated: Callable[[str], None]) -> None:
     """Once nothing runs any more, nothing is held."""
     async with AsyncClient(services.target) as client:
         try:
@@ -149,6 +146,11 @@ def _health_figures(watch: HealthWatch) -> dict[str, Any]:
     return result
 
 
-def params(executor: str, report: Report) -> dict[str, Any]:
+def params(options: RunOptions, report: Report) -> dict[str, Any]:
     """What a row says about the run."""
-    return {"executor": executor, "num_clients": NUM_CLIENTS, "limits": LIMITS, "faults": report.by_kind}
+    return {
+        "executor": options.executor,
+        "num_clients": options.num_clients,
+        "limits": LIMITS,
+        "faults": report.by_kind,
+    }

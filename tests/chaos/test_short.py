@@ -12,7 +12,7 @@ import pytest
 from tests.chaos.__main__ import main
 from tests.chaos.health import HealthWatch, Truth
 from tests.chaos.history import read_schedule
-from tests.chaos.run import run_chaos
+from tests.chaos.run import RunOptions, run_chaos
 from tests.chaos.schedule import KINDS as FAULT_KINDS
 from tests.chaos.schedule import Fault, draw_schedule
 
@@ -39,9 +39,8 @@ def short_schedule() -> list[Fault]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_twenty_faults_break_no_promise(tmp_path: Path) -> None:
-    report = await run_chaos(
-        tmp_path, short_schedule(), seed=SEED, executor="simulated", seconds=200, num_clients=10, num_prompts=1
-    )
+    options = RunOptions(SEED, "simulated", 200, num_clients=10, num_prompts=1, slack_s=3)
+    report = await run_chaos(tmp_path, short_schedule(), options)
     assert not report.violations, "\n".join(report.violations)
     assert report.by_kind == dict.fromkeys(sorted(CHOSEN), 1)
     assert report.counts["requests"] > 20

@@ -29,7 +29,7 @@ def splits(
     Noticing: from the kill until the scheduler has lost its session, or until the supervisor has noticed its death;
     restart: until the new process starts; loading: until the next session is open, or the scheduler is ready;
     recompute: until the stream's next token; stall: from the stream's last token before the kill until that one. A kill
-    counts only if no other fault came before the end of loading.
+    counts only if it ended a session, and no other fault came before the end of loading.
     """
     found: dict[str, list[float]] = {part: [] for part in _PARTS}
     for place, (at, fault) in enumerate(moments):
@@ -39,7 +39,9 @@ def splits(
         started = _first(marks, f"{service} started", at)
         opened = _first(marks, "open" if service == EXECUTOR else "scheduler ready", max(at, started or at))
         following = moments[place + 1][0] if place + 1 < len(moments) else None
-        if noticed is None or started is None or opened is None or (following is not None and following < opened):
+        if noticed is None or started is None or opened is None or noticed > started:
+            continue
+        if following is not None and following < opened:
             continue
         for gap in gaps:
             if at - _BEFORE_S < gap.begin < at + _AFTER_S and gap.end >= opened - _ALIKE_S:

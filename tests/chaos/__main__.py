@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -42,6 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
         schedule = draw_schedule(options.seed, options.faults, simulated=options.executor == "simulated")
     folder = options.out or Path(tempfile.mkdtemp(prefix="cadenza-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
+    # As Ctrl-C does: services are stopped, and the journal's disk is unmounted.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     run = RunOptions(options.seed, options.executor, options.seconds)
     with OtherLoad() as other:
         report = asyncio.run(run_chaos(folder, schedule, run))

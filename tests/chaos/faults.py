@@ -55,6 +55,7 @@ class FaultRunner:
             task = asyncio.create_task(self._happen(fault))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            await asyncio.sleep(_LOOK_S)  # it begins before anything looks whether the service has recovered from it
         await asyncio.gather(*self._tasks)
         await self.recovered()
 

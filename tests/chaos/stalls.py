@@ -29,7 +29,7 @@ def splits(
     Noticing: from the kill until the scheduler has lost its session, or until the supervisor has noticed its death;
     restart: until the new process starts; loading: until the next session is open, or the scheduler is ready;
     recompute: until the stream's next token; stall: from the stream's last token before the kill until that one. A kill
-    counts only if it ended a session, and no other fault came before the end of loading.
+    counts only if it ended a session, and no other fault of a service came before the end of loading.
     """
     found: dict[str, list[float]] = {part: [] for part in _PARTS}
     for place, (at, fault) in enumerate(moments):
@@ -38,7 +38,7 @@ def splits(
         noticed = _first(marks, "lost" if service == EXECUTOR else "scheduler died", at)
         started = _first(marks, f"{service} started", at)
         opened = _first(marks, "open" if service == EXECUTOR else "scheduler ready", max(at, started or at))
-        following = moments[place + 1][0] if place + 1 < len(moments) else None
+        following = next((moment for moment, other in moments[place + 1 :] if not _is_harmless(other)), None)
         if noticed is None or started is None or opened is None or noticed > started:
             continue
         if following is not None and following < opened:
@@ -51,6 +51,11 @@ def splits(
         found["restart"].append(started - noticed)
         found["loading"].append(opened - started)
     return found
+
+
+def _is_harmless(fault: Fault) -> bool:
+    """Whether it concerns a client alone, or a clock."""
+    return fault.kind.startswith("client") or fault.kind in ("cancel", "deadline", "clock jump")
 
 
 def _first(marks: Sequence[Mark], what: str, after: float) -> float | None:
@@ -69,6 +74,8 @@ def figures(
         parts = splits(moments, marks, gaps, service)
         result[f"{service}_kills_split"] = len(parts["noticing"])
         for part, values in parts.items():
+            if not values:
+                continue  # without such a kill there is nothing to say
             result[f"{service}_{part}_p50_s"] = round(percentile(values, 0.5), 3)
             result[f"{service}_{part}_p99_s"] = round(percentile(values, 0.99), 3)
     return result

@@ -21,7 +21,7 @@ MARKS = [Mark(90.0, "open"), Mark(100.01, "lost"), Mark(100.3, "executor started
 def test_a_kill_splits_into_four_parts() -> None:
     """Of three gaps one ended before the kill, and one began after it."""
     gaps = [Gap(95.0, 96.0), Gap(99.9, 101.7), Gap(101.6, 102.0)]
-    parts = splits([KILL], MARKS, gaps, "executor")
+    parts = splits([KILL, (101.0, fault("client link: cut"))], MARKS, gaps, "executor")
     assert {name: pytest.approx(values) for name, values in parts.items()} == {
         "noticing": [0.01], "restart": [0.29], "loading": [1.2], "recompute": [0.2], "stall": [1.8],
     }  # fmt: skip
@@ -30,7 +30,7 @@ def test_a_kill_splits_into_four_parts() -> None:
 @pytest.mark.parametrize(
     ("moments", "marks"),
     [
-        ([KILL, (101.0, fault("cancel"))], MARKS),
+        ([KILL, (101.0, fault("stop executor"))], MARKS),
         ([KILL], [each for each in MARKS if each.what != "lost"] + [Mark(120.0, "lost")]),
         ([KILL], MARKS[:-1]),
         ([(100.0, fault("executor link: cut"))], MARKS),

@@ -44,7 +44,7 @@ def splits(
         if following is not None and following < opened:
             continue
         for gap in gaps:
-            if at - _BEFORE_S < gap.begin < at + _AFTER_S and gap.end >= opened - _ALIKE_S:
+            if at - _BEFORE_S < gap.begin < at + _AFTER_S and gap.end >= started:
                 found["stall"].append(gap.end - gap.begin)
                 found["recompute"].append(max(0.0, gap.end - opened))
         found["noticing"].append(noticed - at)

@@ -28,18 +28,24 @@ PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
 PYTEST := -m pytest -n $(TEST_WORKERS) --dist worksteal
 # What `make check` runs, without those marked slow: one folder for each part of the product, but for the kernels.
-FAST_TESTS := tests/cadenza tests/scheduler_svc tests/executor_svc tests/benchmarks tests/docs tests/simulation \
+FAST_TESTS := tests/cadenza tests/scheduler_svc tests/executor_svc tests/benchmarks tests/docs tests/simulation tests/chaos \
   --ignore tests/executor_svc/cpu --ignore tests/executor_svc/gpu
 # Where `make wheel` puts the wheel.
 DIST ?= dist
 BENCH_ARGS ?=
 BENCH_GPU_ARGS ?=
 EXPERIMENTS_ARGS ?=
+# `make chaos`: number of faults, seed, executor (simulated or cpu), and a history to repeat.
+N ?= 1000
+SEED ?= 1
+EXECUTOR ?= simulated
+REPLAY ?=
+CHAOS_ARGS ?=
 
 # What mypy checks: those of its folders that exist.
 TYPED := $(wildcard client/cadenza scheduler_svc executor_svc benchmarks examples)
 
-.PHONY: help demo test check fix protos protos-baseline docs kernels bench bench-gpu experiments wheel install clean distclean
+.PHONY: help demo test chaos check fix protos protos-baseline docs kernels bench bench-gpu experiments wheel install clean distclean
 .PHONY: check-py312 check-format check-lint check-types check-imports check-protos check-tests
 
 help: ## this list
@@ -50,6 +56,9 @@ demo: $(VENV)/.installed-run ## start both services on the embedded model on the
 
 test: $(VENV)/.installed-dev ## the whole test suite; PYTEST_ARGS='-k name -x' passes options, TEST_WORKERS=0 is for debuggers
 	@$(PY) $(PYTEST) tests $(PYTEST_ARGS)
+
+chaos: $(VENV)/.installed-dev ## faults on real services for up to an hour; N=1000 SEED=1 EXECUTOR=cpu, or REPLAY=history.jsonl
+	@$(PY) -m tests.chaos $(if $(REPLAY),--replay $(REPLAY),--faults $(N) --seed $(SEED) --executor $(EXECUTOR)) $(CHAOS_ARGS)
 
 check: check-format check-lint check-types check-imports check-protos check-tests ## read-only: format, lint, types, imports, protos, fast tests
 

@@ -39,6 +39,7 @@ if _HAS_TORCH:
 _NEEDS_TORCH = re.compile(
     r"^\s*(?:from|import) (?:torch|tests\.checkpoints|executor_svc(?!\.config)"
     r"|tests\.fuzz\.wire\.(?:floods|run)"
+    r"|tests\.chaos\.(?:__main__|run)"
     r"|tests\.helpers\.(?:services|executor_harness|sampling|stepping))\b",
     re.MULTILINE,
 )

@@ -54,7 +54,7 @@ _FENCED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED)
 
 
 class GrpcExecutor:
-    """An ExecutorPort for one address. The channel reconnects by itself."""
+    """An ExecutorPort for one address. The channel reconnects by itself; each session has a connection of its own."""
 
     def __init__(self, target: str, scheduler_id: str, *, silence_s: float = SILENCE_S) -> None:
         """scheduler_id: the executor hands itself over at once to another process with the same id.
@@ -65,20 +65,37 @@ class GrpcExecutor:
         self._scheduler_id = scheduler_id
         self._incarnation = secrets.randbits(64)
         self._silence_s = silence_s
+        self._connect()
+
+    def _connect(self) -> None:
+        """Use a connection that is made by the next call."""
         self._channel = grpc.aio.insecure_channel(self.target, options=channel_options())
         self._stub: pb_grpc.ExecutionServiceAsyncStub = pb_grpc.ExecutionServiceStub(self._channel)
+        self._is_doubtful = False
+
+    async def _reconnect_if_doubtful(self) -> None:
+        """Replace a connection that a session or a call was lost on, although the connection may look alive.
+
+        After bytes were lost or repeated, both ends may disagree about the compressed headers of calls (RFC 7541): each
+        later call is then taken for another one, or never answered, and gRPC keeps the connection.
+        """
+        if self._is_doubtful:
+            await self._channel.close()
+            self._connect()
 
     async def describe(self) -> ModelDescription:
         """Wait until the executor answers; raises ExecutorLostError for another protocol version."""
         notice = asyncio.create_task(self._log_waiting())
         try:
             while True:
+                await self._reconnect_if_doubtful()
                 try:
                     message = await self._stub.Describe(
                         pb.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S, wait_for_ready=True
                     )
                     break
                 except grpc.aio.AioRpcError as exc:
+                    self._is_doubtful = exc.code() is not grpc.StatusCode.UNAVAILABLE
                     # UNAVAILABLE: still loading, or the connection broke; DEADLINE_EXCEEDED: nothing listens there.
                     if exc.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                         raise ExecutorLostError(f"Describe: {_reason(exc)}") from exc
@@ -97,6 +114,7 @@ class GrpcExecutor:
 
     async def open(self, epoch: int) -> GrpcPlanStream:
         """Open a session; raises ExecutorLostError, StaleEpochError, ExecutorHeldError, ExecutorFencedError."""
+        self._is_doubtful = True  # for the describe that follows this session
         stream = GrpcPlanStream(self._stub.Execute(), epoch, silence_s=self._silence_s)
         try:
             await stream.start(self._scheduler_id, self._incarnation)

@@ -16,6 +16,7 @@ from scheduler_svc.core.types import AdmittedSequence, Sampling, StepPlan, StepS
 from scheduler_svc.executors import client as executor_client
 from scheduler_svc.executors.client import GrpcExecutor
 from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, StaleEpochError
+from tests.helpers.relay import relay
 from tests.helpers.scripted_executor import ScriptedExecutor, serve
 
 pytestmark = pytest.mark.timeout(30)
@@ -52,6 +53,37 @@ async def test_describe():
         assert (model.name, model.vocab_size, model.eos_token_ids, model.bos_token_id) == ("toy", 512, (0,), None)
         assert (model.block_size, model.num_device_blocks, model.num_slots, model.max_logprobs) == (16, 256, 128, 20)
         assert model.incarnation == 7
+
+
+async def test_a_connection_on_which_a_session_was_lost_is_not_used_again():
+    """Calls that follow on it may be taken for others: both ends disagree about compressed headers."""
+    server, target = await serve(ScriptedExecutor())
+    async with relay(target) as path:
+        client = GrpcExecutor(path.address, "me")
+        await client.describe()
+        await client.describe()
+        stream = await client.open(1)
+        (first,) = path.connections
+        await stream.close()
+        await client.describe()
+        assert len(path.connections - {first}) == 1
+        await client.aclose()
+    await server.stop(0)
+
+
+async def test_a_connection_that_brings_no_answer_is_replaced(monkeypatch):
+    """As when a router forgets it: nothing says that it is dead."""
+    monkeypatch.setattr(executor_client, "_DESCRIBE_TIMEOUT_S", 0.2)
+    server, target = await serve(ScriptedExecutor())
+    async with relay(target) as path:
+        client = GrpcExecutor(path.address, "me")
+        await client.describe()
+        (first,) = path.connections
+        first.silent = True
+        async with asyncio.timeout(5):
+            assert (await client.describe()).name == "toy"
+        await client.aclose()
+    await server.stop(0)
 
 
 async def test_describe_waits_and_says_so(monkeypatch, caplog):

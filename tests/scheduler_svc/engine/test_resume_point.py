@@ -226,6 +226,6 @@ def test_a_request_that_ends_before_the_clients_position_has_lost_data() -> None
     live = make()
     live.catches_up = True
     reader = RequestReader(live, resume=ResumePoint((SamplePosition(0, 6),)))
-    live.samples[0].extend(TOKENIZER.encode("a"), (), ABORTED)
+    live.samples[0].extend(TOKENIZER.encode("a"), (), Finish(FinishDetail.MAX_TOKENS))
     with pytest.raises(DataLossError, match="ended after 1 tokens, before token 6"):
         reader.take()

@@ -117,5 +117,8 @@ async def test_a_stream_that_breaks_is_reported() -> None:
     out, err = await process.communicate()
     await server.stop(0)
     assert process.returncode == 1
-    assert err == b"the stream broke: StatusCode.UNAVAILABLE: the service is stopping\n"
+    assert err.decode() == (
+        "the stream broke: StatusCode.UNAVAILABLE: the service is stopping: 200 unfinished requests are lost, "
+        "since there is no --journal\n"
+    )
     assert re.match(r"requests +200 unfinished\nin flight +200 at most", out.decode()), out

@@ -276,14 +276,15 @@ async def test_a_disk_that_is_full_under_a_recording_ends_the_recording_alone(
     """A step fails before the disk is full, and another one afterwards."""
     expected = await undisturbed(executor)
     log = tmp_path / "log"
-    monkeypatch.setattr(plan_log, "FileIO", partial(FullDisk, capacity=5000))
+    monkeypatch.setattr(plan_log, "FileIO", partial(FullDisk, capacity=9000))
     async with services({**executor, "inject": "oom@6,oom@30"}, record=str(log)) as running:
         assert await answers(running) == expected
         await check_whole(running)
     (message,) = [record.getMessage() for record in caplog.records if "recording" in record.getMessage()]
     assert message.startswith(f"recording to {log} has ended after ")
     assert message.endswith(" records, which can be read: No space left on device; requests are served on")
-    assert 4000 < log.stat().st_size <= 5000
+    # The first record that does not fit may be a plan that describes every sequence anew.
+    assert 5000 < log.stat().st_size <= 9000
     with PlanLogReader(str(log)) as reader:
         kinds = {record.WhichOneof("record") for record in reader}
         assert not reader.num_cut_bytes

@@ -1,4 +1,4 @@
-"""How a service is told to stop: SIGTERM lets it finish its work, SIGINT or a second signal ends it at once."""
+"""The signals that stop a service: SIGTERM lets it finish its work, SIGINT or a second signal ends it at once."""
 
 from __future__ import annotations
 

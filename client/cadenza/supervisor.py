@@ -146,7 +146,7 @@ class SupervisedService:
             self._is_back(now)  # it lived between two looks
         self._child.stop(0)
         if self._ready_at is not None and self._child.exit_code() == 0:
-            # A signal has told it to stop, as in a rolling restart: no death.
+            # A signal stopped it, as in a rolling restart: no death.
             self._retry_at = now + self._policy.first_delay_s
             self._on_event(f"the {self._name} was stopped; starting it again in {self._policy.first_delay_s:g} s")
             return

@@ -312,7 +312,7 @@ class SessionEnd:
     failed_step_id: int = 0
     """The step that failed in an executor that is there to report it; 0: none."""
     executor_stopped: bool = False
-    """Whether the executor ended the session because it was told to stop: no request caused it."""
+    """Whether the executor ended the session because a signal stopped it: no request caused it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,7 @@ class GrpcPlanStream:
             self.resident_bytes = message.heartbeat.resident_bytes or self.resident_bytes
             self.begun_step_id = max(self.begun_step_id, message.heartbeat.running_step_id)
         elif message.WhichOneof("message") == "stopping":
-            raise ExecutorStoppedError("it was told to stop")
+            raise ExecutorStoppedError("a signal stopped it")
         return message
 
     async def _write(self, message: pb.ExecuteRequest) -> None:

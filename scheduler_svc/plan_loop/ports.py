@@ -71,7 +71,7 @@ class ExecutorLostError(Exception):
 
 
 class ExecutorStoppedError(ExecutorLostError):
-    """The executor was told to stop and ended the session: no plan caused it, and another executor may come."""
+    """A signal stopped the executor, and it ended the session: no plan caused it, and another executor may come."""
 
 
 class ExecutorFencedError(ExecutorLostError):

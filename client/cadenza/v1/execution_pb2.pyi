@@ -515,7 +515,7 @@ class ExecuteResponse(_message.Message):
 
     @_builtins.property
     def stopping(self) -> Global___ExecutorStopping:
-        """The executor was told to stop. The last message: the scheduler closes the stream."""
+        """A signal has stopped the executor. The last message: the scheduler closes the stream."""
 
     def __init__(
         self,
@@ -537,7 +537,7 @@ Global___ExecuteResponse: _TypeAlias = ExecuteResponse  # noqa: Y015
 
 @_typing.final
 class ExecutorStopping(_message.Message):
-    """ExecutorStopping reports that the executor was told to stop, and that another one may come at its address. All steps
+    """ExecutorStopping reports that a signal has stopped the executor, and that another one may come at its address. All steps
     that it had begun are answered, unless they took too long. No plan is to blame for the end of the session. A stream
     that the scheduler does not close within a second ends with UNAVAILABLE.
     """

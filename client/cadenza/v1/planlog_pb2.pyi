@@ -367,7 +367,7 @@ class SessionEnd(_message.Message):
     failed_step_id: _builtins.int
     """The step that failed in an executor that reported it; 0: none."""
     executor_stopped: _builtins.bool
-    """Whether the executor ended the session because it was told to stop."""
+    """Whether the executor ended the session because a signal stopped it."""
     def __init__(
         self,
         *,

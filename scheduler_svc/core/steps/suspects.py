@@ -29,7 +29,7 @@ _MAX_BEGUN_STEPS = 2
 def begun_steps(lane: Lane, end: SessionEnd) -> BegunSteps:
     """The lane's plans in flight that may have ended its executor: those that it may have begun, or the failed one.
 
-    None if the executor was told to stop.
+    None if a signal stopped the executor.
     """
     steps = [] if end.executor_stopped else list(lane.inflight)[:_MAX_BEGUN_STEPS]
     if end.failed_step_id:

@@ -542,3 +542,170 @@ class ProfileResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015
+
+@_typing.final
+class AddExecutorRequest(_message.Message):
+    """AddExecutorRequest names an executor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    """Its address, HOST:PORT."""
+    def __init__(
+        self,
+        *,
+        target: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddExecutorRequest: _TypeAlias = AddExecutorRequest  # noqa: Y015
+
+@_typing.final
+class AddExecutorResponse(_message.Message):
+    """AddExecutorResponse is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddExecutorResponse: _TypeAlias = AddExecutorResponse  # noqa: Y015
+
+@_typing.final
+class DrainExecutorRequest(_message.Message):
+    """DrainExecutorRequest starts the drain of one executor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    """Its address, as in ExecutorInfo."""
+    timeout_s: _builtins.float
+    """How long to wait for its requests in seconds, 0 or more; absent: without limit."""
+    def __init__(
+        self,
+        *,
+        target: _builtins.str = ...,
+        timeout_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "target", b"target", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
+    _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
+
+Global___DrainExecutorRequest: _TypeAlias = DrainExecutorRequest  # noqa: Y015
+
+@_typing.final
+class DrainExecutorResponse(_message.Message):
+    """DrainExecutorResponse ends the call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_REMAINING_FIELD_NUMBER: _builtins.int
+    num_remaining: _builtins.int
+    """Requests that it still holds."""
+    def __init__(
+        self,
+        *,
+        num_remaining: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_remaining", b"num_remaining"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainExecutorResponse: _TypeAlias = DrainExecutorResponse  # noqa: Y015
+
+@_typing.final
+class ResumeExecutorRequest(_message.Message):
+    """ResumeExecutorRequest ends the drain of one executor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    """Its address, as in ExecutorInfo."""
+    def __init__(
+        self,
+        *,
+        target: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeExecutorRequest: _TypeAlias = ResumeExecutorRequest  # noqa: Y015
+
+@_typing.final
+class ResumeExecutorResponse(_message.Message):
+    """ResumeExecutorResponse is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeExecutorResponse: _TypeAlias = ResumeExecutorResponse  # noqa: Y015
+
+@_typing.final
+class RemoveExecutorRequest(_message.Message):
+    """RemoveExecutorRequest names an executor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    """Its address, as in ExecutorInfo."""
+    def __init__(
+        self,
+        *,
+        target: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveExecutorRequest: _TypeAlias = RemoveExecutorRequest  # noqa: Y015
+
+@_typing.final
+class RemoveExecutorResponse(_message.Message):
+    """RemoveExecutorResponse is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveExecutorResponse: _TypeAlias = RemoveExecutorResponse  # noqa: Y015

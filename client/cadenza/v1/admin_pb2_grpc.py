@@ -55,6 +55,26 @@ class AdminServiceStub(object):
                 request_serializer=cadenza_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=cadenza_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.AddExecutor = channel.unary_unary(
+                '/cadenza.v1.AdminService/AddExecutor',
+                request_serializer=cadenza_dot_v1_dot_admin__pb2.AddExecutorRequest.SerializeToString,
+                response_deserializer=cadenza_dot_v1_dot_admin__pb2.AddExecutorResponse.FromString,
+                _registered_method=True)
+        self.DrainExecutor = channel.unary_unary(
+                '/cadenza.v1.AdminService/DrainExecutor',
+                request_serializer=cadenza_dot_v1_dot_admin__pb2.DrainExecutorRequest.SerializeToString,
+                response_deserializer=cadenza_dot_v1_dot_admin__pb2.DrainExecutorResponse.FromString,
+                _registered_method=True)
+        self.ResumeExecutor = channel.unary_unary(
+                '/cadenza.v1.AdminService/ResumeExecutor',
+                request_serializer=cadenza_dot_v1_dot_admin__pb2.ResumeExecutorRequest.SerializeToString,
+                response_deserializer=cadenza_dot_v1_dot_admin__pb2.ResumeExecutorResponse.FromString,
+                _registered_method=True)
+        self.RemoveExecutor = channel.unary_unary(
+                '/cadenza.v1.AdminService/RemoveExecutor',
+                request_serializer=cadenza_dot_v1_dot_admin__pb2.RemoveExecutorRequest.SerializeToString,
+                response_deserializer=cadenza_dot_v1_dot_admin__pb2.RemoveExecutorResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -90,6 +110,36 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddExecutor(self, request, context):
+        """AddExecutor adds an executor, which takes requests once it answers. ALREADY_EXISTS if it is there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainExecutor(self, request, context):
+        """DrainExecutor gives an executor no new requests and moves those that run there to other executors; requests that
+        no other executor can hold finish there. Returns when it holds none, or at the timeout. NOT_FOUND if it is unknown.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeExecutor(self, request, context):
+        """ResumeExecutor ends the drain of an executor.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveExecutor(self, request, context):
+        """RemoveExecutor ends the session with an executor and forgets it; its requests move to other executors.
+        FAILED_PRECONDITION for the last one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +162,26 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=cadenza_dot_v1_dot_admin__pb2.ResumeRequest.FromString,
                     response_serializer=cadenza_dot_v1_dot_admin__pb2.ResumeResponse.SerializeToString,
+            ),
+            'AddExecutor': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddExecutor,
+                    request_deserializer=cadenza_dot_v1_dot_admin__pb2.AddExecutorRequest.FromString,
+                    response_serializer=cadenza_dot_v1_dot_admin__pb2.AddExecutorResponse.SerializeToString,
+            ),
+            'DrainExecutor': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainExecutor,
+                    request_deserializer=cadenza_dot_v1_dot_admin__pb2.DrainExecutorRequest.FromString,
+                    response_serializer=cadenza_dot_v1_dot_admin__pb2.DrainExecutorResponse.SerializeToString,
+            ),
+            'ResumeExecutor': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeExecutor,
+                    request_deserializer=cadenza_dot_v1_dot_admin__pb2.ResumeExecutorRequest.FromString,
+                    response_serializer=cadenza_dot_v1_dot_admin__pb2.ResumeExecutorResponse.SerializeToString,
+            ),
+            'RemoveExecutor': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveExecutor,
+                    request_deserializer=cadenza_dot_v1_dot_admin__pb2.RemoveExecutorRequest.FromString,
+                    response_serializer=cadenza_dot_v1_dot_admin__pb2.RemoveExecutorResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +293,114 @@ class AdminService(object):
             '/cadenza.v1.AdminService/Resume',
             cadenza_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
             cadenza_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddExecutor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cadenza.v1.AdminService/AddExecutor',
+            cadenza_dot_v1_dot_admin__pb2.AddExecutorRequest.SerializeToString,
+            cadenza_dot_v1_dot_admin__pb2.AddExecutorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainExecutor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cadenza.v1.AdminService/DrainExecutor',
+            cadenza_dot_v1_dot_admin__pb2.DrainExecutorRequest.SerializeToString,
+            cadenza_dot_v1_dot_admin__pb2.DrainExecutorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeExecutor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cadenza.v1.AdminService/ResumeExecutor',
+            cadenza_dot_v1_dot_admin__pb2.ResumeExecutorRequest.SerializeToString,
+            cadenza_dot_v1_dot_admin__pb2.ResumeExecutorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveExecutor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cadenza.v1.AdminService/RemoveExecutor',
+            cadenza_dot_v1_dot_admin__pb2.RemoveExecutorRequest.SerializeToString,
+            cadenza_dot_v1_dot_admin__pb2.RemoveExecutorResponse.FromString,
             options,
             channel_credentials,
             insecure,

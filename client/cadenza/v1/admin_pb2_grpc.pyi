@@ -43,6 +43,18 @@ class AdminServiceStub:
     """Drain rejects new requests and returns when all others have finished, or at the timeout."""
     Resume: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]
     """Resume ends a drain."""
+    AddExecutor: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AddExecutorRequest, _admin_pb2.AddExecutorResponse]
+    """AddExecutor adds an executor, which takes requests once it answers. ALREADY_EXISTS if it is there."""
+    DrainExecutor: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainExecutorRequest, _admin_pb2.DrainExecutorResponse]
+    """DrainExecutor gives an executor no new requests and moves those that run there to other executors; requests that
+    no other executor can hold finish there. Returns when it holds none, or at the timeout. NOT_FOUND if it is unknown.
+    """
+    ResumeExecutor: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeExecutorRequest, _admin_pb2.ResumeExecutorResponse]
+    """ResumeExecutor ends the drain of an executor."""
+    RemoveExecutor: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemoveExecutorRequest, _admin_pb2.RemoveExecutorResponse]
+    """RemoveExecutor ends the session with an executor and forgets it; its requests move to other executors.
+    FAILED_PRECONDITION for the last one.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -59,6 +71,18 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Drain rejects new requests and returns when all others have finished, or at the timeout."""
     Resume: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]  # type: ignore[assignment]
     """Resume ends a drain."""
+    AddExecutor: _aio.UnaryUnaryMultiCallable[_admin_pb2.AddExecutorRequest, _admin_pb2.AddExecutorResponse]  # type: ignore[assignment]
+    """AddExecutor adds an executor, which takes requests once it answers. ALREADY_EXISTS if it is there."""
+    DrainExecutor: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainExecutorRequest, _admin_pb2.DrainExecutorResponse]  # type: ignore[assignment]
+    """DrainExecutor gives an executor no new requests and moves those that run there to other executors; requests that
+    no other executor can hold finish there. Returns when it holds none, or at the timeout. NOT_FOUND if it is unknown.
+    """
+    ResumeExecutor: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeExecutorRequest, _admin_pb2.ResumeExecutorResponse]  # type: ignore[assignment]
+    """ResumeExecutor ends the drain of an executor."""
+    RemoveExecutor: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemoveExecutorRequest, _admin_pb2.RemoveExecutorResponse]  # type: ignore[assignment]
+    """RemoveExecutor ends the session with an executor and forgets it; its requests move to other executors.
+    FAILED_PRECONDITION for the last one.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """AdminService is served by the scheduler."""
@@ -96,6 +120,42 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ResumeResponse, _abc.Awaitable[_admin_pb2.ResumeResponse]]:
         """Resume ends a drain."""
+
+    @_abc_1.abstractmethod
+    def AddExecutor(
+        self,
+        request: _admin_pb2.AddExecutorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AddExecutorResponse, _abc.Awaitable[_admin_pb2.AddExecutorResponse]]:
+        """AddExecutor adds an executor, which takes requests once it answers. ALREADY_EXISTS if it is there."""
+
+    @_abc_1.abstractmethod
+    def DrainExecutor(
+        self,
+        request: _admin_pb2.DrainExecutorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainExecutorResponse, _abc.Awaitable[_admin_pb2.DrainExecutorResponse]]:
+        """DrainExecutor gives an executor no new requests and moves those that run there to other executors; requests that
+        no other executor can hold finish there. Returns when it holds none, or at the timeout. NOT_FOUND if it is unknown.
+        """
+
+    @_abc_1.abstractmethod
+    def ResumeExecutor(
+        self,
+        request: _admin_pb2.ResumeExecutorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ResumeExecutorResponse, _abc.Awaitable[_admin_pb2.ResumeExecutorResponse]]:
+        """ResumeExecutor ends the drain of an executor."""
+
+    @_abc_1.abstractmethod
+    def RemoveExecutor(
+        self,
+        request: _admin_pb2.RemoveExecutorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RemoveExecutorResponse, _abc.Awaitable[_admin_pb2.RemoveExecutorResponse]]:
+        """RemoveExecutor ends the session with an executor and forgets it; its requests move to other executors.
+        FAILED_PRECONDITION for the last one.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

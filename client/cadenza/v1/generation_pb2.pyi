@@ -881,6 +881,20 @@ class ExecutorInfo(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     STALLED_STEP_ID_FIELD_NUMBER: _builtins.int
     STALLED_S_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_SWAPPED_FIELD_NUMBER: _builtins.int
+    NUM_DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_USED_DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_QUERIES_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_HITS_FIELD_NUMBER: _builtins.int
     target: _builtins.str
     """Its address."""
     connected: _builtins.bool
@@ -901,10 +915,38 @@ class ExecutorInfo(_message.Message):
     """Resident memory of its process in bytes, from its last heartbeat; 0: unknown, as while it is not connected."""
     stalled_step_id: _builtins.int
     """step_id of a step that has run for much longer than it should; 0: the executor makes progress, has nothing to do,
-    or is not connected. Health is NOT_SERVING until this step ends, and requests wait.
+    or is not connected. It takes no requests until this step ends; without another executor, health is NOT_SERVING.
     """
     stalled_s: _builtins.float
     """For how long that step has run, in seconds; 0: none."""
+    index: _builtins.int
+    """Its index: executor_index of its step records. Never reused while the service runs."""
+    draining: _builtins.bool
+    """Whether it drains: it takes no new requests."""
+    refusal: _builtins.str
+    """Why it takes no requests although it answers, as one with another model; empty: nothing is wrong."""
+    num_waiting: _builtins.int
+    """Sequence groups that wait for this executor."""
+    num_running: _builtins.int
+    """Sequence groups that run there."""
+    num_swapped: _builtins.int
+    """Sequence groups swapped out to its host pool."""
+    num_device_blocks: _builtins.int
+    """Device KV blocks in its pool."""
+    num_used_device_blocks: _builtins.int
+    """Of these, blocks held by sequences."""
+    num_cached_device_blocks: _builtins.int
+    """Of these, free blocks that are still cached."""
+    max_num_seqs: _builtins.int
+    """Maximum sequences in one step."""
+    num_steps: _builtins.int
+    """Steps planned for it since the service started."""
+    num_output_tokens: _builtins.int
+    """Output tokens from it since the service started."""
+    num_prefix_queries: _builtins.int
+    """Prompt tokens looked up in its prefix cache since the service started."""
+    num_prefix_hits: _builtins.int
+    """Of these, found."""
     def __init__(
         self,
         *,
@@ -919,10 +961,24 @@ class ExecutorInfo(_message.Message):
         resident_bytes: _builtins.int = ...,
         stalled_step_id: _builtins.int = ...,
         stalled_s: _builtins.float = ...,
+        index: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+        refusal: _builtins.str = ...,
+        num_waiting: _builtins.int = ...,
+        num_running: _builtins.int = ...,
+        num_swapped: _builtins.int = ...,
+        num_device_blocks: _builtins.int = ...,
+        num_used_device_blocks: _builtins.int = ...,
+        num_cached_device_blocks: _builtins.int = ...,
+        max_num_seqs: _builtins.int = ...,
+        num_steps: _builtins.int = ...,
+        num_output_tokens: _builtins.int = ...,
+        num_prefix_queries: _builtins.int = ...,
+        num_prefix_hits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connected", b"connected", "device", b"device", "epoch", b"epoch", "incarnation", b"incarnation", "last_step_id", b"last_step_id", "num_inflight_plans", b"num_inflight_plans", "resident_bytes", b"resident_bytes", "stalled_s", b"stalled_s", "stalled_step_id", b"stalled_step_id", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connected", b"connected", "device", b"device", "draining", b"draining", "epoch", b"epoch", "incarnation", b"incarnation", "index", b"index", "last_step_id", b"last_step_id", "max_num_seqs", b"max_num_seqs", "num_cached_device_blocks", b"num_cached_device_blocks", "num_device_blocks", b"num_device_blocks", "num_inflight_plans", b"num_inflight_plans", "num_output_tokens", b"num_output_tokens", "num_prefix_hits", b"num_prefix_hits", "num_prefix_queries", b"num_prefix_queries", "num_running", b"num_running", "num_steps", b"num_steps", "num_swapped", b"num_swapped", "num_used_device_blocks", b"num_used_device_blocks", "num_waiting", b"num_waiting", "refusal", b"refusal", "resident_bytes", b"resident_bytes", "stalled_s", b"stalled_s", "stalled_step_id", b"stalled_step_id", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

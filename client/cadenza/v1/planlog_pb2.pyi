@@ -43,6 +43,9 @@ class PlanLogRecord(_message.Message):
     APPLY_RESULT_FIELD_NUMBER: _builtins.int
     EXECUTOR_DESCRIBED_FIELD_NUMBER: _builtins.int
     STEP_FAILED_FIELD_NUMBER: _builtins.int
+    GIVE_UP_EXECUTOR_FIELD_NUMBER: _builtins.int
+    DRAIN_EXECUTOR_FIELD_NUMBER: _builtins.int
+    REMOVE_EXECUTOR_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     error: _builtins.str
     """Type and message of the exception that the call raised; empty: none."""
@@ -94,6 +97,18 @@ class PlanLogRecord(_message.Message):
     def step_failed(self) -> Global___StepFailed:
         """Not a call: a step failed; the core sees only the end of the session."""
 
+    @_builtins.property
+    def give_up_executor(self) -> Global___GiveUpExecutorCall:
+        """A lost executor's KV was given up, so that its requests could move."""
+
+    @_builtins.property
+    def drain_executor(self) -> Global___DrainExecutorCall:
+        """The drain of one executor began or ended."""
+
+    @_builtins.property
+    def remove_executor(self) -> Global___RemoveExecutorCall:
+        """An executor was removed."""
+
     def __init__(
         self,
         *,
@@ -109,13 +124,16 @@ class PlanLogRecord(_message.Message):
         apply_result: Global___ApplyResultCall | None = ...,
         executor_described: Global___ExecutorDescribed | None = ...,
         step_failed: Global___StepFailed | None = ...,
+        give_up_executor: Global___GiveUpExecutorCall | None = ...,
+        drain_executor: Global___DrainExecutorCall | None = ...,
+        remove_executor: Global___RemoveExecutorCall | None = ...,
         error: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "header", b"header", "plan_step", b"plan_step", "record", b"record", "session_opened", b"session_opened", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "drain_executor", b"drain_executor", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "give_up_executor", b"give_up_executor", "header", b"header", "plan_step", b"plan_step", "record", b"record", "remove_executor", b"remove_executor", "session_opened", b"session_opened", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "error", b"error", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "header", b"header", "plan_step", b"plan_step", "record", b"record", "session_opened", b"session_opened", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add_executor", b"add_executor", "add_request", b"add_request", "apply_result", b"apply_result", "drain", b"drain", "drain_executor", b"drain_executor", "error", b"error", "executor_described", b"executor_described", "executor_lost", b"executor_lost", "give_up_executor", b"give_up_executor", "header", b"header", "plan_step", b"plan_step", "record", b"record", "remove_executor", b"remove_executor", "session_opened", b"session_opened", "step_failed", b"step_failed", "stop_sample", b"stop_sample"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["header", "add_executor", "session_opened", "executor_lost", "add_request", "abort", "stop_sample", "drain", "plan_step", "apply_result", "executor_described", "step_failed"]  # noqa: Y015
+    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["header", "add_executor", "session_opened", "executor_lost", "add_request", "abort", "stop_sample", "drain", "plan_step", "apply_result", "executor_described", "step_failed", "give_up_executor", "drain_executor", "remove_executor"]  # noqa: Y015
     _WhichOneofArgType_record: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_record) -> _WhichOneofReturnType_record | None: ...
 
@@ -240,6 +258,8 @@ class RecordedExecutor(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     WATERMARK_FIELD_NUMBER: _builtins.int
     SHARES_PREFIXES_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
+    LACKS_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """Tokens per KV block."""
     num_blocks: _builtins.int
@@ -258,6 +278,12 @@ class RecordedExecutor(_message.Message):
     """Share of blocks kept free when sequences are admitted; 0 to 1."""
     shares_prefixes: _builtins.bool
     """Whether requests may share blocks."""
+    numerics: _builtins.bytes
+    """Requests with output move only between executors with the same value; empty: no tokens are promised."""
+    @_builtins.property
+    def lacks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of features that it lacks, ascending."""
+
     def __init__(
         self,
         *,
@@ -270,10 +296,12 @@ class RecordedExecutor(_message.Message):
         max_model_len: _builtins.int = ...,
         watermark: _builtins.float = ...,
         shares_prefixes: _builtins.bool = ...,
+        numerics: _builtins.bytes = ...,
+        lacks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_slots", b"num_slots", "shares_prefixes", b"shares_prefixes", "watermark", b"watermark"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "lacks", b"lacks", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_slots", b"num_slots", "numerics", b"numerics", "shares_prefixes", b"shares_prefixes", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -382,6 +410,88 @@ class SessionEnd(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionEnd: _TypeAlias = SessionEnd  # noqa: Y015
+
+@_typing.final
+class GiveUpExecutorCall(_message.Message):
+    """GiveUpExecutorCall records that a lost executor is not waited for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXECUTOR_ID_FIELD_NUMBER: _builtins.int
+    NOW_FIELD_NUMBER: _builtins.int
+    executor_id: _builtins.int
+    """The executor's index."""
+    now: _builtins.float
+    """The time, in seconds."""
+    def __init__(
+        self,
+        *,
+        executor_id: _builtins.int = ...,
+        now: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor_id", b"executor_id", "now", b"now"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GiveUpExecutorCall: _TypeAlias = GiveUpExecutorCall  # noqa: Y015
+
+@_typing.final
+class DrainExecutorCall(_message.Message):
+    """DrainExecutorCall starts or ends the drain of one executor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXECUTOR_ID_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    NOW_FIELD_NUMBER: _builtins.int
+    executor_id: _builtins.int
+    """The executor's index."""
+    draining: _builtins.bool
+    """Whether it drains."""
+    now: _builtins.float
+    """The time, in seconds."""
+    def __init__(
+        self,
+        *,
+        executor_id: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+        now: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "executor_id", b"executor_id", "now", b"now"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainExecutorCall: _TypeAlias = DrainExecutorCall  # noqa: Y015
+
+@_typing.final
+class RemoveExecutorCall(_message.Message):
+    """RemoveExecutorCall removes an executor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXECUTOR_ID_FIELD_NUMBER: _builtins.int
+    NOW_FIELD_NUMBER: _builtins.int
+    executor_id: _builtins.int
+    """The executor's index."""
+    now: _builtins.float
+    """The time, in seconds."""
+    def __init__(
+        self,
+        *,
+        executor_id: _builtins.int = ...,
+        now: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor_id", b"executor_id", "now", b"now"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveExecutorCall: _TypeAlias = RemoveExecutorCall  # noqa: Y015
 
 @_typing.final
 class AddRequestCall(_message.Message):

@@ -14,7 +14,7 @@ from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_
 from scheduler_svc.core.steps.beam_scheduling import finish_early
 from scheduler_svc.core.steps.budget import StepBudget
 from scheduler_svc.core.steps.chunks import plan_chunk
-from scheduler_svc.core.steps.placement import Placement, have_blocks, placements_of
+from scheduler_svc.core.steps.allocation import Allocation, allocations_of, have_blocks
 from scheduler_svc.core.types import Finish, FinishDetail, SequenceState
 
 
@@ -33,22 +33,22 @@ def admit(
             break
         if _finish_oversized(requests, lane, group):
             continue
-        placements = placements_of(requests, lane, group)
-        if num_free_slots < len(placements):
-            placements = placements[:num_free_slots] if group.can_admit_partially else []
-        memory_is_full = not have_blocks(lane, group, placements, alone=alone)
-        while memory_is_full and len(placements) > 1 and group.can_admit_partially:
-            placements.pop()
-            memory_is_full = not have_blocks(lane, group, placements, alone=alone)
+        allocations = allocations_of(requests, lane, group)
+        if num_free_slots < len(allocations):
+            allocations = allocations[:num_free_slots] if group.can_admit_partially else []
+        memory_is_full = not have_blocks(lane, group, allocations, alone=alone)
+        while memory_is_full and len(allocations) > 1 and group.can_admit_partially:
+            allocations.pop()
+            memory_is_full = not have_blocks(lane, group, allocations, alone=alone)
         if memory_is_full and alone:
             _shrink_or_finish(requests, lane, group)
             continue
-        if memory_is_full or not placements:
+        if memory_is_full or not allocations:
             break
-        _place(lane, step, placements)
+        _place(lane, step, allocations)
         requests.record_admission(group)
         num_joined += 1
-        for sequence in [placement.sequence for placement in placements if placement.sequence.may_compute]:
+        for sequence in [allocation.sequence for allocation in allocations if allocation.sequence.may_compute]:
             if not budget.exhausted:
                 fully_planned += plan_chunk(lane, step, budget, sequence)
     requests.policies.batching.record_admissions(num_joined, memory_is_full=memory_is_full)
@@ -98,34 +98,34 @@ def _shrink_or_finish(requests: RequestTable, lane: Lane, group: SequenceGroup) 
         requests.finish_group(group, Finish(FinishDetail.KV_CAPACITY))
 
 
-def _place(lane: Lane, step: PlannedStep, placements: list[Placement]) -> None:
+def _place(lane: Lane, step: PlannedStep, allocations: list[Allocation]) -> None:
     """Give the placed sequences their slots and blocks."""
-    swapped = [placement.sequence for placement in placements if placement.sequence.state is SequenceState.SWAPPED]
+    swapped = [allocation.sequence for allocation in allocations if allocation.sequence.state is SequenceState.SWAPPED]
     if swapped:
         lane.blocks.swap_in(swapped)
         step.swapped_in += swapped
-    for placement in placements:
-        sequence, source = placement.sequence, placement.source
+    for allocation in allocations:
+        sequence, source = allocation.sequence, allocation.source
         came_back = sequence.state is SequenceState.SWAPPED
         lane.start_running(sequence)
         step.joined.append(sequence)
         step.joined_slots.append(held_slot(sequence))
-        if not placement.num_tokens:
+        if not allocation.num_tokens:
             continue  # A slot for a later beam.
         if came_back:
-            num_more = lane.blocks.num_blocks_for(placement.num_tokens) - len(sequence.block_ids)
+            num_more = lane.blocks.num_blocks_for(allocation.num_tokens) - len(sequence.block_ids)
             sequence.block_ids += lane.blocks.take(max(0, num_more))
             if sequence.group.forked and lane.blocks.writes_shared(sequence):
                 lane.blocks.make_writable(sequence)
         elif source is None:
-            lane.blocks.allocate(sequence, placement.num_tokens, found=placement.found)
-            sequence.mark_computed(placement.found.num_tokens)
-            sequence.num_hit_tokens = placement.found.num_tokens
-            sequence.group.reserved_blocks += lane.blocks.take(placement.num_reserved_blocks)
+            lane.blocks.allocate(sequence, allocation.num_tokens, found=allocation.found)
+            sequence.mark_computed(allocation.found.num_tokens)
+            sequence.num_hit_tokens = allocation.found.num_tokens
+            sequence.group.reserved_blocks += lane.blocks.take(allocation.num_reserved_blocks)
         elif sequence.awaits_fork:
             lane.blocks.share_blocks(source, sequence, sequence.num_prompt_tokens)
-            sequence.block_ids += lane.blocks.take(placement.num_to_take)
+            sequence.block_ids += lane.blocks.take(allocation.num_to_take)
         else:
-            lane.blocks.allocate(sequence, placement.num_tokens, shared=source.block_ids[: placement.num_shared])
-            sequence.mark_computed(placement.num_shared * lane.spec.block_size)
+            lane.blocks.allocate(sequence, allocation.num_tokens, shared=source.block_ids[: allocation.num_shared])
+            sequence.mark_computed(allocation.num_shared * lane.spec.block_size)
             sequence.kv_source = source

@@ -9,7 +9,7 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, held_slot
 from scheduler_svc.core.steps.beam_scheduling import finish_early
-from scheduler_svc.core.steps.placement import have_blocks, placements_of
+from scheduler_svc.core.steps.allocation import allocations_of, have_blocks
 from scheduler_svc.core.types import Finish, FinishDetail
 
 
@@ -40,14 +40,14 @@ def preempt_for_admission(requests: RequestTable, lane: Lane, step: PlannedStep)
     level = order.level(head)
     if order.level(lane.running.sequences[-1].group) <= level:
         return
-    placements = placements_of(requests, lane, head)
+    allocations = allocations_of(requests, lane, head)
     # Blocks that it will share with a victim are not free after the preemption.
-    kept = {block_id for placement in placements for block_id in lane.blocks.device_blocks_of(placement.found)}
+    kept = {block_id for allocation in allocations for block_id in lane.blocks.device_blocks_of(allocation.found)}
     victims = _VictimSet(lane, kept)
     for sequence in lane.running.victims(requests.waiting, step.planned_at):
         num_left = len(lane.running) - len(victims.sequences)
-        fits = have_blocks(lane, head, placements, alone=num_left == 0, num_more=victims.num_freed)
-        if fits and num_left + len(placements) <= lane.spec.max_num_seqs:
+        fits = have_blocks(lane, head, allocations, alone=num_left == 0, num_more=victims.num_freed)
+        if fits and num_left + len(allocations) <= lane.spec.max_num_seqs:
             break
         if order.level(sequence.group) <= level or requests.waiting.is_overdue(sequence.group, step.planned_at):
             return

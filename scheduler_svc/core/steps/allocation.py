@@ -1,4 +1,4 @@
-"""Placements: the sequences of a waiting group that this step can admit, with the blocks that each one needs."""
+"""Allocations: the sequences of a waiting group that this step can admit, with the blocks that each one needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduler_svc.core.types import SequenceState
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class Allocation:
     """A sequence to admit, and the origin of its blocks."""
 
     sequence: Sequence
@@ -30,41 +30,41 @@ class Placement:
     """Number of blocks, included in num_to_take, reserved for the growth of its group's beams."""
 
 
-def placements_of(requests: RequestTable, lane: Lane, group: SequenceGroup) -> list[Placement]:
-    """The sequences of a waiting group that can be admitted, each with its placement."""
+def allocations_of(requests: RequestTable, lane: Lane, group: SequenceGroup) -> list[Allocation]:
+    """The sequences of a waiting group that can be admitted, each with its allocation."""
     if group.swapped:
-        return _swap_in_placements(
+        return _swap_in_allocations(
             lane, [sequence for sequence in group.sequences if sequence.state is SequenceState.SWAPPED]
         )
     if not group.forked:
-        return _prompt_placements(requests, lane, group)
-    placements: list[Placement] = []
+        return _prompt_allocations(requests, lane, group)
+    allocations: list[Allocation] = []
     sources = [sequence for sequence in group.running if sequence.block_ids]
     for sequence in group.waiting_sequences:
         if sequence.is_spare_beam:
-            placements.append(Placement(sequence, 0))
+            allocations.append(Allocation(sequence, 0))
         else:
-            placements.append(_placement(requests, lane, sequence, sources))
+            allocations.append(_allocation(requests, lane, sequence, sources))
             sources.append(sequence)
-    return placements
+    return allocations
 
 
 def have_blocks(
-    lane: Lane, group: SequenceGroup, placements: list[Placement], *, alone: bool, num_more: int = 0
+    lane: Lane, group: SequenceGroup, allocations: list[Allocation], *, alone: bool, num_more: int = 0
 ) -> bool:
-    """Whether there are blocks for these placements.
+    """Whether there are blocks for these allocations.
 
     `alone`: nothing else runs, so the watermark does not count. `num_more`: additional free blocks to assume.
     """
-    count = sum(placement.num_to_take for placement in placements)
+    count = sum(allocation.num_to_take for allocation in allocations)
     if not alone and not group.forked and group.sequences[0].num_prompt_tokens % lane.spec.block_size:
-        count += len(placements) - 1  # The fork will copy the last block.
+        count += len(allocations) - 1  # The fork will copy the last block.
     return lane.blocks.can_take(count, alone=alone, num_more=num_more)
 
 
-def _swap_in_placements(lane: Lane, swapped: list[Sequence]) -> list[Placement]:
+def _swap_in_allocations(lane: Lane, swapped: list[Sequence]) -> list[Allocation]:
     """Swapped sequences return with all their blocks, and one more each for a next token without a block of its own."""
-    placements: list[Placement] = []
+    allocations: list[Allocation] = []
     writers: Counter[int] = Counter()
     for sequence in swapped:
         num_tokens = 0 if sequence.is_spare_beam else len(sequence.token_ids)
@@ -74,24 +74,24 @@ def _swap_in_placements(lane: Lane, swapped: list[Sequence]) -> list[Placement]:
         if sequence.group.forked and index < len(host_block_ids):
             writers[host_block_ids[index]] += 1
             num_more += writers[host_block_ids[index]] > 1
-        num_back = 0 if placements else lane.blocks.num_to_swap_in(swapped)
-        placements.append(Placement(sequence, num_back + num_more, num_tokens))
-    return placements
+        num_back = 0 if allocations else lane.blocks.num_to_swap_in(swapped)
+        allocations.append(Allocation(sequence, num_back + num_more, num_tokens))
+    return allocations
 
 
-def _prompt_placements(requests: RequestTable, lane: Lane, group: SequenceGroup) -> list[Placement]:
+def _prompt_allocations(requests: RequestTable, lane: Lane, group: SequenceGroup) -> list[Allocation]:
     """The first sequence computes the prompt; the others share its blocks and get those reserved beyond it."""
     first, *others = group.sequences
-    placements = [_placement(requests, lane, first, [])]
+    allocations = [_allocation(requests, lane, first, [])]
     num_shared = lane.blocks.num_blocks_for(first.num_prompt_tokens)
     for other in others:
         num_tokens = first.num_prompt_tokens if other.is_beam else _num_reserved_tokens(requests, lane, other)
         num_new = lane.blocks.num_blocks_for(num_tokens) - num_shared
-        placements.append(Placement(other, num_new, num_tokens, source=first, num_shared=num_shared))
+        allocations.append(Allocation(other, num_new, num_tokens, source=first, num_shared=num_shared))
     if first.is_beam and (num_reserved_blocks := _num_reserved_blocks(requests, lane, first)):
-        num_to_take = placements[0].num_to_take + num_reserved_blocks
-        placements[0] = replace(placements[0], num_to_take=num_to_take, num_reserved_blocks=num_reserved_blocks)
-    return placements
+        num_to_take = allocations[0].num_to_take + num_reserved_blocks
+        allocations[0] = replace(allocations[0], num_to_take=num_to_take, num_reserved_blocks=num_reserved_blocks)
+    return allocations
 
 
 def _num_reserved_blocks(requests: RequestTable, lane: Lane, first: Sequence) -> int:
@@ -107,15 +107,15 @@ def _num_reserved_blocks(requests: RequestTable, lane: Lane, first: Sequence) ->
     return most - lane.blocks.num_blocks_for(num_prompt) if reserves else 0
 
 
-def _placement(requests: RequestTable, lane: Lane, sequence: Sequence, sources: list[Sequence]) -> Placement:
+def _allocation(requests: RequestTable, lane: Lane, sequence: Sequence, sources: list[Sequence]) -> Allocation:
     num_tokens = _num_reserved_tokens(requests, lane, sequence)
     num_blocks = lane.blocks.num_blocks_for(num_tokens)
     # Only the first of a group looks up the cache: taking its blocks changes what the others would find.
     found = NO_PREFIX if sources else lane.blocks.find_cached_prefix(sequence)
     source, num_shared = _best_source(sequence, sources, lane.spec.block_size)
     if num_shared:
-        return Placement(sequence, num_blocks - num_shared, num_tokens, source=source, num_shared=num_shared)
-    return Placement(sequence, found.num_to_take(num_blocks), num_tokens, found)
+        return Allocation(sequence, num_blocks - num_shared, num_tokens, source=source, num_shared=num_shared)
+    return Allocation(sequence, found.num_to_take(num_blocks), num_tokens, found)
 
 
 def _best_source(sequence: Sequence, sources: list[Sequence], size: int) -> tuple[Sequence | None, int]:

@@ -276,7 +276,7 @@ class Engine:
 
     def load(self) -> Load:
         """The current state of queues and memory."""
-        return current_load(self._core, self._core.lanes.values())
+        return current_load(self._core)
 
     def executor_infos(self) -> list[ExecutorState]:
         """The state of each executor."""
@@ -355,9 +355,8 @@ class Engine:
 
     def on_stranded(self, reason: str) -> None:
         """End the requests with output that no executor can go on with any more."""
-        for key, live in list(self._live.items()):
-            if self._core.is_stranded(key):
-                self.fail(live, ModelChangedError(reason))
+        for key in self._core.stranded:
+            self.fail(self._live[key], ModelChangedError(reason))
 
     @property
     def max_logprobs_in_use(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -230,7 +230,7 @@ class ExecutorSet:
             member.loop.state(
                 draining=member.draining,
                 refusal=member.refusal,
-                load=lane_load(member.loop.lane) if member.loop.lane is not None else Load(),
+                load=lane_load(self._core, member.loop.lane) if member.loop.lane is not None else Load(),
             )
             for member in self._present
         ]
@@ -409,5 +409,3 @@ class ExecutorSet:
     def _notify(self) -> None:
         for changed in self._waiting:
             changed.set()
-
-

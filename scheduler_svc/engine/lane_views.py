@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import fields, replace
 
 from scheduler_svc.core.lanes.lane import Lane
@@ -14,32 +13,32 @@ from scheduler_svc.plan_loop.ports import Load, SequenceBlockTable
 _SUMMED = [field.name for field in fields(Load)]
 
 
-def current_load(core: Scheduler, lanes: Iterable[Lane]) -> Load:
+def current_load(core: Scheduler) -> Load:
     """The current state of queues and memory, over all executors."""
-    loads = [lane_load(lane) for lane in lanes]
+    loads = [lane_load(core, lane) for lane in core.lanes.values()]
     total = Load(**{name: sum(getattr(load, name) for load in loads) for name in _SUMMED})
-    prefixes = core.prefix_counts
+    counts, num_swapped = core.counts, core.num_swapped
     return replace(
         total,
-        num_waiting=len(core.waiting) - core.num_swapped,
-        num_swapped=core.num_swapped,
-        # Those of executors that were removed count too.
-        num_steps=core.num_steps,
-        num_output_tokens=core.num_output_tokens,
-        num_preemptions=core.num_preemptions,
-        num_prefix_queries=prefixes.num_queried,
-        num_prefix_hits=prefixes.num_hits,
-        num_prefix_host_hits=prefixes.num_host_hits,
+        num_waiting=len(core.waiting) - num_swapped,
+        num_swapped=num_swapped,
+        # Executors that were removed count too.
+        num_steps=counts.num_steps,
+        num_output_tokens=counts.num_output_tokens,
+        num_preemptions=counts.num_preemptions,
+        num_prefix_queries=counts.prefixes.num_queried,
+        num_prefix_hits=counts.prefixes.num_hits,
+        num_prefix_host_hits=counts.prefixes.num_host_hits,
     )
 
 
-def lane_load(lane: Lane) -> Load:
-    """The current state of one executor; it counts no preemptions."""
-    blocks, prefixes = lane.blocks, lane.prefix_counts
+def lane_load(core: Scheduler, lane: Lane) -> Load:
+    """The current state of one executor; its queue is that of the groups that wait for it."""
+    blocks, counts = lane.blocks, lane.counts
     used = lane.spec.num_blocks - blocks.num_free
     stored, reserved = lane.num_stored_tokens, lane.num_reserved_tokens
     return Load(
-        num_waiting=lane.num_waiting,
+        num_waiting=core.num_waiting(lane.executor_id),
         num_running=len({sequence.group for sequence in (*lane.running, *lane.finishing)}),
         num_swapped=len({sequence.group for sequence in lane.swapped}),
         num_device_blocks=lane.spec.num_blocks,
@@ -51,13 +50,14 @@ def lane_load(lane: Lane) -> Load:
         num_unused_slots=used * lane.spec.block_size - stored - reserved,
         num_reserved_slots=reserved,
         num_used_slots=lane.slots.num_used,
-        num_steps=lane.num_steps,
-        num_output_tokens=lane.num_output_tokens,
-        num_prefix_queries=prefixes.num_queried,
-        num_prefix_hits=prefixes.num_hits,
+        num_steps=counts.num_steps,
+        num_output_tokens=counts.num_output_tokens,
+        num_preemptions=counts.num_preemptions,
+        num_prefix_queries=counts.prefixes.num_queried,
+        num_prefix_hits=counts.prefixes.num_hits,
         num_shared_block_refs=blocks.num_shared_refs,
         num_cached_host_blocks=blocks.host_pool.num_idle,
-        num_prefix_host_hits=prefixes.num_host_hits,
+        num_prefix_host_hits=counts.prefixes.num_host_hits,
     )
 
 

@@ -175,8 +175,6 @@ class Discovery:
         self._retiring.pop(target, None)
 
 
-
-
 async def resolve_name(name: str, port: int) -> list[str]:
     """The addresses of a name as the system resolves it, each HOST:PORT; raises OSError.
 

@@ -17,9 +17,7 @@ from scheduler_svc.executors.addresses import executor_address
 from scheduler_svc.front.front import Front, abort_with
 
 _T = TypeVar("_T")
-_OfExecutor = (
-    pb.AddExecutorRequest | pb.DrainExecutorRequest | pb.ResumeExecutorRequest | pb.RemoveExecutorRequest
-)
+_OfExecutor = pb.AddExecutorRequest | pb.DrainExecutorRequest | pb.ResumeExecutorRequest | pb.RemoveExecutorRequest
 
 
 class AdminServicer(pb_grpc.AdminServiceServicer):

@@ -109,10 +109,10 @@ async def test_requests_of_an_executor_that_hangs_move() -> None:
     async with fleet() as world:
         world.submit_mix(max_tokens=50)
         await world.clock.advance(12.5 * STEP_S)
-        world.executors[0].hangs = True
+        world.executors[0].goes_on.clear()
         await world.run()
         world.check_tokens()
-        world.executors[0].hangs = False
+        world.executors[0].goes_on.set()
         await world.clock.advance(1.0)
         assert world.state(0).connected
 
@@ -121,7 +121,7 @@ async def test_the_only_executor_that_hangs_keeps_its_session() -> None:
     async with fleet(dead=[1]) as world:
         world.submit("a")
         await world.clock.advance(8.5 * STEP_S)
-        world.executors[0].hangs = True
+        world.executors[0].goes_on.clear()
         await world.clock.advance(5.0)
         assert world.state(0).connected
         assert world.state(0).stalled_step_id

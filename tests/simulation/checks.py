@@ -77,7 +77,7 @@ def _check_end(world: World, client: Client) -> None:
         exact = not world.scenario.config.allow_fingerprint_change
         _require(exact and len(world.numerics) > 1, f"ended without another model: {error}")
     elif isinstance(error, PreconditionError):
-        _require(len(world.models) > 1, f"ended without other limits: {error}")
+        _require(len(set(world.specs())) > 1, f"ended without other limits: {error}")
     else:
         _require(error is None, f"ended with {error!r}")
     if error is None and not client.has_left:

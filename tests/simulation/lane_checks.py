@@ -1,0 +1,192 @@
+"""What must hold of several lanes at once: which requests they compute, admit and pass over."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.placement.placer import MAX_PASS_OVER_S
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.types import SequenceState
+from scheduler_svc.engine.executor_member import ExecutorMember
+from tests.simulation.catalogue import catalogue
+from tests.simulation.process import ExecutorProcess, Session
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+_LEAST_STEPS = 8
+"""A lane that has planned so many steps since it had room for the head had the occasion to admit it."""
+_LEAST_BUDGET = 8
+"""Tokens of a step beyond one for each running sequence, with which prompts do not fill every step."""
+DRAINED_S = 3.0
+"""A drained executor is empty after this time, if others can hold its requests."""
+
+
+class Violation(Exception):
+    """Something happened that must not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    session: Session
+    began_at: float
+    ended_at: float
+    seeds: frozenset[int]
+
+    def overlaps(self, other: _Computed) -> bool:
+        """Whether both steps ran at one time in which the scheduler had both sessions."""
+        ends = (self.ended_at, other.ended_at, self.session.lost_at, other.session.lost_at)
+        return max(self.began_at, other.began_at) < min(ends)
+
+
+class Overlaps:
+    """Notices a request that two executors compute at the same time."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        seeds = Counter(catalogue()[plan.index].spec.sampling.seed for plan in world.scenario.clients)
+        self._ambiguous = {seed for seed, count in seeds.items() if count > 1}
+        """Of several clients: nothing distinguishes their requests here."""
+        self._recent: dict[ExecutorProcess, deque[_Computed]] = {}
+
+    def add(self, process: ExecutorProcess, session: Session, began_at: float) -> None:
+        """A step has ended."""
+        world = self._world
+        seeds = process.runner.computed_seeds - self._ambiguous
+        computed = _Computed(session, began_at, world.loop.time(), seeds)
+        for other, steps in self._recent.items():
+            for step in steps if other is not process else ():
+                if step.seeds & seeds and step.overlaps(computed):
+                    world.fail(Violation(f"two executors compute the requests with seeds {step.seeds & seeds} at once"))
+        self._recent.setdefault(process, deque(maxlen=3)).append(computed)
+
+
+def check_admissions(world: World, member: ExecutorMember) -> None:
+    """A draining executor gets no request that another one could take; called when its newest plan is sent."""
+    lanes = world.core.lanes
+    lane = lanes[member.index]
+    if not member.draining or not lane.inflight:
+        return
+    joined = lane.inflight[-1].joined
+    for group in {sequence.group for sequence in joined}:
+        if any(each.state is SequenceState.RUNNING and each not in joined for each in group.sequences):
+            continue  # The rest of a group goes where the others of it run.
+        if others_can_hold(world, lane, group):
+            world.fail(Violation(f"{member.target} is draining and gets {group.spec.request_id}"))
+
+
+def others_can_hold(world: World, lane: Lane, group: SequenceGroup) -> bool:
+    """Whether another lane that is open and not draining can hold a group to its end."""
+    others = (other for other in world.core.lanes.values() if other is not lane)
+    return any(other.is_open and not other.draining and can_hold(world, other, group) for other in others)
+
+
+def can_hold(world: World, lane: Lane, group: SequenceGroup) -> bool:
+    """Whether an empty executor certainly can hold a group to its end; the core's own answer is not used."""
+    spec, limits = group.spec, lane.spec
+    longest = max(each.spec.max_model_len for each in world.core.lanes.values())
+    length = min(longest, len(spec.prompt_token_ids) + (longest if spec.max_tokens is None else spec.max_tokens))
+    unfinished = _unfinished(group)
+    return (
+        (not group.has_output or group.numerics in (b"", limits.numerics))
+        and length <= limits.max_model_len
+        and len(unfinished) <= limits.max_num_seqs
+        and _most_blocks(lane, len(unfinished), length) <= limits.num_blocks
+        and lane.num_kv_tokens > group.outgrown_kv_tokens
+    )
+
+
+def _most_blocks(lane: Lane, num_sequences: int, length: int) -> int:
+    """An upper bound of the blocks of so many sequences of this length."""
+    return num_sequences * (-(-(length + 1) // lane.spec.block_size) + 1)
+
+
+def _unfinished(group: SequenceGroup) -> list[Sequence]:
+    return [sequence for sequence in group.sequences if sequence.state is not SequenceState.FINISHED]
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """A lane that had room for the head of the queue."""
+
+    since: float
+    num_steps: int
+    is_idle: bool
+
+
+class HeadWatch:
+    """Notices a head of the queue that a lane with room for it passes over for too long."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._passed: dict[tuple[SequenceGroup, Lane], _Passed] = {}
+
+    def look(self) -> None:
+        """Look at the present state; called again and again."""
+        world, core, now = self._world, self._world.core, self._world.clock.monotonic()
+        before, self._passed = self._passed, {}
+        head = core.waiting.head(now)
+        # A batch that is not continuous waits for others, suspects are tried alone, and prompts may be held back.
+        config = world.scenario.config
+        if head is None or config.batching != "continuous" or core._requests.suspects or config.waiting_served_ratio:
+            return
+        allowed_s = MAX_PASS_OVER_S if len(core.lanes) > 1 else 0.0
+        if now - head.arrival < allowed_s or not head.has_all_results or not head.waiting_sequences:
+            return
+        holder = core.lanes.get(head.lane_id) if head.lane_id is not None else None
+        for host in world.present_hosts:
+            lane = host.lane
+            if lane is None or (holder is not None and holder is not lane and holder.holds(head)):
+                continue
+            if host.is_usable and lane.is_open and not lane.draining and self._has_room(lane, head):
+                self._seen(head, lane, before.get((head, lane)), host.name)
+
+    def _has_room(self, lane: Lane, group: SequenceGroup) -> bool:
+        spec, unfinished = lane.spec, _unfinished(group)
+        longest = max(len(sequence.token_ids) for sequence in unfinished)
+        num_needed = _most_blocks(lane, len(unfinished), longest) + int(spec.watermark * spec.num_blocks) + 1
+        num_slots = min(spec.max_num_seqs - len(lane.running), lane.slots.num_free)
+        return (
+            can_hold(self._world, lane, group)
+            and len(unfinished) <= num_slots
+            and num_needed <= lane.blocks.num_free
+            and spec.max_num_batched_tokens >= spec.max_num_seqs + _LEAST_BUDGET
+        )
+
+    def _seen(self, head: SequenceGroup, lane: Lane, before: _Passed | None, name: str) -> None:
+        world, is_idle = self._world, not lane.inflight
+        world.counts["heads with room"] += 1
+        if before is None:
+            self._passed[head, lane] = _Passed(self._world.loop.time(), lane.counts.num_steps, is_idle)
+            return
+        self._passed[head, lane] = _Passed(before.since, before.num_steps, is_idle and before.is_idle)
+        had_occasion = lane.counts.num_steps - before.num_steps >= _LEAST_STEPS or (is_idle and before.is_idle)
+        if had_occasion and max(world.changed_at, before.since) < world.loop.time() - 0.25:
+            seconds = world.clock.monotonic() - head.arrival
+            world.fail(Violation(f"{name} has room for {head.spec.request_id} and passes it over, {seconds:.2f} s old"))
+
+
+class DrainWatch:
+    """Notices a draining executor that keeps requests which others could take."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._draining_since: dict[str, float] = {}
+
+    def look(self, stable_s: float) -> None:
+        """Look at the present state; stable_s: for so long nothing has happened to the scheduler or an executor."""
+        world, now = self._world, self._world.loop.time()
+        draining = {host.name: host for host in world.present_hosts if (member := host.member) and member.draining}
+        self._draining_since = {name: self._draining_since.get(name, now) for name in draining}
+        for name, host in draining.items():
+            lane = host.lane
+            if lane is None or min(stable_s, now - self._draining_since[name]) < DRAINED_S:
+                continue
+            world.counts["drained lanes seen"] += 1
+            held = {sequence.group for sequence in (*lane.running, *lane.swapped)}
+            kept = sorted(group.spec.request_id for group in held if others_can_hold(world, lane, group))
+            if kept:
+                world.fail(Violation(f"{name} is draining and still holds {kept}"))

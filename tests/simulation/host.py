@@ -156,7 +156,9 @@ class Host:
         world, member = self._world, self.member
         if member is None or plan.executor_id != member.index:
             world.fail(PlanError(f"{self.name} gets a plan of executor {plan.executor_id}"))
-        elif len(world.core.lanes) > 1 and plan.admitted:
+            return
+        world.heads.on_plan(world.core.lanes[plan.executor_id])
+        if plan.admitted:
             check_admissions(world, member)
 
     def _is_poisoned(self, plan: StepPlan) -> bool:

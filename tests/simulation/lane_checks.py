@@ -17,12 +17,12 @@ from tests.simulation.process import ExecutorProcess, Session
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-_LEAST_STEPS = 8
-"""A lane that has planned so many steps since it had room for the head had the occasion to admit it."""
+_LEAST_PLANS = 4
+"""A lane that had room for the head in so many plans one after another had the occasion to admit it."""
 _LEAST_BUDGET = 8
 """Tokens of a step beyond one for each running sequence, with which prompts do not fill every step."""
-DRAINED_S = 3.0
-"""A drained executor is empty after this time, if others can hold its requests."""
+MOVED_S = 3.0
+"""After this time a draining or lost executor has none of the requests that others can hold."""
 
 
 class Violation(Exception):
@@ -108,41 +108,52 @@ def _unfinished(group: SequenceGroup) -> list[Sequence]:
     return [sequence for sequence in group.sequences if sequence.state is not SequenceState.FINISHED]
 
 
-@dataclass(frozen=True, slots=True)
-class _Passed:
-    """A lane that had room for the head of the queue."""
-
-    since: float
-    num_steps: int
-    is_idle: bool
-
-
 class HeadWatch:
     """Notices a head of the queue that a lane with room for it passes over for too long."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._passed: dict[tuple[SequenceGroup, Lane], _Passed] = {}
+        self._passed: dict[Lane, tuple[SequenceGroup, int]] = {}
+        """By lane: the head that its last plans had room for, and their number."""
+        self._idle: dict[Lane, SequenceGroup] = {}
+        """Lanes that had nothing to do when they were last looked at, and the head that they had room for."""
+
+    def on_plan(self, lane: Lane) -> None:
+        """A lane has planned a step."""
+        head = self._passed_over(lane)
+        if head is None:
+            self._passed.pop(lane, None)
+            return
+        former, count = self._passed.get(lane, (head, 0))
+        count = count + 1 if former is head else 1
+        self._passed[lane] = head, count
+        self._world.counts["plans with room for the head"] += 1
+        if count >= _LEAST_PLANS:
+            self._fail(lane, head, f"in {count} plans")
 
     def look(self) -> None:
-        """Look at the present state; called again and again."""
-        world, core, now = self._world, self._world.core, self._world.clock.monotonic()
-        before, self._passed = self._passed, {}
+        """Look for a lane that has nothing to do and does not admit the head; called again and again."""
+        idle = {lane for lane in self._world.core.lanes.values() if not lane.inflight}
+        for lane in idle:
+            head = self._passed_over(lane)
+            if head is not None and self._idle.get(lane) is head:
+                self._fail(lane, head, "with nothing to do")
+        self._idle = {lane: head for lane in idle if (head := self._passed_over(lane))}
+
+    def _passed_over(self, lane: Lane) -> SequenceGroup | None:
+        """The head of the queue, if this lane has room for it and may not pass it over any more."""
+        core, config, now = self._world.core, self._world.scenario.config, self._world.clock.monotonic()
         head = core.waiting.head(now)
         # A batch that is not continuous waits for others, suspects are tried alone, and prompts may be held back.
-        config = world.scenario.config
         if head is None or config.batching != "continuous" or core._requests.suspects or config.waiting_served_ratio:
-            return
+            return None
         allowed_s = MAX_PASS_OVER_S if len(core.lanes) > 1 else 0.0
-        if now - head.arrival < allowed_s or not head.has_all_results or not head.waiting_sequences:
-            return
+        if now - head.arrival < allowed_s + self._world.loop.latest_s or not head.has_all_results:
+            return None
         holder = core.lanes.get(head.lane_id) if head.lane_id is not None else None
-        for host in world.present_hosts:
-            lane = host.lane
-            if lane is None or (holder is not None and holder is not lane and holder.holds(head)):
-                continue
-            if host.is_usable and lane.is_open and not lane.draining and self._has_room(lane, head):
-                self._seen(head, lane, before.get((head, lane)), host.name)
+        if holder is not None and holder is not lane and holder.holds(head, swapped=False):
+            return None
+        return head if lane.is_open and not lane.draining and self._has_room(lane, head) else None
 
     def _has_room(self, lane: Lane, group: SequenceGroup) -> bool:
         spec, unfinished = lane.spec, _unfinished(group)
@@ -156,37 +167,39 @@ class HeadWatch:
             and spec.max_num_batched_tokens >= spec.max_num_seqs + _LEAST_BUDGET
         )
 
-    def _seen(self, head: SequenceGroup, lane: Lane, before: _Passed | None, name: str) -> None:
-        world, is_idle = self._world, not lane.inflight
-        world.counts["heads with room"] += 1
-        if before is None:
-            self._passed[head, lane] = _Passed(self._world.loop.time(), lane.counts.num_steps, is_idle)
-            return
-        self._passed[head, lane] = _Passed(before.since, before.num_steps, is_idle and before.is_idle)
-        had_occasion = lane.counts.num_steps - before.num_steps >= _LEAST_STEPS or (is_idle and before.is_idle)
-        if had_occasion and max(world.changed_at, before.since) < world.loop.time() - 0.25:
-            seconds = world.clock.monotonic() - head.arrival
-            world.fail(Violation(f"{name} has room for {head.spec.request_id} and passes it over, {seconds:.2f} s old"))
+    def _fail(self, lane: Lane, head: SequenceGroup, how: str) -> None:
+        age_s = self._world.clock.monotonic() - head.arrival
+        text = f"executor {lane.executor_id} has room for {head.spec.request_id}, {age_s:.2f} s old, and passes it over"
+        self._world.fail(Violation(f"{text} {how}"))
 
 
-class DrainWatch:
-    """Notices a draining executor that keeps requests which others could take."""
+class MoveWatch:
+    """Notices a draining or lost executor that keeps requests which others could take."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._draining_since: dict[str, float] = {}
+        self._leaving_since: dict[Lane, float] = {}
 
     def look(self, stable_s: float) -> None:
         """Look at the present state; stable_s: for so long nothing has happened to the scheduler or an executor."""
         world, now = self._world, self._world.loop.time()
-        draining = {host.name: host for host in world.present_hosts if (member := host.member) and member.draining}
-        self._draining_since = {name: self._draining_since.get(name, now) for name in draining}
-        for name, host in draining.items():
-            lane = host.lane
-            if lane is None or min(stable_s, now - self._draining_since[name]) < DRAINED_S:
+        leaving = [lane for lane in world.core.lanes.values() if lane.draining or not lane.is_open]
+        self._leaving_since = {lane: self._leaving_since.get(lane, now) for lane in leaving}
+        for lane in leaving:
+            if min(stable_s, now - self._leaving_since[lane]) < MOVED_S:
                 continue
-            world.counts["drained lanes seen"] += 1
+            world.counts["lanes left"] += 1
             held = {sequence.group for sequence in (*lane.running, *lane.swapped)}
+            held |= {group for group in world.core.waiting if group.placed_on == lane.executor_id}
             kept = sorted(group.spec.request_id for group in held if others_can_hold(world, lane, group))
             if kept:
-                world.fail(Violation(f"{name} is draining and still holds {kept}"))
+                how = "is draining" if lane.draining else "is lost"
+                world.fail(Violation(f"executor {lane.executor_id} {how} and still has {kept}"))
+
+
+def check_models(world: World) -> None:
+    """All executors that have a session have one model."""
+    models = [host.member.loop.model for host in world.hosts if host.member is not None and host.member.is_live]
+    weights = {dict(model.numerics)["weights"] for model in models if model is not None}
+    if len(weights) > 1:
+        world.fail(Violation(f"two models are served at once: {sorted(weights)}"))

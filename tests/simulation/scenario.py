@@ -97,7 +97,8 @@ def draw_scenario(seed: int) -> Scenario:
     models = _draw_models(rng)
     duration_s = rng.choice([0.2, 0.5, 1.0])
     stem = rng.randrange(NUM_STEMS)
-    clients = tuple(_draw_client(rng, f"r{number}", duration_s, stem) for number in range(rng.choice([3, 5, 6, 8])))
+    num_clients = rng.choice([3, 5, 6, 8] if len(models) == 1 else [4, 6, 8, 12])
+    clients = tuple(_draw_client(rng, f"r{number}", duration_s, stem) for number in range(num_clients))
     return Scenario(
         seed=seed,
         config=_base_config().model_copy(update=_draw_options(rng)),

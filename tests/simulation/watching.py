@@ -7,7 +7,7 @@ import asyncio
 from scheduler_svc.engine.served_executors import CHANGE_AFTER_S
 from scheduler_svc.plan_loop.progress import NUM_FIRST_STEPS
 from tests.simulation.host import Host
-from tests.simulation.lane_checks import DrainWatch, HeadWatch, Violation
+from tests.simulation.lane_checks import MoveWatch, Violation, check_models
 from tests.simulation.world import World
 
 HEALTH_S = 2.3
@@ -21,13 +21,13 @@ _CHECK_S = 0.3
 
 async def watch(world: World) -> None:
     """Record a violation whenever the present state is not what it must be."""
-    heads, drains = HeadWatch(world), DrainWatch(world)
-    num_steps = 0
+    moves, num_steps = MoveWatch(world), 0
     while not world.violations:
         await asyncio.sleep(_CHECK_S)
         _check_health(world)
-        heads.look()
-        drains.look(_stable_s(world))
+        check_models(world)
+        world.heads.look()
+        moves.look(_stable_s(world))
         counts = world.core.counts
         if counts.num_steps < num_steps:
             world.fail(Violation(f"{counts.num_steps} steps, after {num_steps}"))

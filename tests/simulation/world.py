@@ -16,7 +16,7 @@ from scheduler_svc.executors.discovery import Discovery
 from scheduler_svc.plan_loop.ports import ExecutorPort, ModelDescription
 from scheduler_svc.recording.recording import recorded_core
 from tests.simulation.host import Host
-from tests.simulation.lane_checks import Overlaps, Violation
+from tests.simulation.lane_checks import HeadWatch, Overlaps, Violation
 from tests.simulation.loop import LoopClock, VirtualLoop
 from tests.simulation.scenario import Scenario
 
@@ -54,7 +54,7 @@ class World:
         self.core, self._record = stack.enter_context(recorded_core(config))
         self.engine = Engine(config, self.core, self.clock, connect=self._connect)
         self.engine.add_health_listener(self._on_health)
-        self.overlaps = Overlaps(self)
+        self.overlaps, self.heads = Overlaps(self), HeadWatch(self)
         self.hosts: list[Host] = []
         """All executors that there have been."""
         for model in scenario.models:

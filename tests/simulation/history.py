@@ -58,6 +58,8 @@ class HistoryError(Exception):
     def of(cls, seed: int, cause: BaseException, trace: list[str] | None) -> HistoryError:
         """The error of a history that raised `cause`."""
         found = "".join(traceback.format_exception_only(cause)).strip()
+        if cause.__cause__ is not None:
+            found += ": " + "".join(traceback.format_exception_only(cause.__cause__)).strip()
         message = f"seed {seed}: {found}\nrepeat: python -m tests.simulation --seed {seed} --trace"
         return cls(message, seed, trace)
 
@@ -138,6 +140,8 @@ async def _run(world: World) -> None:
     outcome = (await asyncio.gather(watching, return_exceptions=True))[0]
     if isinstance(outcome, Exception):
         raise outcome
+    if world.engine.failure is not None and not world.fenced:
+        raise Violation("the engine has stopped") from world.engine.failure
     _raise_violations(world)
     for client in clients:
         check_client(world, client)

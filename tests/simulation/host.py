@@ -153,8 +153,10 @@ class Host:
 
     def _on_plan(self, plan: StepPlan) -> None:
         """The scheduler sends a plan."""
-        world, member = self._world, self.member
-        if member is None or plan.executor_id != member.index:
+        world = self._world
+        # One that is being removed may get a last plan.
+        member = world.engine.executors._members.get(plan.executor_id)
+        if member is None or member.target != self.address.target:
             world.fail(PlanError(f"{self.name} gets a plan of executor {plan.executor_id}"))
             return
         world.heads.on_plan(world.core.lanes[plan.executor_id])

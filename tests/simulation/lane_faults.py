@@ -95,7 +95,7 @@ class LaneFaults:
         try:
             num_left = await world.engine.executors.drain(target, seconds)
             lane = host.lane
-            if num_left == 0 and host.member is not None and lane is not None:
+            if num_left == 0 and world.loop.time() < ends_at and host.member is not None and lane is not None:
                 world.counts["drained executors"] += 1
                 if not lane.is_empty:
                     world.fail(Violation(f"{host.name} counts as drained and is not empty"))

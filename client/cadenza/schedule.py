@@ -68,9 +68,16 @@ class ScheduleStats:
 
 
 def ran(records: Sequence[admin_pb2.StepRecord]) -> list[admin_pb2.StepRecord]:
-    """The records of steps that computed something, in order."""
+    """The records of steps that computed something, in order: by the time of the plan, since each executor counts its
+    steps from 1."""
     done = [r for r in records if r.status == execution_pb2.STEP_STATUS_OK and any(r.num_tokens)]
-    return sorted(done, key=lambda record: record.step_id)
+    return sorted(done, key=lambda record: (record.planned_ns, record.executor_index, record.step_id))
+
+
+def by_executor(records: Sequence[admin_pb2.StepRecord]) -> dict[int, list[admin_pb2.StepRecord]]:
+    """The records of each executor that ran a step, by its index."""
+    indices = sorted({record.executor_index for record in ran(records)})
+    return {index: [record for record in records if record.executor_index == index] for index in indices}
 
 
 def build_schedule(records: Sequence[admin_pb2.StepRecord], labels: Mapping[str, str]) -> Schedule:

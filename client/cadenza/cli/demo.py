@@ -48,9 +48,9 @@ def run_demo(*, model: str | None, device: str, max_num_seqs: int) -> None:
             services = stack.enter_context(
                 LocalServices(folder, device=device, max_num_seqs=max_num_seqs, on_event=console.print)
             )
-        pids = services.pids()
+        names = [f"{name} (process {pid})" for name, pid in services.pids().items()]
         console.print(
-            f"executor (process {pids['executor']}) and scheduler (process {pids['scheduler']}) "
+            f"{', '.join(names[:-1])} and {names[-1]} "
             f"serve at {services.target} after {time.monotonic() - started:.1f} s",
             soft_wrap=True,
         )

@@ -262,11 +262,11 @@ def test_help_has_the_options_under_headings(capsys):
     assert places == sorted(places)
     common = re.findall("^  (--[a-z-]+)", out[places[0] : places[1]], re.MULTILINE)
     assert common == [
-        "--model", "--host", "--port", "--config", "--device", "--dtype", "--max-model-len", "--max-num-seqs",
-        "--gpu-memory-utilization", "--log-requests",
+        "--model", "--host", "--port", "--config", "--executors", "--device", "--dtype", "--max-model-len",
+        "--max-num-seqs", "--gpu-memory-utilization", "--log-requests",
     ]  # fmt: skip
-    assert out.index("Example:") < places[0] < out.index("--model MODEL") < out.index("--device") < places[1]
-    assert places[2] < out.index("--num-gpu-blocks") < out.index("--watermark") < places[3]
+    assert out.index("Examples:") < places[0] < out.index("--model MODEL") < out.index("--device") < places[1]
+    assert places[2] < out.index("  --num-gpu-blocks") < out.index("--watermark") < places[3]
     for flag in ("--gpu-memory-utilization", "--no-enable-prefix-caching", "--config"):
         assert flag in out
     assert "--listen" not in out

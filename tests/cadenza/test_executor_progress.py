@@ -12,7 +12,6 @@ import pytest
 from cadenza.executor_progress import ExecutorProgress
 from cadenza.v1 import generation_pb2, generation_pb2_grpc
 
-
 EXECUTOR = "host:1"
 
 

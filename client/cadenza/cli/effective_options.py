@@ -33,8 +33,9 @@ def effective_options(services: LocalServices, places: Mapping[str, Setting]) ->
     rows = _describe(executors, model, server)
     rows.append(("memory", _resident(addresses, services.executors, server)))
     rows += _limits(model, server)
-    places_text = ", ".join(f"{name} on {addresses[name]}" for name in (SCHEDULER, *services.executors))
-    rows.append(("listens", places_text))
+    silent = {name: " (does not answer)" for name in services.executors if name not in executors}
+    listening = [f"{name} on {addresses[name]}{silent.get(name, '')}" for name in (SCHEDULER, *services.executors)]
+    rows.append(("listens", ", ".join(listening)))
     rows += _origins({**places, **services.settings})
     return [f"{label:<10}{text}" for label, text in rows]
 

@@ -74,17 +74,21 @@ def ran(records: Sequence[admin_pb2.StepRecord]) -> list[admin_pb2.StepRecord]:
     return sorted(done, key=lambda record: (record.planned_ns, record.executor_index, record.step_id))
 
 
-def by_executor(records: Sequence[admin_pb2.StepRecord]) -> dict[int, list[admin_pb2.StepRecord]]:
-    """The records of each executor that ran a step, by its index."""
-    indices = sorted({record.executor_index for record in ran(records)})
-    return {index: [record for record in records if record.executor_index == index] for index in indices}
+def executor_indices(records: Sequence[admin_pb2.StepRecord]) -> list[int]:
+    """The indices of the executors that ran a step."""
+    return sorted({record.executor_index for record in ran(records)})
 
 
-def build_schedule(records: Sequence[admin_pb2.StepRecord], labels: Mapping[str, str]) -> Schedule:
-    """The schedule of all sequences in `records`; `labels` are by request id, which replaces a missing label."""
+def build_schedule(
+    records: Sequence[admin_pb2.StepRecord], labels: Mapping[str, str], executor_index: int | None = None
+) -> Schedule:
+    """The schedule of all sequences in `records`; `labels` are by request id, which replaces a missing label.
+
+    `executor_index`: of the steps of this executor, and of the sequences that they compute; None: of all steps.
+    """
     joined = {join.sequence_id: join for record in records for join in record.joined}
     left = {leave.sequence_id: leave.num_output_tokens for record in records for leave in record.left}
-    steps = ran(records)
+    steps = [step for step in ran(records) if executor_index in (None, step.executor_index)]
     rows: dict[int, Row] = {}
     for record in steps:
         for sequence_id in record.sequence_ids:

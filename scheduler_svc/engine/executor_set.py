@@ -380,8 +380,7 @@ class ExecutorSet:
 
     def _on_timer(self, member: ExecutorMember) -> None:
         member.timer = None
-        if member.lost_at is not None and self.can_serve:
-            self._on_change()
+        self._on_change()
 
     def _give_up(self, member: ExecutorMember) -> None:
         member.given_up = True

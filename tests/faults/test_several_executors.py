@@ -92,6 +92,19 @@ async def test_a_killed_executor_costs_no_token(executors: list[RollingService],
         assert seen == await expected(front.address)
 
 
+async def test_a_killed_scheduler_goes_on_with_both_from_its_journal(
+    executors: list[RollingService], tmp_path: Path
+) -> None:
+    both = ("--executor", f"{executors[0].address},{executors[1].address}", "--skip-tokenizer-init")
+    async with rolling("scheduler_svc", *both, "--journal", str(tmp_path / "journal")) as front:
+        wanted = await expected(front.address)
+        load = ClientLoad(front.address, MAX_TOKENS, NUM_REQUESTS)
+        await load.more(300)
+        await front.kill()
+        await front.start()
+        assert await load.finished() == wanted
+
+
 async def test_executors_are_added_drained_and_removed_by_calls(executors: list[RollingService]) -> None:
     one, two = executors[0].address, executors[1].address
     async with (

@@ -100,6 +100,11 @@ class Placer:
             return len(self._waiting)
         return len(self._queues.get(executor_id, ()))
 
+    @property
+    def num_unplaced(self) -> int:
+        """Number of groups that the next plans, of whichever lanes, will place."""
+        return len(self._unplaced)
+
     def place(self, now: float) -> None:
         """Place the next groups that are not placed yet."""
         for group in list(islice(self._unplaced, _MAX_PLACED)):

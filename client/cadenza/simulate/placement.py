@@ -56,10 +56,10 @@ class LlmdScores:
         """Seed the generator."""
         self._random = random.Random(f"llm-d {self.seed}")
 
-    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> tuple[Candidate, float]:
+    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> Candidate:
         """The candidate with the highest score."""
         if (stays := _present(group, candidates)) is not None:
-            return stays, now
+            return stays
         hashes = list(self._hashes(group.spec.prompt_token_ids, candidates[0].lane.spec.block_size))
         matches = self._matches(hashes)
         readings = [self._reading(each, now) for each in candidates]
@@ -72,7 +72,7 @@ class LlmdScores:
             scored.append((score, self._random.random(), each))
         chosen = max(scored, key=lambda entry: entry[:2])[2]
         self._record(hashes, chosen)
-        return chosen, now
+        return chosen
 
     def _reading(self, candidate: Candidate, now: float) -> tuple[int, float]:
         lane = candidate.lane
@@ -146,10 +146,10 @@ class SglangCacheAware:
     balance_rel_threshold: float = 1.5
     _root: _Node = field(default_factory=lambda: _Node((), -1))
 
-    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> tuple[Candidate, float]:
+    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> Candidate:
         """The candidate that had the prefix first, or the one with the fewest unfinished requests."""
         if (stays := _present(group, candidates)) is not None:
-            return stays, now
+            return stays
         loads = [each.num_sequences + len(each.lane.finishing) for each in candidates]
         least, most = min(loads), max(loads)
         chosen = candidates[loads.index(least)]
@@ -159,7 +159,7 @@ class SglangCacheAware:
             if num_matched > self.cache_threshold * len(token_ids):
                 chosen = next((each for each in candidates if each.lane.executor_id == executor_id), chosen)
         self._insert(token_ids, chosen.lane.executor_id)
-        return chosen, now
+        return chosen
 
     def _match(self, token_ids: tuple[int, ...]) -> tuple[int, int]:
         """Number of tokens that were sent before, and the executor of the last ones."""

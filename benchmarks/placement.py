@@ -1,29 +1,24 @@
 """How long do requests wait for their first token on several executors, by the policy that places them?
 
-Prefix-heavy chat traffic in virtual time: sessions begin with one of a few system prompts, some of which are much more
-frequent than others, and have several turns, each after a think time. The policies are the scheduler's own two, and
-those of llm-d's and SGLang's routers (`cadenza.simulate.placement`). Loads are shares of the highest rate that the
-fleet holds under round robin. `--tokens` compares the tokens of two executors with those of one.
+Prefix-heavy chat traffic (`common.chat_traffic`) in virtual time. The policies are the scheduler's own two, and those
+of llm-d's and SGLang's routers (`cadenza.simulate.placement`). The load is a share of CAPACITY, the sessions that an
+executor serves a second under round robin. `--tokens` adds the output tokens/s of 1, 2 and 4 executors under more
+requests than they can serve at once. Nothing here depends on the machine or on what else runs on it.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import math
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
-from benchmarks.common.benchmark import Benchmark, positive, progress
+from benchmarks.common.benchmark import Benchmark, positive, positive_number, progress
+from benchmarks.common.chat_traffic import Chat
 from benchmarks.common.rows import BenchmarkError, Row, make_row
 from cadenza.loadtest.prompts import Prompts
-from cadenza.loadtest.requests import RequestShape
-from cadenza.loadtest.schedule import ScheduledRequest, make_schedule
-from cadenza.loadtest.seeds import stream
 from cadenza.loadtest.settings import make_settings
-from cadenza.simulate.executor_profiles import ExecutorProfile
+from cadenza.simulate.campaign import simulate
 from cadenza.simulate.options import scheduler_config
 from cadenza.simulate.placement import PLACEMENTS, PlacementName
 from cadenza.simulate.published import A100_40GB, LLAMA_3_1_8B, published_profile
@@ -32,82 +27,104 @@ from cadenza.simulate.traffic import Traffic
 
 NAME = "placement"
 WARM_UP_S, COUNTED_S = 60.0, 120.0
-"""Arrivals in this time do not count, and then those in this time do; the load goes on until they have ended."""
+"""Arrivals in this time do not count, and then those in this time do."""
+CAPACITY = 2.0
+"""Sessions per second per executor: under round robin two executors hold 1.8 (TTFT p99 under half a second), and at 2.1
+their queues grow."""
 LOADS = (0.6, 0.75, 0.9)
-_PROFILE = published_profile(A100_40GB, LLAMA_3_1_8B, max_num_seqs=256, max_num_batched_tokens=2048).model_copy(
-    update={"name": "a100-40gb-llama-3.1-8b"}
-)
-_MAX_QUEUE_S = 1.0
-"""A rate holds if the median request of the last third waits less for its admission."""
+EXECUTOR = published_profile(A100_40GB, LLAMA_3_1_8B, max_num_seqs=256, max_num_batched_tokens=2048)
+_PERCENTILES = (50, 95, 99)
+_TOKENS_REQUESTS = 4096
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chat:
-    """The traffic of one kind."""
-
-    num_system_prompts: int = 32
-    skew: float = 1.0
-    """The k-th system prompt has a weight of 1/k^skew."""
-    system_tokens: tuple[int, int] = (300, 2000)
-    """Shortest and longest system prompt."""
-    num_turns: str = "uniform:2:8"
-    input_len: str = "exponential:100:10:1000"
-    output_len: str = "exponential:200:10:1000"
-    think_s: float = 10.0
-
-    def schedule(self, sessions_per_s: float, seconds: float, seed: int) -> Iterator[ScheduledRequest]:
-        """Sessions in a Poisson process, each with its system prompt before the first turn."""
-        settings = make_settings(
-            {
-                "workload": "multi-turn",
-                "request_rate": sessions_per_s,
-                "num_requests": math.ceil(sessions_per_s * seconds),
-                "num_turns": self.num_turns,
-                "input_len": self.input_len,
-                "output_len": self.output_len,
-                "think_s": self.think_s,
-            }
-        )
-        rng = stream(seed, "system prompts")
-        lengths = rng.integers(*self.system_tokens, self.num_system_prompts, endpoint=True)
-        weights = np.arange(1, self.num_system_prompts + 1) ** -self.skew
-        shares = np.cumsum(weights / weights.sum())
-        for due_s, shape in make_schedule(settings, seed):
-            yield (
-                due_s,
-                shape if shape.turn else _with_prefix(shape, int(np.searchsorted(shares, rng.random())), lengths),
-            )
-
-
-def _with_prefix(shape: RequestShape, prefix: int, lengths: np.typing.NDArray[np.int64]) -> RequestShape:
-    prefix = min(prefix, len(lengths) - 1)
-    length = int(lengths[prefix])
-    return dataclasses.replace(
-        shape, num_prompt_tokens=shape.num_prompt_tokens + length, prefix=prefix, num_prefix_tokens=length
-    )
-
-
-def serve(
-    chat: Chat, fleet: list[ExecutorProfile], placement: PlacementName, sessions_per_s: float, seed: int
-) -> Outcome:
-    """Serve the chat for the warm-up and the counted time."""
+def serve(placement: PlacementName, num_executors: int, sessions_per_s: float, seed: int, chat: Chat) -> Outcome:
+    """Serve the chat's sessions that begin in the warm-up and the counted time, to their ends."""
     traffic = Traffic(chat.schedule(sessions_per_s, WARM_UP_S + COUNTED_S, seed))
     config = scheduler_config({"enable_prefix_caching": True, "max_queued_requests": 100_000})
+    fleet = [EXECUTOR] * num_executors
     prompts = Prompts(seed, 32_768)
     return Simulation(fleet, config, traffic, prompts=prompts, placement=placement, seed=seed, keep_steps=False).run()
 
 
-def figures(outcome: Outcome) -> dict[str, float]:
-    """Percentiles of the requests that are due in the counted time."""
+def measure(placement: PlacementName, num_executors: int, load: float, seed: int, chat: Chat) -> dict[str, float]:
+    """Figures of the requests that are due in the counted time."""
+    outcome = serve(placement, num_executors, load * CAPACITY * num_executors, seed, chat)
     requests = outcome.requests
-    counted = requests.select((requests.due_s >= WARM_UP_S) & (requests.due_s < WARM_UP_S + COUNTED_S))
     if not requests.ok.all():
-        raise BenchmarkError("requests failed")
-    ttft = 1000 * (counted.first_s - counted.due_s)
+        raise BenchmarkError(f"{(~requests.ok).sum()} requests failed")
+    counted = requests.select((requests.due_s >= WARM_UP_S) & (requests.due_s < WARM_UP_S + COUNTED_S))
+    ttft_ms = 1000 * (counted.first_s - counted.due_s)
     return {
-        **{f"ttft_p{mark}_ms": float(np.percentile(ttft, mark)) for mark in (50, 95, 99)},
-        "ttft_mean_ms": float(ttft.mean()),
+        **{f"ttft_p{mark}_ms": float(np.percentile(ttft_ms, mark)) for mark in _PERCENTILES},
+        "ttft_mean_ms": float(ttft_ms.mean()),
         "cached_share": float(counted.num_cached_tokens.sum() / counted.num_prompt_tokens.sum()),
         "requests_per_s": len(counted) / COUNTED_S,
-        "num_preemptions": float(outcome.num_preemptions),
+        "preemptions": float(outcome.num_preemptions),
     }
+
+
+def tokens_per_s(num_executors: int, seed: int) -> float:
+    """Output tokens per second of virtual time while all requests are sent at once."""
+    settings = make_settings(
+        {
+            "num_requests": _TOKENS_REQUESTS,
+            "input_len": "exponential:128:1:1024",
+            "output_len": "exponential:128:1:1024",
+            "request_rate": float("inf"),
+        }
+    )
+    config = scheduler_config({"max_queued_requests": 100_000})
+    outcome = simulate(settings, [EXECUTOR] * num_executors, config, seed, keep_steps=False)
+    return float(outcome.requests.num_output_tokens.sum() / outcome.duration_s)
+
+
+def _run(options: argparse.Namespace) -> Iterator[Row]:
+    seeds = range(options.seed, options.seed + options.repeats)
+    chat = Chat(num_system_prompts=options.system_prompts)
+    for num_executors in options.executors:
+        for load in options.loads:
+            for policy in options.policies:
+                repeats = []
+                for seed in seeds:
+                    progress(f"{NAME}: {num_executors} executors at {load:.0%}, {policy}, seed {seed}")
+                    repeats.append(measure(policy, num_executors, load, seed, chat))
+                params = {
+                    "what": "chat",
+                    "executors": num_executors,
+                    "load": load,
+                    "policy": policy,
+                    "system_prompts": chat.num_system_prompts,
+                    "sessions_per_s": load * CAPACITY * num_executors,
+                }
+                yield make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=[])
+    for num_executors in (1, 2, 4) if options.tokens else ():
+        progress(f"{NAME}: tokens of {num_executors} executors")
+        repeats = [{"output_tokens_per_s": tokens_per_s(num_executors, seed)} for seed in seeds]
+        params = {"what": "tokens", "executors": num_executors, "requests": _TOKENS_REQUESTS}
+        yield make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=[])
+
+
+def _describe(row: Row) -> str:
+    found, params = row.medians, row.params
+    if params["what"] == "tokens":
+        return f"{params['executors']} executors: {found['output_tokens_per_s']:,.0f} output tokens/s"
+    marks = ", ".join(f"p{mark} {found[f'ttft_p{mark}_ms']:.0f}" for mark in _PERCENTILES)
+    return (
+        f"{params['executors']} executors at {params['load']:.0%} ({found['requests_per_s']:.1f} requests/s), "
+        f"{params['policy']}: TTFT {marks} ms, {found['cached_share']:.0%} of the prompt tokens cached"
+    )
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--executors", type=positive, nargs="+", default=[2, 4], help="numbers (default 2 4)")
+    parser.add_argument(
+        "--loads", type=positive_number, nargs="+", default=LOADS, help="shares of the capacity (default 0.6 0.75 0.9)"
+    )
+    parser.add_argument("--policies", nargs="+", choices=PLACEMENTS, default=PLACEMENTS, help="(default all)")
+    parser.add_argument("--system-prompts", type=positive, default=32, help="number of system prompts (default 32)")
+    parser.add_argument("--tokens", action="store_true", help="also the tokens/s of 1, 2 and 4 executors")
+
+
+BENCHMARK = Benchmark(
+    NAME, "TTFT of prefix-heavy chat on several executors, by the placement policy?", _add_options, _run, _describe
+)

@@ -44,6 +44,8 @@ class Lane:
         self._caching = prefix_caching and spec.shares_prefixes
         self.rates = MeasuredRates()
         self.turnover = Turnover()
+        self.last_result_at = 0.0
+        """When the last result was applied."""
         self.inflight: deque[PlannedStep] = deque()
         self.reset()
 
@@ -320,6 +322,7 @@ class Lane:
 
     def update_turnover(self, num_finished: int, now: float) -> None:
         """Update the measured time between finishes after a result with which so many samples finished."""
+        self.last_result_at = now
         if num_finished:
             self.turnover.observe(num_finished, now)
         if not len(self.running):

@@ -307,7 +307,6 @@ class SequenceGroup:
         "beam_search",
         "beams",
         "candidates",
-        "expected_at",
         "forked",
         "held_until",
         "key",
@@ -363,8 +362,6 @@ class SequenceGroup:
         """While it waits: the executor that it waits for; None: any, or not placed yet."""
         self.num_placed_tokens = 0
         """Number of tokens that it was to compute there when it was placed."""
-        self.expected_at = 0.0
-        """While it is placed: the time at which its first token is expected, in seconds."""
 
     def length_limit(self, max_model_len: int) -> tuple[int, FinishDetail]:
         """The maximum length of its sequences on an executor with this limit, and the reason to finish there."""

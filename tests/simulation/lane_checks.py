@@ -78,6 +78,18 @@ def check_admissions(world: World, member: ExecutorMember) -> None:
             world.fail(Violation(f"{member.target} is draining and gets {group.spec.request_id}"))
 
 
+def check_placed(world: World) -> None:
+    """No request waits for an executor that takes none while another one could take it."""
+    lanes = world.core.lanes
+    for group in world.core.waiting:
+        lane = lanes.get(group.placed_on) if group.placed_on is not None else None
+        if lane is None or (lane.is_open and not lane.draining) or lane.holds(group):
+            continue
+        if others_can_hold(world, lane, group):
+            how = "is draining" if lane.draining else "has no session"
+            world.fail(Violation(f"{group.spec.request_id} waits for executor {lane.executor_id}, which {how}"))
+
+
 def others_can_hold(world: World, lane: Lane, group: SequenceGroup) -> bool:
     """Whether another lane that is open and not draining can hold a group to its end."""
     others = (other for other in world.core.lanes.values() if other is not lane)

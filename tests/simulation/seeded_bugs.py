@@ -75,8 +75,8 @@ SEEDED_BUGS = (
     ),
     SeededBug(
         "a step that hangs leaves the service healthy",
-        "scheduler_svc.engine.executor_member", "ExecutorMember.takes_requests",
-        "not self.loop.stalled", "True",
+        "scheduler_svc.plan_loop.plan_loop", "PlanLoop.stalled",
+        "self._progress.stall is not None", "False",
     ),
     SeededBug(
         "an ended request leaves its deadline timer",

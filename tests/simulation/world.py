@@ -16,7 +16,7 @@ from scheduler_svc.executors.discovery import Discovery
 from scheduler_svc.plan_loop.ports import ExecutorPort, ModelDescription
 from scheduler_svc.recording.recording import recorded_core
 from tests.simulation.host import Host
-from tests.simulation.lane_checks import HeadWatch, Overlaps, Violation
+from tests.simulation.lane_checks import HeadWatch, Overlaps, Violation, check_placed
 from tests.simulation.loop import LoopClock, VirtualLoop
 from tests.simulation.scenario import Scenario
 
@@ -99,6 +99,7 @@ class World:
         self._num_checks += 1
         if self._num_checks % 4 == 0:
             self.core.check_integrity()
+            check_placed(self)
 
     # --- executors ---------------------------------------------------------------------------------------------------
 

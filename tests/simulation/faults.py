@@ -9,24 +9,17 @@ from typing import Any
 
 from scheduler_svc.core.types import StepStatus
 from scheduler_svc.plan_loop.ports import ModelDescription
-from tests.helpers.changing_executor import MODEL, OTHER_NUMERICS
+from tests.helpers.changing_executor import OTHER_NUMERICS
 from tests.simulation.catalogue import catalogue
 from tests.simulation.host import Host
 from tests.simulation.lane_faults import LaneFaults
 from tests.simulation.network import SILENCE_S
 from tests.simulation.process import NextStep
-from tests.simulation.scenario import Fault
+from tests.simulation.scenario import KERNELS, Fault
 from tests.simulation.world import World
 
 _NOTICED_S = 0.25
 """Silence is checked at this interval."""
-
-
-KERNELS: tuple[dict[str, Any], ...] = (
-    {"fingerprint": MODEL.fingerprint, "numerics": MODEL.numerics},
-    {"fingerprint": OTHER_NUMERICS["fingerprint"], "numerics": (*MODEL.numerics, ("kernels", "others"))},
-)
-"""By numerics: the fingerprints of one model on several kernels."""
 
 
 class Faults:

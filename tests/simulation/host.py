@@ -181,9 +181,9 @@ class Host:
         if held or admitted:
             world.counts["poison deaths"] += 1
             # With several executors sometimes so late that its requests move.
-            longest_s = 0.2 if len(world.hosts) == 1 else 1.0
+            longest_s = 0.2 if len(world.hosts) == 1 else 1.5
             self.later(0.1 + longest_s * world.rng.random(), self.start_if_dead)
-            self.touch(1.5)
+            self.touch(2.0)
         return held or admitted
 
 

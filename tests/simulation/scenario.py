@@ -9,7 +9,7 @@ from typing import Any
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.plan_loop.ports import ModelDescription
-from tests.helpers.changing_executor import MODEL
+from tests.helpers.changing_executor import MODEL, OTHER_NUMERICS
 from tests.helpers.simulations import options
 from tests.simulation.catalogue import NUM_ENTRIES, NUM_STEMS, catalogue, entries_of_stem
 from tests.simulation.network import Delays
@@ -32,6 +32,11 @@ _WEIGHTS = {"cut": 6, "kill": 6, "failed step": 3, "other limits": 4, "fenced": 
             "hang": 1.5, "watchdog": 1.0, "unusable limits": 0.6, "other numerics": 1.0,
             "non-finite": 2.5, "join": 2.0, "drained executor": 3.0, "drained and removed": 2.0, "gone": 3.0,
             "other list": 2.0}  # fmt: skip
+KERNELS: tuple[dict[str, Any], ...] = (
+    {"fingerprint": MODEL.fingerprint, "numerics": MODEL.numerics},
+    {"fingerprint": OTHER_NUMERICS["fingerprint"], "numerics": (*MODEL.numerics, ("kernels", "others"))},
+)
+"""By numerics: the fingerprints of one model on several kernels."""
 CLIENT_KINDS = ("patient", "slow", "cancels", "disconnects", "deadline", "twice")
 _CLIENT_WEIGHTS = (8, 3, 2, 1, 2, 1)
 
@@ -74,6 +79,8 @@ class Scenario:
     config: SchedulerConfig
     models: tuple[ModelDescription, ...]
     """Of the executors at the start."""
+    numerics: tuple[int, ...]
+    """Of each of them."""
     delays: Delays
     latest_s: float
     clients: tuple[ClientPlan, ...]
@@ -103,10 +110,11 @@ def draw_scenario(seed: int) -> Scenario:
         seed=seed,
         config=_base_config().model_copy(update=_draw_options(rng)),
         models=models,
+        numerics=_draw_numerics(rng, len(models), is_real=is_real),
         delays=Delays(rng.choice([0.0005, 0.002, 0.02]), rng.choice([0.0, 0.05])),
         latest_s=rng.choice([0.0, 0.001, 0.001, 0.005]),
         clients=clients,
-        faults=_draw_faults(rng, duration_s, is_real=is_real, has_lanes=len(models) > 1),
+        faults=_draw_faults(rng, duration_s, clients, is_real=is_real, has_lanes=len(models) > 1),
         is_real=is_real,
         is_recorded=seed % RECORDED_EVERY == 0,
         resolves=rng.random() < 0.2,
@@ -179,15 +187,27 @@ def _draw_client(rng: Random, name: str, duration_s: float, stem: int) -> Client
     )
 
 
-def _draw_faults(rng: Random, duration_s: float, *, is_real: bool, has_lanes: bool) -> tuple[Fault, ...]:
+def _draw_numerics(rng: Random, count: int, *, is_real: bool) -> tuple[int, ...]:
+    """Mostly all executors have the same."""
+    if count == 1 or is_real or rng.random() < 0.8:
+        return (0,) * count
+    return tuple(rng.choice([0, 1]) for _ in range(count))
+
+
+def _draw_faults(
+    rng: Random, duration_s: float, clients: tuple[ClientPlan, ...], *, is_real: bool, has_lanes: bool
+) -> tuple[Fault, ...]:
     kinds = FAULT_KINDS + LANE_FAULT_KINDS if has_lanes else FAULT_KINDS
     # The service's executor has one numerics, and nothing to find a poisoned request by.
     kinds = tuple(kind for kind in kinds if not (is_real and kind in ("other numerics", "poison", "other model")))
     weights = [_WEIGHTS.get(kind, 1.0) for kind in kinds]
     count = rng.choice([1, 2, 3, 3, 4, 5] if has_lanes else [0, 1, 2, 2, 3, 3, 5])
-    drawn = [
-        Fault(rng.choices(kinds, weights)[0], rng.random() * 1.2 * duration_s, rng.random(), rng.random())
-        for _ in range(count)
-    ]
+    drawn: list[Fault] = []
+    for _ in range(count):
+        at_s = rng.random() * 1.2 * duration_s
+        if has_lanes and rng.random() < 0.5:
+            # Soon after a request has arrived, when executors have something to do.
+            at_s = rng.choice(clients).arrives_s + 0.15 * rng.random()
+        drawn.append(Fault(rng.choices(kinds, weights)[0], at_s, rng.random(), rng.random()))
     # What ends the service comes last.
     return tuple(replace(fault, at_s=fault.at_s + duration_s) if fault.kind == "fenced" else fault for fault in drawn)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -18,7 +19,7 @@ from scheduler_svc.recording.recording import recorded_core
 from tests.simulation.host import Host
 from tests.simulation.lane_checks import HeadWatch, Overlaps, Violation, check_placed
 from tests.simulation.loop import LoopClock, VirtualLoop
-from tests.simulation.scenario import Scenario
+from tests.simulation.scenario import KERNELS, Scenario
 
 __all__ = ["Violation", "World"]
 
@@ -57,8 +58,8 @@ class World:
         self.overlaps, self.heads = Overlaps(self), HeadWatch(self)
         self.hosts: list[Host] = []
         """All executors that there have been."""
-        for model in scenario.models:
-            self.add_host(model)
+        for model, numerics in zip(scenario.models, scenario.numerics, strict=True):
+            self.add_host(replace(model, **KERNELS[numerics])).numerics = numerics
         self.listed = [host.address.target for host in self.hosts]
         """The scheduler's list of executors, as last written."""
         self.discovery = Discovery(self.engine.executors, self._entries(), resolve=self._resolve)

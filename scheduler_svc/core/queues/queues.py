@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.queues.orders import FcfsOrder, OrderKey, OrderPolicy
+from scheduler_svc.core.queues.subqueues import Subqueues
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 
 _arrival_number = attrgetter("arrival_number")
@@ -20,7 +21,7 @@ class WaitingQueue:
     def __init__(self, policy: OrderPolicy, max_wait_s: float | None = None) -> None:
         self._policy = policy
         self._max_wait_s = max_wait_s
-        self._subqueues: dict[str, list[SequenceGroup]] = {}
+        self._subqueues = Subqueues(policy)
         self._by_arrival: list[SequenceGroup] = []
 
     def __len__(self) -> int:
@@ -51,31 +52,28 @@ class WaitingQueue:
         oldest = self.oldest
         if oldest is None or self.is_overdue(oldest, now):
             return oldest
-        return self._subqueues[min(self._subqueues, key=self._subqueue_key)][0]
+        return self._subqueues.head
 
     def add(self, group: SequenceGroup, *, again: bool = False) -> None:
         """Insert a group at its place; `again`: it ran before."""
         if not again:
             self._policy.on_arrival(group, self._subqueues)
-        insort(self._subqueues.setdefault(self._policy.subqueue(group), []), group, key=self._policy.key)
-        insort(self._by_arrival, group, key=_arrival_number)
+        self._subqueues.add(group)
+        by_arrival = self._by_arrival
+        if not by_arrival or by_arrival[-1].arrival_number < group.arrival_number:
+            by_arrival.append(group)
+        else:
+            insort(by_arrival, group, key=_arrival_number)
         group.queued = True
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove a group; raises InvariantError if it is not queued."""
-        name = self._policy.subqueue(group)
-        subqueue = self._subqueues.get(name, [])
-        index = bisect_left(subqueue, self._policy.key(group), key=self._policy.key)
-        if index == len(subqueue) or subqueue[index] is not group:
+        if not self._subqueues.remove(group):
             raise InvariantError(f"request {group.spec.request_id} is not in the waiting queue")
-        del subqueue[index]
-        if not subqueue:
-            del self._subqueues[name]
-        del self._by_arrival[bisect_left(self._by_arrival, group.arrival_number, key=_arrival_number)]
+        by_arrival = self._by_arrival
+        is_oldest = by_arrival[0] is group
+        del by_arrival[0 if is_oldest else bisect_left(by_arrival, group.arrival_number, key=_arrival_number)]
         group.queued = False
-
-    def _subqueue_key(self, subqueue: str) -> tuple[float, OrderKey]:
-        return self._policy.rank(subqueue), self._policy.key(self._subqueues[subqueue][0])
 
 
 class RunningQueue:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, KeysView
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.lanes.slot_pool import SlotPool
+from scheduler_svc.core.lanes.stored_tokens import fill_of, num_reserved_blocks, num_stored_tokens
 from scheduler_svc.core.memory.block_manager import BlockManager
 from scheduler_svc.core.memory.prefix_cache import PrefixCounts
 from scheduler_svc.core.memory.rates import MeasuredRates
@@ -245,27 +246,25 @@ class Lane:
     @property
     def num_reserved_tokens(self) -> int:
         """Token slots that running sequences hold in blocks beyond those of their tokens."""
-        num_blocks = sum(map(self.blocks.num_reserved, self.running))
-        num_blocks += sum(len(group.reserved_blocks) for group in self._groups)
+        num_blocks = num_reserved_blocks(self.blocks, self.running, self.prefilling, self.decode_batch)
         return num_blocks * self.spec.block_size
 
     def num_distinct_tokens(self, sequences: Collection[Sequence]) -> int:
         """Number of tokens whose KV the blocks of these running sequences store; shared blocks count once."""
-        fill: dict[int, int] = {}
-        size = self.spec.block_size
-        for sequence in sequences:
-            num_computed = sequence.num_computed_tokens
-            for block_id in sequence.block_ids[: self.blocks.num_blocks_for(num_computed)]:
-                fill[block_id] = max(fill.get(block_id, 0), min(size, num_computed))
-                num_computed -= size
-        return sum(fill.values())
+        return sum(fill_of(sequences, self.spec.block_size).values())
 
     @property
     def num_stored_tokens(self) -> int:
         """Number of tokens whose KV the pool stores for running sequences."""
-        if self.blocks.num_shared_refs:
-            return self.num_distinct_tokens(self.running.sequences)
-        return sum(sequence.num_computed_tokens for sequence in self.running)
+        return num_stored_tokens(self.blocks, self.running, self.prefilling, self.decode_batch)
+
+    @property
+    def num_running_groups(self) -> int:
+        """Number of groups with a sequence that runs, or whose last results are awaited."""
+        several = self.running.shared_groups.keys()
+        num_alone = len(self.running) - sum(self.running.shared_groups.values())
+        finishing = {sequence.group for sequence in self.finishing}
+        return num_alone + len(several | finishing)
 
     def update_rates(self, step: PlannedStep, result: StepResult) -> None:
         """Update the measured rates with a result's timings."""
@@ -305,3 +304,14 @@ class Lane:
                 raise InvariantError(f"sequence {sequence.sequence_id} runs without anything to compute")
         if not prefilling.issubset(self.running):
             raise InvariantError("a sequence prefills that is not running")
+        self._check_figures(reserved)
+
+    def _check_figures(self, reserved: list[int]) -> None:
+        """Check what is counted by change against the running sequences and their blocks."""
+        if self.num_stored_tokens != self.num_distinct_tokens(self.running.sequences):
+            raise InvariantError("the stored tokens are miscounted")
+        num_reserved = sum(map(self.blocks.num_reserved, self.running)) + len(reserved)
+        if self.num_reserved_tokens != num_reserved * self.spec.block_size:
+            raise InvariantError("the reserved blocks are miscounted")
+        if self.num_running_groups != len(self._groups | {sequence.group for sequence in self.finishing}):
+            raise InvariantError("the running groups are miscounted")

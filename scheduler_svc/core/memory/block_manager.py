@@ -225,6 +225,11 @@ class BlockManager:
         block_id = sequence.block_ids[index]
         return self.pool.ref_counts[block_id] > 1 or block_id in self.pool.cached
 
+    def shares_unfilled(self, sequence: Sequence) -> bool:
+        """Whether it shares a block that it has not filled: shared blocks are the first ones of its table."""
+        index = sequence.num_computed_tokens // self.block_size
+        return index < len(sequence.block_ids) and self.pool.ref_counts[sequence.block_ids[index]] > 1
+
     def make_writable(self, sequence: Sequence) -> int:
         """Copy-on-write of the block for its next token; returns the block that it has there now.
 

@@ -82,6 +82,8 @@ class RunningQueue:
     def __init__(self, policy: OrderPolicy) -> None:
         self._policy = policy
         self.sequences: list[Sequence] = []
+        self.shared_groups: dict[SequenceGroup, int] = {}
+        """Groups of several sequences, each with the number of those that are here."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -103,8 +105,14 @@ class RunningQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence; its key is fixed from now on."""
-        sequence.order_key = self._key(sequence)
-        insort(self.sequences, sequence, key=_order_key)
+        group, sequences = sequence.group, self.sequences
+        sequence.order_key = key = (*self._policy.key(group), sequence.sample_index)
+        if not sequences or sequences[-1].order_key < key:
+            sequences.append(sequence)
+        else:
+            insort(sequences, sequence, key=_order_key)
+        if len(group.sequences) > 1:
+            self.shared_groups[group] = self.shared_groups.get(group, 0) + 1
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence; raises InvariantError if it is not here."""
@@ -113,11 +121,19 @@ class RunningQueue:
 
     def discard(self, sequence: Sequence) -> bool:
         """Remove a sequence if it is here; returns whether it was."""
-        index = bisect_left(self.sequences, sequence.order_key, key=_order_key)
-        if index == len(self.sequences) or self.sequences[index] is not sequence:
+        sequences = self.sequences
+        if sequences and sequences[0] is sequence:
+            index = 0
+        else:
+            index = bisect_left(sequences, sequence.order_key, key=_order_key)
+        if index == len(sequences) or sequences[index] is not sequence:
             return False
-        del self.sequences[index]
+        del sequences[index]
+        if sequence.group in self.shared_groups:
+            self._count_out(sequence.group)
         return True
 
-    def _key(self, sequence: Sequence) -> OrderKey:
-        return (*self._policy.key(sequence.group), sequence.sample_index)
+    def _count_out(self, group: SequenceGroup) -> None:
+        self.shared_groups[group] -= 1
+        if not self.shared_groups[group]:
+            del self.shared_groups[group]

@@ -23,6 +23,9 @@ class SequenceState(Enum):
     SWAPPED = auto()
     FINISHED = auto()
 
+    # Enum hashes the name, in Python.
+    __hash__ = object.__hash__
+
 
 class FinishDetail(IntEnum):
     """Why a sample ended; numbers as in types.proto."""
@@ -155,9 +158,9 @@ class ExecutorSpec:
     """Whether a token's KV depends only on the tokens before it, so that requests may share blocks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AdmittedSequence:
-    """The full description of a sequence, sent to the executor once."""
+    """The full description of a sequence, sent to the executor once. Never changed, as its plan."""
 
     slot: int
     token_ids: tuple[int, ...]

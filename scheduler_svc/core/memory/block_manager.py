@@ -261,7 +261,8 @@ class BlockManager:
             self.cache_full_blocks(sequence)
         # Last first, so that a block is evicted before its parent.
         self._tiers.drop(sequence.block_ids[::-1])
-        self._tiers.drop_host(sequence.host_block_ids)
+        if sequence.host_block_ids:
+            self._tiers.drop_host(sequence.host_block_ids)
         _clear(sequence)
 
     def num_reserved(self, sequence: Sequence) -> int:

@@ -104,9 +104,10 @@ class RunningQueue:
         return (1.0, self._policy.rank(self._policy.subqueue(group)), *sequence.order_key)
 
     def add(self, sequence: Sequence) -> None:
-        """Insert a sequence; its key is fixed from now on."""
+        """Insert a sequence; its key is that of its group, which never changes, and its index."""
         group, sequences = sequence.group, self.sequences
-        sequence.order_key = key = (*self._policy.key(group), sequence.sample_index)
+        key = sequence.order_key or (*self._policy.key(group), sequence.sample_index)
+        sequence.order_key = key
         if not sequences or sequences[-1].order_key < key:
             sequences.append(sequence)
         else:

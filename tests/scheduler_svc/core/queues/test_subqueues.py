@@ -31,8 +31,8 @@ def make(number: int, tenant: str, *, priority: int = 0, num_prompt: int = 4) ->
         priority=priority,
         expected_output_tokens=number * 7 % 11 + 1,
     )
-    group = SequenceGroup(spec, number, float(number))
-    group.sequences.append(Sequence(number, group, 0, 100))
+    group = SequenceGroup(spec, number, float(number), 100)
+    group.sequences.append(Sequence(number, group, 0))
     return group
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, KeysView
 
 from scheduler_svc.core.errors import InvariantError
@@ -70,7 +70,7 @@ class Lane:
         self.swapped: dict[Sequence, None] = {}
         """Sequences whose KV is in the host pool."""
         self._known: set[Sequence] = set()
-        self._num_with_stop_id: Counter[int] = Counter()
+        self._num_with_stop_id: dict[int, int] = {}
         self.reset_session()
 
     def reset_session(self) -> None:
@@ -166,8 +166,11 @@ class Lane:
             self._known.discard(sequence)
             self._drop_stop_ids(sequence.group.stop_ids)
 
-    def start_running(self, sequence: Sequence) -> None:
-        """Give a waiting sequence a slot; the caller allocates its blocks."""
+    def start_running(self, sequence: Sequence, *, prefills: bool = True) -> None:
+        """Give a waiting sequence a slot; the caller allocates its blocks.
+
+        Without `prefills` it is not added to the sequences that prefill, for a caller that knows whether it will.
+        """
         sequence.change_state(SequenceState.RUNNING)
         slot = self.slots.take()
         sequence.slot = sequence.last_slot = slot
@@ -175,17 +178,21 @@ class Lane:
         self.append_at[slot] = sequence.token_ids.append
         self.discarding_slots.discard(slot)
         self._vacated.pop(slot, None)
-        self.swapped.pop(sequence, None)
+        if self.swapped:
+            self.swapped.pop(sequence, None)
         if sequence not in self._known and not sequence.is_beam:
             self._known.add(sequence)
-            self._num_with_stop_id.update(sequence.group.stop_ids)
+            counts = self._num_with_stop_id
+            for stop_id in sequence.group.stop_ids:
+                counts[stop_id] = counts.get(stop_id, 0) + 1
         self.running.add(sequence)
-        if not (sequence.awaits_fork or sequence.is_spare_beam):
+        if prefills and not (sequence.awaits_fork or sequence.is_spare_beam):
             self.prefilling.add(sequence)
 
     def start_decoding(self, sequence: Sequence) -> None:
         """Add a sequence to the decode batch, from the next step on."""
-        self.prefilling.discard(sequence)
+        if len(self.prefilling):
+            self.prefilling.discard(sequence)
         self.decode_batch.join(sequence)
 
     def stop_running(self, sequence: Sequence, *, keeps_blocks: bool = False, invalid_kv: bool = False) -> None:
@@ -198,10 +205,10 @@ class Lane:
         else:
             self.prefilling.discard(sequence)
         self.running.remove(sequence)
-        self.pending_copy_on_write.pop(sequence, None)
-        self.resuming.pop(sequence, None)
         if len(sequence.group.sequences) > 1:
+            self.pending_copy_on_write.pop(sequence, None)
             self._release_shared(sequence)
+        self.resuming.pop(sequence, None)
         slot = held_slot(sequence)
         if sequence.described:
             self.slots.release(slot)

@@ -189,7 +189,8 @@ class BlockManager:
                 f"sequence {sequence.sequence_id} needs {num_blocks} blocks, not those that it is given"
             )
         _clear(sequence)
-        self._lookups.forget(sequence)
+        if self.caching:
+            self._lookups.forget(sequence)
         if found and num_found:
             sequence.block_ids = self._tiers.take_cached(found.nodes, num_new)
             sequence.num_cached_blocks, sequence.cache_node = num_found, found.nodes[-1]

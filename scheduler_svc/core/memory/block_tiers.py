@@ -53,7 +53,8 @@ class BlockTiers:
     def drop(self, block_ids: Iterable[int]) -> None:
         """Remove a holder from each device block; keeps this plan's copy sources, cancels moves to freed blocks."""
         moves, counts = self.moves, self.device.ref_counts
-        if not moves.writes_device_blocks:
+        if not (moves.copies or moves.swap_ins):
+            # No move of this plan writes to a device block.
             self.device.drop(block_ids)
             return
         for block_id in block_ids:

@@ -28,6 +28,7 @@ _TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.SWAPPED: frozenset({SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.FINISHED: frozenset(),
 }
+_EOS = Finish(FinishDetail.EOS)
 _ADMISSIBLE = (SequenceState.WAITING, SequenceState.SWAPPED)
 _BOUND = (SequenceState.RUNNING, SequenceState.SWAPPED)
 
@@ -297,7 +298,7 @@ class Sequence:
         if token_id not in self.group.stop_ids or self.num_output_tokens < spec.sampling.min_tokens:
             return None
         if token_id in spec.eos_token_ids:
-            return Finish(FinishDetail.EOS)
+            return _EOS
         return Finish(FinishDetail.STOP_TOKEN, stop_token_id=token_id)
 
 

@@ -53,6 +53,7 @@ class Sequence:
         "finish",
         "group",
         "host_block_ids",
+        "is_beam",
         "kv_source",
         "last_slot",
         "length_detail",
@@ -76,6 +77,8 @@ class Sequence:
         self.sequence_id = sequence_id
         self.group = group
         self.sample_index = sample_index
+        self.is_beam = spec.beams is not None
+        """Whether it belongs to a beam search, which chooses its tokens."""
         self.order_key: tuple[float, ...] = ()
         """Sort key in the running queue."""
         self.state = SequenceState.WAITING
@@ -147,11 +150,6 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether it is in the decode batch and follows its step counter."""
         return self._step_counter is not None
-
-    @property
-    def is_beam(self) -> bool:
-        """Whether it belongs to a beam search, which chooses its tokens."""
-        return self.group.beam_search is not None
 
     @property
     def awaits_fork(self) -> bool:

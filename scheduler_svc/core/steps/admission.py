@@ -27,7 +27,7 @@ def admit(
     memory_is_full, num_joined = False, 0
     passed: set[SequenceGroup] = set()
     while num_joined < num_admissible and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:
-        alone = not len(lane.running)
+        alone = not lane.running.sequences
         memory_is_full = not lane.blocks.can_take(1, alone=alone)
         if memory_is_full or (group := next(requests.placer.heads(lane, step.planned_at, passed), None)) is None:
             break
@@ -71,7 +71,7 @@ def admit(
 
 
 def _num_free_slots(lane: Lane) -> int:
-    return min(lane.spec.max_num_seqs - len(lane.running), lane.slots.num_free)
+    return min(lane.spec.max_num_seqs - len(lane.running.sequences), lane.slots.num_free)
 
 
 def _finish_oversized(requests: RequestTable, lane: Lane, group: SequenceGroup) -> bool:

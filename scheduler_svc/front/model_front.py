@@ -84,6 +84,10 @@ class ModelFront:
         same_tokens = await _in_thread(partial(_have_same_tokens, old, tokenizer))
         return PreparedModel(same_tokens, check_features, partial(self._serve, after, tokenizer))
 
+    def prepare_limits(self, model: ModelDescription) -> PreparedModel:
+        """Keep the tokenizer: executors that serve one model differ in their limits only."""
+        return PreparedModel(True, check_features, partial(self._serve, model, self.tokenizer))
+
     def close(self) -> None:
         """End the tokenizer's threads."""
         if self.tokenizer is not None:

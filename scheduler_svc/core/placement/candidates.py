@@ -95,7 +95,7 @@ def may_continue(lane: Lane, group: SequenceGroup) -> bool:
     """Whether the executor has the features and the numerics that the group needs."""
     if lane.spec.lacks and not lane.spec.lacks.isdisjoint(needed_features(group.spec)):
         return False
-    return group.numerics is None or group.numerics == lane.spec.numerics or not group.has_output
+    return not group.numerics or group.numerics == lane.spec.numerics or not group.has_output
 
 
 def holds_present_tokens(lane: Lane, group: SequenceGroup) -> bool:

@@ -107,7 +107,7 @@ def test_arguments_before_environment_before_file_before_defaults(file, monkeypa
         ),
         (executor, "[executor]\nwatermark = 0", r"cadenza.toml: [executor] watermark: there is no such option"),
         (scheduler, "[scheduler]\norder = 'none'", "cadenza.toml: order: Input should be 'fcfs'"),
-        (scheduler, "executor = ['a:1', 'b:2']", "cadenza.toml: executor: exactly one executor"),
+        (scheduler, "executor = ['a:1', 'a:1']", "cadenza.toml: executor: a:1 is given twice"),
         (scheduler, "x = ", "cadenza.toml: this is not TOML"),
     ],
 )

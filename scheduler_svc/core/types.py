@@ -23,6 +23,9 @@ class SequenceState(Enum):
     SWAPPED = auto()
     FINISHED = auto()
 
+    # Enum hashes the name, in Python.
+    __hash__ = object.__hash__
+
 
 class FinishDetail(IntEnum):
     """Why a sample ended; numbers as in types.proto."""
@@ -159,9 +162,9 @@ class ExecutorSpec:
     """Names of features that it lacks: see `core.placement.candidates`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AdmittedSequence:
-    """The full description of a sequence, sent to the executor once."""
+    """The full description of a sequence, sent to the executor once. Never changed, as its plan."""
 
     slot: int
     token_ids: tuple[int, ...]

@@ -225,7 +225,7 @@ class Placer:
         found = hits.get(lane.executor_id)
         if found is None:
             first = next((each for each in group.waiting_sequences if each.state is SequenceState.WAITING), None)
-            found = 0 if first is None else lane.blocks.find_cached_prefix(first).num_tokens
+            found = 0 if first is None else lane.blocks.num_cached_tokens(first)
             hits[lane.executor_id] = found
         return found
 

@@ -121,7 +121,12 @@ def _admitted(message: pb.AdmittedSequence, reserved: list[str]) -> p.AdmittedSe
         sampling=sampling_from_wire(message.sampling),
         held=message.held,
         adapter_index=message.adapter_index,
+        source=_source(message.source) if message.HasField("source") else None,
     )
+
+
+def _source(message: pb.PrefixSource) -> p.PrefixSource:
+    return p.PrefixSource(message.slot, message.num_tokens, message.num_blocks)
 
 
 def sampling_from_wire(message: types_pb2.SequenceSampling) -> SequenceSampling:

@@ -265,10 +265,12 @@ class Scheduler:
         self._check_length_fits(spec)
         count, num_prompt = spec.num_sequences, len(spec.prompt_token_ids)
         self._check_count_fits(spec, count)
-        if count > 1 and count * (num_prompt + spec.sampling.num_values) > MAX_ADMITTED_VALUES:
+        # Sequences after the first take the prompt from its slot.
+        if count > 1 and num_prompt + count * spec.sampling.num_values > MAX_ADMITTED_VALUES:
             raise RequestRejectedError(
                 _count_field(spec),
-                f"{count} sequences of {num_prompt} prompt tokens exceed {MAX_ADMITTED_VALUES} numbers in a plan",
+                f"{num_prompt} prompt tokens and {count} sequences with {spec.sampling.num_values} numbers each in "
+                f"their sampling parameters exceed {MAX_ADMITTED_VALUES} numbers in a plan",
             )
         self._check_blocks_fit(spec, count)
 

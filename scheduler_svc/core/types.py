@@ -156,18 +156,30 @@ class ExecutorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A slot from which an admitted sequence takes its first tokens and blocks: it has the same prompt."""
+
+    slot: int
+    num_tokens: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class AdmittedSequence:
     """The full description of a sequence, sent to the executor once."""
 
     slot: int
     token_ids: tuple[int, ...]
+    """All of its tokens; with a source, those after the source's."""
     num_prompt_tokens: int
     num_computed_tokens: int
     block_ids: tuple[int, ...]
+    """All of its blocks; with a source, the first ones are not sent."""
     sampling: Sampling
     sample_index: int
     held: bool = False
     """Not included in decode_ready until the plan resumes it."""
+    source: PrefixSource | None = None
 
 
 @dataclass(slots=True)

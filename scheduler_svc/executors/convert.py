@@ -178,14 +178,20 @@ def _moves(pairs: BlockPairs) -> pb.BlockMoves:
 
 
 def _admitted(sequence: AdmittedSequence) -> pb.AdmittedSequence:
+    source, block_ids = sequence.source, sequence.block_ids
+    if source is not None:
+        block_ids = block_ids[source.num_blocks :]
     return pb.AdmittedSequence(
         slot=sequence.slot,
         token_ids=sequence.token_ids,
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_computed_tokens=sequence.num_computed_tokens,
-        block_tables=[pb.BlockTable(kv_group=0, block_ids=sequence.block_ids)],
+        block_tables=[pb.BlockTable(kv_group=0, block_ids=block_ids)],
         sampling=sequence_sampling(sequence.sampling, sequence.sample_index),
         held=sequence.held,
+        source=None
+        if source is None
+        else pb.PrefixSource(slot=source.slot, num_tokens=source.num_tokens, num_blocks=source.num_blocks),
     )
 
 

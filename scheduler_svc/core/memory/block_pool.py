@@ -63,20 +63,32 @@ class BlockPool:
             raise InvariantError(f"block {block_id} is unused and cannot be shared")
         self.ref_counts[block_id] = count + 1
 
+    def share_held(self, block_ids: Iterable[int]) -> None:
+        """Add a holder to each of these held blocks; raises InvariantError if one has none."""
+        counts, num_shared = self.ref_counts, 0
+        for block_id in block_ids:
+            count = counts[block_id]
+            if not count:
+                raise InvariantError(f"block {block_id} is not held and cannot be shared")
+            counts[block_id] = count + 1
+            num_shared += 1
+        self.num_shared_refs += num_shared
+
     def drop(self, block_ids: Iterable[int]) -> None:
         """Remove one holder from each block; a block without holders is idle if it is cached, else unused."""
-        counts, unused, cached = self.ref_counts, self._unused, self.cached
+        counts, unused, cached, num_shared = self.ref_counts, self._unused, self.cached, 0
         for block_id in block_ids:
             count = counts[block_id] - 1
-            if count < 0:
-                raise InvariantError(f"block {block_id} is freed twice")
             counts[block_id] = count
-            if count:
-                self.num_shared_refs -= 1
+            if count > 0:
+                num_shared += 1
+            elif count < 0:
+                raise InvariantError(f"block {block_id} is freed twice")
             elif block_id in cached:
                 self._idle[block_id] = None
             else:
                 unused.append(block_id)
+        self.num_shared_refs -= num_shared
 
     def cache(self, block_id: int, node: int) -> None:
         """Mark a held block as cached under a node."""

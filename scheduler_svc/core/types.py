@@ -153,6 +153,10 @@ class ExecutorSpec:
     """Number of blocks in the host pool, the destination of swap-outs."""
     shares_prefixes: bool = True
     """Whether a token's KV depends only on the tokens before it, so that requests may share blocks."""
+    numerics: bytes = b""
+    """Requests with output move only between executors with the same value; empty: no tokens are promised."""
+    lacks: frozenset[str] = frozenset()
+    """Names of features that it lacks: see `core.placement.candidates`."""
 
 
 @dataclass(frozen=True, slots=True)

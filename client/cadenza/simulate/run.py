@@ -119,7 +119,7 @@ class Simulation:
             steps=None if steps is None else steps.columns(),
             step_stride=1 if steps is None else steps.stride,
             duration_s=self._now,
-            num_steps=self._core.last_step_id,
+            num_steps=self._core.num_steps,
             num_preemptions=self._core.num_preemptions,
             ended_early=self._request_log.stopped,
         )

@@ -7,10 +7,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, KeysView
 
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.lanes.batching_state import BatchingState
+from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.lanes.slot_pool import SlotPool
+from scheduler_svc.core.lanes.turnover import Turnover
 from scheduler_svc.core.memory.block_manager import BlockManager
-from scheduler_svc.core.memory.prefix_cache import PrefixCounts
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.queues.orders import OrderPolicy
 from scheduler_svc.core.queues.queues import RunningQueue
@@ -26,20 +28,29 @@ class Lane:
     """One executor's block manager, slots, running sequences and plans in flight."""
 
     def __init__(
-        self,
-        spec: ExecutorSpec,
-        policy: OrderPolicy,
-        *,
-        prefix_caching: bool = False,
-        prefix_counts: PrefixCounts | None = None,
+        self, executor_id: int, spec: ExecutorSpec, policy: OrderPolicy, *, prefix_caching: bool = False
     ) -> None:
+        self.executor_id = executor_id
         self.spec = spec
-        self._prefix_counts = prefix_counts
+        self.counts = LaneCounts()
+        self.batching = BatchingState()
+        self.is_open = True
+        """Whether there is a session with the executor; groups are placed on open lanes only."""
+        self.draining = False
+        """Whether it takes no more groups, and those that run move to other lanes."""
+        self.unexplained: frozenset[SequenceGroup] = frozenset()
+        """Groups that may have ended the last session, while it is not known whether they killed the executor."""
         self._policy = policy
         self._caching = prefix_caching and spec.shares_prefixes
         self.rates = MeasuredRates()
+        self.turnover = Turnover()
         self.inflight: deque[PlannedStep] = deque()
         self.reset()
+
+    def succeed(self, former: Lane) -> None:
+        """Take the place of a lost executor's lane: counts never go back."""
+        self.counts, self.batching, self.draining = former.counts, former.batching, former.draining
+        self.blocks.prefix_counts = self.counts.prefixes
 
     def reset(self) -> None:
         """Start over with an empty executor: no blocks, no slots, no plans."""
@@ -51,7 +62,7 @@ class Lane:
             num_host_blocks=spec.num_host_blocks,
             caching=self._caching,
             rates=self.rates,
-            prefix_counts=self._prefix_counts,
+            prefix_counts=self.counts.prefixes,
         )
         self.running = RunningQueue(self._policy)
         """Running sequences: each holds a slot and blocks."""
@@ -117,6 +128,42 @@ class Lane:
     def stop_ids(self) -> KeysView[int]:
         """The union of the stop ids of all unfinished sequences that have run here."""
         return self._num_with_stop_id.keys()
+
+    def holds(self, group: SequenceGroup, *, swapped: bool = True) -> bool:
+        """Whether something of a group is here: a running or swapped sequence, or a plan in flight that refers to it.
+
+        Without `swapped`, KV in the host pool does not count. A group that may have killed the executor stays until
+        that is known.
+        """
+        if group.lane_id != self.executor_id:
+            return False
+        if group in self.unexplained:
+            return True
+        if self.inflight and self.inflight[0].plan.step_id <= group.held_until:
+            return True
+        states = (SequenceState.RUNNING, SequenceState.SWAPPED) if swapped else (SequenceState.RUNNING,)
+        return any(sequence.state in states for sequence in group.sequences)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds no sequence and no plan is in flight."""
+        return not (len(self.running) or self.swapped or self.finishing or self.inflight)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Number of tokens whose KV the pool holds."""
+        return self.spec.num_blocks * self.spec.block_size
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Number of tokens that running sequences outside the decode batch have yet to compute."""
+        return sum(sequence.num_uncomputed_tokens for sequence in self.prefilling)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Forget a waiting sequence that is about to run on another executor; nothing here refers to it."""
+        if sequence in self._known:
+            self._known.discard(sequence)
+            self._drop_stop_ids(sequence.group.stop_ids)
 
     def start_running(self, sequence: Sequence) -> None:
         """Give a waiting sequence a slot; the caller allocates its blocks."""
@@ -229,9 +276,7 @@ class Lane:
         elif sequence in self.swapped:
             self.drop_swapped(sequence)
         self.finishing.pop(sequence, None)
-        if sequence in self._known:
-            self._known.discard(sequence)
-            self._drop_stop_ids(sequence.group.stop_ids)
+        self.forget(sequence)
         slot = sequence.last_slot
         # The slot may date from an executor with more slots.
         if slot is not None and slot < self.spec.num_slots and self.sequence_at[slot] is sequence:
@@ -272,6 +317,13 @@ class Lane:
         plan = step.plan
         num_swapped = 0 if plan.copied else len(plan.swapped_out) + len(plan.swapped_in)
         self.rates.observe(step.total_tokens, num_swapped, result.device_ns, result.moves_ns)
+
+    def update_turnover(self, num_finished: int, now: float) -> None:
+        """Update the measured time between finishes after a result with which so many samples finished."""
+        if num_finished:
+            self.turnover.observe(num_finished, now)
+        if not len(self.running):
+            self.turnover.pause()
 
     def _drop_stop_ids(self, stop_ids: Collection[int]) -> None:
         counts = self._num_with_stop_id

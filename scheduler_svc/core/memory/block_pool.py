@@ -76,19 +76,18 @@ class BlockPool:
 
     def drop(self, block_ids: Iterable[int]) -> None:
         """Remove one holder from each block; a block without holders is idle if it is cached, else unused."""
-        counts, unused, cached, num_shared = self.ref_counts, self._unused, self.cached, 0
+        counts, unused, cached = self.ref_counts, self._unused, self.cached
         for block_id in block_ids:
             count = counts[block_id] - 1
-            counts[block_id] = count
-            if count > 0:
-                num_shared += 1
-            elif count < 0:
+            if count < 0:
                 raise InvariantError(f"block {block_id} is freed twice")
+            counts[block_id] = count
+            if count:
+                self.num_shared_refs -= 1
             elif block_id in cached:
                 self._idle[block_id] = None
             else:
                 unused.append(block_id)
-        self.num_shared_refs -= num_shared
 
     def cache(self, block_id: int, node: int) -> None:
         """Mark a held block as cached under a node."""

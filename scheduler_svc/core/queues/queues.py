@@ -19,7 +19,7 @@ class WaitingQueue:
 
     def __init__(self, policy: OrderPolicy, max_wait_s: float | None = None) -> None:
         self._policy = policy
-        self._max_wait_s = max_wait_s
+        self.max_wait_s = max_wait_s
         self._subqueues: dict[str, list[SequenceGroup]] = {}
         self._by_arrival: list[SequenceGroup] = []
 
@@ -32,14 +32,14 @@ class WaitingQueue:
 
     def is_overdue(self, group: SequenceGroup, now: float) -> bool:
         """Whether a group arrived `max_wait_s` or longer ago."""
-        return self._max_wait_s is not None and now - group.arrival >= self._max_wait_s
+        return self.max_wait_s is not None and now - group.arrival >= self.max_wait_s
 
     @property
     def overdue_at(self) -> float | None:
         """When the oldest group becomes overdue."""
-        if self._max_wait_s is None or not self._by_arrival:
+        if self.max_wait_s is None or not self._by_arrival:
             return None
-        return self._by_arrival[0].arrival + self._max_wait_s
+        return self._by_arrival[0].arrival + self.max_wait_s
 
     @property
     def oldest(self) -> SequenceGroup | None:

@@ -29,6 +29,7 @@ _TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.FINISHED: frozenset(),
 }
 _ADMISSIBLE = (SequenceState.WAITING, SequenceState.SWAPPED)
+_BOUND = (SequenceState.RUNNING, SequenceState.SWAPPED)
 
 
 class StepCounter(Protocol):
@@ -69,7 +70,7 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, sequence_id: int, group: SequenceGroup, sample_index: int, max_model_len: int) -> None:
+    def __init__(self, sequence_id: int, group: SequenceGroup, sample_index: int) -> None:
         spec = group.spec
         self.sequence_id = sequence_id
         self.group = group
@@ -106,7 +107,7 @@ class Sequence:
         """Positions at which it may have killed an executor; only a trial computes them. None: it is no suspect."""
         self.requested_prompt_logprobs = False
         """Whether prompt logprobs were requested from the executor at the last admission."""
-        self.max_len, self.length_detail = spec.length_limit(max_model_len)
+        self.max_len, self.length_detail = group.length_limit(group.max_model_len)
 
     @property
     def num_output_tokens(self) -> int:
@@ -237,9 +238,8 @@ class Sequence:
         self.length_detail = detail
 
     def apply_max_model_len(self, max_model_len: int) -> None:
-        """Lower the maximum length to `max_model_len`."""
-        if self.max_len > max_model_len:
-            self.max_len, self.length_detail = max_model_len, FinishDetail.MAX_MODEL_LEN
+        """Set the maximum length for an executor with this limit; a limit of a former executor counts no more."""
+        self.max_len, self.length_detail = self.group.length_limit(max_model_len)
 
     def change_state(self, state: SequenceState) -> None:
         """Change the state, here only; raises InvariantError for a transition that the table does not have."""
@@ -307,10 +307,18 @@ class SequenceGroup:
         "beam_search",
         "beams",
         "candidates",
+        "expected_at",
         "forked",
+        "held_until",
         "key",
+        "lane_id",
+        "max_model_len",
         "num_pending_candidates",
+        "num_placed_tokens",
         "num_preemptions",
+        "numerics",
+        "outgrown_kv_tokens",
+        "placed_on",
         "queued",
         "reserved_blocks",
         "sequences",
@@ -319,8 +327,10 @@ class SequenceGroup:
         "was_admitted",
     )
 
-    def __init__(self, spec: RequestSpec, arrival_number: int, arrival: float) -> None:
+    def __init__(self, spec: RequestSpec, arrival_number: int, arrival: float, max_model_len: int) -> None:
+        """max_model_len: the largest limit of the executors when it arrived; it never has more tokens."""
         self.spec = spec
+        self.max_model_len = max_model_len
         self.key = spec.key
         self.arrival_number = arrival_number
         self.arrival = arrival
@@ -341,6 +351,34 @@ class SequenceGroup:
         """Number of candidate lists for its beams that plans in flight will return."""
         self.reserved_blocks: list[int] = []
         """Device blocks reserved for the growth of its beams."""
+        self.lane_id: int | None = None
+        """The executor that runs it, or ran it last: what it holds, it holds there. None: it has never run."""
+        self.held_until = 0
+        """The newest step of that executor that still refers to it, once it has stopped running there."""
+        self.numerics: bytes | None = None
+        """The numerics of that executor, under which it goes on; None: it has never run in this process."""
+        self.outgrown_kv_tokens = 0
+        """Size of the largest pool, in tokens, that it has outgrown."""
+        self.placed_on: int | None = None
+        """While it waits: the executor that it waits for; None: any, or not placed yet."""
+        self.num_placed_tokens = 0
+        """Number of tokens that it was to compute there when it was placed."""
+        self.expected_at = 0.0
+        """While it is placed: the time at which its first token is expected, in seconds."""
+
+    def length_limit(self, max_model_len: int) -> tuple[int, FinishDetail]:
+        """The maximum length of its sequences on an executor with this limit, and the reason to finish there."""
+        return self.spec.length_limit(min(max_model_len, self.max_model_len))
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether one of its sequences runs or is swapped out: until then it stays with its executor."""
+        return any(sequence.state in _BOUND for sequence in self.sequences)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether an executor has sampled for it: a token was confirmed, or beams were chosen."""
+        return any(sequence.num_output_tokens for sequence in self.sequences)
 
     @property
     def finished(self) -> bool:

@@ -45,8 +45,8 @@ class Stage:
         make_text = (lambda: TextStream(TOKENIZER)) if text else None
         self.live = LiveRequest(EngineRequest(spec, make_text, best_of=best_of), arrival_ns=1)
         self.engine._live[spec.key] = self.live
-        self.group = SequenceGroup(spec, 0, 0.0)
-        self.sequences = [Sequence(index, self.group, index, 64) for index in range(spec.num_sequences)]
+        self.group = SequenceGroup(spec, 0, 0.0, 64)
+        self.sequences = [Sequence(index, self.group, index) for index in range(spec.num_sequences)]
         self.notified = []
         self.live.subscribe(self.notified.append)
 

@@ -24,7 +24,7 @@ _IDS = itertools.count(1)
 def make(token_ids: list[int], num_prompt_logprobs: int | None = None, **fields: object) -> Sequence:
     sampling = Sampling(num_prompt_logprobs=num_prompt_logprobs)
     spec = RequestSpec("r", tuple(token_ids), sampling, max_tokens=100, **fields)
-    return Sequence(next(_IDS), SequenceGroup(spec, 0, 0.0), 0, 10_000)
+    return Sequence(next(_IDS), SequenceGroup(spec, 0, 0.0, 10_000), 0)
 
 
 def manager(num_blocks: int = 20, num_host_blocks: int = 0, rates: MeasuredRates | None = None) -> BlockManager:

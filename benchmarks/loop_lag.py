@@ -26,7 +26,7 @@ from typing import Any
 import grpc
 
 from benchmarks.common.benchmark import Benchmark, progress
-from benchmarks.common.loop_cases import SERVICE, Case, cases
+from benchmarks.common.loop_cases import AFTER, SERVICE, Case, cases
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import ROOT, BenchmarkError, Row, make_row
 from cadenza.transport import channel_options
@@ -35,6 +35,7 @@ NAME = "loop_lag"
 VOCAB_SIZE = 128_000
 MAX_MODEL_LEN = 131_072
 _TIMEOUT_S = 120
+_SETTLE_S = 0.1
 _LOOPS = ("scheduler", "executor")
 
 
@@ -104,8 +105,8 @@ async def services(tokenizer: str) -> AsyncIterator[tuple[Watched, Watched]]:
 async def send(channel: grpc.aio.Channel, case: Case) -> list[str]:
     """Send the messages of a case, one after the other, or as one Session; returns the statuses."""
     if case.method == "Session":
-        call: Any = channel.stream_stream(f"{SERVICE}/Session")(_all(case.messages), timeout=_TIMEOUT_S)
-        return [await _status(call)]
+        session: Any = channel.stream_stream(f"{SERVICE}/Session")
+        return [await _status(session(_all(case.messages), timeout=_TIMEOUT_S))]
     kind = channel.unary_stream if case.method == "Generate" else channel.unary_unary
     method: Any = kind(f"{SERVICE}/{case.method}")
     return [await _status(method(message, timeout=_TIMEOUT_S)) for message in case.messages]
@@ -139,6 +140,9 @@ async def measure(tokenizer: str, chosen: list[Case]) -> dict[str, dict[str, Any
             for each in watches:
                 await each.report()
             statuses = await send(channel, case)
+            # A status is sent before the callback that sends it ends, and only whole callbacks are counted.
+            await send(channel, AFTER)
+            await asyncio.sleep(_SETTLE_S)
             reports = [await each.report() for each in watches]
             found[case.name] = dict(zip(_LOOPS, reports, strict=True)) | {"statuses": sorted(set(statuses))}
             progress(f"{NAME}: {_line(case.name, found[case.name])}")

@@ -22,6 +22,10 @@ class Case:
     needs_tokenizer: bool = False
 
 
+AFTER = Case("after each case", "Abort", [pb.AbortRequest(request_id="none").SerializeToString()])
+"""A short call, which is served when the callbacks of the calls before it have ended."""
+
+
 def cases(rng: random.Random, vocab_size: int) -> list[Case]:
     """All cases; token ids are below vocab_size."""
     return [*_prompts(rng, vocab_size), *_sampling(rng, vocab_size), *_texts(rng, vocab_size), *_others(rng)]
@@ -104,22 +108,26 @@ def _others(rng: random.Random) -> list[Case]:
     small = [
         pb.SessionRequest(
             generate=pb.GenerateRequest(
-                request_id=str(index), prompt=[ids(rng, 8, 1000)], sampling_params={"max_tokens": 2}
+                request_id=str(index),
+                prompt=[ids(rng, 8, 1000)],
+                sampling_params=types_pb2.SamplingParams(max_tokens=2),
             )
         ).SerializeToString()
         for index in range(2000)
     ]
-    resume = pb.GenerateRequest(request_id="none", resume={"positions": [{"sample_index": i} for i in range(1024)]})
-    dense = pb.GenerateRequest(prompt=[types_pb2.PromptPart()] * 120_000).SerializeToString()
-    roles = pb.GenerateRequest(prompt=[{"chat": {"messages": [{"role": "\ufffd"}] * 40_000}}]).SerializeToString()
+    positions = [pb.SamplePosition(sample_index=index) for index in range(1024)]
+    resume = pb.GenerateRequest(request_id="none", resume=pb.ResumePoint(positions=positions))
+    dense = pb.GenerateRequest(prompt=[types_pb2.PromptPart()] * 95_000).SerializeToString()
+    chat = types_pb2.Chat(messages=[types_pb2.ChatMessage(role="\ufffd")] * 30_000)
+    roles = pb.GenerateRequest(prompt=[types_pb2.PromptPart(chat=chat)]).SerializeToString()
     return [
         Case("2,000 small requests of a Session", "Session", small),
         Case("Abort, 2,000 times", "Abort", [pb.AbortRequest(request_id="none").SerializeToString()] * 2000),
         Case("resume with 1,024 positions", "Generate", [resume.SerializeToString()] * 5),
-        Case("240 kB of empty parts", "Generate", [dense]),
-        Case("1.5 MB of empty parts", "Generate", [(dense * 7)[: 1536 * 1024]]),
-        Case("4 MB of empty parts", "Generate", [(dense * 20)[:4_000_000]]),
-        Case("240 kB of strings that are not UTF-8", "Generate", [roles.replace("\ufffd".encode(), b"\xff\xff\xff")]),
+        Case("190 kB of empty parts", "Generate", [dense]),
+        Case("1.5 MB of empty parts", "Generate", [(dense * 9)[: 1536 * 1024]]),
+        Case("4 MB of empty parts", "Generate", [(dense * 24)[:4_000_000]]),
+        Case("210 kB of strings that are not UTF-8", "Generate", [roles.replace("\ufffd".encode(), b"\xff\xff\xff")]),
         Case("1 MB of noise", "Generate", [rng.randbytes(1_000_000) for _ in range(5)]),
-        Case("3 MB in a Session", "Session", [(dense * 20)[:3_000_000], *small[:10]]),
+        Case("3 MB in a Session", "Session", [(dense * 24)[:3_000_000], *small[:10]]),
     ]

@@ -73,7 +73,7 @@ def watch(loop_watch: LoopWatch) -> Callable[[], None]:
     def end() -> None:
         Handle._run = run  # type: ignore[method-assign]
 
-    Handle._run = timed  # type: ignore[method-assign]
+    Handle._run = timed  # type: ignore[method-assign, assignment]
     return end
 
 
@@ -104,7 +104,10 @@ def main(file: Path, module: str, arguments: list[str]) -> None:
 
     import uvloop
 
-    uvloop.run = lambda serving: asyncio.run(watched(serving))  # type: ignore[assignment]
+    def run(serving: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run(watched(serving))
+
+    uvloop.run = run  # type: ignore[assignment]
     watch(loop_watch)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

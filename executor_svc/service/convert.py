@@ -198,6 +198,30 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 def result_to_wire(result: p.StepResult, epoch: int, incarnation: int) -> pb.StepResult:
     """Return the wire form of a result of this session."""
+    return run_at_once(response_in_slices(result, epoch, incarnation)).result
+
+
+def response_in_slices(result: p.StepResult, epoch: int, incarnation: int) -> Work[pb.ExecuteResponse]:
+    """Return the message of a result of this session, with a pause after each slice of its logprobs.
+
+    It is filled in place: protobuf would copy each part of a message that it is put together from.
+    """
+    response = pb.ExecuteResponse(result=_without_logprobs(result, epoch, incarnation))
+    num_items = 0
+    for items, messages in (
+        (result.logprobs, response.result.logprobs),
+        (result.prompt_logprobs, response.result.prompt_logprobs),
+    ):
+        for item in items:
+            yield from _fill_logprobs(messages.add(), item)
+            num_items += len(item.chosen_logprobs) + len(item.top_token_ids)
+            if num_items > SLICE_ITEMS:
+                num_items = 0
+                yield
+    return response
+
+
+def _without_logprobs(result: p.StepResult, epoch: int, incarnation: int) -> pb.StepResult:
     timings = result.timings
     return pb.StepResult(
         step_id=result.step_id,
@@ -211,8 +235,6 @@ def result_to_wire(result: p.StepResult, epoch: int, incarnation: int) -> pb.Ste
         token_ids=result.token_ids.tolist(),
         error_slots=result.error_slots.tolist(),
         errors=[cast(pb.SlotError.ValueType, int(error)) for error in result.errors],
-        logprobs=[_slot_logprobs(item) for item in result.logprobs],
-        prompt_logprobs=[_slot_logprobs(item) for item in result.prompt_logprobs],
         candidates=[_slot_candidates(item) for item in result.candidates],
         timings=pb.StepTimings(
             queue_ns=timings.queue_ns,
@@ -225,18 +247,17 @@ def result_to_wire(result: p.StepResult, epoch: int, incarnation: int) -> pb.Ste
     )
 
 
-def _slot_logprobs(item: p.SlotLogprobs) -> pb.SlotLogprobs:
-    return pb.SlotLogprobs(
-        slot=item.slot,
-        start=item.start,
-        columns=types_pb2.LogprobColumns(
-            chosen_logprobs=item.chosen_logprobs.tolist(),
-            chosen_ranks=item.chosen_ranks.tolist(),
-            num_top=item.num_top,
-            top_token_ids=item.top_token_ids.tolist(),
-            top_logprobs=item.top_logprobs.tolist(),
-        ),
-    )
+def _fill_logprobs(message: pb.SlotLogprobs, item: p.SlotLogprobs) -> Work[None]:
+    message.slot, message.start = item.slot, item.start
+    columns = message.columns
+    columns.chosen_logprobs.extend(item.chosen_logprobs.tolist())
+    columns.chosen_ranks.extend(item.chosen_ranks.tolist())
+    columns.num_top = item.num_top
+    for ids, logprobs in zip(slices_of(item.top_token_ids), slices_of(item.top_logprobs), strict=True):
+        columns.top_token_ids.extend(ids.tolist())
+        columns.top_logprobs.extend(logprobs.tolist())
+        if len(item.top_token_ids) > SLICE_ITEMS:
+            yield
 
 
 def _slot_candidates(item: p.SlotCandidates) -> pb.SlotCandidates:

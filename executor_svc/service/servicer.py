@@ -26,7 +26,7 @@ from cadenza.v1 import admin_pb2, admin_pb2_grpc, execution_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.plan.description import Description
 from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
-from executor_svc.service.convert import description_to_wire, plan_in_slices, result_to_wire
+from executor_svc.service.convert import description_to_wire, plan_in_slices, response_in_slices
 from executor_svc.service.lease import Lease, Leases, Refusal
 from executor_svc.worker.worker import Activity, RejectedPlan, Session, Worker
 
@@ -243,7 +243,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             item = await outbox.get()
             if isinstance(item, StepResult):
                 num_answered += 1
-                await context.write(pb.ExecuteResponse(result=result_to_wire(item, epoch, self._incarnation)))
+                await context.write(await run_in_slices(response_in_slices(item, epoch, self._incarnation)))
             elif isinstance(item, _Announcement):
                 await context.write(pb.ExecuteResponse(heartbeat=pb.Heartbeat(running_step_id=item.step_id)))
                 item.sent.set_result(None)

@@ -80,7 +80,9 @@ def _num_listed(value: SamplingValue) -> int:
     """Numbers in a list or in a list of lists; a number by itself counts as none."""
     if not isinstance(value, tuple):
         return 0
-    return sum(len(each) if isinstance(each, tuple) else 1 for each in value)
+    first = value[0] if value else 0
+    # A list of numbers may have 131,072 of them.
+    return sum(len(each) if isinstance(each, tuple) else 1 for each in value) if isinstance(first, tuple) else len(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from cadenza.transport import (
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc as pb_grpc
 from scheduler_svc.core.types import StepPlan, StepResult
-from scheduler_svc.executors.convert import ProtocolError, model_description, request_in_slices, step_result
+from scheduler_svc.executors.convert import ProtocolError, model_description, request_in_slices, result_in_slices
 from scheduler_svc.plan_loop.ports import (
     ExecutorFencedError,
     ExecutorHeldError,
@@ -200,7 +200,7 @@ class GrpcPlanStream:
         while True:
             message = await self._read()
             if message.WhichOneof("message") == "result":
-                yield self._result(message.result)
+                yield await self._result(message.result)
 
     async def close(self) -> None:
         """End the session; safe to call twice."""
@@ -210,14 +210,14 @@ class GrpcPlanStream:
         # A call that is only dropped stays open (grpc#43462).
         self._call.cancel()
 
-    def _result(self, message: pb.StepResult) -> StepResult:
+    async def _result(self, message: pb.StepResult) -> StepResult:
         if message.epoch != self._epoch or message.incarnation != self.opened.incarnation:
             raise ExecutorLostError(f"the result of step {message.step_id} belongs to another session")
         if self._inflight and self._inflight[0][0] == message.step_id:
             self._inflight.popleft()
         self.begun_step_id = max(self.begun_step_id, message.step_id)
         try:
-            return step_result(message)
+            return await run_in_slices(result_in_slices(message))
         except ProtocolError as exc:
             raise ExecutorLostError(str(exc)) from exc
 

@@ -113,6 +113,8 @@ def request_in_slices(plan: StepPlan, epoch: int) -> Work[pb.ExecuteRequest]:
     It is filled in place: protobuf would copy each part of a message that it is put together from.
     """
     request = pb.ExecuteRequest(plan=_without_admissions(plan, epoch))
+    if sum(_num_items(sequence) for sequence in plan.admitted) > SLICE_ITEMS:
+        yield
     num_items = 0
     for sequence in plan.admitted:
         num_tokens = len(sequence.token_ids)
@@ -122,11 +124,17 @@ def request_in_slices(plan: StepPlan, epoch: int) -> Work[pb.ExecuteRequest]:
             if num_tokens > SLICE_ITEMS:
                 yield
         _fill_admitted(message, sequence)
-        num_items += _SEQUENCE_ITEMS + num_tokens + len(sequence.block_ids) + sequence.sampling.num_values
+        num_items += _num_items(sequence)
         if num_items > SLICE_ITEMS:
             num_items = 0
             yield
     return request
+
+
+def _num_items(sequence: AdmittedSequence) -> int:
+    """The work of describing a sequence, in numbers that take as long."""
+    num_blocks = len(sequence.block_ids) - (sequence.source.num_blocks if sequence.source else 0)
+    return _SEQUENCE_ITEMS + len(sequence.token_ids) + num_blocks + sequence.sampling.num_values
 
 
 def _without_admissions(plan: StepPlan, epoch: int) -> pb.StepPlan:
@@ -164,6 +172,11 @@ def _without_admissions(plan: StepPlan, epoch: int) -> pb.StepPlan:
 
 def step_result(message: pb.StepResult) -> StepResult:
     """Return a result; raises ProtocolError if its columns differ in length."""
+    return run_at_once(result_in_slices(message))
+
+
+def result_in_slices(message: pb.StepResult) -> Work[StepResult]:
+    """Return a result, with a pause after each slice of its prompt logprobs; raises ProtocolError."""
     try:
         status = StepStatus(message.status)
     except ValueError as exc:
@@ -179,6 +192,7 @@ def step_result(message: pb.StepResult) -> StepResult:
             f"result of step {message.step_id}: {len(message.errors)} errors of {len(message.error_slots)} slots"
         )
     timings = message.timings
+    prompt_logprobs = yield from _prompt_logprobs(message)
     return StepResult(
         step_id=message.step_id,
         status=status,
@@ -189,7 +203,7 @@ def step_result(message: pb.StepResult) -> StepResult:
         error_slots=list(message.error_slots),
         errors=[_slot_error(error) for error in message.errors],
         logprobs={entry.slot: _token_logprobs(entry) for entry in message.logprobs},
-        prompt_logprobs=_prompt_logprobs(message),
+        prompt_logprobs=prompt_logprobs,
         candidates=_candidates(message),
         debug_digest=message.debug_digest,
         queue_ns=timings.queue_ns,
@@ -301,14 +315,16 @@ def _slot_error(number: int) -> SlotError:
         return SlotError.UNSPECIFIED
 
 
-def _prompt_logprobs(message: pb.StepResult) -> dict[int, PromptLogprobs]:
-    by_slot = {entry.slot: _prompt_columns(entry) for entry in message.prompt_logprobs}
+def _prompt_logprobs(message: pb.StepResult) -> Work[dict[int, PromptLogprobs]]:
+    by_slot = {}
+    for entry in message.prompt_logprobs:
+        by_slot[entry.slot] = yield from _prompt_columns(entry)
     if len(by_slot) != len(message.prompt_logprobs):
         raise ProtocolError(f"result of step {message.step_id}: prompt logprobs of a slot come twice")
     return by_slot
 
 
-def _prompt_columns(entry: pb.SlotLogprobs) -> PromptLogprobs:
+def _prompt_columns(entry: pb.SlotLogprobs) -> Work[PromptLogprobs]:
     """Return prompt logprobs in compact arrays, since they are kept as long as the request lives."""
     columns = entry.columns
     num_tokens, num_top = len(columns.chosen_logprobs), len(columns.top_token_ids)
@@ -321,11 +337,17 @@ def _prompt_columns(entry: pb.SlotLogprobs) -> PromptLogprobs:
             f"slot {entry.slot}: {num_top} top tokens and {len(columns.top_logprobs)} logprobs "
             f"for {num_tokens} prompt tokens with {columns.num_top} each"
         )
+    top_token_ids, top_logprobs = array("I"), array("f")
+    for ids, logprobs in zip(slices_of(columns.top_token_ids), slices_of(columns.top_logprobs), strict=True):
+        top_token_ids.extend(ids)
+        top_logprobs.extend(logprobs)
+        if num_top > SLICE_ITEMS:
+            yield
     return PromptLogprobs(
         start=entry.start,
         logprobs=array("f", columns.chosen_logprobs),
         ranks=array("I", columns.chosen_ranks),
         num_top=columns.num_top,
-        top_token_ids=array("I", columns.top_token_ids),
-        top_logprobs=array("f", columns.top_logprobs),
+        top_token_ids=top_token_ids,
+        top_logprobs=top_logprobs,
     )

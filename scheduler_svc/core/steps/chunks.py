@@ -120,7 +120,9 @@ def _describe_once(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: 
     if sequence.described:
         return True
     source = _prefix_source(lane, step, sequence, sequence.block_ids)
-    num_sent = len(sequence.token_ids) - (source.num_tokens if source else 0)
+    num_sent = len(sequence.token_ids) + len(sequence.block_ids)
+    if source is not None:
+        num_sent -= source.num_tokens + source.num_blocks
     if not budget.take_values(num_sent + sequence.group.spec.sampling.num_values):
         return False
     _describe(step, sequence, sequence.block_ids, sequence.num_computed_tokens, source)

@@ -21,7 +21,7 @@ EXECUTOR_PORT = 50052
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_REQUEST_BYTES = 1536 * 1024
 """Limit of a client's message to a scheduler, which refuses a longer one by itself, before it parses it."""
-MAX_RECEIVED_BYTES = 4 * 1024 * 1024
+MAX_RECEIVED_BYTES = 2 * 1024 * 1024
 """Limit of what gRPC accepts from a client: a longer message ends its stream. Copying it would hold the event loop."""
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """The key of a serialized google.rpc.Status in the trailing metadata of a call."""

@@ -61,6 +61,8 @@ def is_long(message: pb.GenerateRequest) -> bool:
 
 def fields_in_slices(message: pb.GenerateRequest) -> Work[RequestFields]:
     """Return the fields of a GenerateRequest, without checks: with a pause after each slice of a long one."""
+    if is_long(message):
+        yield
     body = message.SerializeToString(deterministic=True)
     if len(body) > _LONG_BYTES:
         yield

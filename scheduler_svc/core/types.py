@@ -82,7 +82,9 @@ def _num_listed(value: SamplingValue) -> int:
         return 0
     first = value[0] if value else 0
     # A list of numbers may have 131,072 of them.
-    return sum(len(each) if isinstance(each, tuple) else 1 for each in value) if isinstance(first, tuple) else len(value)
+    return (
+        sum(len(each) if isinstance(each, tuple) else 1 for each in value) if isinstance(first, tuple) else len(value)
+    )
 
 
 @dataclass(frozen=True, slots=True)

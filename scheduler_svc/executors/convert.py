@@ -24,6 +24,8 @@ from scheduler_svc.core.types import (
 )
 from scheduler_svc.plan_loop.ports import ModelDescription
 
+_ALLOWED = "allowed_token_ids"
+"""The longest list of the sampling parameters."""
 _SEQUENCE_ITEMS = 128
 """The work of describing one sequence, in numbers that take as long: 20 us (measured)."""
 _DIGEST_DIGITS = 12
@@ -117,18 +119,27 @@ def request_in_slices(plan: StepPlan, epoch: int) -> Work[pb.ExecuteRequest]:
         yield
     num_items = 0
     for sequence in plan.admitted:
-        num_tokens = len(sequence.token_ids)
         message = request.plan.admitted.add()
-        for part in slices_of(sequence.token_ids):
-            message.token_ids.extend(part)
-            if num_tokens > SLICE_ITEMS:
-                yield
+        yield from _extend(message.token_ids, sequence.token_ids)
         _fill_admitted(message, sequence)
+        yield from _extend(message.sampling.allowed_token_ids, _allowed_ids(sequence.sampling))
         num_items += _num_items(sequence)
         if num_items > SLICE_ITEMS:
             num_items = 0
             yield
     return request
+
+
+def _extend(field: Any, values: tuple[int, ...]) -> Work[None]:
+    """Append to a repeated field, with a pause after each slice of a long list."""
+    for part in slices_of(values):
+        field.extend(part)
+        if len(values) > SLICE_ITEMS:
+            yield
+
+
+def _allowed_ids(sampling: Sampling) -> Any:
+    return sampling.values.get(_ALLOWED, ())
 
 
 def _num_items(sequence: AdmittedSequence) -> int:
@@ -220,7 +231,7 @@ def _moves(pairs: BlockPairs) -> pb.BlockMoves:
 
 
 def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence) -> None:
-    """Fill in all but the token ids."""
+    """Fill in all but the token ids and the allowed token ids."""
     source, block_ids = sequence.source, sequence.block_ids
     if source is not None:
         block_ids = block_ids[source.num_blocks :]
@@ -230,7 +241,11 @@ def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence) -> 
     message.num_prompt_tokens = sequence.num_prompt_tokens
     message.num_computed_tokens = sequence.num_computed_tokens
     message.block_tables.add().block_ids.extend(block_ids)
-    message.sampling.CopyFrom(sequence_sampling(sequence.sampling, sequence.sample_index))
+    sampling = sequence.sampling
+    if _allowed_ids(sampling):
+        values = {name: value for name, value in sampling.values.items() if name != _ALLOWED}
+        sampling = dataclasses.replace(sampling, values=values)
+    message.sampling.CopyFrom(sequence_sampling(sampling, sequence.sample_index))
     message.held = sequence.held
 
 

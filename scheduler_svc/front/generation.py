@@ -33,6 +33,8 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         """One request: streams its output; a slow reader gets fewer and larger messages."""
         try:
+            if convert.is_long(request):
+                await asyncio.sleep(0)  # Parsing it was a slice of its own.
             check_limits(request)
             fields = await run_in_slices(convert.fields_in_slices(request))
             if fields.resume is None:

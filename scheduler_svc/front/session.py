@@ -279,6 +279,7 @@ async def _long_fields(request: pb.SessionRequest | Unreadable) -> RequestFields
     """The fields of a long request, converted in slices; None for a short one, and for one over a limit."""
     if isinstance(request, Unreadable) or not convert.is_long(request.generate):
         return None
+    await asyncio.sleep(0)  # Parsing it was a slice of its own.
     try:
         check_limits(request.generate)
     except RequestRejectedError:

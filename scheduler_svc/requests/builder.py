@@ -20,7 +20,7 @@ from scheduler_svc.requests.field_rules import PATH, finite
 from scheduler_svc.requests.fields import ChatFields, PromptFields, RequestFields
 from scheduler_svc.requests.sample_counts import beam_spec, check_counts
 from scheduler_svc.requests.sampling import BadWords, resolve_sampling, tokenize_bad_words
-from scheduler_svc.requests.sampling_fields import SamplingFields, check_sampling
+from scheduler_svc.requests.sampling_fields import SamplingFields, check_sampling, sort_ids
 from scheduler_svc.requests.tokenizer import MAX_PROMPT_TOKENS, ChatTemplateError, Tokenizer, TooManyTokensError
 
 MAX_GRACE_S = 3600
@@ -123,9 +123,9 @@ class RequestBuilder:
         yield from self._check(fields)
         prompt = self._truncate_prompt(self.tokenize(fields.prompt), fields.sampling)
         bad_words = self._bad_words(fields.sampling)
-        if len(fields.sampling.allowed_token_ids) > SLICE_ITEMS:
-            yield
-        sampling = resolve_sampling(fields.sampling, self._model, seed=_seed(fields.sampling), bad_words=bad_words)
+        allowed_ids = yield from sort_ids(fields.sampling.allowed_token_ids)
+        sampling_fields = replace(fields.sampling, allowed_token_ids=allowed_ids)
+        sampling = resolve_sampling(sampling_fields, self._model, seed=_seed(fields.sampling), bad_words=bad_words)
         if len(prompt) + len(fields.sampling.allowed_token_ids) > SLICE_ITEMS:
             yield
         eos = frozenset[int]() if fields.sampling.ignore_eos else frozenset(self._model.eos_token_ids)

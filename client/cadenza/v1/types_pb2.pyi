@@ -297,7 +297,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these token ids, each below the vocabulary size; each -100 to 100; at most 8,192 entries."""
+        """Added to the logits of these token ids, each below the vocabulary size; each -100 to 100; at most 2,048 entries."""
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -709,7 +709,7 @@ class Chat(_message.Message):
     """Continue the last message instead of answering it; default false."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """The turns so far; 1 to 1,024."""
+        """The turns so far; 1 to 512."""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ def _sampling(rng: random.Random, vocab_size: int) -> list[Case]:
         return Case(name, "Generate", [generate(part, **sampling)] * 2, text)
 
     return [
-        case("8,192 biases", logit_bias=dict.fromkeys(some[:8192], 1.5)),
+        case("2,048 biases", logit_bias=dict.fromkeys(some[:2048], 1.5)),
         case("16,384 biases", logit_bias=dict.fromkeys(some[:16_384], 1.5)),
         case("127,000 allowed ids", allowed_token_ids=some),
         case("1,024 stop ids", stop_token_ids=some[:1024], min_tokens=1),
@@ -93,7 +93,7 @@ def _texts(rng: random.Random, vocab_size: int) -> list[Case]:
         Case("a text of 300 kB", "Generate", [generate(half)], True),
         Case("a text of 1 MB", "Generate", [generate(whole)], True),
         Case("a chat of 1 MB", "Generate", [generate(chat(1, 1_000_000))], True),
-        Case("a chat of 1,024 messages", "Generate", [generate(chat(1024, 250))], True),
+        Case("a chat of 512 messages", "Generate", [generate(chat(512, 500))], True),
         Case("Tokenize 300 kB", "Tokenize", [pb.TokenizeRequest(prompt=[half]).SerializeToString()], True),
         Case("Tokenize 1 MB", "Tokenize", [pb.TokenizeRequest(prompt=[whole]).SerializeToString()], True),
         Case(

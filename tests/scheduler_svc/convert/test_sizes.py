@@ -39,10 +39,20 @@ def test_texts_lists_and_all_else_are_told_apart() -> None:
     [
         pb.GenerateRequest(
             prompt=[{"tokens": LONGEST_IDS}],
-            sampling_params={"allowed_token_ids": range(131_072), "logit_bias": dict.fromkeys(range(8192), -1.5)},
+            sampling_params={
+                "allowed_token_ids": range(131_072),
+                "logit_bias": dict.fromkeys(range(2**21, 2**21 + 2048), -1.5),
+            },
         ),
         pb.GenerateRequest(prompt=[{"text": "x" * 1024 * 1024}]),
-        pb.GenerateRequest(prompt=[chat(LIMITS["Chat.messages"].items or 0, 1024)]),
+        pb.GenerateRequest(
+            prompt=[chat(LIMITS["Chat.messages"].items or 0, 2048)],
+            sampling_params={
+                "logit_bias": dict.fromkeys(range(2**21, 2**21 + 2048), -1.5),
+                "stop": ["x" * 256] * 128,
+                "bad_words": ["y" * 128] * 128,
+            },
+        ),
         pb.SessionRequest(generate={"prompt": [{"tokens": LONGEST_IDS}], "request_id": "a"}),
         pb.TokenizeRequest(prompt=[{"tokens": LONGEST_IDS}]),
         pb.DetokenizeRequest(token_ids=LONGEST_IDS.ids),
@@ -86,8 +96,9 @@ def test_a_long_message_of_a_session_is_refused_under_its_id() -> None:
 def test_strings_beyond_those_that_are_looked_at_count_as_small_fields() -> None:
     """Else many short strings, which take long to parse, would count as texts."""
     raw = pb.GenerateRequest(sampling_params={"stop": ["x" * 60] * 10_000}).SerializeToString()
-    with pytest.raises(RequestRejectedError, match="small fields"):
+    with pytest.raises(RequestRejectedError, match="have .* bytes") as caught:
         check_size(raw, pb.GenerateRequest)
+    assert caught.value.field == "small fields"
 
 
 @given(st.binary(max_size=200))

@@ -115,13 +115,19 @@ def request_in_slices(plan: StepPlan, epoch: int) -> Work[pb.ExecuteRequest]:
     It is filled in place: protobuf would copy each part of a message that it is put together from.
     """
     request = pb.ExecuteRequest(plan=_without_admissions(plan, epoch))
-    if sum(_num_items(sequence) for sequence in plan.admitted) > SLICE_ITEMS:
-        yield
+    num_items = sum(map(_num_items, plan.admitted))
+    if num_items <= SLICE_ITEMS:
+        for sequence in plan.admitted:
+            message = request.plan.admitted.add()
+            message.token_ids.extend(sequence.token_ids)
+            _fill_admitted(message, sequence)
+        return request
+    yield  # Making the plan was a slice of its own.
     num_items = 0
     for sequence in plan.admitted:
         message = request.plan.admitted.add()
         yield from _extend(message.token_ids, sequence.token_ids)
-        _fill_admitted(message, sequence)
+        _fill_admitted(message, sequence, with_allowed_ids=False)
         yield from _extend(message.sampling.allowed_token_ids, _allowed_ids(sequence.sampling))
         num_items += _num_items(sequence)
         if num_items > SLICE_ITEMS:
@@ -230,8 +236,8 @@ def _moves(pairs: BlockPairs) -> pb.BlockMoves:
     return pb.BlockMoves(sources=sources, destinations=destinations)
 
 
-def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence) -> None:
-    """Fill in all but the token ids and the allowed token ids."""
+def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence, *, with_allowed_ids: bool = True) -> None:
+    """Fill in all but the token ids."""
     source, block_ids = sequence.source, sequence.block_ids
     if source is not None:
         block_ids = block_ids[source.num_blocks :]
@@ -242,7 +248,7 @@ def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence) -> 
     message.num_computed_tokens = sequence.num_computed_tokens
     message.block_tables.add().block_ids.extend(block_ids)
     sampling = sequence.sampling
-    if _allowed_ids(sampling):
+    if not with_allowed_ids and _allowed_ids(sampling):
         values = {name: value for name, value in sampling.values.items() if name != _ALLOWED}
         sampling = dataclasses.replace(sampling, values=values)
     message.sampling.CopyFrom(sequence_sampling(sampling, sequence.sample_index))

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
+from cadenza.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.core.types import (
@@ -24,6 +25,10 @@ from scheduler_svc.core.types import (
 )
 from scheduler_svc.plan_loop.ports import ModelDescription
 
+_ALLOWED = "allowed_token_ids"
+"""The longest list of the sampling parameters."""
+_SEQUENCE_ITEMS = 128
+"""The work of describing one sequence, in numbers that take as long: 20 us (measured)."""
 _DIGEST_DIGITS = 12
 """Hexadecimal digits of a digest in a message: enough to see that two differ."""
 
@@ -102,6 +107,55 @@ def _numerics(message: types_pb2.NumericsFingerprint) -> tuple[tuple[str, str], 
 
 def step_plan(plan: StepPlan, epoch: int) -> pb.StepPlan:
     """Return a plan's wire form; unchanged parts are omitted, so a decode-only step takes a few bytes."""
+    return run_at_once(request_in_slices(plan, epoch)).plan
+
+
+def request_in_slices(plan: StepPlan, epoch: int) -> Work[pb.ExecuteRequest]:
+    """Return the message of a plan, with a pause after each slice of its admissions.
+
+    It is filled in place: protobuf would copy each part of a message that it is put together from.
+    """
+    request = pb.ExecuteRequest(plan=_without_admissions(plan, epoch))
+    num_items = sum(map(_num_items, plan.admitted))
+    if num_items <= SLICE_ITEMS:
+        for sequence in plan.admitted:
+            message = request.plan.admitted.add()
+            message.token_ids.extend(sequence.token_ids)
+            _fill_admitted(message, sequence)
+        return request
+    yield  # Making the plan was a slice of its own.
+    num_items = 0
+    for sequence in plan.admitted:
+        message = request.plan.admitted.add()
+        yield from _extend(message.token_ids, sequence.token_ids)
+        _fill_admitted(message, sequence, with_allowed_ids=False)
+        yield from _extend(message.sampling.allowed_token_ids, _allowed_ids(sequence.sampling))
+        num_items += _num_items(sequence)
+        if num_items > SLICE_ITEMS:
+            num_items = 0
+            yield
+    return request
+
+
+def _extend(field: Any, values: tuple[int, ...]) -> Work[None]:
+    """Append to a repeated field, with a pause after each slice of a long list."""
+    for part in slices_of(values):
+        field.extend(part)
+        if len(values) > SLICE_ITEMS:
+            yield
+
+
+def _allowed_ids(sampling: Sampling) -> Any:
+    return sampling.values.get(_ALLOWED, ())
+
+
+def _num_items(sequence: AdmittedSequence) -> int:
+    """The work of describing a sequence, in numbers that take as long."""
+    num_blocks = len(sequence.block_ids) - (sequence.source.num_blocks if sequence.source else 0)
+    return _SEQUENCE_ITEMS + len(sequence.token_ids) + num_blocks + sequence.sampling.num_values
+
+
+def _without_admissions(plan: StepPlan, epoch: int) -> pb.StepPlan:
     message = pb.StepPlan(
         step_id=plan.step_id,
         epoch=epoch,
@@ -112,8 +166,6 @@ def step_plan(plan: StepPlan, epoch: int) -> pb.StepPlan:
         debug_digest=plan.debug_digest,
         announces_start=plan.announces_start,
     )
-    for sequence in plan.admitted:
-        _add_admitted(message, sequence)
     for pairs, moves in (
         (plan.swapped_out, message.swap_out),
         (plan.copied, message.copies),
@@ -138,6 +190,11 @@ def step_plan(plan: StepPlan, epoch: int) -> pb.StepPlan:
 
 def step_result(message: pb.StepResult) -> StepResult:
     """Return a result; raises ProtocolError if its columns differ in length."""
+    return run_at_once(result_in_slices(message))
+
+
+def result_in_slices(message: pb.StepResult) -> Work[StepResult]:
+    """Return a result, with a pause after each slice of its prompt logprobs; raises ProtocolError."""
     try:
         status = StepStatus(message.status)
     except ValueError as exc:
@@ -153,6 +210,7 @@ def step_result(message: pb.StepResult) -> StepResult:
             f"result of step {message.step_id}: {len(message.errors)} errors of {len(message.error_slots)} slots"
         )
     timings = message.timings
+    prompt_logprobs = yield from _prompt_logprobs(message)
     return StepResult(
         step_id=message.step_id,
         status=status,
@@ -163,7 +221,7 @@ def step_result(message: pb.StepResult) -> StepResult:
         error_slots=list(message.error_slots),
         errors=[_slot_error(error) for error in message.errors],
         logprobs={entry.slot: _token_logprobs(entry) for entry in message.logprobs},
-        prompt_logprobs=_prompt_logprobs(message),
+        prompt_logprobs=prompt_logprobs,
         candidates=_candidates(message),
         debug_digest=message.debug_digest,
         queue_ns=timings.queue_ns,
@@ -179,16 +237,23 @@ def _moves(pairs: BlockPairs) -> pb.BlockMoves:
     return pb.BlockMoves(sources=sources, destinations=destinations)
 
 
-def _add_admitted(message: pb.StepPlan, sequence: AdmittedSequence) -> None:
-    """Append a sequence, field by field: half the time of building each message from keyword arguments."""
-    admitted = message.admitted.add()
-    admitted.slot = sequence.slot
-    admitted.token_ids.extend(sequence.token_ids)
-    admitted.num_prompt_tokens = sequence.num_prompt_tokens
-    admitted.num_computed_tokens = sequence.num_computed_tokens
-    admitted.block_tables.add().block_ids.extend(sequence.block_ids)
-    _fill_sampling(admitted.sampling, sequence.sampling, sequence.sample_index)
-    admitted.held = sequence.held
+def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence, *, with_allowed_ids: bool = True) -> None:
+    """Fill in all but the token ids."""
+    source, block_ids = sequence.source, sequence.block_ids
+    if source is not None:
+        block_ids = block_ids[source.num_blocks :]
+        message.source.slot = source.slot
+        message.source.num_tokens, message.source.num_blocks = source.num_tokens, source.num_blocks
+    message.slot = sequence.slot
+    message.num_prompt_tokens = sequence.num_prompt_tokens
+    message.num_computed_tokens = sequence.num_computed_tokens
+    message.block_tables.add().block_ids.extend(block_ids)
+    sampling = sequence.sampling
+    if not with_allowed_ids and _allowed_ids(sampling):
+        values = {name: value for name, value in sampling.values.items() if name != _ALLOWED}
+        sampling = dataclasses.replace(sampling, values=values)
+    _fill_sampling(message.sampling, sampling, sequence.sample_index)
+    message.held = sequence.held
 
 
 def sequence_sampling(sampling: Sampling, sample_index: int) -> types_pb2.SequenceSampling:
@@ -285,14 +350,16 @@ def _slot_error(number: int) -> SlotError:
         return SlotError.UNSPECIFIED
 
 
-def _prompt_logprobs(message: pb.StepResult) -> dict[int, PromptLogprobs]:
-    by_slot = {entry.slot: _prompt_columns(entry) for entry in message.prompt_logprobs}
+def _prompt_logprobs(message: pb.StepResult) -> Work[dict[int, PromptLogprobs]]:
+    by_slot = {}
+    for entry in message.prompt_logprobs:
+        by_slot[entry.slot] = yield from _prompt_columns(entry)
     if len(by_slot) != len(message.prompt_logprobs):
         raise ProtocolError(f"result of step {message.step_id}: prompt logprobs of a slot come twice")
     return by_slot
 
 
-def _prompt_columns(entry: pb.SlotLogprobs) -> PromptLogprobs:
+def _prompt_columns(entry: pb.SlotLogprobs) -> Work[PromptLogprobs]:
     """Return prompt logprobs in compact arrays, since they are kept as long as the request lives."""
     columns = entry.columns
     num_tokens, num_top = len(columns.chosen_logprobs), len(columns.top_token_ids)
@@ -305,11 +372,17 @@ def _prompt_columns(entry: pb.SlotLogprobs) -> PromptLogprobs:
             f"slot {entry.slot}: {num_top} top tokens and {len(columns.top_logprobs)} logprobs "
             f"for {num_tokens} prompt tokens with {columns.num_top} each"
         )
+    top_token_ids, top_logprobs = array("I"), array("f")
+    for ids, logprobs in zip(slices_of(columns.top_token_ids), slices_of(columns.top_logprobs), strict=True):
+        top_token_ids.extend(ids)
+        top_logprobs.extend(logprobs)
+        if num_top > SLICE_ITEMS:
+            yield
     return PromptLogprobs(
         start=entry.start,
         logprobs=array("f", columns.chosen_logprobs),
         ranks=array("I", columns.chosen_ranks),
         num_top=columns.num_top,
-        top_token_ids=array("I", columns.top_token_ids),
-        top_logprobs=array("f", columns.top_logprobs),
+        top_token_ids=top_token_ids,
+        top_logprobs=top_logprobs,
     )

@@ -149,6 +149,8 @@ class BlockManager:
         """
         if not self.caching or not sequence.block_ids or not sequence.group.spec.uses_prefix_cache:
             return
+        if sequence.sample_index:
+            _follow_first_sample(sequence, self.block_size)
         size, token_ids, block_ids = self.block_size, sequence.token_ids, sequence.block_ids
         # A token's KV is certain once another token follows: an executor does not compute the KV of a stop token.
         num_full = min(sequence.num_computed_tokens, len(token_ids) - 1) // size
@@ -210,8 +212,7 @@ class BlockManager:
         if child.block_ids or child.host_block_ids or num_blocks > len(source.block_ids):
             raise InvariantError(f"sequence {child.sequence_id} cannot share {num_blocks} blocks")
         child.block_ids = source.block_ids[:num_blocks]
-        for block_id in child.block_ids:
-            self.pool.share(block_id)
+        self.pool.share_held(child.block_ids)
         cache, node, num_cached = self._tiers.cache, source.cache_node, source.num_cached_blocks
         while node is not None and num_cached > num_tokens // self.block_size:
             node = cache.parent_node(node)
@@ -352,3 +353,13 @@ def _clear(sequence: Sequence) -> None:
     sequence.block_ids = []
     sequence.host_block_ids = []
     sequence.num_cached_blocks, sequence.cache_node = 0, None
+
+
+def _follow_first_sample(sequence: Sequence, block_size: int) -> None:
+    """Take over the cached blocks of its group's first sequence, if they are also its own: nothing is looked up."""
+    first = next(iter(sequence.group.sequences), None)
+    if first is None or first.cache_node is None or first.num_cached_blocks <= sequence.num_cached_blocks:
+        return
+    count = first.num_cached_blocks
+    if count * block_size <= first.num_prompt_tokens and first.block_ids[:count] == sequence.block_ids[:count]:
+        sequence.num_cached_blocks, sequence.cache_node = count, first.cache_node

@@ -66,6 +66,17 @@ class BlockPool:
             raise InvariantError(f"block {block_id} is unused and cannot be shared")
         self.ref_counts[block_id] = count + 1
 
+    def share_held(self, block_ids: Iterable[int]) -> None:
+        """Add a holder to each of these held blocks; raises InvariantError if one has none."""
+        counts, num_shared = self.ref_counts, 0
+        for block_id in block_ids:
+            count = counts[block_id]
+            if not count:
+                raise InvariantError(f"block {block_id} is not held and cannot be shared")
+            counts[block_id] = count + 1
+            num_shared += 1
+        self.num_shared_refs += num_shared
+
     def drop(self, block_ids: Iterable[int]) -> None:
         """Remove one holder from each block; a block without holders is idle if it is cached, else unused."""
         counts, unused, cached = self.ref_counts, self._unused, self.cached

@@ -202,8 +202,9 @@ class LiveRequest:
 
     def finish_if_all_ended(self) -> bool:
         """Whether all samples have finished; with best_of, also chooses the returned ones."""
-        if any(sample.finish is None for sample in self.samples):
-            return False
+        for sample in self.samples:
+            if sample.finish is None:
+                return False
         best_of = self.request.best_of
         if best_of is not None and not self.returned:
             # The sort is stable: among equals, the first drawn goes first.

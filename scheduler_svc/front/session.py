@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterable
 from typing import Any
 
@@ -12,6 +12,7 @@ from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.convert.errors import AbortedEarlyError, status_of
 from scheduler_svc.convert.limits import check_limits, check_request_id
+from scheduler_svc.convert.plain_output import PlainOutput
 from scheduler_svc.core.errors import DataLossError, RequestExistsError, RequestRejectedError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import MAX_CHUNK_BYTES, PROMPT_TOKEN_BYTES, RequestReader
@@ -37,22 +38,26 @@ _PAUSE_BYTES = _TURN_BYTES // 2
 class _Entry:
     """One request of a session: tokenized by a task if it is long, then read by a reader."""
 
-    __slots__ = ("fields", "reader", "session", "task")
+    __slots__ = ("fields", "plain", "reader", "session", "task")
 
     def __init__(self, session: Session, fields: RequestFields) -> None:
         self.session = session
         self.fields = fields
         self.task: asyncio.Task[None] | None = None
         self.reader: RequestReader | None = None
+        self.plain: PlainOutput | None = None
+        """Takes what comes between the first and the last response of most requests."""
 
     @property
     def body_digest(self) -> bytes:
         """Of the message that began the request; this entry may have come with one that resumes it."""
         return self.fields.body_digest if self.reader is None else self.reader.live.request.body_digest
 
-    def on_outputs(self, _: LiveRequest) -> None:
+    def on_outputs(self, live: LiveRequest) -> None:
         """Listener of the live request."""
-        if self.reader is not None and self.reader.has_output:
+        if not live.serves(self.on_outputs):
+            self.plain = None
+        if self.plain is not None or (self.reader is not None and self.reader.has_output):
             self.session.mark(self)
 
 
@@ -63,7 +68,7 @@ class Session:
         self._front = front
         self._context = context
         self._entries: dict[str, _Entry] = {}
-        self._outputs: dict[str, _Entry] = {}
+        self._outputs: OrderedDict[str, _Entry] = OrderedDict()
         self._errors: deque[pb.SessionEvent] = deque()
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
@@ -191,33 +196,35 @@ class Session:
 
     # --- output ------------------------------------------------------------------------------------------------------
 
-    async def _collect(self) -> pb.SessionResponse | None:
-        """New outputs and errors, up to about 1 MiB; None if there are none.
+    async def _collect(self) -> bytes | None:
+        """A SessionResponse of new outputs and errors, up to about 1 MiB; None if there are none.
 
         Requests take turns: one with more output than its turn takes goes on after all others, in this message if it
         has room left, else in the next one. Errors have half of a message while there are outputs.
         """
-        message = pb.SessionResponse()
+        parts: list[bytes] = []
         num_bytes = 0
         max_error_bytes = MAX_CHUNK_BYTES // 2 if self._outputs else MAX_CHUNK_BYTES
         while self._errors and num_bytes < max_error_bytes:
             event = self._errors.popleft()
-            num_bytes += event.ByteSize()
-            message.events.append(event)
+            parts.append(_as_field(event))
+            num_bytes += len(parts[-1])
         self._drained.set()
         next_pause = _PAUSE_BYTES
         while self._outputs and num_bytes < MAX_CHUNK_BYTES:
-            num_bytes += self._take_turn(message, min(_TURN_BYTES, MAX_CHUNK_BYTES - num_bytes))
+            num_bytes += self._take_turn(parts, min(_TURN_BYTES, MAX_CHUNK_BYTES - num_bytes))
             if num_bytes >= next_pause:
                 next_pause = num_bytes + _PAUSE_BYTES
                 await asyncio.sleep(0)
-        return message if message.events else None
+        return b"".join(parts) if parts else None
 
-    def _take_turn(self, message: pb.SessionResponse, max_bytes: int) -> int:
+    def _take_turn(self, parts: list[bytes], max_bytes: int) -> int:
         """Add output of the request whose turn it is; returns its approximate size in bytes."""
-        request_id, entry = next(iter(self._outputs.items()))
         # Marked again below, behind the others, if it has more.
-        del self._outputs[request_id]
+        request_id, entry = self._outputs.popitem(last=False)
+        if entry.plain is not None and (part := entry.plain.take_event()) is not None:
+            parts.append(part)
+            return len(part)
         reader = entry.reader
         if reader is None:
             return 0
@@ -229,12 +236,15 @@ class Session:
             return self._end(entry, exc)
         if chunk is None:
             return self._end(entry, reader.live.error) if reader.live.error is not None else 0
-        event = message.events.add(request_id=request_id, done=chunk.is_last)
+        event = pb.SessionEvent(request_id=request_id, done=chunk.is_last)
         with_ids = entry.fields.return_prompt_token_ids
         num_bytes = chunk.num_bytes + len(request_id)
         if with_ids and chunk.is_first:
             num_bytes += PROMPT_TOKEN_BYTES * len(reader.live.request.spec.prompt_token_ids)
         convert.fill_response(event.response, reader.live, chunk, with_prompt_ids=with_ids)
+        parts.append(_as_field(event))
+        if chunk.is_first:
+            entry.plain = PlainOutput.of(reader)
         if chunk.is_last:
             self._drop(entry)
         elif not chunk.is_whole or reader.live.error is not None:
@@ -268,3 +278,8 @@ class Session:
             entry.task.cancel()
         if entry.reader is not None:
             self._front.engine.detach(entry.reader.live, entry.on_outputs, handed_over=entry.reader.done)
+
+
+def _as_field(event: pb.SessionEvent) -> bytes:
+    """The event as a field of a SessionResponse: messages of one type are merged by joining their bytes."""
+    return pb.SessionResponse(events=(event,)).SerializeToString()

@@ -8,8 +8,8 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, held_slot
-from scheduler_svc.core.steps.beam_scheduling import finish_early
 from scheduler_svc.core.steps.allocation import allocations_of, have_blocks
+from scheduler_svc.core.steps.beam_scheduling import finish_early
 from scheduler_svc.core.types import Finish, FinishDetail
 
 

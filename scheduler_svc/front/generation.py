@@ -144,7 +144,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             with self._front.stream(wake):
                 while not reader.done:
                     wake.clear()
-                    if not live.serves(listener):
+                    if live.listener is not listener:
                         raise stream_replaced()
                     message: bytes | pb.GenerateResponse | None = plain.take_response() if plain is not None else None
                     is_whole = True

@@ -36,7 +36,10 @@ _PAUSE_BYTES = _TURN_BYTES // 2
 
 
 class _Entry:
-    """One request of a session: tokenized by a task if it is long, then read by a reader."""
+    """One request of a session: tokenized by a task if it is long, then read by a reader.
+
+    It is the listener of its live request.
+    """
 
     __slots__ = ("fields", "plain", "reader", "session", "task")
 
@@ -53,9 +56,9 @@ class _Entry:
         """Of the message that began the request; this entry may have come with one that resumes it."""
         return self.fields.body_digest if self.reader is None else self.reader.live.request.body_digest
 
-    def on_outputs(self, live: LiveRequest) -> None:
-        """Listener of the live request."""
-        if not live.serves(self.on_outputs):
+    def __call__(self, live: LiveRequest) -> None:
+        """Take note of new output, or that another stream has replaced this one."""
+        if live.listener is not self:
             self.plain = None
         if self.plain is not None or (self.reader is not None and self.reader.has_output):
             self.session.mark(self)
@@ -96,8 +99,9 @@ class Session:
 
     def mark(self, entry: _Entry) -> None:
         """Mark a request as having new output."""
+        if not self._outputs:
+            self._wake.set()
         self._outputs[entry.fields.request_id] = entry
-        self._wake.set()
 
     # --- input -------------------------------------------------------------------------------------------------------
 
@@ -176,7 +180,7 @@ class Session:
         """Serve a request; one that this session serves already goes on from the new resume point."""
         entry.reader = open_reader(live, entry.fields)
         self._entries[entry.fields.request_id] = entry
-        self._front.engine.listen(live, entry.on_outputs)
+        self._front.engine.listen(live, entry)
         self.mark(entry)
 
     def _abort(self, request: pb.AbortRequest) -> None:
@@ -212,23 +216,24 @@ class Session:
         self._drained.set()
         next_pause = _PAUSE_BYTES
         while self._outputs and num_bytes < MAX_CHUNK_BYTES:
-            num_bytes += self._take_turn(parts, min(_TURN_BYTES, MAX_CHUNK_BYTES - num_bytes))
+            # Marked again by `_take_turn`, behind the others, if it has more.
+            _, entry = self._outputs.popitem(last=False)
+            if entry.plain is not None and (part := entry.plain.take_event()) is not None:
+                parts.append(part)
+                num_bytes += len(part)
+            else:
+                num_bytes += self._take_turn(entry, parts, min(_TURN_BYTES, MAX_CHUNK_BYTES - num_bytes))
             if num_bytes >= next_pause:
                 next_pause = num_bytes + _PAUSE_BYTES
                 await asyncio.sleep(0)
         return b"".join(parts) if parts else None
 
-    def _take_turn(self, parts: list[bytes], max_bytes: int) -> int:
+    def _take_turn(self, entry: _Entry, parts: list[bytes], max_bytes: int) -> int:
         """Add output of the request whose turn it is; returns its approximate size in bytes."""
-        # Marked again below, behind the others, if it has more.
-        request_id, entry = self._outputs.popitem(last=False)
-        if entry.plain is not None and (part := entry.plain.take_event()) is not None:
-            parts.append(part)
-            return len(part)
-        reader = entry.reader
+        request_id, reader = entry.fields.request_id, entry.reader
         if reader is None:
             return 0
-        if not reader.live.serves(entry.on_outputs):
+        if reader.live.listener is not entry:
             return self._end(entry, stream_replaced())
         try:
             chunk = reader.take(max_bytes)
@@ -277,7 +282,7 @@ class Session:
         if entry.task is not None and entry.task is not asyncio.current_task():
             entry.task.cancel()
         if entry.reader is not None:
-            self._front.engine.detach(entry.reader.live, entry.on_outputs, handed_over=entry.reader.done)
+            self._front.engine.detach(entry.reader.live, entry, handed_over=entry.reader.done)
 
 
 def _as_field(event: pb.SessionEvent) -> bytes:

@@ -190,7 +190,15 @@ class TextStream:
         for index, token_id in enumerate(token_ids):
             silent = ends_with_stop_token and index == last and not self._include_stop
             piece = "" if silent else self._decoder.push(token_id)
-            stop_string = self._take(piece) if piece else None
+            stop_string = None
+            if self._stop and piece:
+                stop_string = self._take(piece)
+            else:
+                # As `_release`: for nearly every token of a step.
+                text = self.text
+                self.text = ""
+                text += piece
+                self.text = text
             self.text_ends.append(len(self.text))
             if stop_string is not None:
                 self._finished = True
@@ -209,10 +217,7 @@ class TextStream:
         return self._tokenizer.token_text(token_id)
 
     def _take(self, piece: str) -> str | None:
-        """Add text; returns the stop string that it completes, if any."""
-        if not self._stop:
-            self._release(piece)
-            return None
+        """Add text to a stream with stop strings; returns the one that it completes, if any."""
         text = self._held + piece
         if len(self.text_ends) < self._min_tokens:
             self._min_match_end = len(self.text) + len(text)

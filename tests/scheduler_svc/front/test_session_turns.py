@@ -52,7 +52,7 @@ def add(opened: Session, request_id: str, *, prompt_logprobs: int = 0) -> LiveRe
     part = types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[5]))
     entry = _Entry(opened, request_fields(pb.GenerateRequest(request_id=request_id, prompt=[part])))
     entry.reader = RequestReader(live)
-    live.subscribe(entry.on_outputs)
+    live.subscribe(entry)
     opened._entries[request_id] = entry
     opened.mark(entry)
     return live

@@ -6,7 +6,7 @@ cores with them. CPU time per token is measured beside the speed, as other load 
 session, sessions8, streams: a lean reader over one Session, eight Sessions, a Generate stream for each request, steps
     that take no time, without text and with it.
 generate, client_streams: the same with `AsyncClient.generate` and `AsyncClient.stream`.
-overhead: a step's time beyond the modelled one, two plans in flight.
+overhead: a step's time beyond the modelled one, two plans in flight, over one Session and over Generate streams.
 ttft: the time to the first token at a steady rate of requests; steps take no time, so all of it is added.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import tempfile
 import time
@@ -97,8 +98,8 @@ async def tokens_per_s(services: Services, read: Reader, load: Load) -> Metrics:
     }
 
 
-async def step_overhead(services: Services, running: int, step_us: float) -> Metrics:
-    """Time of a step beyond the modelled one while `running` requests decode over one Session."""
+async def step_overhead(services: Services, running: int, step_us: float, read: Reader) -> Metrics:
+    """Time of a step beyond the modelled one while `running` requests decode."""
     times: list[float] = []
     load = Load(running, _SKIPPED_STEPS + _TIMED_STEPS + 20, text=False)
     num_tokens, bounds = 0, [_SKIPPED_STEPS * running, (_SKIPPED_STEPS + _TIMED_STEPS) * running]
@@ -111,7 +112,7 @@ async def step_overhead(services: Services, running: int, step_us: float) -> Met
             times.append(time.perf_counter())
 
     load.on_tokens = on_tokens
-    await over_sessions(services.target, load, 1)
+    await read(services.target, load)
     load.check()
     step_s = (times[1] - times[0]) / _TIMED_STEPS
     return {"overhead_us": 1e6 * step_s - step_us, "overhead_percent": 100 * (1e6 * step_s / step_us - 1)}
@@ -124,7 +125,11 @@ async def ttft(services: Services, rate: float, count: int, *, streams: bool) ->
     load.check()
     if len(times) != count:
         raise BenchmarkError(f"{len(times)} first tokens of {count} requests")
-    return {f"ttft_p{percent}_ms": 1e3 * percentile(times, percent) for percent in (50, 99)}
+    return {
+        f"{name}_p{percent}_ms": 1e3 * percentile(each, percent)
+        for name, each in (("ttft", times), ("server_ttft", load.server_ttft_s))
+        for percent in (50, 99)
+    }
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
@@ -133,26 +138,27 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         if group == "overhead":
             for step_ms in options.step_ms:
                 for running in options.batches:
-                    yield _overhead_case(running, step_ms)
+                    for over in ("session", "streams"):
+                        yield _overhead_case(running, step_ms, over)
         elif group == "ttft":
             for streams in (False, True):
                 yield _ttft_case(options, streams=streams)
         else:
             for count in options.requests:
                 for text in [each == "on" for each in options.detokenize]:
-                    yield _speed_case(group, count, text=text)
+                    yield _speed_case(group, count, options.output_tokens, text=text)
 
 
-def _speed_case(group: str, count: int, *, text: bool) -> Case:
-    length = _OUTPUT_TOKENS[max(each for each in _OUTPUT_TOKENS if each <= count)]
+def _speed_case(group: str, count: int, length: int | None, *, text: bool) -> Case:
+    length = length or _OUTPUT_TOKENS[max(each for each in _OUTPUT_TOKENS if each <= count)]
     params = {"group": group, "requests": count, "output_tokens": length, "detokenize": text}
     return Case(params, lambda services: tokens_per_s(services, _READERS[group], Load(count, length, text)))
 
 
-def _overhead_case(running: int, step_ms: float) -> Case:
+def _overhead_case(running: int, step_ms: float, over: str) -> Case:
     step_us = 1000 * step_ms
-    params = {"group": "overhead", "requests": running, "step_ms": step_ms, "timed_steps": _TIMED_STEPS}
-    return Case(params, lambda services: step_overhead(services, running, step_us), step_us)
+    params = {"group": "overhead", "over": over, "requests": running, "step_ms": step_ms, "timed_steps": _TIMED_STEPS}
+    return Case(params, lambda services: step_overhead(services, running, step_us, _READERS[over]), step_us)
 
 
 def _ttft_case(options: argparse.Namespace, *, streams: bool) -> Case:
@@ -161,16 +167,13 @@ def _ttft_case(options: argparse.Namespace, *, streams: bool) -> Case:
     return Case(params, lambda services: ttft(services, options.rate, count, streams=streams))
 
 
-async def measure(case: Case, repeats: int) -> tuple[list[Metrics], list[float]]:
-    """All repeats of a case, after a short load; also the cores that other processes used during each."""
+async def measure(services: Services, case: Case, repeats: int) -> tuple[list[Metrics], list[float]]:
+    """All repeats of a case; also the cores that other processes used during each."""
     found, other_cores = [], []
-    async with _services(case.step_us) as services:
-        await over_sessions(services.target, Load(64, 32, text=False), 1)
-        await over_streams(services.target, Load(64, 32, text=False))
-        for _ in range(repeats):
-            with OtherLoad() as other:
-                found.append(await case.measure(services))
-            other_cores.append(other.cores)
+    for _ in range(repeats):
+        with OtherLoad() as other:
+            found.append(await case.measure(services))
+        other_cores.append(other.cores)
     return found, other_cores
 
 
@@ -189,21 +192,32 @@ async def _services(step_us: float) -> AsyncIterator[Services]:
             service_process("executor_svc", *executor) as (executor_pid, address),
             service_process("scheduler_svc", "--executor", address, *scheduler) as (scheduler_pid, target),
         ):
+            warm_up = Load(64, 32, text=True)
+            await over_sessions(target, warm_up, 1)
+            await over_streams(target, warm_up)
             yield Services(target, scheduler_pid, executor_pid)
 
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
     wait_quiet(options.quiet_wait_s)
-    for case in cases(options):
-        progress(f"{NAME}: {_title(case.params)}")
+    for step_us, together in itertools.groupby(cases(options), lambda case: case.step_us):
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            repeats, other_cores = runner.run(measure(case, options.repeats))
-        yield make_row(NAME, seed=options.seed, params=case.params, repeats=repeats, other_cores=other_cores)
+            stack = contextlib.AsyncExitStack()
+            services = runner.run(stack.enter_async_context(_services(step_us)))
+            try:
+                for case in together:
+                    progress(f"{NAME}: {_title(case.params)}")
+                    repeats, other_cores = runner.run(measure(services, case, options.repeats))
+                    yield make_row(
+                        NAME, seed=options.seed, params=case.params, repeats=repeats, other_cores=other_cores
+                    )
+            finally:
+                runner.run(stack.aclose())
 
 
 def _title(params: Mapping[str, object]) -> str:
     if params["group"] == "overhead":
-        return f"overhead: {params['requests']} running, steps of {params['step_ms']} ms"
+        return f"overhead: {params['requests']} running, steps of {params['step_ms']} ms, over {params['over']}"
     if params["group"] == "ttft":
         return f"ttft: {params['rate']} requests/s over {params['over']}"
     return f"{params['group']}: {params['requests']} requests, {'text' if params['detokenize'] else 'token ids'}"
@@ -214,7 +228,10 @@ def _describe(row: Row) -> str:
     if "overhead_us" in found:
         return f"{title}: {found['overhead_us']:.0f} us a step, {found['overhead_percent']:.1f}%"
     if "ttft_p50_ms" in found:
-        return f"{title}: p50 {found['ttft_p50_ms']:.2f} ms, p99 {found['ttft_p99_ms']:.2f} ms"
+        return (
+            f"{title}: p50 {found['ttft_p50_ms']:.2f} ms, p99 {found['ttft_p99_ms']:.2f} ms; from arrival to the first "
+            f"token in the scheduler {found['server_ttft_p50_ms']:.2f} and {found['server_ttft_p99_ms']:.2f} ms"
+        )
     cpu = ", ".join(f"{name} {found[f'{name}_cpu_us_per_token']:.1f}" for name in ("scheduler", "executor", "client"))
     return (
         f"{title}: {found['tokens_per_s']:.0f} output tokens/s, {found['tokens_per_message']:.1f} in a message; "
@@ -239,6 +256,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--requests", type=_listed(positive), default=list(_OUTPUT_TOKENS), help="default 1,64,512,2000"
+    )
+    parser.add_argument(
+        "--output-tokens", type=positive, help="of each request (default: fewer, the more requests there are)"
     )
     parser.add_argument("--detokenize", type=_listed(str, ("off", "on")), default=["off", "on"], help="default off,on")
     parser.add_argument("--batches", type=_listed(positive), default=[64, 256, 1024], help="default 64,256,1024")

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -35,6 +35,8 @@ class Load:
     num_tokens: int = 0
     num_messages: int = 0
     num_chars: int = 0
+    server_ttft_s: list[float] = field(default_factory=list)
+    """From arrival to first token, by the server's stamps, of each request that has ended."""
     on_tokens: Callable[[int], None] | None = None
     """Called with the number of tokens of each message."""
 
@@ -59,6 +61,8 @@ class Load:
             count += len(output.token_ids)
             self.num_chars += len(output.text)
         self.num_tokens += count
+        if response.HasField("stats"):
+            self.server_ttft_s.append(response.stats.first_token_ns / 1e9)
         return count
 
     def received(self, count: int) -> None:

@@ -49,7 +49,8 @@ def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     for row in rows[:5]:
         assert row["medians"]["tokens_per_s"] > 0
-        assert row["medians"]["scheduler_cpu_us_per_token"] > 0
         assert row["medians"]["tokens_per_message"] >= 1
+    # The kernel counts CPU time in ticks of 10 ms.
+    assert sum(row["medians"]["scheduler_cpu_us_per_token"] for row in rows[:5]) > 0
     assert all(row["medians"]["overhead_us"] > -2000 for row in rows[5:7])
     assert all(0 < row["medians"]["server_ttft_p50_ms"] <= row["medians"]["ttft_p50_ms"] for row in rows[7:])

@@ -86,7 +86,7 @@ class ServedExecutors:
         self._served = remaining[0]
         self._update_limits()
         self._listener.on_stranded(
-            f"the executor at {member.target} was removed, and no other has the numerics or the features to go on with it"
+            f"the executor at {member.target} was removed, and no other has the numerics or features for it"
         )
 
     def _others(self, member: ExecutorMember) -> list[ExecutorMember]:

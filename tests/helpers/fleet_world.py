@@ -38,8 +38,9 @@ class FleetExecutor(ChangingExecutor):
         self.model = model
         self.alive = asyncio.Event()
         self.alive.set()
-        self.hangs = False
-        """While set, plans are taken and no result comes."""
+        self.goes_on = asyncio.Event()
+        """While not set, a step runs that does not end: no result comes, and a new session waits for it."""
+        self.goes_on.set()
         self.fences = False
         """While set, it refuses every session, as if another scheduler that is alive held it."""
         self.num_sent = 0
@@ -63,6 +64,7 @@ class FleetExecutor(ChangingExecutor):
     async def open(self, epoch: int) -> PlanStream:
         if not self.alive.is_set():
             raise ExecutorLostError("it is dead")
+        await self.goes_on.wait()
         if self.fences:
             raise ExecutorFencedError("another scheduler holds it")
         stream: Any = await super().open(epoch)
@@ -70,7 +72,7 @@ class FleetExecutor(ChangingExecutor):
 
         async def send_unless_hung(plan: StepPlan) -> None:
             self.num_sent += 1
-            if not self.hangs:
+            if self.goes_on.is_set():
                 await send(plan)
 
         async def results_or_error() -> AsyncIterator[Any]:

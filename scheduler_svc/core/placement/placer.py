@@ -227,7 +227,7 @@ class Placer:
         found = hits.get(lane.executor_id)
         if found is None:
             first = next((each for each in group.waiting_sequences if each.state is SequenceState.WAITING), None)
-            found = 0 if first is None else lane.blocks.find_cached_prefix(first).num_tokens
+            found = 0 if first is None else lane.blocks.num_cached_tokens(first)
             hits[lane.executor_id] = found
         return found
 
@@ -272,13 +272,10 @@ class Placer:
         """Whether a group may run on this lane now: no other lane holds any of it but swapped KV."""
         if group.placed_on == lane.executor_id:
             return True
-        if lane.draining:
-            return False
-        if self._holder(group) is lane:
+        holder = self._holder(group, swapped=False)
+        if holder is lane and group.is_bound:
             return True
-        if self._holder(group, swapped=False) is not None:
-            return False
-        return lane in able_lanes(group, self._lanes.values())
+        return not lane.draining and holder in (None, lane) and lane in able_lanes(group, self._lanes.values())
 
     def _in_order(self, lane: Lane, head: SequenceGroup) -> Iterator[SequenceGroup]:
         """The first group of the queue, by the order and then by arrival, that may run on this lane."""

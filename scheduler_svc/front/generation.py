@@ -158,7 +158,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                         raise live.error
                     else:
                         self._front.check_serving()
-                    if is_whole and live.error is None and not reader.done:
+                    if is_whole and live.error is None and not reader.done and not self._front.is_stopped:
                         # Other streams first, even if there is new output already.
                         await wake.wait()
         finally:

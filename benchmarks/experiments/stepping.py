@@ -56,7 +56,7 @@ def step_through(
         lane.take_result(now)
         core.apply_result(0, inflight_step.result, now)
         core.take_finished()
-    return Stepped(now, core.last_step_id, core.num_preemptions)
+    return Stepped(now, core.num_steps, core.num_preemptions)
 
 
 def apart(shapes: Sequence[RequestShape]) -> list[RequestShape]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.placement.candidates import able_lanes
+from scheduler_svc.core.placement.placer import Placer
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
@@ -43,19 +46,34 @@ class RequestTable:
     def __init__(self, policies: Policies) -> None:
         self.policies = policies
         self.waiting = WaitingQueue(policies.order, policies.max_wait_s)
+        self.lanes: dict[int, Lane] = {}
+        placement = policies.placement if policies.batching.is_placed else None
+        self.placer = Placer(self.waiting, self.lanes, policies.order, placement)
         self.draining = False
         """No new requests are expected, so batches start without waiting for more."""
         self.groups: dict[RequestKey, SequenceGroup] = {}
-        self.lanes: dict[int, Lane] = {}
         self.suspects: dict[SequenceGroup, Suspicion] = {}
         """Requests that may have killed an executor."""
         self.begun: dict[int, BegunSteps] = {}
         """By executor, while it has no session: the steps that it may have begun in the last one."""
         self.num_deaths = 0
         """Number of deaths of executors for which requests were suspected, without deaths in trials."""
-        self.num_preemptions = 0
+        self._removed = LaneCounts()
+        """Counts of executors that were removed."""
         self._outputs = StepOutputs()
         self._finished: list[Sequence] = []
+
+    @property
+    def counts(self) -> LaneCounts:
+        """Counts over all executors, also those that were removed; without a last step."""
+        total = LaneCounts()
+        for counts in (self._removed, *(lane.counts for lane in self.lanes.values())):
+            total.add(counts)
+        return total
+
+    def add_counts(self, lane: Lane) -> None:
+        """Keep the counts of a lane that is about to be removed."""
+        self._removed.add(lane.counts)
 
     @property
     def outputs(self) -> StepOutputs:
@@ -76,11 +94,53 @@ class RequestTable:
         """Queue a new group."""
         self.groups[group.key] = group
         self.waiting.add(group)
+        self.placer.on_queued(group)
 
-    def record_admission(self, group: SequenceGroup) -> None:
-        """Record that a group, or a part of it, was admitted."""
+    def is_free_for(self, group: SequenceGroup, lane: Lane) -> bool:
+        """Whether a lane may admit a group now: no plan in flight returns anything for it, no other lane runs it."""
+        if not group.has_all_results:
+            return False
+        former = self.lanes.get(group.lane_id) if group.lane_id is not None else None
+        return former is None or former is lane or not former.holds(group, swapped=False)
+
+    def bind(self, group: SequenceGroup, lane: Lane) -> None:
+        """Record that a group is about to run on a lane, which is from now on the one that holds what it holds."""
+        former = self.lanes.get(group.lane_id) if group.lane_id is not None else None
+        if former is not None and former is not lane:
+            for sequence in group.sequences:
+                former.forget(sequence)
+                sequence.last_slot = None
+        group.lane_id, group.numerics = lane.executor_id, lane.spec.numerics
+
+    def drop_swapped(self, group: SequenceGroup) -> None:
+        """Give up the KV of a group's swapped sequences: they compute it again, here or on another lane."""
+        for sequence in group.sequences:
+            if sequence.state is SequenceState.SWAPPED and group.lane_id is not None:
+                self.lanes[group.lane_id].drop_swapped(sequence)
+                self.requeue(sequence)
+
+    def fits_elsewhere(self, group: SequenceGroup, lane: Lane) -> bool:
+        """Whether an open lane other than this one can hold a group."""
+        others = able_lanes(group, [each for each in self.lanes.values() if each is not lane])
+        return any(each.is_open and not each.draining for each in others)
+
+    def outgrows(self, group: SequenceGroup, lane: Lane) -> bool:
+        """Whether a group that fills the pool of this lane can go on with another lane's larger pool.
+
+        It is not placed on a pool of this size again.
+        """
+        larger = [each for each in self.lanes.values() if each.num_kv_tokens > lane.num_kv_tokens]
+        if not able_lanes(group, larger):
+            return False
+        group.outgrown_kv_tokens = max(group.outgrown_kv_tokens, lane.num_kv_tokens)
+        return True
+
+    def record_admission(self, group: SequenceGroup, lane: Lane) -> None:
+        """Record that a group, or a part of it, was admitted to a lane."""
         if not group.waiting_sequences:
-            self.waiting.remove(group)
+            self._leave_queue(group)
+        elif group.queued:
+            self.placer.on_bound(group, lane)
         if not group.was_admitted:
             group.was_admitted = True
             self.policies.order.on_admission(group)
@@ -95,18 +155,24 @@ class RequestTable:
         else:
             sequence.reset_computed_tokens()
             sequence.change_state(SequenceState.WAITING)
-        if not sequence.group.queued:
-            self.waiting.add(sequence.group, again=True)
+        group = sequence.group
+        if not group.queued:
+            self.waiting.add(group, again=True)
+            self.placer.on_queued(group)
+
+    def _leave_queue(self, group: SequenceGroup) -> None:
+        self.placer.on_left(group)
+        self.waiting.remove(group)
 
     def finish(self, sequence: Sequence, finish: Finish, *, report: bool = True) -> None:
         """Finish a sequence in any state and free what it holds; without `report` no output is made for the engine."""
-        for lane in self.lanes.values():
-            lane.drop(sequence)
         group = sequence.group
+        if group.lane_id in self.lanes:
+            self.lanes[group.lane_id].drop(sequence)
         sequence.change_state(SequenceState.FINISHED)
         sequence.finish = finish
         if group.queued and not group.waiting_sequences:
-            self.waiting.remove(group)
+            self._leave_queue(group)
         self._finished.append(sequence)
         if report and sequence.sample_index < group.spec.num_samples:
             self._outputs.finishes[sequence] = finish
@@ -119,6 +185,9 @@ class RequestTable:
                 del self.suspects[group]
         if group.finished:
             del self.groups[group.key]
+            for lane in self.lanes.values():
+                if group in lane.unexplained:
+                    lane.unexplained -= {group}
         self.policies.order.on_finish(sequence)
 
     def finish_group(self, group: SequenceGroup, finish: Finish) -> None:

@@ -14,19 +14,22 @@ from __future__ import annotations
 
 from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExistsError, RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.memory.prefix_cache import PrefixCounts
 from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.placement.candidates import check_fits_one, count_field, may_continue
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.queues import WaitingQueue
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.steps import lane_changes
 from scheduler_svc.core.steps.beam_scheduling import finish_early, start_beam_search
-from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES
-from scheduler_svc.core.steps.kept_kv import forget_kv, keep_kv
+from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES, MAX_GROUP_TOKENS
+from scheduler_svc.core.steps.kept_kv import forget_kv
 from scheduler_svc.core.steps.planning import plan_step
 from scheduler_svc.core.steps.results import check_result, take_result
-from scheduler_svc.core.steps.suspects import begun_steps, clear_passed, record_death
+from scheduler_svc.core.steps.suspects import clear_passed
 from scheduler_svc.core.types import (
     ExecutorSpec,
     Finish,
@@ -56,11 +59,6 @@ class Scheduler:
 
     def __init__(self, policies: Policies | None = None) -> None:
         self._requests = RequestTable(policies or Policies())
-        self.last_step_id = 0
-        # Counts since the start, over all executors: they never decrease, whatever becomes of an executor.
-        self.num_steps = 0
-        self.num_output_tokens = 0
-        self.prefix_counts = PrefixCounts()
         self._num_arrivals = 0
         self._num_sequences = 0
 
@@ -85,9 +83,33 @@ class Scheduler:
         return len({sequence.group for lane in self.lanes.values() for sequence in lane.swapped})
 
     @property
+    def counts(self) -> LaneCounts:
+        """Counts since the start over all executors, also those that were removed; without a last step."""
+        return self._requests.counts
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps planned since the start."""
+        return self.counts.num_steps
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of output tokens since the start."""
+        return self.counts.num_output_tokens
+
+    @property
     def num_preemptions(self) -> int:
         """Number of preemptions since the start."""
-        return self._requests.num_preemptions
+        return self.counts.num_preemptions
+
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        """Counts of prefix cache lookups since the start."""
+        return self.counts.prefixes
+
+    def num_waiting(self, executor_id: int) -> int:
+        """Number of groups that wait for this executor; groups that wait for any count for none of several."""
+        return self._requests.placer.num_waiting(executor_id)
 
     # --- executors ---------------------------------------------------------------------------------------------------
 
@@ -98,29 +120,22 @@ class Scheduler:
         """
         check_limits(spec)
         policies = self._requests.policies
-        if executor_id in self.lanes:
-            forget_kv(self._requests, self.lanes[executor_id])
-        self.lanes[executor_id] = Lane(
-            spec, policies.order, prefix_caching=policies.prefix_caching, prefix_counts=self.prefix_counts
-        )
+        lane = Lane(executor_id, spec, policies.order, prefix_caching=policies.prefix_caching)
+        former = self.lanes.get(executor_id)
+        if former is not None:
+            forget_kv(self._requests, former)
+            lane.succeed(former)
+        self.lanes[executor_id] = lane
+        self._requests.placer.on_lane_changed(executor_id)
 
     def executor_lost(self, executor_id: int, now: float, end: SessionEnd | None = None) -> StepOutputs:
         """The session with an executor ended: its plans in flight are gone, and their pending tokens are dropped.
 
         With `end` the KV that is certain to be computed stays until `session_opened` states whether the executor still
-        has it, and requests that may have caused the end are remembered. Without `end` all KV is given up at once and
-        no request is suspected.
+        has it, or until `give_up_executor`; requests that may have caused the end are remembered. Without `end` all KV
+        is given up at once and no request is suspected.
         """
-        lane = self.lanes[executor_id]
-        if end is None:
-            forget_kv(self._requests, lane)
-            return self.take_outputs()
-        begun = begun_steps(lane, end)
-        keep_kv(self._requests, lane)
-        if end.failed_step_id:
-            record_death(self._requests, lane, begun)
-        else:
-            self._requests.begun[executor_id] = begun
+        lane_changes.close(self._requests, self.lanes[executor_id], end)
         return self.take_outputs()
 
     def session_opened(
@@ -137,14 +152,41 @@ class Scheduler:
         found to kill executors finishes with EXECUTOR_ERROR (see `suspects`). `keeps_kv`: it is the same, and no other
         scheduler has used it since.
         """
-        self.last_step_id = max(self.last_step_id, last_completed_step_id)
-        begun = self._requests.begun.pop(executor_id, None)
         lane = self.lanes[executor_id]
-        if not keeps_kv:
-            forget_kv(self._requests, lane)
-        if begun is not None and not same_incarnation:
-            record_death(self._requests, lane, begun)
+        lane.counts.last_step_id = max(lane.counts.last_step_id, last_completed_step_id)
+        lane_changes.open_again(self._requests, lane, same_incarnation=same_incarnation, keeps_kv=keeps_kv)
         return self.take_outputs()
+
+    def give_up_executor(self, executor_id: int, now: float) -> StepOutputs:
+        """Wait no longer for a lost executor: its KV is given up, and its requests may go on elsewhere.
+
+        The executor counts as dead: requests that may have killed it are suspected. Raises InvariantError while there
+        is a session.
+        """
+        lane = self.lanes[executor_id]
+        if lane.is_open:
+            raise InvariantError(f"executor {executor_id} is given up although its session is open")
+        lane_changes.open_again(self._requests, lane, same_incarnation=False, keeps_kv=False, opens=False)
+        return self.take_outputs()
+
+    def drain_executor(self, executor_id: int, draining: bool, now: float) -> None:
+        """Start or end the drain of one executor: its next plans move its requests to others that can go on with them.
+
+        It takes no more; requests that no other open executor can hold finish there. See `Lane.is_empty`.
+        """
+        self.lanes[executor_id].draining = draining
+        self._requests.placer.on_lane_changed(executor_id)
+
+    def remove_executor(self, executor_id: int, now: float) -> StepOutputs:
+        """Forget an executor: its KV is given up, its requests go on elsewhere; `stranded` names those that cannot."""
+        lane_changes.remove(self._requests, self.lanes[executor_id])
+        return self.take_outputs()
+
+    @property
+    def stranded(self) -> list[RequestKey]:
+        """Requests that no executor, open or not, can go on with: each lacks a feature or has other numerics."""
+        lanes = self.lanes.values()
+        return [key for key, group in self.groups.items() if not any(may_continue(lane, group) for lane in lanes)]
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -153,12 +195,12 @@ class Scheduler:
         if spec.key in self.groups:
             raise RequestExistsError(f"request {spec.request_id!r} is being served already")
         self._check_fits(spec)
-        group = SequenceGroup(spec, self._num_arrivals, now)
-        self._num_arrivals += 1
         max_model_len = max(lane.spec.max_model_len for lane in self.lanes.values())
+        group = SequenceGroup(spec, self._num_arrivals, now, max_model_len)
+        self._num_arrivals += 1
         for index in range(spec.num_sequences):
             self._num_sequences += 1
-            group.sequences.append(Sequence(self._num_sequences, group, index, max_model_len))
+            group.sequences.append(Sequence(self._num_sequences, group, index))
         start_beam_search(group)
         if spec.known_outputs:
             _restore_outputs(group)
@@ -187,11 +229,9 @@ class Scheduler:
             return None
         # Samples after their fork are admitted one by one.
         count = 1 if group.can_admit_partially else group.spec.num_sequences
+        specs = [lane.spec for lane in self.lanes.values()]
         try:
-            self._check_count_fits(group.spec, count)
-            if not any(sequence.num_output_tokens for sequence in group.sequences):
-                self._check_length_fits(group.spec)
-                self._check_blocks_fit(group.spec, count)
+            check_fits_one(group.spec, specs, count, has_output=group.has_output)
         except RequestRejectedError as exc:
             return exc
         return None
@@ -213,17 +253,19 @@ class Scheduler:
     def plan_step(self, executor_id: int, now: float) -> StepPlan | None:
         """Plan the next step; None if it would be empty. Finishes that planning causes are in `take_outputs`."""
         lane = self.lanes[executor_id]
-        step = plan_step(self._requests, lane, StepPlan(self.last_step_id + 1, executor_id), now)
+        step = plan_step(self._requests, lane, StepPlan(lane.counts.last_step_id + 1, executor_id), now)
         if step is None:
             return None
-        self.last_step_id = step.plan.step_id
-        self.num_steps += 1
+        lane.counts.last_step_id = step.plan.step_id
+        lane.counts.num_steps += 1
         lane.inflight.append(step)
         return step.plan
 
     def wakes_at(self, executor_id: int, now: float) -> float | None:
         """When `plan_step` may return a plan without another call in between; None: never."""
-        return self._requests.policies.batching.wakes_at(self.lanes[executor_id], self.waiting, now)
+        batching, lane = self._requests.policies.batching, self.lanes[executor_id]
+        moments = [batching.wakes_at(lane, self.waiting, now), self._requests.placer.wakes_at(now)]
+        return min((moment for moment in moments if moment is not None), default=None)
 
     def apply_result(self, executor_id: int, result: StepResult, now: float) -> tuple[PlannedStep, StepOutputs]:
         """Apply the result of the oldest plan in flight, with status OK; returns that plan and the outputs.
@@ -235,19 +277,23 @@ class Scheduler:
             raise InvariantError(f"result of step {result.step_id} was not expected")
         check_result(lane, lane.inflight[0], result)
         step = lane.inflight.popleft()
-        self.num_output_tokens += take_result(self._requests, lane, step, result)
+        lane.counts.num_output_tokens += take_result(self._requests, lane, step, result)
         if self._requests.suspects:
-            clear_passed(self._requests, lane, step)
+            clear_passed(self._requests, step)
         lane.on_result(result.step_id)
         lane.update_rates(step, result)
         outputs = self.take_outputs()
-        self.num_output_tokens += sum(len(output.token_ids) for output in outputs.hypotheses)
+        lane.counts.num_output_tokens += sum(len(output.token_ids) for output in outputs.hypotheses)
+        lane.update_turnover(len(outputs.finishes) + len(outputs.hypotheses), now)
         return step, outputs
 
     def check_integrity(self) -> None:
         """Prove that every block, slot and group is accounted for; raises InvariantError."""
         for lane in self.lanes.values():
             lane.check_integrity()
+            if any(sequence.group.lane_id != lane.executor_id for sequence in (*lane.running, *lane.swapped)):
+                raise InvariantError("a lane holds a sequence of a group that another lane holds")
+        self._requests.placer.check_integrity()
         queued = {id(group) for group in self.waiting}
         for lane in self.lanes.values():
             queued |= {id(sequence.group) for sequence in (*lane.running, *lane.finishing)}
@@ -262,38 +308,19 @@ class Scheduler:
         """Reject a request that no executor can hold; the message has the numbers."""
         if not spec.prompt_token_ids:
             raise RequestRejectedError("prompt", "the prompt has no tokens")
-        self._check_length_fits(spec)
         count, num_prompt = spec.num_sequences, len(spec.prompt_token_ids)
-        self._check_count_fits(spec, count)
-        if count > 1 and count * (num_prompt + spec.sampling.num_values) > MAX_ADMITTED_VALUES:
+        check_fits_one(spec, [lane.spec for lane in self.lanes.values()], count)
+        if count > 1 and count * num_prompt > MAX_GROUP_TOKENS:
             raise RequestRejectedError(
-                _count_field(spec),
-                f"{count} sequences of {num_prompt} prompt tokens exceed {MAX_ADMITTED_VALUES} numbers in a plan",
+                count_field(spec),
+                f"{count} sequences of {num_prompt} prompt tokens have over {MAX_GROUP_TOKENS} tokens in all",
             )
-        self._check_blocks_fit(spec, count)
-
-    def _check_length_fits(self, spec: RequestSpec) -> None:
-        num_prompt, longest = len(spec.prompt_token_ids), max(lane.spec.max_model_len for lane in self.lanes.values())
-        if num_prompt + 1 > longest:
+        # Sequences after the first take the prompt from its slot.
+        if count > 1 and num_prompt + count * spec.sampling.num_values > MAX_ADMITTED_VALUES:
             raise RequestRejectedError(
-                "prompt", f"{num_prompt} prompt tokens and one of output exceed max_model_len = {longest}"
-            )
-
-    def _check_count_fits(self, spec: RequestSpec, count: int) -> None:
-        """Reject `count` sequences, which must run together, if they are more than a step can have."""
-        most = max(lane.spec.max_num_seqs for lane in self.lanes.values())
-        if count > most:
-            raise RequestRejectedError(_count_field(spec), f"{count} sequences exceed max_num_seqs = {most}")
-
-    def _check_blocks_fit(self, spec: RequestSpec, count: int) -> None:
-        """Reject a prompt that, with `count` sequences that share it, needs more blocks than the pool has."""
-        block_size, num_prompt = next(iter(self.lanes.values())).spec.block_size, len(spec.prompt_token_ids)
-        needed = num_prompt // block_size + count
-        largest = max(lane.spec.num_blocks for lane in self.lanes.values())
-        if needed > largest:
-            needs = f"{num_prompt} prompt tokens and {f'{count} sequences' if count > 1 else 'one of output'}"
-            raise RequestRejectedError(
-                "prompt", f"{needs} need {needed} KV blocks of {block_size} tokens; the pool has {largest}"
+                count_field(spec),
+                f"{num_prompt} prompt tokens and {count} sequences with {spec.sampling.num_values} numbers each in "
+                f"their sampling parameters exceed {MAX_ADMITTED_VALUES} numbers in a plan",
             )
 
 
@@ -303,7 +330,3 @@ def _restore_outputs(group: SequenceGroup) -> None:
         sequence.set_output(list(output))
         sequence.reset_computed_tokens()
     group.forked = True
-
-
-def _count_field(spec: RequestSpec) -> str:
-    return "sampling_params.beam_width" if spec.beams else "sampling_params.n"

@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterable
 from typing import Any
 
+from cadenza.slices import run_in_slices
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.convert.errors import AbortedEarlyError, status_of
@@ -29,9 +30,9 @@ _MAX_UNSENT = 1000
 that have finished would pile up for a client that sends and does not read."""
 _MAX_ECHO_CHARS = 4096
 """Maximum length of a request id repeated in an error."""
-_TURN_BYTES = MAX_CHUNK_BYTES // 16
+TURN_BYTES = MAX_CHUNK_BYTES // 16
 """Approximate maximum size of a request's output in one turn."""
-_PAUSE_BYTES = _TURN_BYTES // 2
+_PAUSE_BYTES = TURN_BYTES // 2
 """After so much output the event loop runs other tasks: converting a whole message would hold it for 10 ms and more."""
 
 
@@ -108,7 +109,7 @@ class Session:
     async def _read(self, requests: AsyncIterable[pb.SessionRequest]) -> None:
         try:
             async for request in requests:
-                self._handle(request)
+                self._handle(request, await _long_fields(request))
                 while len(self._errors) > _MAX_ERRORS or len(self._outputs) > _MAX_UNSENT:
                     self._drained.clear()
                     await self._drained.wait()
@@ -119,27 +120,31 @@ class Session:
             self._input_over = True
             self._wake.set()
 
-    def _handle(self, request: pb.SessionRequest | Unreadable) -> None:
-        """Handle a message; errors are reported and do not affect other requests."""
+    def _handle(self, request: pb.SessionRequest | Unreadable, fields: RequestFields | None = None) -> None:
+        """Handle a message; errors are reported and do not affect other requests.
+
+        fields: of a long request, converted and within the limits.
+        """
         if isinstance(request, Unreadable):
             self._report(request.request_id, request.error, done=request.request_id not in self._entries)
             return
         match request.WhichOneof("action"):
             case "generate":
-                self._start(request.generate)
+                self._start(request.generate, fields)
             case "abort":
                 self._abort(request.abort)
             case _:
                 self._report("", RequestRejectedError("action", "must be generate or abort"), done=True)
 
-    def _start(self, request: pb.GenerateRequest) -> None:
+    def _start(self, request: pb.GenerateRequest, fields: RequestFields | None) -> None:
         request_id = request.request_id
         known = self._entries.get(request_id)
         try:
             if not request_id:
                 raise RequestRejectedError("request_id", "must be given in a session: its events are identified by it")
-            check_limits(request)
-            fields = convert.request_fields(request)
+            if fields is None:
+                check_limits(request)
+                fields = convert.request_fields(request)
             if fields.resume is not None:
                 self._attach(_Entry(self, fields), self._front.attach(fields))
                 return
@@ -222,7 +227,7 @@ class Session:
                 parts.append(part)
                 num_bytes += len(part)
             else:
-                num_bytes += self._take_turn(entry, parts, min(_TURN_BYTES, MAX_CHUNK_BYTES - num_bytes))
+                num_bytes += self._take_turn(entry, parts, min(TURN_BYTES, MAX_CHUNK_BYTES - num_bytes))
             if num_bytes >= next_pause:
                 next_pause = num_bytes + _PAUSE_BYTES
                 await asyncio.sleep(0)
@@ -283,6 +288,18 @@ class Session:
             entry.task.cancel()
         if entry.reader is not None:
             self._front.engine.detach(entry.reader.live, entry, handed_over=entry.reader.done)
+
+
+async def _long_fields(request: pb.SessionRequest | Unreadable) -> RequestFields | None:
+    """The fields of a long request, converted in slices; None for a short one, and for one over a limit."""
+    if isinstance(request, Unreadable) or not convert.is_long(request.generate):
+        return None
+    await asyncio.sleep(0)  # Parsing it was a slice of its own.
+    try:
+        check_limits(request.generate)
+    except RequestRejectedError:
+        return None
+    return await run_in_slices(convert.fields_in_slices(request.generate))
 
 
 def _as_field(event: pb.SessionEvent) -> bytes:

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+MAX_PROMPT_TOKENS = 128 * 1024
+"""Limit of the tokens of a prompt: the list of so many ids is made in one call of 2.4 ms (docs/decisions/0025)."""
 _INLINE_CHARS = 4096
 """Text up to this length is encoded on the event loop (well under 1 ms); longer text in a thread."""
 _FUSED = (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"])
@@ -37,6 +39,10 @@ _HINT = "(--tokenizer names another, --skip-tokenizer-init none)"
 
 class ChatTemplateError(Exception):
     """The chat template rejects this chat; the message is the template's."""
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than a prompt may have."""
 
 
 def preload() -> None:
@@ -110,12 +116,19 @@ class Tokenizer:
         _LOG.warning("%d added tokens are beyond the model's vocabulary: %s", len(ids), names)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of text, with special tokens such as BOS if the model has them."""
+        """Return the token ids of text, with special tokens such as BOS if the model has them.
+
+        Raises TooManyTokensError for more than MAX_PROMPT_TOKENS.
+        """
         if self._fast is None:
-            return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
+            token_ids = list(self._inner.encode(text, add_special_tokens=add_special_tokens))
+            _check_count(len(token_ids))
+            return token_ids
         # The batch form without offsets takes a quarter of the time, and releases the GIL.
         (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
+        _check_count(len(encoding))
+        ids: list[int] = encoding.ids
+        return ids
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
@@ -137,6 +150,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; invalid UTF-8 becomes U+FFFD, ids without a token are skipped."""
         if self._fast is not None:
+            if len(token_ids) > _INLINE_CHARS:
+                # The batch form releases the GIL; the other one would hold it for 13 ms for 131,072 ids.
+                (text,) = self._fast.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+                return str(text)
             return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
         known = [token_id for token_id in token_ids if token_id < self.vocab_size]
         return str(
@@ -198,6 +215,11 @@ class Tokenizer:
     def close(self) -> None:
         """End the threads; running work is finished, queued work is dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_count(num_tokens: int) -> None:
+    if num_tokens > MAX_PROMPT_TOKENS:
+        raise TooManyTokensError(f"has {num_tokens} tokens; at most {MAX_PROMPT_TOKENS} are allowed")
 
 
 def _special_ids(inner: Any) -> frozenset[int]:

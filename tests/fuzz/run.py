@@ -159,7 +159,7 @@ class Run:
                 self._has_changed = True
                 self._core.add_executor(_EXECUTOR, self._spec)
                 self._executor = CoreExecutor(self._spec, self.settings.vocab_size)
-        last_completed = self._rng.choice([0, self._core.last_step_id + 3])
+        last_completed = self._rng.choice([0, self._core.lanes[0].counts.last_step_id + 3])
         self._take(self._core.session_opened(last_completed, same_incarnation=keeps_kv, keeps_kv=keeps_kv))
         self._core.check_integrity()
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, KeysView
 
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.lanes.batching_state import BatchingState
+from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.lanes.slot_pool import SlotPool
+from scheduler_svc.core.lanes.stored_tokens import fill_of, num_reserved_blocks, num_stored_tokens
+from scheduler_svc.core.lanes.turnover import Turnover
 from scheduler_svc.core.memory.block_manager import BlockManager
-from scheduler_svc.core.memory.prefix_cache import PrefixCounts
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.queues.orders import OrderPolicy
 from scheduler_svc.core.queues.queues import RunningQueue
@@ -26,20 +29,31 @@ class Lane:
     """One executor's block manager, slots, running sequences and plans in flight."""
 
     def __init__(
-        self,
-        spec: ExecutorSpec,
-        policy: OrderPolicy,
-        *,
-        prefix_caching: bool = False,
-        prefix_counts: PrefixCounts | None = None,
+        self, executor_id: int, spec: ExecutorSpec, policy: OrderPolicy, *, prefix_caching: bool = False
     ) -> None:
+        self.executor_id = executor_id
         self.spec = spec
-        self._prefix_counts = prefix_counts
+        self.counts = LaneCounts()
+        self.batching = BatchingState()
+        self.is_open = True
+        """Whether there is a session with the executor; groups are placed on open lanes only."""
+        self.draining = False
+        """Whether it takes no more groups, and those that run move to other lanes."""
+        self.unexplained: frozenset[SequenceGroup] = frozenset()
+        """Groups that may have ended the last session, while it is not known whether they killed the executor."""
         self._policy = policy
         self._caching = prefix_caching and spec.shares_prefixes
         self.rates = MeasuredRates()
+        self.turnover = Turnover()
+        self.last_result_at = 0.0
+        """When the last result was applied."""
         self.inflight: deque[PlannedStep] = deque()
         self.reset()
+
+    def succeed(self, former: Lane) -> None:
+        """Take the place of a lost executor's lane: counts never go back."""
+        self.counts, self.batching, self.draining = former.counts, former.batching, former.draining
+        self.blocks.prefix_counts = self.counts.prefixes
 
     def reset(self) -> None:
         """Start over with an empty executor: no blocks, no slots, no plans."""
@@ -51,14 +65,14 @@ class Lane:
             num_host_blocks=spec.num_host_blocks,
             caching=self._caching,
             rates=self.rates,
-            prefix_counts=self._prefix_counts,
+            prefix_counts=self.counts.prefixes,
         )
         self.running = RunningQueue(self._policy)
         """Running sequences: each holds a slot and blocks."""
         self.swapped: dict[Sequence, None] = {}
         """Sequences whose KV is in the host pool."""
         self._known: set[Sequence] = set()
-        self._num_with_stop_id: Counter[int] = Counter()
+        self._num_with_stop_id: dict[int, int] = {}
         self.reset_session()
 
     def reset_session(self) -> None:
@@ -118,8 +132,47 @@ class Lane:
         """The union of the stop ids of all unfinished sequences that have run here."""
         return self._num_with_stop_id.keys()
 
-    def start_running(self, sequence: Sequence) -> None:
-        """Give a waiting sequence a slot; the caller allocates its blocks."""
+    def holds(self, group: SequenceGroup, *, swapped: bool = True) -> bool:
+        """Whether something of a group is here: a running or swapped sequence, or a plan in flight that refers to it.
+
+        Without `swapped`, KV in the host pool does not count. A group that may have killed the executor stays until
+        that is known.
+        """
+        if group.lane_id != self.executor_id:
+            return False
+        if group in self.unexplained:
+            return True
+        if self.inflight and self.inflight[0].plan.step_id <= group.held_until:
+            return True
+        states = (SequenceState.RUNNING, SequenceState.SWAPPED) if swapped else (SequenceState.RUNNING,)
+        return any(sequence.state in states for sequence in group.sequences)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds no sequence and no plan is in flight."""
+        return not (len(self.running) or self.swapped or self.finishing or self.inflight)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Number of tokens whose KV the pool holds."""
+        return self.spec.num_blocks * self.spec.block_size
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Number of tokens that running sequences outside the decode batch have yet to compute."""
+        return sum(sequence.num_uncomputed_tokens for sequence in self.prefilling)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Forget a waiting sequence that is about to run on another executor; nothing here refers to it."""
+        if sequence in self._known:
+            self._known.discard(sequence)
+            self._drop_stop_ids(sequence.group.stop_ids)
+
+    def start_running(self, sequence: Sequence, *, prefills: bool = True) -> None:
+        """Give a waiting sequence a slot; the caller allocates its blocks.
+
+        Without `prefills` it is not added to the sequences that prefill, for a caller that knows whether it will.
+        """
         sequence.change_state(SequenceState.RUNNING)
         slot = self.slots.take()
         sequence.slot = sequence.last_slot = slot
@@ -127,17 +180,21 @@ class Lane:
         self.append_at[slot] = sequence.token_ids.append
         self.discarding_slots.discard(slot)
         self._vacated.pop(slot, None)
-        self.swapped.pop(sequence, None)
+        if self.swapped:
+            self.swapped.pop(sequence, None)
         if sequence not in self._known and not sequence.is_beam:
             self._known.add(sequence)
-            self._num_with_stop_id.update(sequence.group.stop_ids)
+            counts = self._num_with_stop_id
+            for stop_id in sequence.group.stop_ids:
+                counts[stop_id] = counts.get(stop_id, 0) + 1
         self.running.add(sequence)
-        if not (sequence.awaits_fork or sequence.is_spare_beam):
+        if prefills and not (sequence.awaits_fork or sequence.is_spare_beam):
             self.prefilling.add(sequence)
 
     def start_decoding(self, sequence: Sequence) -> None:
         """Add a sequence to the decode batch, from the next step on."""
-        self.prefilling.discard(sequence)
+        if len(self.prefilling):
+            self.prefilling.discard(sequence)
         self.decode_batch.join(sequence)
 
     def stop_running(self, sequence: Sequence, *, keeps_blocks: bool = False, invalid_kv: bool = False) -> None:
@@ -150,10 +207,10 @@ class Lane:
         else:
             self.prefilling.discard(sequence)
         self.running.remove(sequence)
-        self.pending_copy_on_write.pop(sequence, None)
-        self.resuming.pop(sequence, None)
         if len(sequence.group.sequences) > 1:
+            self.pending_copy_on_write.pop(sequence, None)
             self._release_shared(sequence)
+        self.resuming.pop(sequence, None)
         slot = held_slot(sequence)
         if sequence.described:
             self.slots.release(slot)
@@ -229,9 +286,7 @@ class Lane:
         elif sequence in self.swapped:
             self.drop_swapped(sequence)
         self.finishing.pop(sequence, None)
-        if sequence in self._known:
-            self._known.discard(sequence)
-            self._drop_stop_ids(sequence.group.stop_ids)
+        self.forget(sequence)
         slot = sequence.last_slot
         # The slot may date from an executor with more slots.
         if slot is not None and slot < self.spec.num_slots and self.sequence_at[slot] is sequence:
@@ -245,33 +300,39 @@ class Lane:
     @property
     def num_reserved_tokens(self) -> int:
         """Token slots that running sequences hold in blocks beyond those of their tokens."""
-        num_blocks = sum(map(self.blocks.num_reserved, self.running))
-        num_blocks += sum(len(group.reserved_blocks) for group in self._groups)
+        num_blocks = num_reserved_blocks(self.blocks, self.running, self.prefilling, self.decode_batch)
         return num_blocks * self.spec.block_size
 
     def num_distinct_tokens(self, sequences: Collection[Sequence]) -> int:
         """Number of tokens whose KV the blocks of these running sequences store; shared blocks count once."""
-        fill: dict[int, int] = {}
-        size = self.spec.block_size
-        for sequence in sequences:
-            num_computed = sequence.num_computed_tokens
-            for block_id in sequence.block_ids[: self.blocks.num_blocks_for(num_computed)]:
-                fill[block_id] = max(fill.get(block_id, 0), min(size, num_computed))
-                num_computed -= size
-        return sum(fill.values())
+        return sum(fill_of(sequences, self.spec.block_size).values())
 
     @property
     def num_stored_tokens(self) -> int:
         """Number of tokens whose KV the pool stores for running sequences."""
-        if self.blocks.num_shared_refs:
-            return self.num_distinct_tokens(self.running.sequences)
-        return sum(sequence.num_computed_tokens for sequence in self.running)
+        return num_stored_tokens(self.blocks, self.running, self.prefilling, self.decode_batch)
+
+    @property
+    def num_running_groups(self) -> int:
+        """Number of groups with a sequence that runs, or whose last results are awaited."""
+        several = self.running.shared_groups.keys()
+        num_alone = len(self.running) - sum(self.running.shared_groups.values())
+        finishing = {sequence.group for sequence in self.finishing}
+        return num_alone + len(several | finishing)
 
     def update_rates(self, step: PlannedStep, result: StepResult) -> None:
         """Update the measured rates with a result's timings."""
         plan = step.plan
         num_swapped = 0 if plan.copied else len(plan.swapped_out) + len(plan.swapped_in)
         self.rates.observe(step.total_tokens, num_swapped, result.device_ns, result.moves_ns)
+
+    def update_turnover(self, num_finished: int, now: float) -> None:
+        """Update the measured time between finishes after a result with which so many samples finished."""
+        self.last_result_at = now
+        if num_finished:
+            self.turnover.observe(num_finished, now)
+        if not len(self.running):
+            self.turnover.pause()
 
     def _drop_stop_ids(self, stop_ids: Collection[int]) -> None:
         counts = self._num_with_stop_id
@@ -305,3 +366,14 @@ class Lane:
                 raise InvariantError(f"sequence {sequence.sequence_id} runs without anything to compute")
         if not prefilling.issubset(self.running):
             raise InvariantError("a sequence prefills that is not running")
+        self._check_figures(reserved)
+
+    def _check_figures(self, reserved: list[int]) -> None:
+        """Check what is counted by change against the running sequences and their blocks."""
+        if self.num_stored_tokens != self.num_distinct_tokens(self.running.sequences):
+            raise InvariantError("the stored tokens are miscounted")
+        num_reserved = sum(map(self.blocks.num_reserved, self.running)) + len(reserved)
+        if self.num_reserved_tokens != num_reserved * self.spec.block_size:
+            raise InvariantError("the reserved blocks are miscounted")
+        if self.num_running_groups != len(self._groups | {sequence.group for sequence in self.finishing}):
+            raise InvariantError("the running groups are miscounted")

@@ -41,8 +41,8 @@ class MeasuredRates:
         self._steps: dict[int, _Mean] = {}
         """By the number of bits of a step's tokens."""
         self._moves: _Mean | None = None
-        self._ns_per_token: float | None = None
-        """Cached slope; None: to be recomputed."""
+        self._line: tuple[float, float] | None = None
+        """Cached slope and intercept; None: to be recomputed."""
 
     def observe(self, num_tokens: int, num_moved_blocks: int, device_ns: int, moves_ns: int) -> None:
         """Add a result: `num_tokens` computed in `device_ns`, `num_moved_blocks` swapped in `moves_ns`.
@@ -55,7 +55,7 @@ class MeasuredRates:
             if size not in self._steps:
                 self._steps[size] = _Mean()
             self._steps[size].add(num_tokens, device_ns)
-            self._ns_per_token = None
+            self._line = None
         if num_moved_blocks > 0 and moves_ns > 0:
             if self._moves is None:
                 self._moves = _Mean()
@@ -64,9 +64,14 @@ class MeasuredRates:
     @property
     def ns_per_token(self) -> float | None:
         """Marginal cost of one token in a step; None before the first measurement."""
-        if self._ns_per_token is None and self._steps:
-            self._ns_per_token = _slope([mean.point for mean in self._steps.values()])
-        return self._ns_per_token
+        line = self._fitted()
+        return None if line is None else line[0]
+
+    @property
+    def ns_per_step(self) -> float | None:
+        """Cost of a step beside its tokens; None before the first measurement."""
+        line = self._fitted()
+        return None if line is None else line[1]
 
     @property
     def ns_per_block(self) -> float | None:
@@ -76,6 +81,12 @@ class MeasuredRates:
         num_blocks, ns = self._moves.point
         return ns / num_blocks
 
+    @property
+    def costs(self) -> tuple[float, float] | None:
+        """`ns_per_token` and `ns_per_block`; None before both are measured."""
+        ns_per_token, ns_per_block = self.ns_per_token, self.ns_per_block
+        return None if ns_per_token is None or ns_per_block is None else (ns_per_token, ns_per_block)
+
     def swap_is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
         """Whether moving blocks out and back takes less time than recomputing the tokens."""
         return self._cheaper(num_tokens, 2 * num_blocks)
@@ -84,19 +95,29 @@ class MeasuredRates:
         """Whether moving blocks in takes less time than computing the tokens."""
         return self._cheaper(num_tokens, num_blocks)
 
+    def _fitted(self) -> tuple[float, float] | None:
+        if self._line is None and self._steps:
+            self._line = _line([mean.point for mean in self._steps.values()])
+        return self._line
+
     def _cheaper(self, num_tokens: int, num_moves: int) -> bool:
-        ns_per_token, ns_per_block = self.ns_per_token, self.ns_per_block
-        if ns_per_token is None or ns_per_block is None:
+        costs = self.costs
+        if costs is None:
             return True
+        ns_per_token, ns_per_block = costs
         return num_moves * ns_per_block < num_tokens * ns_per_token
 
 
-def _slope(points: list[tuple[float, float]]) -> float:
-    """Slope of the least-squares line through (size, ns) points; a single point is joined to the origin."""
+def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Slope and intercept of the least-squares line through (size, ns) points, neither below 0.
+
+    A single point is joined to the origin.
+    """
     if len(points) == 1:
         ((size, ns),) = points
-        return ns / size
+        return ns / size, 0.0
     mean_size = sum(size for size, _ in points) / len(points)
     mean_ns = sum(ns for _, ns in points) / len(points)
     covariance = sum((size - mean_size) * (ns - mean_ns) for size, ns in points)
-    return max(0.0, covariance / sum((size - mean_size) ** 2 for size, _ in points))
+    slope = max(0.0, covariance / sum((size - mean_size) ** 2 for size, _ in points))
+    return slope, max(0.0, mean_ns - slope * mean_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.queues.queues import WaitingQueue
@@ -11,12 +11,18 @@ from scheduler_svc.core.sequences.sequence import Sequence
 
 
 class BatchingPolicy(Protocol):
-    """Decides per step how many groups may join, and per sequence how many tokens it reserves blocks for."""
+    """Decides per step how many groups may join, and per sequence how many tokens it reserves blocks for.
+
+    It keeps nothing itself: what it remembers of a lane is in `lane.batching`.
+    """
+
+    is_placed: ClassVar[bool]
+    """Whether waiting groups are placed on lanes; otherwise the first lane that starts a batch takes them in order."""
 
     def num_admissible(self, lane: Lane, waiting: WaitingQueue, now: float, *, draining: bool) -> int:
         """Maximum number of groups to admit in this step, if memory and slots allow."""
 
-    def record_admissions(self, count: int, *, memory_is_full: bool) -> None:
+    def record_admissions(self, lane: Lane, count: int, *, memory_is_full: bool) -> None:
         """Record that `count` groups joined in this step; `memory_is_full`: the next one did not fit in memory."""
 
     def num_reserved_tokens(self, sequence: Sequence) -> int:
@@ -26,7 +32,7 @@ class BatchingPolicy(Protocol):
         """When `num_admissible` changes by the passing of time; None: only by events."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ContinuousBatching:
     """Iteration-level batching (Orca, OSDI 2022): waiting groups may join at every step.
 
@@ -36,7 +42,7 @@ class ContinuousBatching:
 
     waiting_served_ratio: float = 0.0
     max_waiting_steps: int = 20
-    _num_held_back: int = 0
+    is_placed: ClassVar[bool] = True
 
     def num_admissible(self, lane: Lane, waiting: WaitingQueue, now: float, *, draining: bool) -> int:
         """All waiting groups or none."""
@@ -45,13 +51,14 @@ class ContinuousBatching:
             return len(waiting)
         num_running = len({sequence.group for sequence in lane.running})
         enough = len(waiting) >= self.waiting_served_ratio * num_running
-        if enough or waiting.is_overdue(oldest, now) or draining or self._num_held_back >= self.max_waiting_steps:
-            self._num_held_back = 0
+        state = lane.batching
+        if enough or waiting.is_overdue(oldest, now) or draining or state.num_held_back >= self.max_waiting_steps:
+            state.num_held_back = 0
             return len(waiting)
-        self._num_held_back += 1
+        state.num_held_back += 1
         return 0
 
-    def record_admissions(self, count: int, *, memory_is_full: bool) -> None:
+    def record_admissions(self, lane: Lane, count: int, *, memory_is_full: bool) -> None:
         """Not recorded."""
 
     def num_reserved_tokens(self, sequence: Sequence) -> int:
@@ -63,7 +70,7 @@ class ContinuousBatching:
         return None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StaticBatching:
     """A batch of `batch_size` requests runs until its longest sequence ends; memory is reserved to the full length.
 
@@ -74,27 +81,26 @@ class StaticBatching:
 
     batch_size: int
     window_s: float | None = None
-    _num_unfilled: int = 0
-    """Groups of the running batch not admitted yet: its prompts may need several steps."""
-    _closed_by_memory: bool = False
-    """The last batch was closed because memory was full."""
+    is_placed: ClassVar[bool] = False
 
     def num_admissible(self, lane: Lane, waiting: WaitingQueue, now: float, *, draining: bool) -> int:
         """The rest of the running batch; a whole batch when none runs and one may start."""
+        state = lane.batching
         if not self._is_busy(lane):
             due = self._due(waiting)
-            left = bool(self._closed_by_memory or self._num_unfilled)
+            left = bool(state.closed_by_memory or state.num_unfilled)
             was_in_batch = len(waiting) > 0 and (left or any(group.was_admitted for group in waiting))
             starts = len(waiting) >= self.batch_size or draining or was_in_batch or (due is not None and now >= due)
-            self._num_unfilled = min(self.batch_size, len(waiting)) if starts else 0
-            self._closed_by_memory = False
-        return self._num_unfilled
+            state.num_unfilled = min(self.batch_size, len(waiting)) if starts else 0
+            state.closed_by_memory = False
+        return state.num_unfilled
 
-    def record_admissions(self, count: int, *, memory_is_full: bool) -> None:
+    def record_admissions(self, lane: Lane, count: int, *, memory_is_full: bool) -> None:
         """Count the joined groups; full memory closes the batch."""
-        self._num_unfilled -= count
-        if memory_is_full and self._num_unfilled:
-            self._num_unfilled, self._closed_by_memory = 0, True
+        state = lane.batching
+        state.num_unfilled -= count
+        if memory_is_full and state.num_unfilled:
+            state.num_unfilled, state.closed_by_memory = 0, True
 
     def num_reserved_tokens(self, sequence: Sequence) -> int:
         """Its maximum length without the last token, whose KV is never needed."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from scheduler_svc.core.policies.batching import BatchingPolicy, ContinuousBatching
+from scheduler_svc.core.policies.placement import ExpectedTime, PlacementPolicy
 from scheduler_svc.core.queues.orders import FcfsOrder, OrderPolicy
 
 Preemption = Literal["recompute", "swap", "auto"]
@@ -25,3 +26,5 @@ class Policies:
     """Whether to keep KV blocks for later requests with the same prefix."""
     preemption: Preemption = "recompute"
     """What happens to the KV of a preempted group; auto: the cheaper of swap and recompute."""
+    placement: PlacementPolicy = field(default_factory=ExpectedTime)
+    """Where a waiting group runs, if there are several executors."""

@@ -129,13 +129,11 @@ class BeamSearch:
         return running
 
     def apply_max_len(self, max_len: int, detail: FinishDetail) -> None:
-        """Lower the maximum length to `max_len` tokens, prompt included; beams of that length finish with `detail`.
+        """Set the maximum length to `max_len` tokens, prompt included; beams of that length finish with `detail`.
 
         If the running beams are shorter, the search continues as if it had started with this limit.
         """
-        max_output = max_len - self._num_prompt_tokens
-        if max_output < self._max_output:
-            self._max_output, self._length_detail = max_output, detail
+        self._max_output, self._length_detail = max_len - self._num_prompt_tokens, detail
 
     def best(
         self, num_returned: int, outputs: Sequence[Sequence[int]] = (), detail: FinishDetail | None = None

@@ -28,7 +28,9 @@ _TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.SWAPPED: frozenset({SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.FINISHED: frozenset(),
 }
+_EOS = Finish(FinishDetail.EOS)
 _ADMISSIBLE = (SequenceState.WAITING, SequenceState.SWAPPED)
+_BOUND = (SequenceState.RUNNING, SequenceState.SWAPPED)
 
 
 class StepCounter(Protocol):
@@ -51,6 +53,7 @@ class Sequence:
         "finish",
         "group",
         "host_block_ids",
+        "is_beam",
         "kv_source",
         "last_slot",
         "length_detail",
@@ -69,11 +72,13 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, sequence_id: int, group: SequenceGroup, sample_index: int, max_model_len: int) -> None:
+    def __init__(self, sequence_id: int, group: SequenceGroup, sample_index: int) -> None:
         spec = group.spec
         self.sequence_id = sequence_id
         self.group = group
         self.sample_index = sample_index
+        self.is_beam = spec.beams is not None
+        """Whether it belongs to a beam search, which chooses its tokens."""
         self.order_key: tuple[float, ...] = ()
         """Sort key in the running queue."""
         self.state = SequenceState.WAITING
@@ -106,7 +111,7 @@ class Sequence:
         """Positions at which it may have killed an executor; only a trial computes them. None: it is no suspect."""
         self.requested_prompt_logprobs = False
         """Whether prompt logprobs were requested from the executor at the last admission."""
-        self.max_len, self.length_detail = spec.length_limit(max_model_len)
+        self.max_len, self.length_detail = group.length_limit(group.max_model_len)
 
     @property
     def num_output_tokens(self) -> int:
@@ -126,12 +131,15 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """Number of tokens that plans in flight will sample."""
-        return self.num_planned_tokens - len(self.token_ids)
+        counter, num_known = self._step_counter, len(self.token_ids)
+        if counter is None:
+            return self._num_planned - num_known
+        return counter.num_steps - self._step_offset + 1 - num_known
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Number of tokens whose KV no plan computes yet; 1 while it decodes."""
-        return self.num_planned_tokens - self.num_computed_tokens
+        return self._num_planned - self._num_computed if self._step_counter is None else 1
 
     @property
     def fully_planned(self) -> bool:
@@ -144,11 +152,6 @@ class Sequence:
         return self._step_counter is not None
 
     @property
-    def is_beam(self) -> bool:
-        """Whether it belongs to a beam search, which chooses its tokens."""
-        return self.group.beam_search is not None
-
-    @property
     def awaits_fork(self) -> bool:
         """Whether it waits for its group's first sequence to compute the shared prompt."""
         return self.sample_index > 0 and not self.group.forked
@@ -156,11 +159,15 @@ class Sequence:
     @property
     def is_spare_beam(self) -> bool:
         """Whether it is a beam sequence without a current beam: it keeps a slot for a later one."""
-        return self.is_beam and self.group.forked and self not in self.group.beams
+        group = self.group
+        return group.beam_search is not None and group.forked and self not in group.beams
 
     @property
     def may_compute(self) -> bool:
         """Whether it may compute tokens: the KV of all tokens before them is there."""
+        group = self.group
+        if group.forked and group.beam_search is None:
+            return self.kv_source is None
         return self.kv_source is None and not (self.awaits_fork or self.is_spare_beam)
 
     def schedule(self, num_tokens: int) -> bool:
@@ -205,8 +212,10 @@ class Sequence:
 
     def detach_step_counter(self) -> None:
         """Stop following the counter and keep the counts."""
-        self._num_computed, self._num_planned = self.num_computed_tokens, self.num_planned_tokens
-        self._step_counter = None
+        if self._step_counter is not None:
+            self._num_computed = num_computed = self._step_counter.num_steps - self._step_offset
+            self._num_planned = num_computed + 1
+            self._step_counter = None
 
     def forget_executor_state(self) -> None:
         """Reset after the loss of the executor: slot, blocks and pending tokens are gone."""
@@ -237,9 +246,8 @@ class Sequence:
         self.length_detail = detail
 
     def apply_max_model_len(self, max_model_len: int) -> None:
-        """Lower the maximum length to `max_model_len`."""
-        if self.max_len > max_model_len:
-            self.max_len, self.length_detail = max_model_len, FinishDetail.MAX_MODEL_LEN
+        """Set the maximum length for an executor with this limit; a limit of a former executor counts no more."""
+        self.max_len, self.length_detail = self.group.length_limit(max_model_len)
 
     def change_state(self, state: SequenceState) -> None:
         """Change the state, here only; raises InvariantError for a transition that the table does not have."""
@@ -250,8 +258,9 @@ class Sequence:
     @property
     def needs_prompt_logprobs(self) -> bool:
         """Whether it is its group's first sequence and some requested prompt logprobs are still unknown."""
-        wanted = self.sample_index == 0 and self.group.spec.sampling.num_prompt_logprobs is not None
-        return wanted and self.prompt_logprobs_end < self.num_prompt_tokens
+        if self.group.spec.sampling.num_prompt_logprobs is None:
+            return False
+        return self.sample_index == 0 and self.prompt_logprobs_end < self.num_prompt_tokens
 
     def admitted_sampling(self) -> Sampling:
         """The sampling parameters for the executor at admission; known prompt logprobs are not requested again."""
@@ -287,7 +296,7 @@ class Sequence:
         if token_id not in self.group.stop_ids or self.num_output_tokens < spec.sampling.min_tokens:
             return None
         if token_id in spec.eos_token_ids:
-            return Finish(FinishDetail.EOS)
+            return _EOS
         return Finish(FinishDetail.STOP_TOKEN, stop_token_id=token_id)
 
 
@@ -308,9 +317,16 @@ class SequenceGroup:
         "beams",
         "candidates",
         "forked",
+        "held_until",
         "key",
+        "lane_id",
+        "max_model_len",
         "num_pending_candidates",
+        "num_placed_tokens",
         "num_preemptions",
+        "numerics",
+        "outgrown_kv_tokens",
+        "placed_on",
         "queued",
         "reserved_blocks",
         "sequences",
@@ -319,8 +335,10 @@ class SequenceGroup:
         "was_admitted",
     )
 
-    def __init__(self, spec: RequestSpec, arrival_number: int, arrival: float) -> None:
+    def __init__(self, spec: RequestSpec, arrival_number: int, arrival: float, max_model_len: int) -> None:
+        """max_model_len: the largest limit of the executors when it arrived; it never has more tokens."""
         self.spec = spec
+        self.max_model_len = max_model_len
         self.key = spec.key
         self.arrival_number = arrival_number
         self.arrival = arrival
@@ -341,10 +359,38 @@ class SequenceGroup:
         """Number of candidate lists for its beams that plans in flight will return."""
         self.reserved_blocks: list[int] = []
         """Device blocks reserved for the growth of its beams."""
+        self.lane_id: int | None = None
+        """The executor that runs it, or ran it last: what it holds, it holds there. None: it has never run."""
+        self.held_until = 0
+        """The newest step of that executor that still refers to it, once it has stopped running there."""
+        self.numerics: bytes | None = None
+        """The numerics of that executor, under which it goes on; None: it has never run in this process."""
+        self.outgrown_kv_tokens = 0
+        """Size of the largest pool, in tokens, that it has outgrown."""
+        self.placed_on: int | None = None
+        """While it waits: the executor that it waits for; None: any, or not placed yet."""
+        self.num_placed_tokens = 0
+        """Number of tokens that it was to compute there when it was placed."""
+
+    def length_limit(self, max_model_len: int) -> tuple[int, FinishDetail]:
+        """The maximum length of its sequences on an executor with this limit, and the reason to finish there."""
+        return self.spec.length_limit(min(max_model_len, self.max_model_len))
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether one of its sequences runs or is swapped out: until then it stays with its executor."""
+        return any(sequence.state in _BOUND for sequence in self.sequences)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether an executor has sampled for it: a token was confirmed, or beams were chosen."""
+        return any(sequence.num_output_tokens for sequence in self.sequences)
 
     @property
     def finished(self) -> bool:
         """Whether all of its sequences have finished."""
+        if len(self.sequences) == 1:
+            return self.sequences[0].state is SequenceState.FINISHED
         return all(sequence.state is SequenceState.FINISHED for sequence in self.sequences)
 
     def release_sequences(self) -> None:
@@ -374,7 +420,7 @@ class SequenceGroup:
     @property
     def has_all_results(self) -> bool:
         """Whether no plan in flight still returns tokens or candidates for its waiting sequences."""
-        return not self.num_pending_candidates and not any(sequence.num_pending for sequence in self.waiting_sequences)
+        return not (self.num_pending_candidates or [each for each in self.waiting_sequences if each.num_pending])
 
     @property
     def can_admit_partially(self) -> bool:
@@ -389,4 +435,6 @@ class SequenceGroup:
     @property
     def swapped(self) -> bool:
         """Whether one of its sequences is swapped out."""
+        if len(self.sequences) == 1:
+            return self.sequences[0].state is SequenceState.SWAPPED
         return any(sequence.state is SequenceState.SWAPPED for sequence in self.sequences)

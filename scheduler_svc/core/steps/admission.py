@@ -15,6 +15,7 @@ from scheduler_svc.core.steps.allocation import Allocation, allocations_of, have
 from scheduler_svc.core.steps.beam_scheduling import finish_early
 from scheduler_svc.core.steps.budget import StepBudget
 from scheduler_svc.core.steps.chunks import plan_chunk
+from scheduler_svc.core.steps.plain_admission import admit_plain
 from scheduler_svc.core.types import Finish, FinishDetail, SequenceState
 
 
@@ -24,13 +25,26 @@ def admit(
     """Admit waiting groups while slots, blocks and budget last; returns sequences whose last token is planned now."""
     fully_planned: list[Sequence] = []
     memory_is_full, num_joined = False, 0
+    passed: set[SequenceGroup] = set()
     while num_joined < num_admissible and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:
-        alone = not len(lane.running)
+        alone = not lane.running.sequences
         memory_is_full = not lane.blocks.can_take(1, alone=alone)
-        if memory_is_full or (group := requests.waiting.head(step.planned_at)) is None:
+        if memory_is_full or (group := next(requests.placer.heads(lane, step.planned_at, passed), None)) is None:
             break
-        if any(sequence.group is group for sequence in step.swapped_out) or not group.has_all_results:
+        is_free = requests.is_free_for(group, lane) and not (
+            step.swapped_out and any(each.group is group for each in step.swapped_out)
+        )
+        if not requests.placer.is_own(group, lane):
+            if not is_free or not _take_over(requests, lane, group, num_free_slots):
+                passed.add(group)
+                continue
+        elif not is_free:
             break
+        planned = admit_plain(requests, lane, step, budget, group, alone=alone)
+        if planned is not None:
+            num_joined += 1
+            fully_planned += planned
+            continue
         if _finish_oversized(requests, lane, group):
             continue
         allocations = allocations_of(requests, lane, group)
@@ -45,18 +59,19 @@ def admit(
             continue
         if memory_is_full or not allocations:
             break
-        _place(lane, step, allocations)
-        requests.record_admission(group)
+        requests.bind(group, lane)
+        _allocate(lane, step, allocations)
+        requests.record_admission(group, lane)
         num_joined += 1
         for sequence in [allocation.sequence for allocation in allocations if allocation.sequence.may_compute]:
             if not budget.exhausted:
                 fully_planned += plan_chunk(lane, step, budget, sequence)
-    requests.policies.batching.record_admissions(num_joined, memory_is_full=memory_is_full)
+    requests.policies.batching.record_admissions(lane, num_joined, memory_is_full=memory_is_full)
     return fully_planned
 
 
 def _num_free_slots(lane: Lane) -> int:
-    return min(lane.spec.max_num_seqs - len(lane.running), lane.slots.num_free)
+    return min(lane.spec.max_num_seqs - len(lane.running.sequences), lane.slots.num_free)
 
 
 def _finish_oversized(requests: RequestTable, lane: Lane, group: SequenceGroup) -> bool:
@@ -70,11 +85,13 @@ def _finish_oversized(requests: RequestTable, lane: Lane, group: SequenceGroup) 
         return True
     ended = False
     if group.beam_search is not None:
-        group.beam_search.apply_max_len(lane.spec.max_model_len, FinishDetail.MAX_MODEL_LEN)
+        group.beam_search.apply_max_len(*group.length_limit(lane.spec.max_model_len))
     for sequence in group.waiting_sequences if group.forked else unfinished:
         if (detail := lane.length_finish_detail(sequence)) is None:
             continue
         ended = True
+        if detail is FinishDetail.KV_CAPACITY and _send_on(requests, lane, group):
+            break
         if group.beam_search is not None:
             finish_early(requests, group, detail)
             break
@@ -87,19 +104,36 @@ def _shrink_or_finish(requests: RequestTable, lane: Lane, group: SequenceGroup) 
 
     Swapped samples lose their KV and are admitted one by one; anything else finishes with KV_CAPACITY.
     """
-    if group.beam_search is not None:
+    if _send_on(requests, lane, group):
+        requests.drop_swapped(group)
+    elif group.beam_search is not None:
         finish_early(requests, group, FinishDetail.KV_CAPACITY)
     elif group.swapped:
-        for sequence in group.sequences:
-            if sequence.state is SequenceState.SWAPPED:
-                lane.drop_swapped(sequence)
-                requests.requeue(sequence)
+        requests.drop_swapped(group)
     else:
         requests.finish_group(group, Finish(FinishDetail.KV_CAPACITY))
 
 
-def _place(lane: Lane, step: PlannedStep, allocations: list[Allocation]) -> None:
-    """Give the placed sequences their slots and blocks."""
+def _send_on(requests: RequestTable, lane: Lane, group: SequenceGroup) -> bool:
+    """Place a group that this lane's pool cannot hold on a lane with a larger one; False if there is none."""
+    if not requests.outgrows(group, lane):
+        return False
+    requests.placer.replace(group)
+    return True
+
+
+def _take_over(requests: RequestTable, lane: Lane, group: SequenceGroup, num_free_slots: int) -> bool:
+    """Take a group over from another lane, unless this lane has no room for it now; its swapped KV is given up."""
+    num_blocks = sum(lane.blocks.num_blocks_for(len(sequence.token_ids)) for sequence in group.waiting_sequences)
+    if group.swapped and not lane.blocks.can_take(num_blocks, alone=not len(lane.running)):
+        return False
+    requests.drop_swapped(group)
+    allocations = allocations_of(requests, lane, group)
+    return len(allocations) <= num_free_slots and have_blocks(lane, group, allocations, alone=not len(lane.running))
+
+
+def _allocate(lane: Lane, step: PlannedStep, allocations: list[Allocation]) -> None:
+    """Give the admitted sequences their slots and blocks."""
     swapped = [allocation.sequence for allocation in allocations if allocation.sequence.state is SequenceState.SWAPPED]
     if swapped:
         lane.blocks.swap_in(swapped)

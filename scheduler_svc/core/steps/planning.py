@@ -9,13 +9,14 @@ from scheduler_svc.core.sequences.sequence import Sequence, held_slot
 from scheduler_svc.core.steps.admission import admit
 from scheduler_svc.core.steps.budget import StepBudget
 from scheduler_svc.core.steps.chunks import plan_beams, plan_chunk
-from scheduler_svc.core.steps.preemption import append_missing, preempt_for_admission, preempt_for_decodes
+from scheduler_svc.core.steps.preemption import append_missing, move_away, preempt_for_admission, preempt_for_decodes
 from scheduler_svc.core.steps.suspects import clear_sequence, is_ready, next_trial
 from scheduler_svc.core.types import StepPlan
 
 
 def plan_step(requests: RequestTable, lane: Lane, plan: StepPlan, now: float) -> PlannedStep | None:
     """Fill an empty plan; None if it stays empty, or if plans in flight and a trial must not accompany each other."""
+    requests.placer.place(now)
     step = PlannedStep(plan, now, lane.blocks.next_node)
     if not requests.suspects:
         return step if _fill(requests, lane, step) else None
@@ -50,6 +51,8 @@ def _fill(requests: RequestTable, lane: Lane, step: PlannedStep, *, is_trial: bo
 
 def _plan_all(requests: RequestTable, lane: Lane, step: PlannedStep, budget: StepBudget) -> list[Sequence]:
     """Plan a step for all sequences, up to suspected positions; returns sequences whose last token is planned now."""
+    if lane.draining:
+        move_away(requests, lane, step)
     num_admissible = requests.policies.batching.num_admissible(
         lane, requests.waiting, step.planned_at, draining=requests.draining
     )
@@ -83,7 +86,7 @@ def _plan_trial(requests: RequestTable, lane: Lane, step: PlannedStep, budget: S
     for sequence in [sequence for sequence in lane.prefilling if sequence.group in groups and is_ready(sequence)]:
         if not append_missing(lane, step, sequence):
             # Preemption and capacity are for the decode batch to settle.
-            clear_sequence(requests, lane, sequence)
+            clear_sequence(requests, sequence)
         elif not budget.exhausted:
             fully_planned += plan_chunk(lane, step, budget, sequence)
     step.is_trial = step.plan.announces_start = bool(step.chunks)

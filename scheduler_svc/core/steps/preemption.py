@@ -34,7 +34,7 @@ def preempt_for_decodes(requests: RequestTable, lane: Lane, step: PlannedStep) -
 
 def preempt_for_admission(requests: RequestTable, lane: Lane, step: PlannedStep) -> None:
     """Preempt running groups of a larger level than the next group to admit, if that lets it fit."""
-    head, order = requests.waiting.head(step.planned_at), requests.policies.order
+    head, order = requests.placer.own_head(lane, step.planned_at), requests.policies.order
     if head is None or not head.has_all_results or not len(lane.running):
         return
     level = order.level(head)
@@ -169,10 +169,15 @@ def _note_append(step: PlannedStep, sequence: Sequence, block_id: int) -> None:
 
 
 def _preempt_or_finish(requests: RequestTable, lane: Lane, step: PlannedStep, victim: Sequence) -> None:
-    """Preempt a victim; with nothing else running, finish it instead, since preemption would free nothing."""
+    """Preempt a victim; with nothing else running, finish it instead, since preemption would free nothing.
+
+    Unless another executor has a larger pool.
+    """
     others = any(sequence.group is not victim.group for sequence in lane.running)
     if others:
         _preempt_victim(requests, lane, step, victim)
+    elif requests.outgrows(victim.group, lane):
+        _preempt(requests, lane, step, victim.group.running, swapped=False)
     elif victim.group.beam_search is not None:
         finish_early(requests, victim.group, FinishDetail.KV_CAPACITY)
     elif len(lane.running) > 1:
@@ -189,6 +194,16 @@ def _preempt_victim(requests: RequestTable, lane: Lane, step: PlannedStep, victi
     group = victim.group.running
     swapped = _prefers_swap(requests, lane, group)
     _preempt(requests, lane, step, group if swapped else preempted_together(victim), swapped=swapped)
+
+
+def move_away(requests: RequestTable, lane: Lane, step: PlannedStep) -> None:
+    """Preempt the groups of a draining lane that another lane can go on with; the others finish here."""
+    for group in dict.fromkeys(sequence.group for sequence in (*lane.running, *lane.swapped)):
+        if not requests.fits_elsewhere(group, lane):
+            continue
+        requests.drop_swapped(group)
+        if group.running:
+            _preempt(requests, lane, step, group.running, swapped=False)
 
 
 def preempted_together(sequence: Sequence) -> list[Sequence]:
@@ -225,4 +240,5 @@ def _preempt(
     group = sequences[0].group
     group.candidates.clear()
     group.num_preemptions += 1
-    requests.num_preemptions += 1
+    group.held_until = step.plan.step_id
+    lane.counts.num_preemptions += 1

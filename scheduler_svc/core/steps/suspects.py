@@ -44,7 +44,7 @@ def begun_steps(lane: Lane, end: SessionEnd) -> BegunSteps:
     return BegunSteps(computed, bool(steps) and steps[0].is_trial, is_known)
 
 
-def record_death(requests: RequestTable, lane: Lane, begun: BegunSteps) -> None:
+def record_death(requests: RequestTable, begun: BegunSteps) -> None:
     """Suspect the requests of the steps in which an executor died, and finish a request that is found guilty."""
     found = _by_group(begun.computed)
     if begun.is_trial:
@@ -56,7 +56,7 @@ def record_death(requests: RequestTable, lane: Lane, begun: BegunSteps) -> None:
         return
     for group in [group for group, suspicion in requests.suspects.items() if suspicion.death == death]:
         if group not in found:
-            _clear(requests, lane, group)
+            _clear(requests, group)
     if not death:
         requests.num_deaths += 1
         death = requests.num_deaths
@@ -72,30 +72,34 @@ def record_death(requests: RequestTable, lane: Lane, begun: BegunSteps) -> None:
             sequence.suspected = suspected
 
 
-def clear_passed(requests: RequestTable, lane: Lane, step: PlannedStep) -> None:
+def clear_passed(requests: RequestTable, step: PlannedStep) -> None:
     """Clear the sequences that have computed their suspected positions with this step."""
     ends = {chunk.sequence: chunk.context_len + chunk.num_tokens for chunk in step.chunks}
     for suspicion in list(requests.suspects.values()):
         for sequence, suspected in list(suspicion.positions.items()):
             if ends.get(sequence, 0) >= suspected.stop:
-                clear_sequence(requests, lane, sequence)
+                clear_sequence(requests, sequence)
 
 
-def clear_sequence(requests: RequestTable, lane: Lane, sequence: Sequence) -> None:
+def clear_sequence(requests: RequestTable, sequence: Sequence) -> None:
     """Clear a suspected sequence."""
     suspicion = requests.suspects[sequence.group]
     del suspicion.positions[sequence]
     if not suspicion.positions:
         del requests.suspects[sequence.group]
-    _release(lane, sequence)
+    _release(requests, sequence)
 
 
 def next_trial(requests: RequestTable, lane: Lane) -> list[SequenceGroup]:
-    """The suspects to try in the next step: at most half of those of one death, the first of which any is ready.
+    """The suspects to try in the lane's next step: at most half of those of one death, the first of which any is ready.
 
     In order of arrival; empty: none is ready.
     """
-    ready = [group for group in requests.suspects if any(is_ready(sequence) for sequence in group.sequences)]
+    ready = [
+        group
+        for group in requests.suspects
+        if group.lane_id == lane.executor_id and any(is_ready(sequence) for sequence in group.sequences)
+    ]
     death = min((requests.suspects[group].death for group in ready), default=0)
     num_suspects = sum(suspicion.death == death for suspicion in requests.suspects.values())
     ready = [group for group in ready if requests.suspects[group].death == death]
@@ -146,15 +150,16 @@ def _overlap(former: dict[Sequence, range], positions: dict[Sequence, range]) ->
     )
 
 
-def _clear(requests: RequestTable, lane: Lane, group: SequenceGroup) -> None:
+def _clear(requests: RequestTable, group: SequenceGroup) -> None:
     for sequence in requests.suspects.pop(group).positions:
-        _release(lane, sequence)
+        _release(requests, sequence)
 
 
-def _release(lane: Lane, sequence: Sequence) -> None:
+def _release(requests: RequestTable, sequence: Sequence) -> None:
     """Let a sequence go on like all others: the executor held it until plans named it."""
     sequence.suspected = None
-    if sequence.slot is None or sequence.is_beam or not sequence.group.forked:
+    lane = requests.lanes.get(sequence.group.lane_id) if sequence.group.lane_id is not None else None
+    if lane is None or sequence.slot is None or sequence.is_beam or not sequence.group.forked:
         return
     if sequence.described:
         lane.resuming[sequence] = None

@@ -30,23 +30,17 @@ EOS = Finish(FinishDetail.EOS)
 LONG = Finish(FinishDetail.MAX_TOKENS)
 
 
-class NoExecutor:
-    """An executor that is not connected yet."""
-
-    target = "nowhere"
-
-
 class Stage:
     """An engine with one request; the test takes the part of the core."""
 
     def __init__(self, *, best_of=None, text=False, **spec):
-        self.engine = Engine(SchedulerConfig(), Scheduler(), NoExecutor(), FakeClock())
+        self.engine = Engine(SchedulerConfig(), Scheduler(), FakeClock())
         spec = RequestSpec("r", (5, 6, 7), Sampling(num_logprobs=0 if best_of else None), **spec)
         make_text = (lambda: TextStream(TOKENIZER)) if text else None
         self.live = LiveRequest(EngineRequest(spec, make_text, best_of=best_of), arrival_ns=1)
         self.engine._live[spec.key] = self.live
-        self.group = SequenceGroup(spec, 0, 0.0)
-        self.sequences = [Sequence(index, self.group, index, 64) for index in range(spec.num_sequences)]
+        self.group = SequenceGroup(spec, 0, 0.0, 64)
+        self.sequences = [Sequence(index, self.group, index) for index in range(spec.num_sequences)]
         self.notified = []
         self.live.subscribe(self.notified.append)
 

@@ -19,7 +19,7 @@ _IDS = itertools.count(1)
 
 def make(num_tokens: int, num_computed: int = 0) -> Sequence:
     spec = RequestSpec("r", (7,) * num_tokens, Sampling(), max_tokens=100)
-    sequence = Sequence(next(_IDS), SequenceGroup(spec, 0, 0.0), 0, 10_000)
+    sequence = Sequence(next(_IDS), SequenceGroup(spec, 0, 0.0, 10_000), 0)
     sequence.schedule(num_computed)
     return sequence
 

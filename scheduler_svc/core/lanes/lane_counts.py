@@ -1,0 +1,29 @@
+"""Counts of one executor since it was added. They never decrease, whatever becomes of its process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.memory.prefix_cache import PrefixCounts
+
+
+@dataclass(slots=True)
+class LaneCounts:
+    """Counts of steps, tokens and prefix hits."""
+
+    last_step_id: int = 0
+    """The newest step that was planned, or that the executor is known to have completed."""
+    num_steps: int = 0
+    """Number of steps planned."""
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    prefixes: PrefixCounts = field(default_factory=PrefixCounts)
+
+    def add(self, other: LaneCounts) -> None:
+        """Add another executor's counts, except its last step: step ids are counted for each executor."""
+        self.num_steps += other.num_steps
+        self.num_output_tokens += other.num_output_tokens
+        self.num_preemptions += other.num_preemptions
+        self.prefixes.num_queried += other.prefixes.num_queried
+        self.prefixes.num_hits += other.prefixes.num_hits
+        self.prefixes.num_host_hits += other.prefixes.num_host_hits

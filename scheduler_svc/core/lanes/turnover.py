@@ -1,0 +1,33 @@
+"""How often sequences finish on one executor: each finish frees a slot and blocks for a waiting group."""
+
+from __future__ import annotations
+
+_DECAY = 0.9
+"""Weight of earlier finishes after each new one."""
+
+
+class Turnover:
+    """The mean time between two finishes, in which newer ones weigh more. Times are in seconds."""
+
+    __slots__ = ("_interval_s", "_last")
+
+    def __init__(self) -> None:
+        self._interval_s: float | None = None
+        self._last: float | None = None
+
+    def observe(self, num_finished: int, now: float) -> None:
+        """Record that this many sequences finished now, since the last call that named any."""
+        if self._last is not None:
+            each = max(0.0, now - self._last) / num_finished
+            for _ in range(min(num_finished, 16)):
+                self._interval_s = each if self._interval_s is None else _DECAY * self._interval_s + (1 - _DECAY) * each
+        self._last = now
+
+    def pause(self) -> None:
+        """Nothing runs: the time until the next finish says nothing."""
+        self._last = None
+
+    @property
+    def interval_s(self) -> float | None:
+        """Mean seconds between two finishes; None before the second."""
+        return self._interval_s

@@ -1,0 +1,112 @@
+"""Which executors can hold a group at all: features, numerics, lengths and sizes; not whether one has room now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from scheduler_svc.core.errors import RequestRejectedError
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.sequences.sequence import SequenceGroup
+from scheduler_svc.core.types import ExecutorSpec, RequestSpec, SequenceState
+
+PROMPT_LOGPROBS, LOGITS_PROCESSORS, SAMPLES, BEAMS = "prompt_logprobs", "logits_processors", "samples", "beams"
+"""Features that an executor may lack (ExecutorSpec.lacks)."""
+_LOGITS_PROCESSORS = frozenset(
+    {
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "bad_words",
+        "allowed_token_ids",
+        "bias_token_ids",
+        "biases",
+    }
+)
+_CHECKS = ("length", "count", "blocks")
+"""The checks of `misfit`, in their order."""
+
+
+def needed_features(spec: RequestSpec) -> frozenset[str]:
+    """The features that an executor of this request must have."""
+    needed = []
+    if spec.sampling.num_prompt_logprobs is not None:
+        needed.append(PROMPT_LOGPROBS)
+    if not _LOGITS_PROCESSORS.isdisjoint(spec.sampling.values):
+        needed.append(LOGITS_PROCESSORS)
+    if spec.beams is not None:
+        needed.append(BEAMS)
+    elif spec.num_samples > 1:
+        needed.append(SAMPLES)
+    return frozenset(needed)
+
+
+def misfit(spec: RequestSpec, executor: ExecutorSpec, count: int, *, has_output: bool = False) -> tuple[int, str, str]:
+    """Why an executor with these limits can never run a request: (number of the failed check, field, message).
+
+    `count`: its sequences that must run together. With output the lengths are not checked: planning ends samples that
+    are too long. The number is 3, with empty texts, if it can run it.
+    """
+    num_prompt = len(spec.prompt_token_ids)
+    if num_prompt + 1 > executor.max_model_len and not has_output:
+        return (
+            0,
+            "prompt",
+            f"{num_prompt} prompt tokens and one of output exceed max_model_len = {executor.max_model_len}",
+        )
+    if count > executor.max_num_seqs:
+        return 1, count_field(spec), f"{count} sequences exceed max_num_seqs = {executor.max_num_seqs}"
+    needed = num_prompt // executor.block_size + count
+    if needed > executor.num_blocks and not has_output:
+        needs = f"{num_prompt} prompt tokens and {f'{count} sequences' if count > 1 else 'one of output'}"
+        size, most = executor.block_size, executor.num_blocks
+        return 2, "prompt", f"{needs} need {needed} KV blocks of {size} tokens; the pool has {most}"
+    return len(_CHECKS), "", ""
+
+
+def check_fits_one(
+    spec: RequestSpec, executors: Iterable[ExecutorSpec], count: int, *, has_output: bool = False
+) -> None:
+    """Raise RequestRejectedError if no single executor can run the request; the message is that of the nearest one."""
+    reasons = []
+    for executor in executors:
+        reason = misfit(spec, executor, count, has_output=has_output)
+        if reason[0] == len(_CHECKS):
+            return
+        reasons.append(reason)
+    _, field, message = max(reasons, key=lambda each: each[0])
+    raise RequestRejectedError(field, message)
+
+
+def count_field(spec: RequestSpec) -> str:
+    """The field that sets the number of sequences."""
+    return "sampling_params.beam_width" if spec.beams else "sampling_params.n"
+
+
+def able_lanes(group: SequenceGroup, lanes: Iterable[Lane]) -> list[Lane]:
+    """The lanes that can hold a waiting group to its end, or further than all others: its tokens must not depend on
+    where it runs."""
+    able = [lane for lane in lanes if may_continue(lane, group) and holds_present_tokens(lane, group)]
+    limits = [group.length_limit(lane.spec.max_model_len)[0] for lane in able]
+    longest = max(limits, default=0)
+    return [lane for lane, limit in zip(able, limits, strict=True) if limit == longest]
+
+
+def may_continue(lane: Lane, group: SequenceGroup) -> bool:
+    """Whether the executor has the features and the numerics that the group needs."""
+    if lane.spec.lacks and not lane.spec.lacks.isdisjoint(needed_features(group.spec)):
+        return False
+    return not group.numerics or group.numerics == lane.spec.numerics or not group.has_output
+
+
+def holds_present_tokens(lane: Lane, group: SequenceGroup) -> bool:
+    """Whether an empty executor holds the sequences that must run together, with their tokens so far and one more."""
+    spec = lane.spec
+    if lane.num_kv_tokens <= group.outgrown_kv_tokens:
+        return False
+    unfinished = [sequence for sequence in group.sequences if sequence.state is not SequenceState.FINISHED]
+    count = 1 if group.forked and group.beam_search is None else len(unfinished)
+    longest = max((len(sequence.token_ids) for sequence in unfinished), default=0)
+    num_blocks = -(-longest // spec.block_size)
+    if not group.forked:
+        num_blocks = len(group.spec.prompt_token_ids) // spec.block_size + count
+    return count <= spec.max_num_seqs and longest < spec.max_model_len and num_blocks <= spec.num_blocks

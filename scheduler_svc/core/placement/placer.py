@@ -1,0 +1,288 @@
+"""Places waiting groups on lanes, and gives each lane its next group to admit.
+
+There is one waiting queue. With several lanes each waiting group is placed on one of them, and that lane admits its
+groups in the queue's order: it never passes its own head over. A lane may admit groups of its own while the head of the
+whole queue waits for another lane; so the head is passed over, but for MAX_PASS_OVER_S at most: a lane with room for it
+then admits it first, wherever it is placed. A lane without a group of its own takes over the head of another lane if it
+is expected to serve it sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
+
+from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.placement.candidates import able_lanes, may_continue
+from scheduler_svc.core.policies.placement import Candidate, PlacementPolicy, expected_s
+from scheduler_svc.core.queues.orders import OrderPolicy
+from scheduler_svc.core.queues.queues import WaitingQueue
+from scheduler_svc.core.sequences.sequence import SequenceGroup
+from scheduler_svc.core.types import SequenceState
+
+MAX_PASS_OVER_S = 1.0
+"""For how long after its arrival a lane with room for the head of the queue may pass it over."""
+_MAX_PLACED = 16
+"""Most groups that are placed at once: each looks up the prefix caches of all lanes."""
+
+
+class Placer:
+    """Which lane each waiting group waits for. Without a policy, or with one lane, any lane takes any group."""
+
+    def __init__(
+        self, waiting: WaitingQueue, lanes: Mapping[int, Lane], order: OrderPolicy, policy: PlacementPolicy | None
+    ) -> None:
+        self._waiting = waiting
+        self._lanes = lanes
+        self._order = order
+        self._policy = policy
+        self._queues: dict[int, WaitingQueue] = {}
+        """By lane: the groups placed there."""
+        self._num_tokens: dict[int, int] = {}
+        self._num_sequences: dict[int, int] = {}
+        """By lane: tokens and sequences of these groups."""
+        self._hits: dict[SequenceGroup, dict[int, int]] = {}
+        """Of each placed group, by lane: the tokens that its prefix cache had when the group was placed."""
+        self._unplaced: dict[SequenceGroup, None] = {}
+        """Groups to be placed by the next plans."""
+        self._stranded: dict[SequenceGroup, None] = {}
+        """Groups that no open lane can hold: they wait for a lane to open."""
+
+    # --- what happens to groups and lanes ----------------------------------------------------------------------------
+
+    def on_queued(self, group: SequenceGroup) -> None:
+        """A group was put into the waiting queue."""
+        if self._is_active:
+            self._unplaced[group] = None
+
+    def on_left(self, group: SequenceGroup) -> None:
+        """A group is about to leave the waiting queue."""
+        if group.placed_on is not None:
+            self._withdraw(group)
+        self._unplaced.pop(group, None)
+        self._stranded.pop(group, None)
+
+    def on_bound(self, group: SequenceGroup, lane: Lane) -> None:
+        """A part of a group runs on a lane now: the rest waits for the same one."""
+        if self._is_active and group.placed_on != lane.executor_id:
+            self.replace(group)
+
+    def replace(self, group: SequenceGroup) -> None:
+        """Place a waiting group again."""
+        if group.placed_on is not None:
+            self._withdraw(group)
+        if self._is_active:
+            self._unplaced[group] = None
+
+    def on_lane_changed(self, executor_id: int | None = None) -> None:
+        """A lane has opened, closed, come or gone: place again what waits for it, and what waited for any lane.
+
+        None: all lanes may have changed.
+        """
+        for lane_id, queue in self._queues.items():
+            # A single lane that is left takes its groups from the queue of all.
+            if executor_id in (None, lane_id) or not self._is_active:
+                for group in list(queue):
+                    self._withdraw(group)
+                    self._unplaced[group] = None
+        for hits in self._hits.values():
+            for lane_id in [*hits] if executor_id is None else [executor_id]:
+                hits.pop(lane_id, None)
+        self._unplaced |= self._stranded
+        self._stranded.clear()
+        if self._is_active:
+            self._unplaced |= {group: None for group in self._waiting if group.placed_on is None}
+        else:
+            self._unplaced.clear()
+        for lane_id in [lane_id for lane_id in self._queues if lane_id not in self._lanes]:
+            del self._queues[lane_id], self._num_tokens[lane_id], self._num_sequences[lane_id]
+
+    # --- what lanes need ---------------------------------------------------------------------------------------------
+
+    def num_waiting(self, executor_id: int) -> int:
+        """Number of groups that wait for this lane; with one lane all."""
+        if not self._is_active:
+            return len(self._waiting)
+        return len(self._queues.get(executor_id, ()))
+
+    @property
+    def num_unplaced(self) -> int:
+        """Number of groups that the next plans, of whichever lanes, will place."""
+        return len(self._unplaced)
+
+    def place(self, now: float) -> None:
+        """Place the next groups that are not placed yet."""
+        for group in list(islice(self._unplaced, _MAX_PLACED)):
+            del self._unplaced[group]
+            found = self._choice(group, now)
+            if found is None:
+                self._stranded[group] = None
+            else:
+                self._put(group, found)
+
+    def heads(self, lane: Lane, now: float, passed: Collection[SequenceGroup]) -> Iterator[SequenceGroup]:
+        """The groups that a lane may admit next, one of which it takes or stops at: the first that is not in `passed`.
+
+        `passed`: groups of other lanes that this lane has no room for now.
+        """
+        head = self._waiting.head(now)
+        if head is None:
+            return
+        if not self._is_active:
+            yield from [head] if len(self._lanes) == 1 else self._in_order(lane, head)
+            return
+        is_overdue = self._rebalances and now - head.arrival >= MAX_PASS_OVER_S
+        if is_overdue and head not in passed and self._may_move(head, lane):
+            yield head
+        own = self.own_head(lane, now)
+        if own is not None:
+            yield own
+        elif self._rebalances:
+            yield from (group for group in self._sooner_here(lane, now) if group not in passed)
+
+    def own_head(self, lane: Lane, now: float) -> SequenceGroup | None:
+        """The next of the groups that wait for this lane; with one lane, or without placement, the next of all."""
+        if not self._is_active:
+            return self._waiting.head(now)
+        queue = self._queues.get(lane.executor_id)
+        return None if queue is None else queue.head(now)
+
+    def is_own(self, group: SequenceGroup, lane: Lane) -> bool:
+        """Whether a lane stops at a group that it has no room for, rather than passing it over."""
+        return not self._is_active or group.placed_on == lane.executor_id
+
+    def wakes_at(self, now: float) -> float | None:
+        """When a lane without work may find a group; None: not by the passing of time."""
+        if self._unplaced:
+            return now
+        head = self._waiting.head(now) if self._is_active and self._rebalances else None
+        return None if head is None or (due := head.arrival + MAX_PASS_OVER_S) <= now else due
+
+    def check_integrity(self) -> None:
+        """Check that each waiting group is placed, to be placed or stranded; raises InvariantError."""
+        placed = [group for queue in self._queues.values() for group in queue]
+        if any(group not in self._queues[group.placed_on] for group in placed if group.placed_on is not None):
+            raise InvariantError("a group is in the queue of another lane than the one that it is placed on")
+        if self._hits.keys() != set(placed):
+            raise InvariantError("prefix hits are kept of a group that is not placed, or a placed one has none")
+        found = [*placed, *self._unplaced, *self._stranded]
+        if self._is_active and sorted(map(id, found)) != sorted(map(id, self._waiting)):
+            raise InvariantError("a waiting group is not placed, or placed twice")
+        if not self._is_active and found:
+            raise InvariantError("a group is placed although there is one lane")
+        for lane_id, queue in self._queues.items():
+            if self._num_tokens[lane_id] != sum(group.num_placed_tokens for group in queue):
+                raise InvariantError(f"the tokens that wait for executor {lane_id} do not add up")
+
+    # --- placing -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_active(self) -> bool:
+        return self._policy is not None and len(self._lanes) > 1
+
+    @property
+    def _rebalances(self) -> bool:
+        return self._policy is not None and self._policy.rebalances
+
+    def _choice(self, group: SequenceGroup, now: float) -> Candidate | None:
+        """The lane to place a group on; None: no open lane can hold it."""
+        assert self._policy is not None
+        holder, able = self._holder(group), able_lanes(group, self._lanes.values())
+        if holder is not None and (group.is_bound or (holder in able and not holder.draining)):
+            return self._candidate(group, holder)
+        if not able and any(may_continue(lane, group) for lane in self._lanes.values()):
+            # Nothing can ever hold it: the largest pool finishes it, as far as its tokens go.
+            able = [max(self._open_lanes() or self._lanes.values(), key=lambda lane: lane.spec.num_blocks)]
+        candidates = [self._candidate(group, lane) for lane in able if lane.is_open and not lane.draining]
+        return self._policy.choose(group, candidates, now) if candidates else None
+
+    def _holder(self, group: SequenceGroup, *, swapped: bool = True) -> Lane | None:
+        """The lane that holds something of a group; without `swapped`, something other than swapped KV."""
+        holder = self._lanes.get(group.lane_id) if group.lane_id is not None else None
+        return holder if holder is not None and holder.holds(group, swapped=swapped) else None
+
+    def _open_lanes(self) -> list[Lane]:
+        return [lane for lane in self._lanes.values() if lane.is_open and not lane.draining]
+
+    def _candidate(self, group: SequenceGroup, lane: Lane, *, from_now: bool = False) -> Candidate:
+        """`from_now`: what waits there does not go first."""
+        lane_id = lane.executor_id
+        return Candidate(
+            lane,
+            num_tokens=_num_tokens(group),
+            num_hit_tokens=self._num_hit_tokens(group, lane),
+            num_queued=0 if from_now else self._num_sequences.get(lane_id, 0),
+            num_queued_tokens=0 if from_now else self._num_tokens.get(lane_id, 0),
+        )
+
+    def _num_hit_tokens(self, group: SequenceGroup, lane: Lane) -> int:
+        """Number of tokens of its first waiting sequence that the lane's prefix cache has, or had when it was placed.
+
+        Looked up once a lane: a lookup takes time in proportion to the prefix.
+        """
+        hits = self._hits.setdefault(group, {})
+        found = hits.get(lane.executor_id)
+        if found is None:
+            first = next((each for each in group.waiting_sequences if each.state is SequenceState.WAITING), None)
+            found = 0 if first is None else lane.blocks.num_cached_tokens(first)
+            hits[lane.executor_id] = found
+        return found
+
+    def _put(self, group: SequenceGroup, chosen: Candidate) -> None:
+        lane_id = chosen.lane.executor_id
+        if lane_id not in self._queues:
+            self._queues[lane_id] = WaitingQueue(self._order, self._waiting.max_wait_s)
+            self._num_tokens[lane_id] = self._num_sequences[lane_id] = 0
+        group.placed_on = lane_id
+        group.num_placed_tokens = chosen.num_tokens - chosen.num_hit_tokens
+        self._queues[lane_id].add(group, again=True)
+        self._num_tokens[lane_id] += group.num_placed_tokens
+        self._num_sequences[lane_id] += len(group.sequences)
+
+    def _withdraw(self, group: SequenceGroup) -> None:
+        lane_id = group.placed_on
+        assert lane_id is not None
+        self._queues[lane_id].remove(group)
+        self._hits.pop(group, None)
+        # It is still in the queue of all.
+        group.queued, group.placed_on = True, None
+        self._num_tokens[lane_id] -= group.num_placed_tokens
+        self._num_sequences[lane_id] -= len(group.sequences)
+
+    # --- taking over -------------------------------------------------------------------------------------------------
+
+    def _sooner_here(self, lane: Lane, now: float) -> list[SequenceGroup]:
+        """The heads of other lanes that this lane is expected to serve sooner, those that gain most first."""
+        gains: list[tuple[float, int, SequenceGroup]] = []
+        for lane_id, queue in self._queues.items():
+            group = queue.head(now)
+            if lane_id == lane.executor_id or group is None or not self._may_move(group, lane):
+                continue
+            there = self._candidate(group, self._lanes[lane_id], from_now=True)
+            here = self._candidate(group, lane, from_now=True)
+            gain = expected_s(there, now) - expected_s(here, now)
+            if gain > 0:
+                gains.append((gain, -group.arrival_number, group))
+        return [group for _, _, group in sorted(gains, reverse=True)]
+
+    def _may_move(self, group: SequenceGroup, lane: Lane) -> bool:
+        """Whether a group may run on this lane now: no other lane holds any of it but swapped KV."""
+        if group.placed_on == lane.executor_id:
+            return True
+        holder = self._holder(group, swapped=False)
+        if holder is lane and group.is_bound:
+            return True
+        return not lane.draining and holder in (None, lane) and lane in able_lanes(group, self._lanes.values())
+
+    def _in_order(self, lane: Lane, head: SequenceGroup) -> Iterator[SequenceGroup]:
+        """The first group of the queue, by the order and then by arrival, that may run on this lane."""
+        found = next((group for group in (head, *self._waiting) if self._may_move(group, lane)), None)
+        return iter(() if found is None else (found,))
+
+
+def _num_tokens(group: SequenceGroup) -> int:
+    """Number of tokens whose KV its waiting sequences need: of each one that has output, else of the prompt."""
+    return sum(
+        len(sequence.token_ids) for sequence in group.waiting_sequences if sequence.state is SequenceState.WAITING
+    )

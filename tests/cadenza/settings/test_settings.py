@@ -143,6 +143,17 @@ def test_no_option_looks_like_a_misspelling_of_another_services():
             assert not misspelling_of(name, fields[service])
 
 
+def test_a_service_that_is_started_alone_ignores_the_number_of_executors(tmp_path):
+    """Its name is close to that of an option of the scheduler."""
+    file = tmp_path / "cadenza.toml"
+    file.write_text("executors = 2\nport = 7\nmax_num_seqs = 3\n")
+    config = scheduler.read_config(["--config", str(file)])
+    assert config.max_num_seqs == 3
+    assert list(ignored_settings(config, {"CADENZA_EXECUTORS": "2"})) == [
+        f"ignored, not options of the scheduler: CADENZA_EXECUTORS, executors in {file}, port in {file}"
+    ]
+
+
 def test_suggestions():
     assert suggestion("blok_size", ["block_size", "seed"]) == "; did you mean block_size?"
     variables = ["CADENZA_BLOCK_SIZE", "CADENZA_SEED"]

@@ -18,6 +18,7 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import StepResult
+from scheduler_svc.engine.changes import Changes
 from scheduler_svc.engine.executor_member import (
     ExecutorExistsError,
     ExecutorMember,
@@ -89,7 +90,7 @@ class ExecutorSet:
         self._members: dict[int, ExecutorMember] = {}
         self._num_added = 0
         self._running = False
-        self._waiting: set[asyncio.Event] = set()
+        self._changes = Changes()
         self.served = ServedExecutors(core, config, clock, listener, self._members)
         self.started = asyncio.Event()
         """Set once the first session is open, or when none can be opened: see `start_error`."""
@@ -146,7 +147,7 @@ class ExecutorSet:
         self._set_draining(member, True)
         try:
             async with self._clock.timeout(timeout_s):
-                await self._until(partial(self._is_empty, member))
+                await self._changes.until(partial(self._is_empty, member))
         except TimeoutError:
             pass
         lane = member.loop.lane
@@ -168,20 +169,6 @@ class ExecutorSet:
         member.removal = asyncio.create_task(self._remove(member), name=f"remove {target}")
         await asyncio.shield(member.removal)
 
-    async def _remove(self, member: ExecutorMember) -> None:
-        member.cancel_timer()
-        if member.task is not None:
-            member.task.cancel()
-            await asyncio.gather(member.task, return_exceptions=True)
-        self.deliver()
-        del self._members[member.index]
-        if member.loop.lane is not None:
-            self._listener.on_outputs(self._core.remove_executor(member.index, self._clock.monotonic()))
-        self.served.on_removed(member)
-        _LOG.info("executor %s is removed", member.target)
-        self._on_change()
-        await member.port.aclose()
-
     async def retire(self, target: str) -> None:
         """Drain and remove an executor as soon as another one takes requests, or it is lost itself.
 
@@ -193,10 +180,10 @@ class ExecutorSet:
             others = (other for other in self._present if other is not member)
             return member.loop.leaving or not member.is_live or any(other.takes_requests for other in others)
 
-        await self._until(may_drain)
+        await self._changes.until(may_drain)
         if not member.loop.leaving:
             self._set_draining(member, True)
-            await self._until(partial(self._is_empty, member))
+            await self._changes.until(partial(self._is_empty, member))
         if not member.loop.leaving:
             await self.remove(target)
 
@@ -256,7 +243,7 @@ class ExecutorSet:
     def on_outputs(self, outputs: StepOutputs) -> None:
         """Pass the outputs on."""
         self._listener.on_outputs(outputs)
-        self._notify()
+        self._changes.notify()
 
     def on_planned(self, step: PlannedStep) -> None:
         """Pass the step on. Requests that it preempted may go to an idle executor."""
@@ -344,6 +331,20 @@ class ExecutorSet:
                 return member
         raise UnknownExecutorError(f"there is no executor {target}")
 
+    async def _remove(self, member: ExecutorMember) -> None:
+        member.cancel_timer()
+        if member.task is not None:
+            member.task.cancel()
+            await asyncio.gather(member.task, return_exceptions=True)
+        self.deliver()
+        del self._members[member.index]
+        if member.loop.lane is not None:
+            self._listener.on_outputs(self._core.remove_executor(member.index, self._clock.monotonic()))
+        self.served.on_removed(member)
+        _LOG.info("executor %s is removed", member.target)
+        self._on_change()
+        await member.port.aclose()
+
     def _set_draining(self, member: ExecutorMember, draining: bool) -> None:
         if member.draining == draining:
             return
@@ -359,7 +360,7 @@ class ExecutorSet:
         if self.can_serve:
             self._move_requests()
         self.wake()
-        self._notify()
+        self._changes.notify()
 
     def _move_requests(self) -> None:
         """Let requests of executors that are lost or stalled go to those that take requests."""
@@ -394,18 +395,3 @@ class ExecutorSet:
     def _is_empty(self, member: ExecutorMember) -> bool:
         lane = member.loop.lane
         return member.loop.leaving or lane is None or lane.is_empty
-
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait until a condition holds, which is checked after each change."""
-        changed = asyncio.Event()
-        self._waiting.add(changed)
-        try:
-            while not holds():
-                await changed.wait()
-                changed.clear()
-        finally:
-            self._waiting.discard(changed)
-
-    def _notify(self) -> None:
-        for changed in self._waiting:
-            changed.set()

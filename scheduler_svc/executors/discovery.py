@@ -21,7 +21,7 @@ from scheduler_svc.executors.addresses import ExecutorEntries, addresses_in
 
 _LOG = logging.getLogger(__name__)
 RESOLVE_S = 5.0
-"""Time between two resolutions of a name, whatever its time to live is: the standard library does not tell it."""
+"""Time between two resolutions of a name, whatever its time to live is: the standard library does not report it."""
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Gives the addresses of a name; raises OSError."""

@@ -79,7 +79,8 @@ class Placer:
         None: all lanes may have changed.
         """
         for lane_id, queue in self._queues.items():
-            if executor_id in (None, lane_id):
+            # A single lane that is left takes its groups from the queue of all.
+            if executor_id in (None, lane_id) or not self._is_active:
                 for group in list(queue):
                     self._withdraw(group)
                     self._unplaced[group] = None
@@ -240,9 +241,13 @@ class Placer:
 
     def _may_move(self, group: SequenceGroup, lane: Lane) -> bool:
         """Whether a group may run on this lane now: no other lane holds any of it but swapped KV."""
-        if group.placed_on == lane.executor_id or self._holder(group) is lane:
+        if group.placed_on == lane.executor_id:
             return True
-        if lane.draining or self._holder(group, swapped=False) is not None:
+        if lane.draining:
+            return False
+        if self._holder(group) is lane:
+            return True
+        if self._holder(group, swapped=False) is not None:
             return False
         return lane in able_lanes(group, self._lanes.values())
 

@@ -225,7 +225,7 @@ def _checked(service: str, model: str, settings: Mapping[str, Setting]) -> dict[
     # Without these, the configuration would read the environment and the file again; addresses are chosen at the start.
     fixed: dict[str, Any] = {} if service == STARTER else {"config": None, "listen": ""}
     if service == SCHEDULER:
-        fixed["executor"] = [""]
+        fixed["executor"] = ["127.0.0.1:0"]
     try:
         checked = option_classes()[service](**values, **fixed)
     except ValidationError as error:

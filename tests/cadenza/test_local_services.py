@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from cadenza.errors import LocalServiceError, OptionError, UnavailableError
+from cadenza.local import log_line
 from cadenza.local_ports import reserve_port
 from cadenza.stopped_process import process_state
 from cadenza.supervisor import RestartPolicy
@@ -78,6 +79,16 @@ def test_several_executors_of_one_scheduler(fakes):
     for start in fakes.starts("scheduler"):
         arguments = start["arguments"]
         assert [arguments[place + 1] for place, each in enumerate(arguments) if each == "--executor"] == addresses
+
+
+@pytest.mark.parametrize(
+    ("service", "logger"), [("executor", "cadenza.executor"), ("executor 1", "cadenza.executor.1")]
+)
+def test_a_service_logs_to_a_logger_of_its_name(caplog, service, logger):
+    """Those of several executors are below the logger of one: a handler there gets all."""
+    caplog.set_level("INFO", "cadenza.executor")
+    log_line(service, "loading")
+    assert caplog.record_tuples == [(logger, 20, "loading")]
 
 
 def test_each_of_several_executors_has_a_restart_state_of_its_own(fakes):

@@ -17,7 +17,7 @@ HELP = """Let a server finish its requests, and take no new ones.
 
 \b
 Examples:
-  cadenza drain                    until the server at port 50051 here has no requests left
+  cadenza drain                    until the server here has no requests left
   cadenza drain --timeout-s 20     20 seconds at most, as in a preStop hook
   cadenza drain --resume           take new requests again
 

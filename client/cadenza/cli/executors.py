@@ -26,8 +26,8 @@ HELP = """List, add, drain and remove the executors of a running server.
 \b
 Examples:
   cadenza executors list
-  cadenza executors add 10.0.0.7:50052             takes requests once it answers
-  cadenza executors drain 10.0.0.7:50052           moves its requests, and waits until it has none
+  cadenza executors add 10.0.0.7:50052      takes requests once it answers
+  cadenza executors drain 10.0.0.7:50052    moves its requests to others
   cadenza executors remove 10.0.0.7:50052
 
 No token is lost, repeated or changed: requests go on at other executors. A drain lasts until `resume`, or until the

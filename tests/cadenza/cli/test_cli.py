@@ -249,10 +249,12 @@ def test_no_arguments_is_help(capsys):
     assert "generate" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["up", "generate", "chat", "top", "demo"])
+@pytest.mark.parametrize(
+    "command", ["up", "generate", "chat", "top", "demo", "drain", "executors", "executors list", "executors drain"]
+)
 def test_help_fits_a_terminal(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    assert run([command, "--help"]) == 0
+    assert run([*command.split(), "--help"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 

@@ -127,12 +127,12 @@ class ExecutorSet:
     async def stop(self) -> None:
         """Close all sessions."""
         members = list(self._members.values())
-        tasks = [member.task for member in members if member.task is not None]
-        for member in members:
-            member.cancel_timer()
+        tasks = [task for member in members for task in (member.task, member.removal) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for member in members:
+            member.cancel_timer()
 
     def has(self, target: str) -> bool:
         """Whether there is an executor at this address."""
@@ -323,7 +323,11 @@ class ExecutorSet:
             member.moves_at = self._clock.monotonic()
             self._on_change()
         except Exception as exc:
-            self._listener.on_failed(exc)
+            if self.started.is_set():
+                self._listener.on_failed(exc)
+            else:
+                self.start_error = exc
+                self.started.set()
 
     def _find(self, target: str) -> ExecutorMember:
         for member in self._present:
@@ -376,8 +380,7 @@ class ExecutorSet:
 
     def _on_timer(self, member: ExecutorMember) -> None:
         member.timer = None
-        if member.lost_at is not None and self.can_serve:
-            self._on_change()
+        self._on_change()
 
     def _give_up(self, member: ExecutorMember) -> None:
         member.given_up = True

@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from cadenza.transport import EXECUTOR_PORT, format_address, parse_address
 
 _DNS, _FILE = "dns:///", "file:"
+_MAX_CHARS = 300
+"""More than a DNS name (253) and a port have."""
 
 
 def executor_address(text: str) -> str:
     """The one form of an executor's address, which ExecutorInfo has; raises ValueError."""
     if not text.strip():
         raise ValueError("must be HOST:PORT of an executor")
+    if len(text) > _MAX_CHARS:
+        raise ValueError(f"has {len(text)} characters; at most {_MAX_CHARS} are allowed")
+    if not text.strip().isprintable():
+        raise ValueError(f"{text!r} is not HOST:PORT: it must hold no control characters")
     return format_address(*parse_address(text, default_port=EXECUTOR_PORT))
 
 

@@ -54,9 +54,11 @@ class ModelFront:
 
         From then on the front follows each change of the model. `restore` is called once, before calls are accepted.
         """
+        loaded: ModelDescription | None = None
         while True:
             model, number = current(), served.number
-            tokenizer = await self._load(model)
+            if loaded is None or (loaded.tokenizer, loaded.fingerprint) != (model.tokenizer, model.fingerprint):
+                tokenizer, loaded = await self._load(model), model
             if tokenizer is not None:
                 tokenizer.check_fits(model.vocab_size)
             if served.number == number and restore is not None:

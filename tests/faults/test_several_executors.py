@@ -53,7 +53,7 @@ class Service:
         """Return once these executors are there and connected, and no others."""
         async with asyncio.timeout(20):
             while sorted(info.target for info in await self.infos() if info.connected) != sorted(targets):
-                await asyncio.sleep(0.02)
+                pass
 
 
 async def expected(target: str) -> list[dict[int, Seen]]:
@@ -92,6 +92,19 @@ async def test_a_killed_executor_costs_no_token(executors: list[RollingService],
         assert seen == await expected(front.address)
 
 
+async def test_a_killed_scheduler_goes_on_with_both_from_its_journal(
+    executors: list[RollingService], tmp_path: Path
+) -> None:
+    both = ("--executor", f"{executors[0].address},{executors[1].address}", "--skip-tokenizer-init")
+    async with rolling("scheduler_svc", *both, "--journal", str(tmp_path / "journal")) as front:
+        wanted = await expected(front.address)
+        load = ClientLoad(front.address, MAX_TOKENS, NUM_REQUESTS)
+        await load.more(300)
+        await front.kill()
+        await front.start()
+        assert await load.finished() == wanted
+
+
 async def test_executors_are_added_drained_and_removed_by_calls(executors: list[RollingService]) -> None:
     one, two = executors[0].address, executors[1].address
     async with (
@@ -107,7 +120,8 @@ async def test_executors_are_added_drained_and_removed_by_calls(executors: list[
         await service.until([one, two])
         drained = await admin.DrainExecutor(pb.DrainExecutorRequest(target=one, timeout_s=20))
         assert drained.num_remaining == 0
-        assert [(info.draining, info.num_running) for info in await service.infos()][0] == (True, 0)
+        infos = await service.infos()
+        assert (infos[0].draining, infos[0].num_running) == (True, 0)
         await admin.ResumeExecutor(pb.ResumeExecutorRequest(target=one))
         await admin.RemoveExecutor(pb.RemoveExecutorRequest(target=two))
         assert [info.target for info in await service.infos()] == [one]
@@ -149,7 +163,7 @@ async def test_sighup_reads_the_list_again(executors: list[RollingService], tmp_
         options.write_text(f"executor = '{two}'\n")
         front.send(signal.SIGHUP)
         await service.until([two])
-        options.write_text("executor = 5\n")
+        options.write_text("executor = 'a:b'\n")
         front.send(signal.SIGHUP)
         assert await load.finished() == wanted
         await front.running.logged("error: ")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.core.errors import LimitsError, ModelChangedError
+from scheduler_svc.core.errors import LimitsError, ModelChangedError, QueueFullError
 from scheduler_svc.engine.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from scheduler_svc.engine.executor_set import MOVE_AFTER_S
 from scheduler_svc.plan_loop.ports import ExecutorFencedError
@@ -348,20 +348,56 @@ async def test_limits_that_contradict_the_options_stop_the_service_only_if_all_h
             pass
 
 
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+async def test_block_tables_are_those_of_the_executor_that_runs_the_request() -> None:
+    async with fleet(models=[{"block_size": 8}, {}]) as world:
+        for index in range(4):
+            world.submit(f"r{index}", prompt=20, max_tokens=40)
+        await world.clock.advance(12.5 * STEP_S)
+        holders = {name: world.holder(name) for name in world.live}
+        assert set(holders.values()) == {0, 1}
+        for name, holder in holders.items():
+            (table,) = world.engine.block_tables("", name) or []
+            block_size = (8, 4)[holder or 0]
+            assert 0 <= len(table.block_ids) * block_size - table.num_computed_tokens <= block_size
+            assert set(table.ref_counts) == {1}
+        await world.run()
+
+
+async def test_the_hint_to_come_back_counts_all_executors() -> None:
+    async with fleet(models=[{}, {"max_num_seqs": 2}], max_queued_requests=60) as world:
+
+        def fill() -> None:
+            for _ in range(200):
+                world.submit(f"r{len(world.live)}", max_tokens=4)
+
+        with pytest.raises(QueueFullError) as both:
+            fill()
+        world.executors[0].die()
+        await world.clock.advance(0)
+        with pytest.raises(QueueFullError) as one:
+            fill()
+        assert (both.value.retry_after_s, one.value.retry_after_s) == (60 / 6, 60 / 2)
+        await world.run()
+        world.check_tokens()
+
+
 # --- records ---------------------------------------------------------------------------------------------------------
 
 
 async def test_a_plan_log_with_executors_that_join_and_leave_is_replayed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     async with fleet(3, dead=[2], record=str(log)) as world:
-        world.submit_mix(20, max_tokens=60)
+        world.submit_mix(12)
         await world.clock.advance(10.5 * STEP_S)
         world.executors[0].die()
         world.executors[2].come_back()
         await world.clock.advance(1.0)
         world.executors[0].come_back()
         draining = asyncio.create_task(world.engine.executors.drain("e:1", None))
-        world.submit_mix(20, max_tokens=60)
+        world.submit_mix(8)
         await world.clock.advance(0.5)
         await draining
         world.engine.executors.resume("e:1")

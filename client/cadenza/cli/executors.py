@@ -30,9 +30,8 @@ Examples:
   cadenza executors drain 10.0.0.7:50052    moves its requests to others
   cadenza executors remove 10.0.0.7:50052
 
-No token is lost, repeated or changed: requests go on at other executors. A drain lasts until `resume`, or until the
-scheduler is started again. An executor that is added or removed here is so until then: --executor of the scheduler
-names those that it starts with.
+No token is lost, repeated or changed: requests go on at other executors. What is changed here lasts until the scheduler
+is started again: its option --executor names the executors that it starts with.
 """
 EPILOG = "Exit codes: 0 success, 1 requests are left, no server or a refusal, 2 wrong options, 130 Ctrl-C."
 _LIST_HELP = """Print a line for each executor of a server.

@@ -23,7 +23,7 @@ TWO = ("--num-threads", "2")
 MAX_TOKENS = 60
 NUM_REQUESTS = 12
 PROMPT = [7, 8, 9]
-LONG_TOKENS = 300
+LONG_TOKENS = 600
 LONG = SamplingParams(temperature=0.9, seed=5, max_tokens=LONG_TOKENS, ignore_eos=True)
 
 
@@ -87,16 +87,18 @@ async def test_output_waits_for_an_executor_of_its_numerics(model: Path) -> None
     """The number of threads is a part of the fingerprint, so neither stream can go on at the other executor."""
     async with asyncio.timeout(100), services(model, ONE, TWO) as (executors, client):
         admin, undisturbed = AdminServiceStub(client.channel), []
+        streams = []
         for other in reversed(executors):
-            await admin.DrainExecutor(pb.DrainExecutorRequest(target=other.address))
+            # A drain moves nothing here: no other executor can go on with the first stream.
+            await admin.DrainExecutor(pb.DrainExecutorRequest(target=other.address, timeout_s=0))
             undisturbed.append(await output(client))
+            streams.append(Stream(client))
+            await streams[-1].begun.wait()
             await admin.ResumeExecutor(pb.ResumeExecutorRequest(target=other.address))
-        streams = [Stream(client), Stream(client)]
-        await asyncio.gather(*(stream.begun.wait() for stream in streams))
         assert [each.num_running for each in (await client.server_info()).executors] == [1, 1]
         await executors[0].kill()
-        await asyncio.wait([stream.done for stream in streams], return_when=asyncio.FIRST_COMPLETED)
-        other_stream, waiting = sorted(streams, key=lambda stream: not stream.done.done())
+        waiting, other_stream = streams
+        await other_stream.done
         assert other_stream.token_ids == undisturbed[1] == await output(client), "new requests are served meanwhile"
         assert 0 < len(waiting.token_ids) < LONG_TOKENS
         await executors[0].start()

@@ -205,8 +205,15 @@ class CoreMachine(RuleBasedStateMachine):
             self.come_back(rig, spec if executor_id and pick % 2 else rig.spec)
         elif what == "give up" and not rig.is_open:
             self.take(self.core.give_up_executor(executor_id, self.now))
+        self.end_misfits()
         self.core.check_integrity()
         self.intact = True
+
+    def end_misfits(self) -> None:
+        """As the engine does: what no executor that is left can ever run ends."""
+        for key in [key for key in self.core.groups if self.core.misfit(key) is not None]:
+            self.aborted.add(key)
+            self.take(self.core.abort(key, FinishDetail.ABORTED))
 
     def come_back(self, rig: LaneRig, spec: ExecutorSpec) -> None:
         if spec != rig.spec:

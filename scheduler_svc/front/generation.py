@@ -19,7 +19,7 @@ from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.front.front import Front, abort_with, open_reader, stream_replaced
 from scheduler_svc.front.process_memory import resident_bytes
-from scheduler_svc.front.session import TURN_BYTES, Session
+from scheduler_svc.front.session import Session
 from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.fields import RequestFields
 
@@ -150,7 +150,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 while not reader.done:
                     if not live.serves(listener):
                         raise stream_replaced()
-                    chunk = reader.take(TURN_BYTES)
+                    chunk = reader.take()
                     if chunk is None:
                         if live.error is not None:
                             raise live.error

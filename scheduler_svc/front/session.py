@@ -29,9 +29,9 @@ _MAX_UNSENT = 1000
 that have finished would pile up for a client that sends and does not read."""
 _MAX_ECHO_CHARS = 4096
 """Maximum length of a request id repeated in an error."""
-TURN_BYTES = MAX_CHUNK_BYTES // 16
+_TURN_BYTES = MAX_CHUNK_BYTES // 16
 """Approximate maximum size of a request's output in one turn."""
-_PAUSE_BYTES = TURN_BYTES // 2
+_PAUSE_BYTES = _TURN_BYTES // 2
 """After so much output the event loop runs other tasks: converting a whole message would hold it for 10 ms and more."""
 
 
@@ -212,7 +212,7 @@ class Session:
         self._drained.set()
         next_pause = _PAUSE_BYTES
         while self._outputs and num_bytes < MAX_CHUNK_BYTES:
-            num_bytes += self._take_turn(message, min(TURN_BYTES, MAX_CHUNK_BYTES - num_bytes))
+            num_bytes += self._take_turn(message, min(_TURN_BYTES, MAX_CHUNK_BYTES - num_bytes))
             if num_bytes >= next_pause:
                 next_pause = num_bytes + _PAUSE_BYTES
                 await asyncio.sleep(0)
@@ -277,7 +277,7 @@ class Session:
 
 async def _long_fields(request: pb.SessionRequest | Unreadable) -> RequestFields | None:
     """The fields of a long request, converted in slices; None for a short one, and for one over a limit."""
-    if isinstance(request, Unreadable) or not convert.is_long(request.generate):
+    if not isinstance(request, pb.SessionRequest) or not convert.is_long(request.generate):
         return None
     await asyncio.sleep(0)  # Parsing it was a slice of its own.
     try:

@@ -297,6 +297,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "journal",
         "loadtest_agreement",
         "loadtest_clock",
+        "loop_lag",
         "scheduler_cost",
         "serving_burst",
         "simulate_fit",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from cadenza.local_options import config_classes, service_options
+from cadenza.local_options import option_classes, service_options
 from cadenza.settings.help import GROUPS, default_text, described, group_of, unit_of, values_of
 from cadenza.settings.names import flag, variable
 
@@ -39,7 +39,7 @@ HEAD = """# Options
 One name everywhere: `--block-size` of `cadenza up`, `cadenza generate --model`, `cadenza chat --model` and of a service
 that is started alone is `block_size` in `LLM(model, block_size=32)`, `CADENZA_BLOCK_SIZE` in the environment, and
 `block_size = 32` (or `block-size`) in a TOML file. A command that starts both services passes each option
-to every service that has it.
+to every service that has it. The service `cadenza` in the tables is the program itself that starts the others.
 
 The order of precedence is: command line (or argument of `LLM`), environment, file, default. An invalid value is an
 error that names the option and, if it came from there, the variable or the file. An unknown option is an error on the
@@ -91,7 +91,7 @@ def options_page() -> str:
 def _owners() -> dict[str, dict[str, Any]]:
     """Return every option, with its field in each service that has it."""
     owners: dict[str, dict[str, Any]] = {}
-    for service, config in config_classes().items():
+    for service, config in option_classes().items():
         for name, field in config.model_fields.items():
             owners.setdefault(name, {})[service] = field
     return owners

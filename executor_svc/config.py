@@ -13,6 +13,8 @@ from cadenza.stop_signals import DRAIN_TIMEOUT_S
 
 _GPU_SEQS, _GPU_BATCHED_TOKENS = 256, 2048
 """Defaults of max_num_seqs and max_num_batched_tokens on a GPU."""
+CPU_MEMORY_SHARE = 0.5
+"""Default of gpu_memory_utilization on the CPU."""
 
 
 class ExecutorConfig(ServiceSettings):

@@ -17,8 +17,9 @@ import logging
 
 try:
     from cadenza.settings import service as settings
-    from cadenza.transport import EXECUTOR_PORT, SCHEDULER_PORT, parse_address
+    from cadenza.transport import SCHEDULER_PORT, parse_address
     from scheduler_svc.config import SchedulerConfig
+    from scheduler_svc.executors.addresses import executor_entries
 except ModuleNotFoundError as missing:
     from cadenza.settings.extras import install_command
 
@@ -58,7 +59,10 @@ def main() -> int:
 
     from scheduler_svc.app import serve
 
-    code = uvloop.run(serve(config, fail))
+    # Without a file to read again, SIGHUP ends the process, as when its terminal is closed.
+    has_files = config.config is not None or bool(executor_entries(config.executor).files)
+    reread = (lambda: read_config(sys.argv[1:])) if has_files else None
+    code = uvloop.run(serve(config, fail, reread))
     # A thread may still be importing or tokenizing, and a normal exit would wait for it.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -72,8 +76,7 @@ def _exit_now(_number: int, _frame: FrameType | None) -> None:
 def _check_addresses(config: SchedulerConfig) -> bool:
     option = "--executor"
     try:
-        for target in config.executor:
-            parse_address(target, default_port=EXECUTOR_PORT)
+        executor_entries(config.executor)
         option = "--listen"
         parse_address(config.listen, default_port=SCHEDULER_PORT)
     except ValueError as exc:

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib.metadata
 import logging
+import signal
 import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
@@ -27,7 +28,9 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import LimitsError
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.journal import JournalUnavailableError
+from scheduler_svc.executors.addresses import executor_entries
 from scheduler_svc.executors.client import GrpcExecutor
+from scheduler_svc.executors.discovery import Discovery
 from scheduler_svc.front.admin import AdminServicer
 from scheduler_svc.front.front import Front
 from scheduler_svc.front.generation import GenerationServicer
@@ -38,8 +41,8 @@ from scheduler_svc.front.unreadable import UnreadableMessages
 from scheduler_svc.journal.errors import JournalError
 from scheduler_svc.journal.journal import SchedulerJournal, connect
 from scheduler_svc.plan_loop.clock import SystemClock
-from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, ModelDescription
-from scheduler_svc.recording.recording import core_and_executor
+from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, ExecutorPort, ModelDescription
+from scheduler_svc.recording.recording import recorded_core
 from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError
 
@@ -67,13 +70,15 @@ class Service:
         self._journal: SchedulerJournal | None = None
         if config.journal is not None:
             self._journal = SchedulerJournal(config.journal, clock, restart_grace_s=config.restart_grace_s)
-        scheduler_id = uuid.uuid4().hex if self._journal is None else self._journal.scheduler_id
-        self._executors = [GrpcExecutor(target, scheduler_id) for target in config.executor]
-        (executor,) = self._executors
+        self._scheduler_id = uuid.uuid4().hex if self._journal is None else self._journal.scheduler_id
+        self._ports: list[GrpcExecutor] = []
         self._recording = ExitStack()
-        core, recorded = self._recording.enter_context(core_and_executor(config, executor))
+        core, self._record = self._recording.enter_context(recorded_core(config))
         writer = None if self._journal is None else self._journal.writer
-        self._engine = Engine(config, core, recorded, clock, release_memory=release_free_memory, journal=writer)
+        self._engine = Engine(
+            config, core, clock, connect=self._connect, release_memory=release_free_memory, journal=writer
+        )
+        self._discovery = Discovery(self._engine.executors, executor_entries(config.executor))
         if writer is not None:
             connect(writer, self._engine)
         self._front = Front(self._engine, config, version=_version())
@@ -94,12 +99,23 @@ class Service:
         await self._server.start()
         return address
 
-    async def open(self) -> None:
-        """Wait for the executor, load the tokenizer, restore requests, accept calls.
+    def _connect(self, executor_id: int, target: str) -> ExecutorPort:
+        port = GrpcExecutor(target, self._scheduler_id)
+        self._ports.append(port)
+        return self._record(executor_id, port)
 
-        Raises ExecutorLostError, TokenizerError, JournalError.
+    def reload_executors(self, executor: list[str]) -> None:
+        """Follow these entries of --executor from now on, and read the files that they name again."""
+        self._discovery.reload(executor_entries(executor))
+
+    async def open(self) -> None:
+        """Wait for an executor, load the tokenizer, restore requests, accept calls.
+
+        Raises LimitsError, ExecutorLostError, TokenizerError, JournalError.
         """
-        _LOG.info("connecting to the executor at %s", ", ".join(self._config.executor))
+        executors = "the executor" if len(self._config.executor) == 1 else "the executors"
+        _LOG.info("connecting to %s at %s", executors, ", ".join(self._config.executor))
+        self._discovery.start()
         starting = asyncio.create_task(self._engine.start())
         try:
             await self._model.preload()
@@ -162,10 +178,11 @@ class Service:
             await self._journal.close_writer()
         self._front.stop(self._stop_detail())
         await self._server.stop(_STOP_GRACE_S)
+        await self._discovery.stop()
         await self._engine.stop()
         self._recording.close()
-        for executor in self._executors:
-            await executor.aclose()
+        for port in self._ports:
+            await port.aclose()
         self._model.close()
         if self._journal is not None:
             self._journal.unlock()
@@ -184,8 +201,15 @@ class Service:
             _LOG.warning("--preemption %s: the executor has no host blocks (--num-cpu-blocks)", config.preemption)
 
 
-async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
-    """Serve until SIGINT or SIGTERM; returns the exit code. `report` prints an error to the user, in one line."""
+async def serve(
+    config: SchedulerConfig,
+    report: Callable[[str], None],
+    reread: Callable[[], SchedulerConfig | None] | None = None,
+) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit code. `report` prints an error to the user, in one line.
+
+    reread: reads the options again, for SIGHUP; None if they are wrong, after it has reported that.
+    """
     signals = StopSignals()
     signals.install()
     try:
@@ -195,6 +219,8 @@ async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
         return EXIT_FAILED
     try:
         address = await service.start()
+        if reread is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, service, reread)
         if await _open_unless_stopped(service, signals.stop):
             # Objects loaded so far live as long as the process; freezing them saves the collector a walk over them,
             # which would block every stream for 50 ms (measured).
@@ -206,16 +232,24 @@ async def serve(config: SchedulerConfig, report: Callable[[str], None]) -> int:
     except (OSError, TokenizerError, LimitsError, JournalError) as exc:
         report(str(exc))
     except ExecutorFencedError as exc:
-        report(f"executor {config.executor[0]}: {exc}; another scheduler uses it, so this one stops")
+        executors = ", ".join(config.executor)
+        report(f"executor {executors}: {exc}; another scheduler uses it, so this one stops")
         return EXIT_FENCED
     except ExecutorLostError as exc:
-        report(f"executor {config.executor[0]}: {exc}")
+        report(f"executor {', '.join(config.executor)}: {exc}")
     except Exception as exc:
         _LOG.exception("the service failed")
         report(f"{type(exc).__name__}: {exc}")
     finally:
         await service.stop()
     return EXIT_FAILED
+
+
+def _reload(service: Service, reread: Callable[[], SchedulerConfig | None]) -> None:
+    """Handle SIGHUP."""
+    config = reread()
+    if config is not None:
+        service.reload_executors(config.executor)
 
 
 async def _open_unless_stopped(service: Service, stop: asyncio.Event) -> bool:

@@ -43,7 +43,10 @@ class SchedulerConfig(ServiceSettings):
     )
 
     executor: Annotated[list[str], NoDecode] = Field(
-        ["127.0.0.1:50052"], description="HOST:PORT of an executor.", json_schema_extra=about("Basics")
+        ["127.0.0.1:50052"],
+        description="HOST:PORT of an executor; several times, or with commas, for several ones. dns:///NAME:PORT: each "
+        "address of the name; file:PATH: each line of the file; docs/executors.md.",
+        json_schema_extra=about("Basics"),
     )
     listen: str = Field(
         "127.0.0.1:50051",
@@ -239,9 +242,12 @@ class SchedulerConfig(ServiceSettings):
 
     @field_validator("executor")
     @classmethod
-    def _check_executor_count(cls, value: list[str]) -> list[str]:
-        if len(value) != 1:
-            raise ValueError("exactly one executor is supported so far")
+    def _check_executors(cls, value: list[str]) -> list[str]:
+        if not all(value):
+            raise ValueError("an address is empty")
+        twice = [entry for index, entry in enumerate(value) if entry in value[:index]]
+        if twice:
+            raise ValueError(f"{twice[0]} is given twice")
         return value
 
     @field_validator("tenant_weights")

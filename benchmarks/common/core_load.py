@@ -19,10 +19,12 @@ from benchmarks.common.scheduler_load import (
     StepTimes,
     leavers,
 )
+from cadenza.v1 import execution_pb2 as pb
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling, StepPlan, StepResult
+from scheduler_svc.engine.freed_memory import release_finished
 from scheduler_svc.executors import convert as execution
 
 _EXECUTOR = 0
@@ -75,11 +77,22 @@ def measure(core: Scheduler, case: Case, num_steps: int, seed: int) -> StepTimes
         wire = execution.step_plan(plan, _EPOCH).SerializeToString()
         converted = clock()
         result = changing.result(core)
+        received = _wire_result(result)
+        begin_parse = clock()
+        result = execution.step_result(pb.StepResult.FromString(received))
         begin_apply = clock()
         outputs = _apply(core, result)
+        release_finished(core.take_finished())
         applied = clock()
         _check(case, plan, outputs, num_running=len(core.lanes[_EXECUTOR].running))
-        times.add(added, planned - begin, converted - planned, applied - begin_apply, len(wire))
+        times.add(
+            added,
+            planned - begin,
+            converted - planned,
+            applied - begin_apply,
+            len(wire),
+            parsed=begin_apply - begin_parse,
+        )
     if core.num_preemptions:
         raise BenchmarkError(f"{core.num_preemptions} sequences were preempted: the pool is too small")
     core.check_integrity()
@@ -153,6 +166,16 @@ def _all_go_on(core: Scheduler) -> StepResult:
     oldest = core.lanes[_EXECUTOR].inflight[0]
     slots = list(oldest.sampling_slots)
     return StepResult(oldest.plan.step_id, slots=slots, token_ids=[TOKEN] * len(slots), total_ns=1000)
+
+
+def _wire_result(result: StepResult) -> bytes:
+    return pb.StepResult(
+        step_id=result.step_id,
+        status=pb.STEP_STATUS_OK,
+        slots=result.slots,
+        token_ids=result.token_ids,
+        timings=pb.StepTimings(total_ns=result.total_ns),
+    ).SerializeToString()
 
 
 def _plan(core: Scheduler) -> StepPlan:

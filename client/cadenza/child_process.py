@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from cadenza.errors import LocalServiceError
@@ -23,28 +23,42 @@ _READY = "ready "
 _ERROR = "error: "
 
 
+def subject(name: str) -> str:
+    """The name of a service as the subject of a sentence: the executor; but executor 1."""
+    return name if name[-1:].isdigit() else f"the {name}"
+
+
 class ChildService:
     """A child process that prints `ready HOST:PORT` on stdout once it serves, and logs to stderr.
 
     `program` is `["-m", module]` or `[script.py]`. The child gets its options as arguments only: the caller has read
-    the environment and the options file, and the child gets no CADENZA_ variable. The child runs in its own session, so
-    that Ctrl-C in a terminal reaches only the parent, and it exits when the parent dies.
+    the environment and the options file, and the child gets no CADENZA_ variable. `environment` is added to its own.
+    The child runs in its own session, so that Ctrl-C in a terminal reaches only the parent, and it exits when the
+    parent dies.
     """
 
-    def __init__(self, name: str, program: Sequence[str], arguments: Sequence[str], on_log: LogSink) -> None:
+    def __init__(
+        self,
+        name: str,
+        program: Sequence[str],
+        arguments: Sequence[str],
+        on_log: LogSink,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self._on_log = on_log
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._ready = threading.Event()
         self._address = ""
         self._kill_reason = ""
+        self._stopping = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cadenza.child_guard", *program, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            env=_environment(),
+            env={**_environment(), **(environment or {})},
             text=True,
             encoding="utf-8",
             errors="replace",
@@ -82,11 +96,11 @@ class ChildService:
         while not self._ready.is_set():
             for child in (self, *beside):
                 if child.exit_code() is not None and not child._ready.is_set():
-                    raise LocalServiceError(f"the {child.name} did not start: {child.exit_reason()}")
+                    raise LocalServiceError(f"{subject(child.name)} did not start: {child.exit_reason()}")
             if cancelled.is_set():
-                raise LocalServiceError(f"the {self.name} did not start: stopped")
+                raise LocalServiceError(f"{subject(self.name)} did not start: stopped")
             if time.monotonic() > deadline:
-                raise LocalServiceError(f"the {self.name} was not ready after {timeout_s:g} s\n{self.log_tail()}")
+                raise LocalServiceError(f"{subject(self.name)} was not ready after {timeout_s:g} s\n{self.log_tail()}")
             time.sleep(_LOOK_S)  # not Event.wait: a KeyboardInterrupt within it can become a RuntimeError
         return self._address
 
@@ -120,10 +134,16 @@ class ChildService:
         self._kill_reason = reason
         self._process.kill()
 
+    def begin_stop(self) -> None:
+        """Send the signal that stops it at once, and do not wait; `stop` waits."""
+        if not self._stopping:
+            self._stopping = True
+            # A service that has not said that it is ready handles no SIGINT yet, and Python would print a traceback.
+            self._signal(signal.SIGINT if self.is_ready else signal.SIGTERM)
+
     def stop(self, grace_s: float) -> None:
         """Stop it at once, after `grace_s` seconds with SIGKILL; returns when it has exited and is reaped."""
-        # A service that has not said that it is ready handles no SIGINT yet, and Python would print a traceback.
-        self._signal(signal.SIGINT if self.is_ready else signal.SIGTERM)
+        self.begin_stop()
         try:
             self._process.wait(timeout=grace_s)
         except subprocess.TimeoutExpired:

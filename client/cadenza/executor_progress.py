@@ -15,15 +15,17 @@ _TIMEOUT_S = 1.0
 class ExecutorProgress:
     """Reads the scheduler's GetServerInfo after the death of an executor.
 
-    Until the next session is open, it still describes the process that died. `target` gives the scheduler's address.
+    Until the next session is open, it still describes the process that died. `target` gives the scheduler's address,
+    `executor` is that of the executor.
     """
 
-    def __init__(self, target: Callable[[], str]) -> None:
+    def __init__(self, target: Callable[[], str], executor: str) -> None:
         self._target = target
+        self._executor = executor
         self._counted = 0
 
     def completed_step(self) -> bool:
-        """Whether the last executor of the scheduler completed a step; True once for each incarnation.
+        """Whether the last executor at the address completed a step; True once for each incarnation.
 
         False if the scheduler does not answer within a second: then the executor counts as one without progress.
         """
@@ -33,8 +35,8 @@ class ExecutorProgress:
                 info = stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
             except grpc.RpcError:
                 return False
-        for executor in info.executors[:1]:
-            if executor.last_step_id > 0 and executor.incarnation != self._counted:
-                self._counted = executor.incarnation
-                return True
+        for executor in info.executors:
+            if executor.target == self._executor and executor.last_step_id > 0:
+                is_new, self._counted = executor.incarnation != self._counted, executor.incarnation
+                return is_new
         return False

@@ -66,6 +66,38 @@ class ExecutorInfo:
     resident_bytes: int  # memory resident in its process; 0: not known
     stalled_step_id: int = 0  # a step that has run for much longer than it should; 0: none
     stalled_s: float = 0.0  # for how long that step has run
+    index: int = 0  # in step records; never reused
+    draining: bool = False  # it takes no new requests
+    refusal: str = ""  # why it takes no requests although it answers; empty: nothing is wrong
+    num_waiting: int = 0
+    num_running: int = 0
+    num_swapped: int = 0
+    num_device_blocks: int = 0
+    num_used_device_blocks: int = 0
+    num_cached_device_blocks: int = 0
+    max_num_seqs: int = 0  # 0: not known
+    num_steps: int = 0  # since the server's start, as the counts below
+    num_output_tokens: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+
+    @property
+    def state(self) -> str:
+        """Whether it takes requests: serving, or why not: refused, lost, stalled, draining."""
+        if self.refusal:
+            return "refused"
+        if not self.connected:
+            return "lost"
+        if self.stalled_step_id:
+            return "stalled"
+        return "draining" if self.draining else "serving"
+
+    @property
+    def reason(self) -> str:
+        """Why it is refused or stalled; empty in the other states."""
+        if self.state == "stalled":
+            return f"step {self.stalled_step_id} has run for {self.stalled_s:.0f} s"
+        return self.refusal
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,18 +26,19 @@ RECONNECT_TIMEOUT_S = 600.0
 class LLM:
     """A model that is loaded and served on this machine while this object exists.
 
-    `options` are those of the two services: dtype, device, block_size, num_gpu_blocks, max_model_len, max_num_seqs,
-    skip_tokenizer_init … (`cadenza up --help` lists them); `config` names a TOML file of them. The scheduler listens on
-    `host` and `port` (0: any free one), for other clients too. `use_tqdm_on_load`, named as in vLLM, shows on stderr
-    that the services start; their logs go to the loggers `cadenza.executor` and `cadenza.scheduler`.
+    `options` are `executors`, the number of executors, and those of the two services: dtype, device, block_size,
+    num_gpu_blocks, max_model_len, max_num_seqs, skip_tokenizer_init … (`cadenza up --help` lists them); `config` names
+    a TOML file of them. The scheduler listens on `host` and `port` (0: any free one), for other clients too.
+    `use_tqdm_on_load`, named as in vLLM, shows on stderr that the services start; their logs go to the loggers
+    `cadenza.executor` and `cadenza.scheduler`.
 
     Raises OptionError for an unknown or invalid option before anything starts, and LocalServiceError with the service's
     own message when one does not start, or not within `start_timeout_s`. A service that dies later is started again.
-    After five deaths of one service without progress in between, the calls in progress and all later ones raise
-    LocalServiceError: a script does not hang. Until then a call waits for a scheduler that is started again, for up to
-    `reconnect_timeout_s` seconds without an answer, and its prompts go on or start anew. Use it with `with`, or call
-    `close`; otherwise the services end when the object is collected or the program ends. Stopped services have
-    `stop_grace_s` seconds to end before they are killed.
+    After five deaths of the scheduler, or of each executor, without progress in between, the calls in progress and all
+    later ones raise LocalServiceError: a script does not hang. Until then a call waits for a scheduler that is started
+    again, for up to `reconnect_timeout_s` seconds without an answer, and its prompts go on or start anew. Use it with
+    `with`, or call `close`; otherwise the services end when the object is collected or the program ends. Stopped
+    services have `stop_grace_s` seconds to end before they are killed.
     """
 
     def __init__(

@@ -11,6 +11,10 @@ from typing import Literal, TypedDict
 class LLMOptions(TypedDict, total=False):
     """Keyword arguments of `LLM`; None counts as not given."""
 
+    executors: int | None
+    """Executors of the one scheduler, each a process with the model. Each has a GPU of its own, or the cores and the
+    memory divided by their number; --num-gpu-blocks is that of each. [default: 1]"""
+
     simulate: str | None
     """Simulate the model: steps take no time (instant), or the time that a JSON file of step costs gives;
     docs/simulated.md. Values: instant, COSTS.json."""

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import unicodedata
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TextIO
 
@@ -18,7 +19,7 @@ _COLUMNS = 80  # of a terminal that does not state its width
 
 
 class LoadProgress:
-    """Shows that the services start, for how long, the executor's last message, and when they are ready.
+    """Shows that the services start, for how long, the last message of an executor, and when they are ready.
 
     Use it with `with`, around the start. `start` and `log` are hooks of LocalServices; if `shown` is false, nothing is
     written.
@@ -28,7 +29,8 @@ class LoadProgress:
         self._model = model
         self._stream: TextIO | None = sys.stderr if shown else None
         self._started = time.monotonic()
-        self._message = ""  # the last one of the executor
+        self._message = ""  # the last one of an executor
+        self._services = "executor and scheduler"
         self._drawn = 0  # columns of the live line that is on the screen
         self._running = threading.Lock()  # held until the end; KeyboardInterrupt cannot break a bare lock
         self._running.acquire()
@@ -48,8 +50,10 @@ class LoadProgress:
         elif self._drawn:
             self._write(self._live_text(), end="\n")
 
-    def start(self) -> None:
-        """The options are right, and the services start."""
+    def start(self, executors: Sequence[str] = (EXECUTOR,)) -> None:
+        """The options are right, and the services start: executors with these names, and a scheduler."""
+        if len(executors) > 1:
+            self._services = f"{len(executors)} executors and scheduler"
         if self._stream is None:
             return
         if not self._stream.isatty():
@@ -60,7 +64,7 @@ class LoadProgress:
 
     def log(self, service: str, line: str) -> None:
         """A line of a service's log: `DATE TIME LEVEL MODULE: MESSAGE`; shown if it is from the one that loads."""
-        if service == EXECUTOR:
+        if service.startswith(EXECUTOR):
             message = line.partition(": ")[2] or line
             self._message = f"; {''.join(each for each in message if each.isprintable())}"
 
@@ -74,7 +78,7 @@ class LoadProgress:
                 return
 
     def _status(self) -> str:
-        return f"starting executor and scheduler, loading {self._model}"
+        return f"starting {self._services}, loading {self._model}"
 
     def _live_text(self) -> str:
         return f"{self._status()}, {self._elapsed_s():.0f} s{self._message}"

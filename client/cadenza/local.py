@@ -1,11 +1,10 @@
-"""Runs both services as child processes: starts, watches, restarts and stops them."""
+"""Runs a scheduler and its executors as child processes: starts, watches, restarts and stops them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 import weakref
@@ -15,15 +14,16 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from cadenza.child_process import ChildService, LogSink
+from cadenza.child_process import ChildService, LogSink, subject
 from cadenza.errors import LocalServiceError, UnavailableError
 from cadenza.executor_progress import ExecutorProgress
+from cadenza.executor_shares import ExecutorShare, executor_shares
 from cadenza.local_checks import check_address, check_device, check_files, check_model
-from cadenza.local_options import EXECUTOR, SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
+from cadenza.local_options import SCHEDULER, ServiceArguments, Setting, ignored_variables, route_options
+from cadenza.local_ports import reserve_port, scheduler_address
 from cadenza.short_interrupts import quiet_at_exit
 from cadenza.stop_signals import DRAIN_TIMEOUT_S
 from cadenza.supervisor import RestartPolicy, SupervisedService
-from cadenza.transport import format_address
 
 _logger = logging.getLogger("cadenza.local")
 
@@ -48,6 +48,7 @@ class _Family:
     LocalServices."""
 
     arguments: ServiceArguments
+    shares: dict[str, ExecutorShare]  # by executor
     programs: Programs
     addresses: dict[str, str]  # where each listens; the scheduler's port may be 0 until it has chosen one
     kept: contextlib.ExitStack  # held as long as services may be started: ports that were chosen for them
@@ -66,16 +67,18 @@ class _Family:
 
 
 class LocalServices:
-    """An executor and a scheduler on this machine, while this object and this process exist.
+    """A scheduler and one or several executors on this machine, while this object and this process exist.
 
-    `options` are those of the two services, by their names in `executor_svc.config` and `scheduler_svc.config`; each
-    option goes to the services that have it. Options that are not given may come from the environment, such as
-    CADENZA_BLOCK_SIZE, or from the TOML file `config`. Everything is checked before anything is started: an OptionError
-    names the option. Then `on_start` is called, and `on_log` gets each line of the services' logs. A LocalServiceError
-    names the service that did not start and the reason. A service that dies later, or that a signal has stopped for
-    long, is started again at the same port as `restarts` says. Each such event is a line to `on_event`, and `on_back`
-    gets the service's name when it is ready again. After `restarts.max_deaths` deaths without progress both services
-    are stopped, and `failure` is set: calls in flight end with UNAVAILABLE, which `naming_failure` explains.
+    `options` are those of the two services, by their names in `executor_svc.config` and `scheduler_svc.config`, and
+    `executors`; each option goes to the services that have it. Options that are not given may come from the
+    environment, such as CADENZA_BLOCK_SIZE, or from the TOML file `config`. Everything is checked before anything is
+    started: an OptionError names the option. Then `on_start` gets the executors' names, and `on_log` each line of the
+    services' logs. Services are named "scheduler" and "executor", or "executor 0", "executor 1" and so on if there are
+    several. A LocalServiceError names the service that did not start and the reason. A service that dies later, or that
+    a signal has stopped for long, is started again at the same port as `restarts` says. Each such event is a line to
+    `on_event`, and `on_back` gets the service's name when it is ready again. After `restarts.max_deaths` deaths without
+    progress a service is given up. If it is the scheduler or the last executor, all services are stopped, and `failure`
+    is set: calls in flight end with UNAVAILABLE, which `naming_failure` explains.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class LocalServices:
         on_log: LogSink | None = None,
         on_event: Callable[[str], None] | None = None,
         on_back: Callable[[str], None] | None = None,
-        on_start: Callable[[], None] | None = None,
+        on_start: Callable[[Sequence[str]], None] | None = None,
         programs: Programs | None = None,
         **options: Any,
     ) -> None:
@@ -101,11 +104,14 @@ class LocalServices:
         if programs is None:
             check_device(arguments.settings)
             check_files(model, arguments.settings)
+        shares = executor_shares(arguments.executors, arguments.settings)
         kept = contextlib.ExitStack()
+        addresses = {name: reserve_port("127.0.0.1", kept) for name in shares}
         self._family = _Family(
             arguments,
+            shares,
             programs or Programs(),
-            {EXECUTOR: _reserve_port("127.0.0.1", kept), SCHEDULER: _scheduler_address(host, port, kept)},
+            addresses | {SCHEDULER: scheduler_address(host, port, kept)},
             kept,
             start_timeout_s,
             stop_grace_s,
@@ -120,8 +126,8 @@ class LocalServices:
         self._finalizer = weakref.finalize(self, _stop, self._family)
         try:
             if on_start is not None:
-                on_start()
-            _start_both(self._family)
+                on_start(self.executors)
+            _start_all(self._family)
         except BaseException:
             # Nothing is served yet, and a service may heed SIGTERM only after it has loaded the model.
             self._family.stop_grace_s = min(stop_grace_s, _START_GRACE_S)
@@ -145,8 +151,13 @@ class LocalServices:
 
     @property
     def addresses(self) -> Mapping[str, str]:
-        """`HOST:PORT` by service, "executor" and "scheduler"."""
+        """`HOST:PORT` by service."""
         return dict(self._family.addresses)
+
+    @property
+    def executors(self) -> list[str]:
+        """The names of the executors."""
+        return list(self._family.shares)
 
     @property
     def settings(self) -> Mapping[str, Setting]:
@@ -159,7 +170,7 @@ class LocalServices:
         return self._family.failure
 
     def pids(self) -> dict[str, int]:
-        """Process ids by service, "executor" and "scheduler"."""
+        """Process ids by service."""
         return {name: child.pid for name, child in self._family.children.items()}
 
     def wait_failure(self, timeout_s: float) -> bool:
@@ -178,7 +189,7 @@ class LocalServices:
             raise
 
     def drain(self) -> None:
-        """Let the scheduler finish its requests within its drain_timeout_s and end; `close` ends the executor."""
+        """Let the scheduler finish its requests within its drain_timeout_s and end; `close` ends the executors."""
         family = self._family
         _end_supervision(family)
         setting = self.settings.get("drain_timeout_s")
@@ -186,28 +197,29 @@ class LocalServices:
         family.children[SCHEDULER].drain(timeout_s + family.stop_grace_s)
 
     def close(self) -> None:
-        """Stop both at once, with SIGINT, then SIGKILL; returns when they have exited. A second call does nothing."""
+        """Stop all at once, with SIGINT, then SIGKILL; returns when they have exited. A second call does nothing."""
         self._finalizer()
 
 
-def _start_both(family: _Family) -> None:
-    """Start both services at once and wait until they are ready; the scheduler itself waits for the executor."""
-    executor, scheduler = (_spawn(family, service) for service in (EXECUTOR, SCHEDULER))
-    for child, other in ((executor, scheduler), (scheduler, executor)):
-        address = child.wait_ready(family.start_timeout_s, family.stopping, beside=[other])
+def _start_all(family: _Family) -> None:
+    """Start all services at once and wait until they are ready; the scheduler itself waits for the executors."""
+    children = [_spawn(family, service) for service in (*family.shares, SCHEDULER)]
+    for child in children:
+        address = child.wait_ready(family.start_timeout_s, family.stopping, beside=children)
         family.addresses[child.name] = address
 
 
 def _spawn(family: _Family, service: str) -> ChildService:
     """Start one service at its address; raises LocalServiceError if the system refuses a process."""
-    arguments = ["--listen", family.addresses[service]]
-    if service == EXECUTOR:
-        program, arguments = family.programs.executor, [*family.arguments.executor, *arguments]
+    own, environment = ["--listen", family.addresses[service]], {}
+    if service == SCHEDULER:
+        executors = [part for name in family.shares for part in ("--executor", family.addresses[name])]
+        program, arguments = family.programs.scheduler, [*family.arguments.scheduler, *own, *executors]
     else:
-        arguments += ["--executor", family.addresses[EXECUTOR]]
-        program, arguments = family.programs.scheduler, [*family.arguments.scheduler, *arguments]
+        share, environment = family.shares[service], family.shares[service].environment
+        program, arguments = family.programs.executor, [*family.arguments.executor, *share.arguments, *own]
     try:
-        child = ChildService(service, program, arguments, family.on_log)
+        child = ChildService(service, program, arguments, family.on_log, environment)
     except (OSError, RuntimeError) as error:  # no process, file descriptor or thread
         raise LocalServiceError(str(error)) from error
     family.children[service] = child
@@ -215,22 +227,34 @@ def _spawn(family: _Family, service: str) -> ChildService:
 
 
 def _watch(family: _Family) -> None:
-    """Supervise both services until `stopping` is set or one of them is given up."""
-    progress = ExecutorProgress(lambda: family.addresses[SCHEDULER])
-    services = [
-        _supervised(family, EXECUTOR, progress.completed_step),
-        _supervised(family, SCHEDULER, _cannot_know),
-    ]
+    """Supervise all services until `stopping` is set, or the scheduler or the last executor is given up."""
+    services = {}
+    for executor in family.shares:
+        progress = ExecutorProgress(lambda: family.addresses[SCHEDULER], family.addresses[executor])
+        services[executor] = _supervised(family, executor, progress.completed_step)
+    services[SCHEDULER] = _supervised(family, SCHEDULER, _cannot_know)
     try:
         while not family.stopping.wait(_WATCH_S):
-            for service in services:
-                service.look(time.monotonic())
+            _look_at_all(family, services)
     except LocalServiceError as error:
         family.failure = error
         _report(family.on_event, str(error))
         family.failed.set()
         # The streams wait for a service that will not come: ending them must not take long.
         _stop_children(family, min(family.stop_grace_s, _GIVEN_UP_GRACE_S))
+
+
+def _look_at_all(family: _Family, services: dict[str, SupervisedService]) -> None:
+    """Do what is due; removes an executor that is given up while there are others, else raises its error."""
+    for name, service in list(services.items()):
+        try:
+            service.look(time.monotonic())
+        except LocalServiceError as error:
+            num_left = len(services) - 2  # without the scheduler and this one
+            if name == SCHEDULER or num_left == 0:
+                raise
+            del services[name], family.children[name]
+            _report(family.on_event, f"{error}; {num_left} of {len(family.shares)} executors are left")
 
 
 def _cannot_know() -> bool:
@@ -240,11 +264,11 @@ def _cannot_know() -> bool:
 
 def _supervised(family: _Family, service: str, completed_step: Callable[[], bool]) -> SupervisedService:
     return SupervisedService(
-        service,
+        subject(service),
         family.children[service],
         time.monotonic(),
         spawn=partial(_spawn, family, service),
-        policy=family.restarts if service == EXECUTOR else family.restarts.of_scheduler(),
+        policy=family.restarts.of_scheduler() if service == SCHEDULER else family.restarts,
         start_timeout_s=family.start_timeout_s,
         completed_step=completed_step,
         on_event=partial(_report, family.on_event),
@@ -253,7 +277,7 @@ def _supervised(family: _Family, service: str, completed_step: Callable[[], bool
 
 
 def _is_back(family: _Family, service: str) -> None:
-    _report(family.on_event, f"the {service} is back at {family.addresses[service]}")
+    _report(family.on_event, f"{subject(service)} is back at {family.addresses[service]}")
     _report(family.on_back, service)
 
 
@@ -288,50 +312,16 @@ def _end_supervision(family: _Family) -> None:
 
 def _stop_children(family: _Family, grace_s: float) -> None:
     """Stop the scheduler first, so that its clients see its shutdown and not an executor failure."""
-    for service in (SCHEDULER, EXECUTOR):
-        child = family.children.get(service)
-        if child is not None:
-            child.stop(grace_s)
-
-
-def _scheduler_address(host: str, port: int, kept: contextlib.ExitStack) -> str:
-    """Where the scheduler listens: a port that is free is chosen here, so that a restarted scheduler has it too."""
-    if port == 0:
-        with contextlib.suppress(OSError):  # such as an IPv6 address: the scheduler chooses the port itself
-            return _reserve_port(host, kept)
-    return format_address(host, port)
-
-
-def _reserve_port(host: str, kept: contextlib.ExitStack) -> str:
-    """An address with a free port that no other program can take while `kept` is open.
-
-    The port is bound here without listening; a service that sets SO_REUSEADDR, as gRPC does, can still listen on it. If
-    the system does not allow that, the port is free now, but another program may take it.
-    """
-    holder = _bound(host, 0)
-    port = int(holder.getsockname()[1])
-    try:
-        with _bound(host, port) as service:
-            service.listen()
-    except OSError:
-        holder.close()
-    else:
-        kept.enter_context(holder)
-    return format_address(host, port)
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A TCP socket that is bound but not listening; raises OSError."""
-    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
+    children = dict(family.children)
+    if (scheduler := children.pop(SCHEDULER, None)) is not None:
+        scheduler.stop(grace_s)
+    for child in children.values():
+        child.begin_stop()
+    deadline = time.monotonic() + grace_s
+    for child in children.values():
+        child.stop(max(0.0, deadline - time.monotonic()))
 
 
 def log_line(service: str, line: str) -> None:
-    """Pass a line of a service's log on to Python's logging."""
-    logging.getLogger(f"cadenza.{service}").info(line)
+    """Pass a line of a service's log on to Python's logging: `executor 1` logs to `cadenza.executor.1`."""
+    logging.getLogger(f"cadenza.{service.replace(' ', '.')}").info(line)

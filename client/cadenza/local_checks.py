@@ -138,17 +138,27 @@ def _hub_reason(error: Exception) -> str:
             return f", and as a hub id it is not in the local cache, and the Hugging Face hub does not answer: {error}"
 
 
+def count_gpus() -> int:
+    """The GPUs that an executor could use here. PyTorch is not imported: that takes seconds."""
+    return _find_gpus()[0]
+
+
 def _missing_for_cuda() -> str:
-    """What a GPU executor lacks on this machine; empty if nothing. PyTorch is not imported: that takes seconds."""
+    """What a GPU executor lacks on this machine; empty if nothing."""
+    return _find_gpus()[1]
+
+
+def _find_gpus() -> tuple[int, str]:
+    """The number of GPUs, or 0 and the reason."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("torch")
         if "+cpu" in version:
-            return f"PyTorch {version} here is a build for the CPU"
+            return 0, f"PyTorch {version} here is a build for the CPU"
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return "there is no NVIDIA driver here (libcuda.so.1)"
+        return 0, "there is no NVIDIA driver here (libcuda.so.1)"
     count = ctypes.c_int(0)
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value < 1:
-        return "the NVIDIA driver sees no GPU here"
-    return ""
+        return 0, "the NVIDIA driver sees no GPU here"
+    return count.value, ""

@@ -15,13 +15,15 @@ from cadenza.errors import OptionError
 from cadenza.spelling import suggestion
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
+    from pydantic import BaseModel, ValidationError
 
     from cadenza.settings.file import OptionsFile
     from cadenza.settings.service import ServiceSettings
 
 EXECUTOR = "executor"
 SCHEDULER = "scheduler"
+STARTER = "cadenza"
+"""The owner of options that the services do not have: the program that starts them."""
 PLACES = ("model", "host", "port")
 """Options of `cadenza up` itself; a file may have them besides those of the services."""
 # Cadenza sets these options itself when it starts both services.
@@ -45,11 +47,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class ServiceArguments:
-    """Checked command lines of the two services, without --listen and --executor."""
+    """Checked command lines of the two services, without --listen and --executor, and the number of executors."""
 
     executor: list[str]
     scheduler: list[str]
-    settings: dict[str, Setting]  # the options of either service that were set, without the model
+    executors: int
+    settings: dict[str, Setting]  # the options that were set, without the model
 
 
 def config_classes() -> dict[str, type[ServiceSettings]]:
@@ -64,10 +67,18 @@ def config_classes() -> dict[str, type[ServiceSettings]]:
     return {EXECUTOR: ExecutorConfig, SCHEDULER: SchedulerConfig}
 
 
+def option_classes() -> dict[str, type[BaseModel]]:
+    """The class with the options of each service and of the program that starts them; raises OptionError as above."""
+    services = config_classes()
+    from cadenza.settings.starter import StarterConfig
+
+    return {STARTER: StarterConfig, **services}
+
+
 def service_options() -> dict[str, list[str]]:
-    """Every option that may be given, and the services that have it."""
+    """Every option that may be given, and the services that have it, or `STARTER`."""
     options: dict[str, list[str]] = {}
-    for service, config in config_classes().items():
+    for service, config in option_classes().items():
         for name in config.model_fields:
             if name not in _OWN and name != "config":
                 options.setdefault(name, []).append(service)
@@ -100,10 +111,16 @@ def route_options(
         settings = {name: Setting(value, file.path) for name, value in from_file.items()} if file is not None else {}
         settings |= {name: setting for name, setting in given.items() if name in fields}
         chosen[service] = {name: setting for name, setting in settings.items() if name in fields}
-    arguments = {service: _checked(service, model, settings) for service, settings in chosen.items()}
+    checked = {service: _checked(service, model, settings) for service, settings in chosen.items()}
+    arguments = {service: to_arguments(values) for service, values in checked.items()}
     if "tokenizer" not in chosen[SCHEDULER]:
         arguments[SCHEDULER] += _own_tokenizer(model)
-    return ServiceArguments(arguments[EXECUTOR], arguments[SCHEDULER], chosen[EXECUTOR] | chosen[SCHEDULER])
+    return ServiceArguments(
+        arguments[EXECUTOR],
+        arguments[SCHEDULER],
+        int(checked[STARTER].get("executors", 1)),
+        chosen[STARTER] | chosen[EXECUTOR] | chosen[SCHEDULER],
+    )
 
 
 def read_places(
@@ -158,7 +175,9 @@ def to_arguments(options: Mapping[str, Any]) -> list[str]:
 
 def _fields_by_service() -> dict[str, list[str]]:
     options = service_options()
-    return {service: [name for name in options if service in options[name]] for service in (EXECUTOR, SCHEDULER)}
+    return {
+        service: [name for name in options if service in options[name]] for service in (STARTER, EXECUTOR, SCHEDULER)
+    }
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Setting]:
@@ -196,20 +215,22 @@ def _read_file(
     return file
 
 
-def _checked(service: str, model: str, settings: Mapping[str, Setting]) -> list[str]:
-    """The service's arguments; raises OptionError."""
+def _checked(service: str, model: str, settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """The values of the service's options that were set; raises OptionError."""
     from pydantic import ValidationError
 
     values = {name: setting.value for name, setting in settings.items()}
     if service == EXECUTOR:
         values["model"] = model
     # Without these, the configuration would read the environment and the file again; addresses are chosen at the start.
-    fixed: dict[str, Any] = {"config": None, "listen": "", **({"executor": [""]} if service == SCHEDULER else {})}
+    fixed: dict[str, Any] = {} if service == STARTER else {"config": None, "listen": ""}
+    if service == SCHEDULER:
+        fixed["executor"] = ["127.0.0.1:0"]
     try:
-        checked = config_classes()[service](**values, **fixed)
+        checked = option_classes()[service](**values, **fixed)
     except ValidationError as error:
         raise _explained(error, settings) from None
-    return to_arguments({name: getattr(checked, name) for name in values})  # "yes" has become True
+    return {name: getattr(checked, name) for name in values}  # "yes" has become True
 
 
 def _own_tokenizer(model: str) -> list[str]:

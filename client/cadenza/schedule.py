@@ -68,16 +68,27 @@ class ScheduleStats:
 
 
 def ran(records: Sequence[admin_pb2.StepRecord]) -> list[admin_pb2.StepRecord]:
-    """The records of steps that computed something, in order."""
+    """The records of steps that computed something, in order: by the time of the plan, since each executor counts its
+    steps from 1."""
     done = [r for r in records if r.status == execution_pb2.STEP_STATUS_OK and any(r.num_tokens)]
-    return sorted(done, key=lambda record: record.step_id)
+    return sorted(done, key=lambda record: (record.planned_ns, record.executor_index, record.step_id))
 
 
-def build_schedule(records: Sequence[admin_pb2.StepRecord], labels: Mapping[str, str]) -> Schedule:
-    """The schedule of all sequences in `records`; `labels` are by request id, which replaces a missing label."""
+def executor_indices(records: Sequence[admin_pb2.StepRecord]) -> list[int]:
+    """The indices of the executors that ran a step."""
+    return sorted({record.executor_index for record in ran(records)})
+
+
+def build_schedule(
+    records: Sequence[admin_pb2.StepRecord], labels: Mapping[str, str], executor_index: int | None = None
+) -> Schedule:
+    """The schedule of all sequences in `records`; `labels` are by request id, which replaces a missing label.
+
+    `executor_index`: of the steps of this executor, and of the sequences that they compute; None: of all steps.
+    """
     joined = {join.sequence_id: join for record in records for join in record.joined}
     left = {leave.sequence_id: leave.num_output_tokens for record in records for leave in record.left}
-    steps = ran(records)
+    steps = [step for step in ran(records) if executor_index in (None, step.executor_index)]
     rows: dict[int, Row] = {}
     for record in steps:
         for sequence_id in record.sequence_ids:

@@ -73,10 +73,10 @@ class Child(Protocol):
 class SupervisedService:
     """One service: its process, or the moment of the next attempt. `look` must be called often; it never waits.
 
-    `spawn` starts a process and returns at once (LocalServiceError if it cannot). `completed_step` says whether the
-    process that just ended had completed a step. `on_event` gets one line for each death, and `on_back` is called when
-    the service is ready again. `state_of` gives the state of a process id, as in proc(5). Times are seconds of a
-    monotonic clock.
+    `name` is the subject of sentences, such as "the executor". `spawn` starts a process and returns at once
+    (LocalServiceError if it cannot). `completed_step` says whether the process that just ended had completed a step.
+    `on_event` gets one line for each death, and `on_back` is called when the service is ready again. `state_of` gives
+    the state of a process id, as in proc(5). Times are seconds of a monotonic clock.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class SupervisedService:
         if self._ready_at is not None and self._child.exit_code() == 0:
             # A signal stopped it, as in a rolling restart: no death.
             self._retry_at = now + self._policy.first_delay_s
-            self._on_event(f"the {self._name} was stopped; starting it again in {self._policy.first_delay_s:g} s")
+            self._on_event(f"{self._name} was stopped; starting it again in {self._policy.first_delay_s:g} s")
             return
         what = "did not start" if self._ready_at is None else "died"
         if self._ready_at is not None and self._made_progress(now - self._ready_at):
@@ -160,7 +160,7 @@ class SupervisedService:
 
     def _record_death(self, what: str, now: float) -> None:
         self._num_deaths += 1
-        message = f"the {self._name} {what}"
+        message = f"{self._name} {what}"
         if self._num_deaths > 1:
             message += f"; it has died {self._num_deaths} times without progress"
         if self._policy.max_deaths is not None and self._num_deaths >= self._policy.max_deaths:

@@ -11,6 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from executor_svc.config import CPU_MEMORY_SHARE as _SHARE
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.kernels.codegen.compiled import processor
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
@@ -30,7 +31,6 @@ def _resolve_dtype(option: str, checkpoint: str) -> torch.dtype:
     return torch.bfloat16 if chosen == "bfloat16" else torch.float32
 
 
-_SHARE = 0.5
 """Default share of the free memory, without --gpu-memory-utilization."""
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_FILES = (

@@ -13,13 +13,13 @@ from executor_svc.replay.plan_replay import PlanReplay, ReplayError
 EXIT_SAME, EXIT_DIFFERENT, EXIT_UNREADABLE = 0, 1, 2
 
 
-def replay(path: str, arguments: Sequence[str]) -> int:
-    """Run the plans of the log at this path up to the first difference, and print the outcome.
+def replay(path: str, arguments: Sequence[str], executor_id: int | None = None) -> int:
+    """Run the plans of one executor of the log at this path up to the first difference, and print the outcome.
 
     Returns the exit code; raises PlanLogError, ReplayError.
     """
     with PlanLogReader(path) as log:
-        plans = PlanReplay(path, log.header.executor, arguments)
+        plans = PlanReplay(path, log.header.executor, arguments, executor_id)
         try:
             for record in log:
                 if difference := plans.replay_record(record):
@@ -27,6 +27,8 @@ def replay(path: str, arguments: Sequence[str]) -> int:
                     return EXIT_DIFFERENT
         finally:
             plans.stop()
+        if executor_id is not None and not plans.num_plans:
+            raise ReplayError(f"--executor: the log has no plan of executor {executor_id}")
         if log.num_cut_bytes:
             print(f"{path}: the last record was cut off ({log.num_cut_bytes} bytes) and is left out", file=sys.stderr)
     print(
@@ -51,10 +53,16 @@ def main(arguments: list[str] | None = None) -> int:
         nargs=argparse.REMAINDER,
         help="options of python -m executor_svc that override the recorded ones: --model, --load-format, …",
     )
+    parser.add_argument(
+        "--executor",
+        metavar="N",
+        type=int,
+        help="index of the executor whose plans run, where the scheduler had several; default: the first one",
+    )
     given = parser.parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        return replay(given.file, given.options)
+        return replay(given.file, given.options, given.executor)
     except (PlanLogError, ReplayError) as exc:
         for line in str(exc).splitlines():
             print(f"error: {line}", file=sys.stderr)

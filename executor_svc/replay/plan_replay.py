@@ -26,6 +26,7 @@ from executor_svc.service.convert import description_to_wire, plan_from_wire, re
 from executor_svc.worker.worker import RejectedPlan, Session, Worker
 
 _STOP_S = 10.0
+_OF_AN_EXECUTOR = ("session_opened", "plan_step", "apply_result", "step_failed")
 
 
 class ReplayError(Exception):
@@ -67,12 +68,19 @@ class _Executor:
 
 
 class PlanReplay:
-    """Replays a log on executors: a new one, with empty memory, for each recorded incarnation."""
+    """Replays what one executor of a log did: a new one, with empty memory, for each recorded incarnation."""
 
-    def __init__(self, path: str, recorded: pb.DescribeResponse, arguments: Sequence[str]) -> None:
-        """`arguments`: options that differ from the recorded executor's."""
+    def __init__(
+        self, path: str, recorded: pb.DescribeResponse, arguments: Sequence[str], executor_id: int | None = None
+    ) -> None:
+        """`recorded`: the header's description. `arguments`: options that differ from the recorded executor's.
+
+        `executor_id`: the index of the executor; None: the one that the log adds first.
+        """
         self._path = path
         self._recorded = recorded
+        self._descriptions: dict[int, pb.DescribeResponse] = {}
+        self.executor_id = executor_id
         self._arguments = arguments
         self._executor: _Executor | None = None
         self._incarnation = 0
@@ -88,9 +96,15 @@ class PlanReplay:
 
         Raises ReplayError.
         """
-        match record.WhichOneof("record"):
-            case "executor_described":
-                self._recorded = record.executor_described.executor
+        kind = record.WhichOneof("record")
+        if kind == "executor_described":
+            self._descriptions[record.executor_described.executor_id] = record.executor_described.executor
+            return ""
+        if kind == "add_executor" and self.executor_id is None:
+            self.executor_id = record.add_executor.executor_id
+        if kind not in _OF_AN_EXECUTOR or getattr(record, kind).executor_id != self.executor_id:
+            return ""
+        match kind:
             case "session_opened":
                 self._open(record.session_opened.epoch, record.session_opened.incarnation)
             case "plan_step" if record.plan_step.HasField("plan"):
@@ -117,6 +131,8 @@ class PlanReplay:
 
     def _build(self) -> _Executor:
         """Build an executor like the recorded one, with the overrides of `arguments`."""
+        # The header describes the executor that has no description of its own.
+        self._recorded = self._descriptions.get(self.executor_id or 0, self._recorded)
         errors: list[str] = []
         arguments = [*recorded_arguments(self._recorded, self._arguments), *self._arguments]
         config = settings.read_config(ExecutorConfig, arguments, errors.append)

@@ -18,6 +18,7 @@ from scheduler_svc.core.errors import (
     RequestRejectedError,
     UnknownRequestError,
 )
+from scheduler_svc.engine.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from scheduler_svc.engine.journal import JournalUnavailableError
 
 _LOG = logging.getLogger(__name__)
@@ -57,6 +58,9 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     AbortedEarlyError: grpc.StatusCode.CANCELLED,
     ModelChangedError: grpc.StatusCode.FAILED_PRECONDITION,
     JournalUnavailableError: grpc.StatusCode.UNAVAILABLE,
+    UnknownExecutorError: grpc.StatusCode.NOT_FOUND,
+    ExecutorExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    LastExecutorError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 

@@ -176,6 +176,7 @@ def load(value: Load, *, num_client_tasks: int) -> pb.SchedulerLoad:
 
 def executor_info(state: ExecutorState) -> pb.ExecutorInfo:
     """Return the scheduler's state of one executor."""
+    load = state.load
     return pb.ExecutorInfo(
         target=state.target,
         connected=state.connected,
@@ -188,6 +189,20 @@ def executor_info(state: ExecutorState) -> pb.ExecutorInfo:
         resident_bytes=state.resident_bytes,
         stalled_step_id=state.stalled_step_id,
         stalled_s=state.stalled_s,
+        index=state.index,
+        draining=state.draining,
+        refusal=state.refusal,
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        num_swapped=load.num_swapped,
+        num_device_blocks=load.num_device_blocks,
+        num_used_device_blocks=load.num_used_device_blocks,
+        num_cached_device_blocks=load.num_cached_device_blocks,
+        max_num_seqs=state.max_num_seqs,
+        num_steps=load.num_steps,
+        num_output_tokens=load.num_output_tokens,
+        num_prefix_queries=load.num_prefix_queries,
+        num_prefix_hits=load.num_prefix_hits,
     )
 
 

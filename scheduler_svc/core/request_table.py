@@ -185,6 +185,9 @@ class RequestTable:
                 del self.suspects[group]
         if group.finished:
             del self.groups[group.key]
+            for lane in self.lanes.values():
+                if group in lane.unexplained:
+                    lane.unexplained -= {group}
         self.policies.order.on_finish(sequence)
 
     def finish_group(self, group: SequenceGroup, finish: Finish) -> None:

@@ -23,6 +23,9 @@ class SequenceState(Enum):
     SWAPPED = auto()
     FINISHED = auto()
 
+    # Enum hashes the name, in Python.
+    __hash__ = object.__hash__
+
 
 class FinishDetail(IntEnum):
     """Why a sample ended; numbers as in types.proto."""
@@ -172,9 +175,9 @@ class PrefixSource:
     num_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AdmittedSequence:
-    """The full description of a sequence, sent to the executor once."""
+    """The full description of a sequence, sent to the executor once. Never changed, as its plan."""
 
     slot: int
     token_ids: tuple[int, ...]

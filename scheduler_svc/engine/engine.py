@@ -1,6 +1,7 @@
-"""The engine: owns the core. The front submits requests to it; the plan loop runs them.
+"""The engine: owns the core. The front submits requests to it; the plan loops of the executors run them.
 
-Everything here runs on one event loop. The core is called only from here and from the plan loop, never across an await.
+Everything here runs on one event loop. The core is called only from here, from the executor set and from the plan
+loops, never across an await.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from collections.abc import Callable
 from functools import partial
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.errors import DrainingError, QueueFullError, RequestExistsError, UnknownRequestError
+from scheduler_svc.core.errors import (
+    DrainingError,
+    ModelChangedError,
+    QueueFullError,
+    RequestExistsError,
+    UnknownRequestError,
+)
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
@@ -20,6 +27,7 @@ from scheduler_svc.core.types import FinishDetail, RequestKey, StepResult
 from scheduler_svc.engine.activity_log import ActivityLog
 from scheduler_svc.engine.apply_outputs import apply_outputs
 from scheduler_svc.engine.deadlines import Deadlines
+from scheduler_svc.engine.executor_set import ExecutorSet
 from scheduler_svc.engine.freed_memory import FreedMemory, release_finished
 from scheduler_svc.engine.journal import Journal, NoJournal
 from scheduler_svc.engine.kept_requests import KeptRequests
@@ -30,11 +38,10 @@ from scheduler_svc.engine.served_model import PreparedModel, ServedModel
 from scheduler_svc.engine.step_watch import StepRecorder, StepWatch
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.model_change import ModelChange
-from scheduler_svc.plan_loop.plan_loop import PlanLoop
 from scheduler_svc.plan_loop.ports import (
+    Connect,
     EngineRequest,
     ExecutorFencedError,
-    ExecutorPort,
     ExecutorState,
     Load,
     ModelDescription,
@@ -45,24 +52,27 @@ _LOG = logging.getLogger(__name__)
 
 
 class Engine:
-    """Turns requests into live requests and feeds them with outputs. Implements PlanLoopListener."""
+    """Turns requests into live requests and feeds them with outputs. Implements ExecutorSetListener."""
 
     def __init__(
         self,
         config: SchedulerConfig,
         core: Scheduler,
-        executor: ExecutorPort,
         clock: Clock,
         *,
+        connect: Connect | None = None,
         release_memory: Callable[[], None] | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """release_memory: returns free memory to the operating system; called when most of it has become free."""
+        """connect: gives the ports of executors that are added by their address.
+
+        release_memory: returns free memory to the operating system; called when most of it has become free.
+        """
         self.journal: Journal = journal or NoJournal()
         self._config = config
         self._core = core
         self.clock = clock
-        self._loop = PlanLoop(core, 0, executor, config, self, clock)
+        self.executors = ExecutorSet(core, config, clock, self, connect)
         self._live: dict[RequestKey, LiveRequest] = {}
         self._deadlines = Deadlines(clock, partial(self.abort, detail=FinishDetail.DEADLINE))
         self.kept = KeptRequests(
@@ -75,7 +85,6 @@ class Engine:
         self.restored = RestoredRequests(clock, self.kept, self.abort)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._connected_once = asyncio.Event()
         self._started_ns = clock.monotonic_ns()
         self._recorder = StepRecorder(self.load, self._started_ns)
         self._log = ActivityLog(
@@ -83,7 +92,6 @@ class Engine:
         )
         self._freed_memory = FreedMemory(clock, release_memory)
         self._health_listeners: list[Callable[[bool], None]] = []
-        self._task: asyncio.Task[None] | None = None
         self.draining = False
         self.fenced = asyncio.Event()
         """Set when the engine has stopped permanently: fenced by another scheduler, or crashed; see `failure`."""
@@ -93,16 +101,16 @@ class Engine:
     # --- start and stop ----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Wait for the executor's description, create its lane, open the first session.
+        """Connect to the executors; returns once the first one has a session.
 
-        Raises LimitsError for options that contradict this executor's limits, ExecutorFencedError if another scheduler
-        holds it.
+        Raises LimitsError for options that contradict every executor's limits, ExecutorLostError if no executor can be
+        used, ExecutorFencedError if another scheduler holds them.
         """
-        await self._loop.describe()
-        self._task = asyncio.create_task(self._run(), name="engine")
-        await self._connected_once.wait()
-        if self.failure is not None:
-            raise self.failure
+        self.executors.start()
+        await self.executors.started.wait()
+        error = self.failure or self.executors.start_error
+        if error is not None:
+            raise error
 
     async def stop(self) -> None:
         """Finish all requests with ABORTED and close the session."""
@@ -113,36 +121,33 @@ class Engine:
         self._log.stop()
         self.restored.stop()
         self._freed_memory.stop()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self.executors.stop()
 
-    async def _run(self) -> None:
-        try:
-            await self._loop.run()
-        except Exception as exc:
-            _LOG.error("the engine stops: %s", exc, exc_info=not isinstance(exc, ExecutorFencedError))
-            self.failure = exc
-            self.draining = True
-            for tenant, request_id in list(self._live):
-                self.abort(tenant, request_id, FinishDetail.EXECUTOR_ERROR)
-            self._connected_once.set()
-            self.fenced.set()
+    def on_failed(self, error: Exception) -> None:
+        """End all requests: no executor can ever be used again, or a plan loop crashed."""
+        is_fenced = isinstance(error, ExecutorFencedError)
+        _LOG.error("the engine stops: %s", error, exc_info=None if is_fenced else error)
+        self.failure = error
+        self.draining = True
+        for tenant, request_id in list(self._live):
+            self.abort(tenant, request_id, FinishDetail.EXECUTOR_ERROR)
+        self.executors.started.set()
+        self.fenced.set()
 
     @property
     def model(self) -> ModelDescription:
-        """The executor's model; known after `start`."""
-        return self._loop.model
+        """The served model, with the limits of all executors; known after `start`."""
+        return self.executors.model
 
     @property
     def connected(self) -> bool:
-        """Whether a session with the executor is open."""
-        return self._loop.connected
+        """Whether a session with an executor is open."""
+        return self.executors.connected
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are accepted and the executor runs them."""
-        return self.connected and not self._loop.stalled and not self.draining and self.journal.healthy
+        """Whether requests are accepted and an executor takes them."""
+        return self.executors.can_serve and not self.draining and self.journal.healthy
 
     @property
     def num_unfinished(self) -> int:
@@ -176,7 +181,7 @@ class Engine:
             raise DrainingError("the service is draining and takes no new requests")
         num_waiting = len(self._core.waiting)
         if num_waiting >= self._config.max_queued_requests:
-            delay_s = retry_after_s(self._core, self._loop.lane)
+            delay_s = retry_after_s(self._core, self.executors.max_num_seqs)
             raise QueueFullError(f"{num_waiting} requests wait already (max_queued_requests)", delay_s)
         self.served_model.check(request, self.model)
         self.journal.check_admission()
@@ -197,7 +202,7 @@ class Engine:
         self._freed_memory.on_arrival(spec)
         self._idle.clear()
         self._deadlines.set(live.request)
-        self._loop.wake()
+        self.executors.wake()
 
     def find(self, tenant: str, request_id: str) -> LiveRequest | None:
         """The unfinished, kept or restored request with this id; None if there is none."""
@@ -227,11 +232,11 @@ class Engine:
 
         The results of a request that is aborted are not kept; with another detail they are.
         """
-        self._loop.deliver()
+        self.executors.deliver()
         is_unfinished = (tenant, request_id) in self._live
         if is_unfinished:
             self.on_outputs(self._core.abort((tenant, request_id), detail))
-            self._loop.wake()
+            self.executors.wake()
         if detail is FinishDetail.ABORTED:
             self.kept.forget((tenant, request_id))
             self.restored.forget((tenant, request_id))
@@ -271,21 +276,21 @@ class Engine:
 
     def load(self) -> Load:
         """The current state of queues and memory."""
-        return current_load(self._core, self._loop.lane, self.model)
+        return current_load(self._core)
 
     def executor_infos(self) -> list[ExecutorState]:
         """The state of each executor."""
-        return [self._loop.state]
+        return self.executors.states()
 
     def block_tables(self, tenant: str, request_id: str) -> list[SequenceBlockTable] | None:
         """The block tables of a request's unfinished sequences; None if the request is unknown."""
-        return block_tables(self._core, self._loop.lane, (tenant, request_id))
+        return block_tables(self._core, (tenant, request_id))
 
     def watch(self, *, include_block_tables: bool = False) -> StepWatch:
         """A watch that yields the records of all steps from now on."""
         return StepWatch(self._recorder.watches, include_block_tables=include_block_tables)
 
-    # --- events of the plan loop -------------------------------------------------------------------------------------
+    # --- events of the executors -------------------------------------------------------------------------------------
 
     def on_outputs(self, outputs: StepOutputs) -> None:
         """Apply outputs to the live requests, then notify each one's listener once."""
@@ -307,7 +312,7 @@ class Engine:
 
     def on_planned(self, step: PlannedStep) -> None:
         """Record times and preemption counts of the step's requests."""
-        self._recorder.on_planned(step.plan.step_id)
+        self._recorder.on_planned(step.plan)
         for live in record_planned(step, self._live, self.clock.monotonic_ns()):
             self.journal.on_started(live)
 
@@ -319,20 +324,12 @@ class Engine:
             self._log.on_applied(step)
         if not self._recorder.watches:
             return None
-        contexts = context_lens(self._loop.lane, step, applied=set(outputs.sequences))
+        contexts = context_lens(self._core.lanes[step.plan.executor_id], step, applied=set(outputs.sequences))
         return partial(self._recorder.on_applied, step, contexts, result, now)
 
-    def on_connected(self, connected: bool) -> None:
-        """Report health to the listeners."""
-        if connected:
-            self._connected_once.set()
-        else:
-            self._recorder.clear()
-        self.report_health()
-
-    def on_progress(self) -> None:
-        """Report health to the listeners."""
-        self.report_health()
+    def on_session_ended(self, executor_id: int) -> None:
+        """Forget what was recorded for the plans in flight."""
+        self._recorder.on_session_ended(executor_id)
 
     async def prepare_model(self, change: ModelChange) -> Callable[[], None]:
         """Let the front prepare for a changed model; returns the call that adopts it. Raises ModelRefusedError."""
@@ -347,6 +344,25 @@ class Engine:
                 self.fail(live, error)
         if not change.same_numerics:
             self.journal.on_other_numerics(change.after)
+
+    def on_limits(self, model: ModelDescription) -> None:
+        """Check new requests against other limits, and end the unfinished ones that no executor can hold any more."""
+        unfinished = list(self._live.values())
+        errors = self.served_model.adopt_limits(model, [live.request for live in unfinished])
+        for live, error in zip(unfinished, errors, strict=True):
+            if error is not None:
+                self.fail(live, error)
+
+    def on_stranded(self, reason: str) -> None:
+        """End the requests with output that no executor can go on with any more."""
+        for key in self._core.stranded:
+            self.fail(self._live[key], ModelChangedError(reason))
+
+    @property
+    def max_logprobs_in_use(self) -> int:
+        """The largest number of logprobs that an unfinished request wants."""
+        samplings = [live.request.spec.sampling for live in self._live.values()]
+        return max((max(each.num_logprobs or 0, each.num_prompt_logprobs or 0) for each in samplings), default=0)
 
     def _close(self, key: RequestKey, live: LiveRequest, now_ns: int) -> None:
         live.ended = True
@@ -367,7 +383,7 @@ class Engine:
     def _set_draining(self, draining: bool) -> None:
         self.draining = draining
         self._core.drain(draining)
-        self._loop.wake()
+        self.executors.wake()
         self.report_health()
 
     def report_health(self) -> None:

@@ -1,56 +1,86 @@
-"""Figures and block tables of a lane, for the admin calls and the log."""
+"""Figures and block tables of lanes, for the admin calls and the log."""
 
 from __future__ import annotations
+
+from dataclasses import fields, replace
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import RequestKey, SequenceState
-from scheduler_svc.plan_loop.ports import Load, ModelDescription, SequenceBlockTable
+from scheduler_svc.plan_loop.ports import Load, SequenceBlockTable
+
+_SUMMED = [field.name for field in fields(Load)]
 
 
-def current_load(core: Scheduler, lane: Lane, model: ModelDescription) -> Load:
-    """The current state of queues and memory."""
-    blocks, prefixes = lane.blocks, core.prefix_counts
+def current_load(core: Scheduler) -> Load:
+    """The current state of queues and memory, over all executors."""
+    loads = [lane_load(core, lane) for lane in core.lanes.values()]
+    total = Load(**{name: sum(getattr(load, name) for load in loads) for name in _SUMMED})
+    counts, num_swapped = core.counts, core.num_swapped
+    return replace(
+        total,
+        num_waiting=len(core.waiting) - num_swapped,
+        num_swapped=num_swapped,
+        # Executors that were removed count too.
+        num_steps=counts.num_steps,
+        num_output_tokens=counts.num_output_tokens,
+        num_preemptions=counts.num_preemptions,
+        num_prefix_queries=counts.prefixes.num_queried,
+        num_prefix_hits=counts.prefixes.num_hits,
+        num_prefix_host_hits=counts.prefixes.num_host_hits,
+    )
+
+
+def lane_load(core: Scheduler, lane: Lane) -> Load:
+    """The current state of one executor; its queue is that of the groups that wait for it."""
+    blocks, counts = lane.blocks, lane.counts
     used = lane.spec.num_blocks - blocks.num_free
-    stored = lane.num_stored_tokens
-    reserved = lane.num_reserved_tokens
+    stored, reserved = lane.num_stored_tokens, lane.num_reserved_tokens
     return Load(
-        num_waiting=len(core.waiting) - core.num_swapped,
+        num_waiting=core.num_waiting(lane.executor_id),
         num_running=len({sequence.group for sequence in (*lane.running, *lane.finishing)}),
-        num_swapped=core.num_swapped,
+        num_swapped=len({sequence.group for sequence in lane.swapped}),
         num_device_blocks=lane.spec.num_blocks,
         num_used_device_blocks=used,
         num_cached_device_blocks=blocks.num_cached,
-        num_host_blocks=model.num_host_blocks,
+        num_host_blocks=lane.spec.num_host_blocks,
         num_used_host_blocks=blocks.num_used_host,
         num_stored_tokens=stored,
         num_unused_slots=used * lane.spec.block_size - stored - reserved,
         num_reserved_slots=reserved,
         num_used_slots=lane.slots.num_used,
-        num_steps=core.num_steps,
-        num_output_tokens=core.num_output_tokens,
-        num_preemptions=core.num_preemptions,
-        num_prefix_queries=prefixes.num_queried,
-        num_prefix_hits=prefixes.num_hits,
+        num_steps=counts.num_steps,
+        num_output_tokens=counts.num_output_tokens,
+        num_preemptions=counts.num_preemptions,
+        num_prefix_queries=counts.prefixes.num_queried,
+        num_prefix_hits=counts.prefixes.num_hits,
         num_shared_block_refs=blocks.num_shared_refs,
         num_cached_host_blocks=blocks.host_pool.num_idle,
-        num_prefix_host_hits=prefixes.num_host_hits,
+        num_prefix_host_hits=counts.prefixes.num_host_hits,
     )
 
 
-def block_tables(core: Scheduler, lane: Lane, key: RequestKey) -> list[SequenceBlockTable] | None:
+def num_held(lane: Lane) -> int:
+    """Number of requests that hold something on this executor."""
+    return len({sequence.group for sequence in (*lane.running, *lane.finishing, *lane.swapped)})
+
+
+def block_tables(core: Scheduler, key: RequestKey) -> list[SequenceBlockTable] | None:
     """The block tables of a request's unfinished sequences; None if the request is unknown."""
     group = core.groups.get(key)
     if group is None:
         return None
+    lane = None if group.lane_id is None else core.lanes[group.lane_id]
     return [_block_table(lane, each) for each in group.sequences if each.state is not SequenceState.FINISHED]
 
 
-def _block_table(lane: Lane, sequence: Sequence) -> SequenceBlockTable:
-    blocks, swapped = lane.blocks, sequence.state is SequenceState.SWAPPED
+def _block_table(lane: Lane | None, sequence: Sequence) -> SequenceBlockTable:
+    swapped = sequence.state is SequenceState.SWAPPED
     block_ids = sequence.host_block_ids if swapped else sequence.block_ids
-    ref_counts = (blocks.host_pool if swapped else blocks.pool).ref_counts
+    ref_counts: list[int] = []
+    if lane is not None:
+        ref_counts = (lane.blocks.host_pool if swapped else lane.blocks.pool).ref_counts
     return SequenceBlockTable(
         sample_index=sequence.sample_index,
         block_ids=tuple(block_ids),
@@ -60,6 +90,6 @@ def _block_table(lane: Lane, sequence: Sequence) -> SequenceBlockTable:
     )
 
 
-def retry_after_s(core: Scheduler, lane: Lane) -> float:
+def retry_after_s(core: Scheduler, max_num_seqs: int) -> float:
     """Estimated seconds until the queue has moved: one per full batch of waiting requests, between 0.1 and 30."""
-    return min(30.0, max(0.1, len(core.waiting) / lane.spec.max_num_seqs))
+    return min(30.0, max(0.1, len(core.waiting) / max(1, max_num_seqs)))

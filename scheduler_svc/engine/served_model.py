@@ -42,6 +42,9 @@ class ModelFront(Protocol):
     async def prepare(self, change: ModelChange) -> PreparedModel:
         """Load what the new model needs; changes nothing yet. Raises ModelRefusedError."""
 
+    def prepare_limits(self, model: ModelDescription) -> PreparedModel:
+        """Prepare for the same model within other limits; changes nothing yet."""
+
 
 class ServedModel:
     """Counts the changes of the executor's description, and decides which requests survive them."""
@@ -86,7 +89,18 @@ class ServedModel:
             after.block_size, after.max_num_seqs,
         )  # fmt: skip
         prepared.serve(self.number)
-        return [ModelChangedError(reason) if reason else self._misfit(each.spec, change.after) for each in requests]
+        misfits = "the executor that came back cannot hold it"
+        return [ModelChangedError(reason) if reason else self._misfit(each.spec, after, misfits) for each in requests]
+
+    def adopt_limits(self, model: ModelDescription, requests: list[EngineRequest]) -> list[Exception | None]:
+        """Serve the same model within other limits from now on; the core must have them already.
+
+        Returns for each unfinished request the error that ends it; None if it goes on.
+        """
+        self.number += 1
+        self._prepared = PreparedModel() if self.front is None else self.front.prepare_limits(model)
+        self._prepared.serve(self.number)
+        return [self._misfit(each.spec, model, "no executor that is left can hold it") for each in requests]
 
     def check(self, request: EngineRequest, model: ModelDescription) -> None:
         """Check a new request that was built before the last change; others were checked as they were built.
@@ -99,12 +113,12 @@ class ServedModel:
             raise ModelChangedError("the model changed while the request was tokenized: send it again")
         self._prepared.check_request(request.spec, model)
 
-    def _misfit(self, spec: RequestSpec, model: ModelDescription) -> Exception | None:
-        """Why an unfinished request can never run on the present executor; None if it can."""
+    def _misfit(self, spec: RequestSpec, model: ModelDescription, reason: str) -> Exception | None:
+        """Why an unfinished request can never run on the present executors; None if it can."""
         rejected = self._core.misfit(spec.key)
         if rejected is not None:
             # The request was right when it came, so its error is not INVALID_ARGUMENT.
-            return PreconditionError(rejected.field, f"the executor that came back cannot hold it: {rejected}")
+            return PreconditionError(rejected.field, f"{reason}: {rejected}")
         try:
             self._prepared.check_request(spec, model)
         except PreconditionError as exc:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import StepResult
+from scheduler_svc.core.types import StepPlan, StepResult
 from scheduler_svc.plan_loop.ports import Load, StepRecord
 
 _MAX_RECORDS = 4096
@@ -63,14 +63,15 @@ class StepRecorder:
         self.watches: set[StepWatch] = set()
         self._load = load
         self._started_ns = started_ns
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[tuple[int, int], Load] = {}
+        """By executor and step."""
         self._first_token_ns: list[int] = []
         self._left: list[tuple[int, int]] = []
 
-    def on_planned(self, step_id: int) -> None:
+    def on_planned(self, plan: StepPlan) -> None:
         """Keep the current load for a planned step."""
         if self.watches:
-            self._loads[step_id] = self._load()
+            self._loads[plan.executor_id, plan.step_id] = self._load()
 
     def on_first_token(self, since_arrival_ns: int) -> None:
         """Keep the time to first token of a request for the next record."""
@@ -97,15 +98,16 @@ class StepRecorder:
         now: float,
     ) -> None:
         """Record a step whose result was applied. contexts: context length of each sequence before the step."""
-        load = self._loads.pop(step.plan.step_id, None)
+        load = self._loads.pop((step.plan.executor_id, step.plan.step_id), None)
         record = self._record(step, contexts, result, load or self._load(), now)
         self._first_token_ns, self._left = [], []
         for watch in self.watches:
             watch.put(record)
 
-    def clear(self) -> None:
-        """Drop the loads of plans in flight, which are lost."""
-        self._loads.clear()
+    def on_session_ended(self, executor_id: int) -> None:
+        """Drop the loads of an executor's plans in flight, which are lost."""
+        for key in [key for key in self._loads if key[0] == executor_id]:
+            del self._loads[key]
 
     def _record(
         self,

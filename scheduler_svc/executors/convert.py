@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from collections.abc import Iterable
 from typing import Any
 
 from cadenza.slices import SLICE_ITEMS, Work, run_at_once, slices_of
@@ -198,7 +199,7 @@ def result_in_slices(message: pb.StepResult) -> Work[StepResult]:
         status = StepStatus(message.status)
     except ValueError as exc:
         raise ProtocolError(f"result of step {message.step_id}: status {message.status} is unknown") from exc
-    slots, counts, token_ids = list(message.slots), list(message.num_tokens), list(message.token_ids)
+    slots, counts, token_ids = message.slots[:], message.num_tokens[:], message.token_ids[:]
     num_sampled = sum(counts) if counts else len(slots)
     if status is StepStatus.OK and (len(counts) not in (0, len(slots)) or num_sampled != len(token_ids)):
         raise ProtocolError(
@@ -251,22 +252,37 @@ def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence, *, 
     if not with_allowed_ids and _allowed_ids(sampling):
         values = {name: value for name, value in sampling.values.items() if name != _ALLOWED}
         sampling = dataclasses.replace(sampling, values=values)
-    message.sampling.CopyFrom(sequence_sampling(sampling, sequence.sample_index))
+    _fill_sampling(message.sampling, sampling, sequence.sample_index)
     message.held = sequence.held
 
 
 def sequence_sampling(sampling: Sampling, sample_index: int) -> types_pb2.SequenceSampling:
     """Return the wire form of one sequence's sampling parameters."""
-    return types_pb2.SequenceSampling(
-        seed=sampling.seed,
-        sample_index=sample_index,
-        stop_token_ids=sampling.stop_token_ids,
-        min_tokens=sampling.min_tokens,
-        num_logprobs=sampling.num_logprobs,
-        num_prompt_logprobs=sampling.num_prompt_logprobs,
-        num_candidates=sampling.num_candidates,
-        **{name: _wire_value(value) for name, value in sampling.values.items()},
-    )
+    message = types_pb2.SequenceSampling()
+    _fill_sampling(message, sampling, sample_index)
+    return message
+
+
+def _fill_sampling(message: types_pb2.SequenceSampling, sampling: Sampling, sample_index: int) -> None:
+    """Fill an empty message. Assigning the seed makes a part of another message present, even if all is zero."""
+    message.seed = sampling.seed
+    if sample_index:
+        message.sample_index = sample_index
+    if sampling.stop_token_ids:
+        message.stop_token_ids.extend(sampling.stop_token_ids)
+    if sampling.min_tokens:
+        message.min_tokens = sampling.min_tokens
+    if sampling.num_logprobs is not None:
+        message.num_logprobs = sampling.num_logprobs
+    if sampling.num_prompt_logprobs is not None:
+        message.num_prompt_logprobs = sampling.num_prompt_logprobs
+    if sampling.num_candidates:
+        message.num_candidates = sampling.num_candidates
+    for name, value in sampling.values.items():
+        if isinstance(value, tuple):
+            getattr(message, name).extend(_wire_values(value))
+        else:
+            setattr(message, name, value)
 
 
 def sampling_from_wire(message: types_pb2.SequenceSampling) -> Sampling:
@@ -287,11 +303,9 @@ def sampling_from_wire(message: types_pb2.SequenceSampling) -> Sampling:
 _READ_BY_CORE = frozenset({each.name for each in dataclasses.fields(Sampling)} | {"sample_index"})
 
 
-def _wire_value(value: SamplingValue) -> Any:
-    """Return a value's wire form: a list of words is a list of messages."""
-    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
-        return [types_pb2.TokenIds(ids=word) for word in value]
-    return value
+def _wire_values(values: tuple[Any, ...]) -> Iterable[Any]:
+    """Return the wire form of a list: a list of words is a list of messages."""
+    return [types_pb2.TokenIds(ids=each) if isinstance(each, tuple) else each for each in values]
 
 
 def _plain_value(value: Any) -> SamplingValue:

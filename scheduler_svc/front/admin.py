@@ -1,4 +1,4 @@
-"""AdminService: step records, block tables, draining."""
+"""AdminService: step records, block tables, draining, executors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from scheduler_svc.convert import admin as convert
 from scheduler_svc.convert.errors import NotServingError
 from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import RequestRejectedError, UnknownRequestError
+from scheduler_svc.executors.addresses import executor_address
 from scheduler_svc.front.front import Front, abort_with
 
 _T = TypeVar("_T")
+_OfExecutor = pb.AddExecutorRequest | pb.DrainExecutorRequest | pb.ResumeExecutorRequest | pb.RemoveExecutorRequest
 
 
 class AdminServicer(pb_grpc.AdminServiceServicer):
-    """Step records, block tables, draining."""
+    """Step records, block tables, draining, executors."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -47,11 +49,9 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         """Reject new requests; returns when all others have finished, or at the timeout."""
-        timeout_s = request.timeout_s if request.HasField("timeout_s") else None
         try:
             self._front.check_serving()
-            if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s >= 0):
-                raise RequestRejectedError("timeout_s", f"must be 0 or more seconds, not {timeout_s}")
+            timeout_s = _timeout_s(request)
             num_remaining = await self._until_stop(self._front.engine.drain(timeout_s))
         except Exception as exc:
             await abort_with(context, exc)
@@ -67,6 +67,43 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             await abort_with(context, exc)
         self._front.engine.resume()
         return pb.ResumeResponse()
+
+    async def AddExecutor(self, request: pb.AddExecutorRequest, context: Any) -> pb.AddExecutorResponse:
+        """Add an executor; returns before it has answered."""
+        try:
+            self._front.check_serving()
+            self._front.engine.executors.add(_target(request))
+        except Exception as exc:
+            await abort_with(context, exc)
+        return pb.AddExecutorResponse()
+
+    async def DrainExecutor(self, request: pb.DrainExecutorRequest, context: Any) -> pb.DrainExecutorResponse:
+        """Give an executor no new requests; returns when it holds none, or at the timeout."""
+        try:
+            self._front.check_serving()
+            timeout_s = _timeout_s(request)
+            num_remaining = await self._until_stop(self._front.engine.executors.drain(_target(request), timeout_s))
+        except Exception as exc:
+            await abort_with(context, exc)
+        return pb.DrainExecutorResponse(num_remaining=num_remaining)
+
+    async def ResumeExecutor(self, request: pb.ResumeExecutorRequest, context: Any) -> pb.ResumeExecutorResponse:
+        """Let a draining executor take requests again."""
+        try:
+            self._front.check_serving()
+            self._front.engine.executors.resume(_target(request))
+        except Exception as exc:
+            await abort_with(context, exc)
+        return pb.ResumeExecutorResponse()
+
+    async def RemoveExecutor(self, request: pb.RemoveExecutorRequest, context: Any) -> pb.RemoveExecutorResponse:
+        """End the session with an executor and forget it. The removal goes on if the caller leaves."""
+        try:
+            self._front.check_serving()
+            await self._front.engine.executors.remove(_target(request))
+        except Exception as exc:
+            await abort_with(context, exc)
+        return pb.RemoveExecutorResponse()
 
     async def _watch(self, include_block_tables: bool, context: Any) -> None:
         async with self._front.engine.watch(include_block_tables=include_block_tables) as watch:
@@ -86,3 +123,18 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         finally:
             working.cancel()
             stopping.cancel()
+
+
+def _timeout_s(request: pb.DrainRequest | pb.DrainExecutorRequest) -> float | None:
+    timeout_s = request.timeout_s if request.HasField("timeout_s") else None
+    if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s >= 0):
+        raise RequestRejectedError("timeout_s", f"must be 0 or more seconds, not {timeout_s}")
+    return timeout_s
+
+
+def _target(request: _OfExecutor) -> str:
+    """The address in the form of ExecutorInfo; raises RequestRejectedError."""
+    try:
+        return executor_address(request.target)
+    except ValueError as exc:
+        raise RequestRejectedError("target", str(exc)) from exc

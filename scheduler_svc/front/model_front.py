@@ -54,9 +54,11 @@ class ModelFront:
 
         From then on the front follows each change of the model. `restore` is called once, before calls are accepted.
         """
+        loaded: ModelDescription | None = None
         while True:
             model, number = current(), served.number
-            tokenizer = await self._load(model)
+            if loaded is None or (loaded.tokenizer, loaded.fingerprint) != (model.tokenizer, model.fingerprint):
+                tokenizer, loaded = await self._load(model), model
             if tokenizer is not None:
                 tokenizer.check_fits(model.vocab_size)
             if served.number == number and restore is not None:
@@ -83,6 +85,10 @@ class ModelFront:
             tokenizer = old
         same_tokens = await _in_thread(partial(_have_same_tokens, old, tokenizer))
         return PreparedModel(same_tokens, check_features, partial(self._serve, after, tokenizer))
+
+    def prepare_limits(self, model: ModelDescription) -> PreparedModel:
+        """Keep the tokenizer: executors that serve one model differ in their limits only."""
+        return PreparedModel(True, check_features, partial(self._serve, model, self.tokenizer))
 
     def close(self) -> None:
         """End the tokenizer's threads."""

@@ -2,7 +2,8 @@
 
 A plan is sent as late as possible without letting the executor idle (see pacing). After a result the next plan goes
 first, and the result's outputs are delivered while the executor computes. When the session breaks, for any reason, the
-core requeues the lane's running sequences, and the loop opens a new session once the executor answers.
+core requeues the lane's running sequences, and the loop opens a new session once the executor answers. A scheduler with
+several executors has a loop for each.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler, check_limits
 from scheduler_svc.core.types import ExecutorSpec, SessionEnd, StepResult, StepStatus
 from scheduler_svc.plan_loop.clock import Clock
-from scheduler_svc.plan_loop.model_change import ModelChange, ModelRefusedError, model_change
+from scheduler_svc.plan_loop.fleet_model import lacking_features, promised_numerics
+from scheduler_svc.plan_loop.model_change import ModelRefusedError
 from scheduler_svc.plan_loop.opening import open_session
 from scheduler_svc.plan_loop.pacing import StepPacer
 from scheduler_svc.plan_loop.ports import (
@@ -31,6 +33,7 @@ from scheduler_svc.plan_loop.ports import (
     ExecutorPort,
     ExecutorState,
     ExecutorStoppedError,
+    Load,
     ModelDescription,
     PlanStream,
 )
@@ -40,6 +43,13 @@ _LOG = logging.getLogger(__name__)
 _RECONNECT_S = 0.2
 _REFUSED_S = 1.0
 """Time until the description of an executor that does not fit is read again: another may have replaced it."""
+
+
+AdoptModel = Callable[[Callable[[], None]], None]
+"""Adopts an executor's description: calls its argument, which gives the lane the executor's limits.
+
+Raises ModelRefusedError, before that call, if the executor cannot be served any more.
+"""
 
 
 class PlanLoopListener(Protocol):
@@ -59,23 +69,30 @@ class PlanLoopListener(Protocol):
         The loop makes the returned call after that.
         """
 
-    def on_connected(self, connected: bool) -> None:
-        """A session was opened or has ended."""
+    def on_connected(self, executor_id: int) -> None:
+        """A session was opened."""
 
-    def on_progress(self) -> None:
+    def on_lost(self, executor_id: int, error: ExecutorLostError | None, outputs: StepOutputs) -> None:
+        """A session has ended, with these outputs; `error` is None if the loop was cancelled."""
+
+    def on_progress(self, executor_id: int) -> None:
         """The executor has stalled, or makes progress again."""
 
-    async def prepare_model(self, change: ModelChange) -> Callable[[], None]:
-        """Prepare for a changed model or changed limits of the executor; raises ModelRefusedError.
+    def on_refused(self, executor_id: int, error: Exception) -> None:
+        """The executor answers, but cannot be used: LimitsError, ModelRefusedError, or ExecutorLostError.
 
-        The loop calls the result once the executor's session is open and the lane has the new limits.
+        It is described again until it, or another one at its address, can.
+        """
+
+    async def check_model(self, executor_id: int, model: ModelDescription) -> AdoptModel:
+        """Prepare for an executor with this description; raises ModelRefusedError.
+
+        The loop calls the result once the session is open.
         """
 
 
 class PlanLoop:
     """Drives one executor: its lane of the core, and the session with it."""
-
-    model: ModelDescription
 
     def __init__(
         self,
@@ -94,7 +111,7 @@ class PlanLoop:
         self._clock = clock
         self._wake = asyncio.Event()
         self._pacer = StepPacer()
-        self._progress = ProgressWatch(clock, executor.target, listener.on_progress)
+        self._progress = ProgressWatch(clock, executor.target, partial(listener.on_progress, executor_id))
         self._epoch = 0
         self._last_session_epoch = 0
         """The epoch of the newest session that was opened; `_epoch` may be that of an attempt."""
@@ -104,40 +121,52 @@ class PlanLoop:
         """The step of this session that failed; 0: none."""
         self._stream: PlanStream | None = None
         self._undelivered: deque[Callable[[], None]] = deque()
+        self._end_reason = ""
+        self._ending = asyncio.Event()
+        self.model: ModelDescription | None = None
+        """The executor's description; None before its first session."""
         self.connected = False
+        self.idle = False
+        """Whether it waits for something to plan."""
+        self.leaving = False
+        """Whether the executor is being removed: no request ended its session."""
 
     @property
-    def lane(self) -> Lane:
-        """The core's lane of this executor."""
-        return self._core.lanes[self._executor_id]
+    def target(self) -> str:
+        """The executor's address."""
+        return self._executor.target
+
+    @property
+    def lane(self) -> Lane | None:
+        """The core's lane of this executor; None before its first session."""
+        return self._core.lanes.get(self._executor_id)
 
     @property
     def stalled(self) -> bool:
         """Whether a step has run for much longer than it should."""
         return self._progress.stall is not None
 
-    @property
-    def state(self) -> ExecutorState:
-        """The executor's current state."""
-        stall = self._progress.stall
+    def state(self, *, draining: bool, refusal: str, load: Load) -> ExecutorState:
+        """The executor's current state; the parameters are what the loop does not know."""
+        stall, lane, model = self._progress.stall, self.lane, self.model
         return ExecutorState(
-            target=self._executor.target,
+            target=self.target,
+            index=self._executor_id,
             connected=self.connected,
+            draining=draining,
+            refusal=refusal,
             incarnation=self._incarnation,
             epoch=self._epoch,
-            device=self.model.device,
-            block_size=self.model.block_size,
-            num_inflight_plans=len(self.lane.inflight),
+            device=model.device if model is not None else "",
+            block_size=model.block_size if model is not None else 0,
+            max_num_seqs=lane.spec.max_num_seqs if lane is not None else 0,
+            num_inflight_plans=len(lane.inflight) if lane is not None else 0,
             last_step_id=self._last_done_step_id,
             resident_bytes=self._stream.resident_bytes if self._stream is not None else 0,
             stalled_step_id=stall.step_id if stall is not None else 0,
             stalled_s=self._clock.monotonic() - stall.since if stall is not None else 0.0,
+            load=load,
         )
-
-    async def describe(self) -> None:
-        """Wait for the executor's description and create its lane; raises LimitsError for limits that cannot work."""
-        self.model = await self._executor.describe()
-        self._core.add_executor(self._executor_id, _executor_spec(self.model, self._config))
 
     def wake(self) -> None:
         """Signal a change after which there may be something to plan."""
@@ -148,6 +177,11 @@ class PlanLoop:
         while self._undelivered:
             self._undelivered.popleft()()
 
+    def end_session(self, reason: str) -> None:
+        """End the session as if the executor were lost; a new one is opened once it answers."""
+        self._end_reason = reason
+        self._ending.set()
+
     async def run(self) -> None:
         """Keep a session open, again and again; raises ExecutorFencedError."""
         while True:
@@ -155,92 +189,116 @@ class PlanLoop:
                 await self._session()
             except ExecutorFencedError:
                 raise
-            except ExecutorStoppedError as exc:
-                _LOG.info("executor %s: %s; requests wait for its successor", self._executor.target, exc)
             except ExecutorLostError as exc:
-                _LOG.warning("executor %s lost: %s; requests wait for it", self._executor.target, exc)
+                _LOG.warning("executor %s: no session: %s", self.target, exc)
             await self._clock.sleep(_RECONNECT_S)
 
     async def _session(self) -> None:
-        """Open a session and run it until it breaks."""
-        model, adopt = await self._describe_again()
+        """Open a session and run it until it breaks; raises ExecutorLostError if none can be opened."""
+        model, adopt = await self._describe_until_accepted()
         stream, self._epoch = await open_session(self._executor, self._clock, self._epoch + 1)
-        if stream.opened.incarnation != model.incarnation:
+        try:
+            if stream.opened.incarnation != model.incarnation:
+                raise ExecutorLostError("another executor took its place while the session was opened")
+            adopt()
+        except (ExecutorLostError, ModelRefusedError) as exc:
             await stream.close()
-            raise ExecutorLostError("another executor took its place while the session was opened")
-        same_incarnation = stream.opened.incarnation == self._incarnation
+            raise ExecutorLostError(str(exc)) from exc
+        self._open(stream)
+        error: ExecutorLostError | None = None
+        work = (self._send_plans(stream), self._receive_results(stream), self._until_ended())
+        tasks = [asyncio.create_task(each) for each in work]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except ExecutorLostError as exc:
+            error = exc
+        finally:
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            await stream.close()
+            error = next((each for each in outcomes if isinstance(each, ExecutorStoppedError)), error)
+            self._close(stream, error)
+        if isinstance(error, ExecutorFencedError):
+            raise error
+
+    def _open(self, stream: PlanStream) -> None:
+        """Start a session whose stream is open."""
+        opened = stream.opened
+        same_incarnation = opened.incarnation == self._incarnation
         # Another scheduler may have held the executor in between, and written to its pools.
-        keeps_kv = same_incarnation and 0 < stream.opened.sole_since_epoch <= self._last_session_epoch
+        keeps_kv = same_incarnation and 0 < opened.sole_since_epoch <= self._last_session_epoch
         self._last_session_epoch = self._epoch
-        adopt()
-        self._incarnation = stream.opened.incarnation
+        self._incarnation = opened.incarnation
         # A new incarnation has completed none, and a count never goes back.
-        self._last_done_step_id = max(self._last_done_step_id, stream.opened.last_completed_step_id)
+        self._last_done_step_id = max(self._last_done_step_id, opened.last_completed_step_id)
         self._listener.on_outputs(
             self._core.session_opened(
-                stream.opened.last_completed_step_id,
+                opened.last_completed_step_id,
                 executor_id=self._executor_id,
                 same_incarnation=same_incarnation,
                 keeps_kv=keeps_kv,
             )
         )
         self._stream, self._failed_step_id = stream, 0
+        self._ending.clear()
         self._progress.session_opened(self._incarnation)
-        self._set_connected(True)
-        tasks = [asyncio.create_task(self._send_plans(stream)), asyncio.create_task(self._receive_results(stream))]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-            await stream.close()
-            self._stream = None
-            self._progress.session_closed()
-            self._set_connected(False)
-            self.deliver()
-            stopped = any(isinstance(outcome, ExecutorStoppedError) for outcome in outcomes)
-            end = SessionEnd(stream.begun_step_id, self._failed_step_id, stopped)
-            self._listener.on_outputs(self._core.executor_lost(self._executor_id, self._clock.monotonic(), end))
+        self.connected = True
+        self._listener.on_connected(self._executor_id)
 
-    async def _describe_again(self) -> tuple[ModelDescription, Callable[[], None]]:
+    def _close(self, stream: PlanStream, error: ExecutorLostError | None) -> None:
+        """Report the end of a session, after all of its outputs."""
+        self._stream, self.connected, self.idle = None, False, False
+        self._progress.session_closed()
+        self.deliver()
+        stopped = self.leaving or isinstance(error, ExecutorStoppedError)
+        end = SessionEnd(stream.begun_step_id, self._failed_step_id, stopped)
+        outputs = self._core.executor_lost(self._executor_id, self._clock.monotonic(), end)
+        self._listener.on_lost(self._executor_id, error, outputs)
+
+    async def _until_ended(self) -> None:
+        await self._ending.wait()
+        raise ExecutorLostError(self._end_reason)
+
+    async def _describe_until_accepted(self) -> tuple[ModelDescription, Callable[[], None]]:
         """Wait for an executor that can be served; returns its description, and the call that adopts it.
 
-        One that cannot is logged and described again until it, or another one at its address, fits.
+        One that cannot is reported and described again until it, or another one at its address, fits.
         """
-        refusal = ""
         while True:
-            model = await self._executor.describe()
             try:
+                model = await self._executor.describe()
                 return model, await self._check_model(model)
             except (LimitsError, ModelRefusedError) as exc:
-                if str(exc) != refusal:
-                    refusal = str(exc)
-                    _LOG.error("executor %s cannot be used: %s; requests wait", self._executor.target, refusal)
+                self._listener.on_refused(self._executor_id, exc)
+            except ExecutorLostError as exc:
+                if self.model is not None:
+                    raise
+                self._listener.on_refused(self._executor_id, exc)
             await self._clock.sleep(_REFUSED_S)
 
     async def _check_model(self, model: ModelDescription) -> Callable[[], None]:
-        """Prepare for a reconnected executor; returns the call that adopts it. Raises LimitsError, ModelRefusedError.
+        """Prepare for an executor; returns the call that adopts it. Raises LimitsError, ModelRefusedError.
 
         Nothing has changed yet if it raises, or if no session can be opened.
         """
-        change, spec = model_change(self._executor.target, self.model, model), _executor_spec(model, self._config)
+        spec = _executor_spec(model, self._config)
         check_limits(spec)
-        adopt_requests = None if change is None else await self._listener.prepare_model(change)
+        adopt_model = await self._listener.check_model(self._executor_id, model)
 
         def adopt() -> None:
-            self.model = model
-            if change is not None and not change.same_numerics:
+            before, lane = self.model, self.lane
+            same_numerics = before is not None and before.fingerprint == model.fingerprint
+            if before is not None and not same_numerics:
                 self._pacer = StepPacer()
             # A new lane has an empty prefix cache: KV of other numerics must never be used.
-            if spec != self.lane.spec or (change is not None and not change.same_numerics):
+            if lane is None or spec != lane.spec or not same_numerics:
                 self._core.add_executor(self._executor_id, spec)
-            if adopt_requests is not None:
-                adopt_requests()
+            self.model = model
 
-        return adopt
+        return partial(adopt_model, adopt)
 
     async def _send_plans(self, stream: PlanStream) -> None:
         while True:
@@ -251,18 +309,22 @@ class PlanLoop:
             if plan is None:
                 self.deliver()
                 self._wake.clear()
+                self.idle = True
                 await self._wait_for_outputs(self._core.wakes_at(self._executor_id, now))
+                self.idle = False
                 continue
-            self._listener.on_planned(self.lane.inflight[-1])
-            if len(self.lane.inflight) == 1:
+            lane = self._core.lanes[self._executor_id]
+            self._listener.on_planned(lane.inflight[-1])
+            if len(lane.inflight) == 1:
                 self._pacer.started(now)
-                self._progress.started(self.lane)
+                self._progress.started(lane)
             await stream.send(plan)
             self.deliver()
 
     async def _wait_until_due(self) -> None:
         """Wait until the next plan is due: at once if the executor idles, late in its step if it is busy."""
-        inflight = self.lane.inflight
+        assert self.model is not None
+        inflight = self._core.lanes[self._executor_id].inflight
         limit = min(self._config.max_inflight_plans, self.model.max_inflight_plans)
         while True:
             self._wake.clear()
@@ -305,15 +367,11 @@ class PlanLoop:
         self._last_done_step_id = result.step_id
         self._pacer.ended(step.total_tokens, result.total_ns / 1e9, now)
         self._progress.ended()
-        self._progress.started(self.lane)
+        self._progress.started(self._core.lanes[self._executor_id])
         self._undelivered.append(partial(self._listener.on_outputs, outputs))
         record = self._listener.on_applied(step, result, outputs, now)
         if record is not None:
             self._undelivered.append(record)
-
-    def _set_connected(self, connected: bool) -> None:
-        self.connected = connected
-        self._listener.on_connected(connected)
 
 
 def _executor_spec(model: ModelDescription, config: SchedulerConfig) -> ExecutorSpec:
@@ -330,4 +388,6 @@ def _executor_spec(model: ModelDescription, config: SchedulerConfig) -> Executor
         watermark=config.watermark,
         num_host_blocks=model.num_host_blocks if model.can_swap else 0,
         shares_prefixes=model.shares_prefixes,
+        numerics=promised_numerics(model, allows_other_numerics=config.allow_fingerprint_change),
+        lacks=lacking_features(model),
     )

@@ -129,6 +129,13 @@ class ExecutorPort(Protocol):
     async def open(self, epoch: int) -> PlanStream:
         """Open a session; raises ExecutorLostError, StaleEpochError, ExecutorHeldError, ExecutorFencedError."""
 
+    async def aclose(self) -> None:
+        """Close the connection: the executor is not used any more."""
+
+
+Connect = Callable[[int, str], ExecutorPort]
+"""Gives the port of a new executor by its index and its address; raises ValueError for a bad address."""
+
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
@@ -262,16 +269,22 @@ class ExecutorState:
     """The state of one executor; names as in ExecutorInfo."""
 
     target: str
+    index: int
     connected: bool
+    draining: bool
+    refusal: str
     incarnation: int
     epoch: int
     device: str
     block_size: int
+    max_num_seqs: int
     num_inflight_plans: int
     last_step_id: int
     resident_bytes: int
     stalled_step_id: int
     stalled_s: float
+    load: Load
+    """Of this executor alone; `num_waiting` counts the requests that wait for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ def executor_message(spec: ExecutorSpec) -> pb.RecordedExecutor:
         max_model_len=spec.max_model_len,
         watermark=spec.watermark,
         shares_prefixes=spec.shares_prefixes,
+        numerics=spec.numerics,
+        lacks=sorted(spec.lacks),
     )
 
 
@@ -51,6 +53,8 @@ def executor_spec(message: pb.RecordedExecutor) -> ExecutorSpec:
         max_model_len=message.max_model_len,
         watermark=message.watermark,
         shares_prefixes=message.shares_prefixes,
+        numerics=message.numerics,
+        lacks=frozenset(message.lacks),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -36,29 +36,32 @@ from scheduler_svc.recording.plan_log import PlanLogWriter
 _LOG = logging.getLogger(__name__)
 
 
+RecordExecutor = Callable[[int, ExecutorPort], ExecutorPort]
+"""Gives the port through which the executor of this index is recorded."""
+
+
 @contextmanager
-def core_and_executor(config: SchedulerConfig, executor: ExecutorPort) -> Iterator[tuple[Scheduler, ExecutorPort]]:
-    """Yield a core with these options, and its executor; with --record both are wrapped and recorded until exit."""
+def recorded_core(config: SchedulerConfig) -> Iterator[tuple[Scheduler, RecordExecutor]]:
+    """Yield a core with these options, and what wraps its executors; with --record all are recorded until exit."""
     if config.record is None:
-        yield Scheduler(policies_from_options(config)), executor
+        yield Scheduler(policies_from_options(config)), lambda _, executor: executor
         return
     log = _Recording(config, config.record)
     try:
-        yield _RecordedScheduler(policies_from_options(config), log), _RecordedExecutor(executor, log)
+        yield _RecordedScheduler(policies_from_options(config), log), partial(_RecordedExecutor, log)
     finally:
         log.close()
 
 
 class _Recording:
-    """The log, and the state of the session that its records need. There is one executor so far: number 0."""
+    """The log, and the state of the sessions that its records need."""
 
     def __init__(self, config: SchedulerConfig, path: str) -> None:
         self._config = config
         self._path = path
         self._writer: PlanLogWriter | None = None
-        self._model: ModelDescription | None = None
-        self.epoch = 0
-        self.incarnation = 0
+        self._models: dict[int, ModelDescription] = {}
+        self._sessions: dict[int, tuple[int, int]] = {}
 
     def open(self) -> None:
         """Open the file unless it is open; raises OSError."""
@@ -66,15 +69,27 @@ class _Recording:
             self._writer = PlanLogWriter(self._path)
             _LOG.info("recording to %s", self._path)
 
-    def described(self, model: ModelDescription) -> None:
-        """Write the header, or the changed description of a reconnected executor."""
-        known, self._model = self._model, model
-        if known is None:
+    def described(self, executor_id: int, model: ModelDescription) -> None:
+        """Write the header, the description of a further executor, or the changed one of a known executor.
+
+        The header's executor is the one that is added without an ExecutorDescribed before.
+        """
+        is_first, known = not self._models, self._models.get(executor_id)
+        self._models[executor_id] = model
+        if is_first:
             version, now = importlib.metadata.version("cadenza"), time.time_ns()
             options = self._config.model_dump()
             self.write(lambda: records.header(options, model, cadenza_version=version, started_unix_ns=now))
         elif known != model:
-            self.write(lambda: records.executor_described(0, model))
+            self.write(lambda: records.executor_described(executor_id, model))
+
+    def opened(self, executor_id: int, epoch: int, incarnation: int) -> None:
+        """Keep the epoch and the incarnation of a session."""
+        self._sessions[executor_id] = epoch, incarnation
+
+    def session(self, executor_id: int) -> tuple[int, int]:
+        """Epoch and incarnation of an executor's last session."""
+        return self._sessions.get(executor_id, (0, 0))
 
     def write(self, make: records.MakeRecord) -> None:
         """Write a record; never raises."""
@@ -120,12 +135,24 @@ class _RecordedScheduler(Scheduler):
     ) -> StepOutputs:
         log, last = self._log, last_completed_step_id
         known = {"same_incarnation": same_incarnation, "keeps_kv": keeps_kv}
-        with log.call(lambda: records.session_opened(executor_id, last, log.epoch, log.incarnation, **known)):
+        with log.call(lambda: records.session_opened(executor_id, last, *log.session(executor_id), **known)):
             return super().session_opened(last, executor_id=executor_id, **known)
 
     def executor_lost(self, executor_id: int, now: float, end: SessionEnd | None = None) -> StepOutputs:
         with self._log.call(lambda: records.executor_lost(executor_id, now, end)):
             return super().executor_lost(executor_id, now, end)
+
+    def give_up_executor(self, executor_id: int, now: float) -> StepOutputs:
+        with self._log.call(lambda: records.give_up_executor(executor_id, now)):
+            return super().give_up_executor(executor_id, now)
+
+    def drain_executor(self, executor_id: int, draining: bool, now: float) -> None:
+        with self._log.call(lambda: records.drain_executor(executor_id, draining, now)):
+            super().drain_executor(executor_id, draining, now)
+
+    def remove_executor(self, executor_id: int, now: float) -> StepOutputs:
+        with self._log.call(lambda: records.remove_executor(executor_id, now)):
+            return super().remove_executor(executor_id, now)
 
     def add_request(self, spec: RequestSpec, now: float) -> None:
         with self._log.call(lambda: records.add_request(spec, now)):
@@ -145,21 +172,22 @@ class _RecordedScheduler(Scheduler):
 
     def plan_step(self, executor_id: int, now: float) -> StepPlan | None:
         plan: StepPlan | None = None
-        with self._log.call(lambda: records.plan_step(executor_id, now, plan, self._log.epoch)):
+        with self._log.call(lambda: records.plan_step(executor_id, now, plan, self._log.session(executor_id)[0])):
             plan = super().plan_step(executor_id, now)
         return plan
 
     def apply_result(self, executor_id: int, result: StepResult, now: float) -> tuple[PlannedStep, StepOutputs]:
         log = self._log
-        with log.call(lambda: records.apply_result(executor_id, now, result, log.epoch, log.incarnation)):
+        with log.call(lambda: records.apply_result(executor_id, now, result, *log.session(executor_id))):
             return super().apply_result(executor_id, result, now)
 
 
 class _RecordedExecutor:
     """An ExecutorPort that records its description and its sessions."""
 
-    def __init__(self, executor: ExecutorPort, log: _Recording) -> None:
+    def __init__(self, log: _Recording, executor_id: int, executor: ExecutorPort) -> None:
         self.target = executor.target
+        self._executor_id = executor_id
         self._executor = executor
         self._log = log
 
@@ -168,21 +196,26 @@ class _RecordedExecutor:
         # Before the wait for the executor, which may take minutes: a bad path fails at once.
         self._log.open()
         model = await self._executor.describe()
-        self._log.described(model)
+        self._log.described(self._executor_id, model)
         return model
 
     async def open(self, epoch: int) -> PlanStream:
         """Open a session."""
         stream = await self._executor.open(epoch)
-        self._log.epoch, self._log.incarnation = epoch, stream.opened.incarnation
-        return _RecordedStream(stream, self._log)
+        self._log.opened(self._executor_id, epoch, stream.opened.incarnation)
+        return _RecordedStream(stream, self._log, self._executor_id)
+
+    async def aclose(self) -> None:
+        """Close the connection."""
+        await self._executor.aclose()
 
 
 class _RecordedStream:
     """A PlanStream that records the results of failed steps."""
 
-    def __init__(self, stream: PlanStream, log: _Recording) -> None:
+    def __init__(self, stream: PlanStream, log: _Recording, executor_id: int) -> None:
         self.opened: SessionOpened = stream.opened
+        self._executor_id = executor_id
         self._stream = stream
         self._log = log
 
@@ -202,10 +235,10 @@ class _RecordedStream:
 
     async def results(self) -> AsyncIterator[StepResult]:
         """Yield results in plan order."""
-        log = self._log
+        log, executor_id = self._log, self._executor_id
         async for result in self._stream.results():
             if result.status is not StepStatus.OK:
-                log.write(partial(records.step_failed, 0, result, log.epoch, log.incarnation))
+                log.write(partial(records.step_failed, executor_id, result, *log.session(executor_id)))
             yield result
 
     async def close(self) -> None:

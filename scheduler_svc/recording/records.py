@@ -106,6 +106,22 @@ def executor_lost(executor_id: int, now: float, end: SessionEnd | None = None) -
     return pb.PlanLogRecord(executor_lost=pb.ExecutorLostCall(executor_id=executor_id, now=now, end=known))
 
 
+def give_up_executor(executor_id: int, now: float) -> pb.PlanLogRecord:
+    """Return the record of a lost executor that is not waited for."""
+    return pb.PlanLogRecord(give_up_executor=pb.GiveUpExecutorCall(executor_id=executor_id, now=now))
+
+
+def drain_executor(executor_id: int, draining: bool, now: float) -> pb.PlanLogRecord:
+    """Return the record of the start or end of one executor's drain."""
+    call = pb.DrainExecutorCall(executor_id=executor_id, draining=draining, now=now)
+    return pb.PlanLogRecord(drain_executor=call)
+
+
+def remove_executor(executor_id: int, now: float) -> pb.PlanLogRecord:
+    """Return the record of a removed executor."""
+    return pb.PlanLogRecord(remove_executor=pb.RemoveExecutorCall(executor_id=executor_id, now=now))
+
+
 def add_request(spec: RequestSpec, now: float) -> pb.PlanLogRecord:
     """Return the record of a new request."""
     return pb.PlanLogRecord(add_request=pb.AddRequestCall(request=request_message(spec), now=now))

@@ -112,6 +112,13 @@ class CoreReplay:
             case "executor_lost":
                 lost = record.executor_lost
                 core.executor_lost(lost.executor_id, lost.now, session_end(lost))
+            case "give_up_executor":
+                core.give_up_executor(record.give_up_executor.executor_id, record.give_up_executor.now)
+            case "drain_executor":
+                drained = record.drain_executor
+                core.drain_executor(drained.executor_id, drained.draining, drained.now)
+            case "remove_executor":
+                core.remove_executor(record.remove_executor.executor_id, record.remove_executor.now)
         return None
 
 

@@ -12,9 +12,11 @@ import pytest
 from cadenza.executor_progress import ExecutorProgress
 from cadenza.v1 import generation_pb2, generation_pb2_grpc
 
+EXECUTOR = "host:1"
+
 
 class FakeScheduler(generation_pb2_grpc.GenerationServiceServicer):
-    """Reports the executors that the test sets."""
+    """Reports an executor as the test sets it, after another one that has completed steps."""
 
     def __init__(self) -> None:
         self.executors: list[generation_pb2.ExecutorInfo] = []
@@ -23,7 +25,9 @@ class FakeScheduler(generation_pb2_grpc.GenerationServiceServicer):
         return generation_pb2.GetServerInfoResponse(executors=self.executors)
 
     def report(self, incarnation: int, last_step_id: int) -> None:
-        self.executors = [generation_pb2.ExecutorInfo(incarnation=incarnation, last_step_id=last_step_id)]
+        other = generation_pb2.ExecutorInfo(target="other:1", incarnation=99, last_step_id=99)
+        own = generation_pb2.ExecutorInfo(target=EXECUTOR, incarnation=incarnation, last_step_id=last_step_id)
+        self.executors = [other, own]
 
 
 @pytest.fixture
@@ -32,7 +36,7 @@ def scheduler() -> Iterator[tuple[FakeScheduler, ExecutorProgress]]:
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(fake, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    yield fake, ExecutorProgress(lambda: f"127.0.0.1:{port}")
+    yield fake, ExecutorProgress(lambda: f"127.0.0.1:{port}", EXECUTOR)
     server.stop(None).wait()
 
 
@@ -54,4 +58,4 @@ def test_a_scheduler_that_is_gone_knows_of_no_step():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        assert not ExecutorProgress(lambda: address).completed_step()
+        assert not ExecutorProgress(lambda: address, EXECUTOR).completed_step()

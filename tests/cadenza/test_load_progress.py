@@ -39,6 +39,11 @@ def test_two_plain_lines_without_a_terminal(fakes):
     assert (result.stdout, result.returncode) == ("", 0)
 
 
+def test_several_executors_are_counted(fakes):
+    starting, _ = run(fakes, ", executors=3").stderr.splitlines()
+    assert starting == "cadenza: starting 3 executors and scheduler, loading some/model"
+
+
 def test_nothing_is_shown_with_the_keyword_of_vllm(fakes):
     result = run(fakes, ", use_tqdm_on_load=False")
     assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)

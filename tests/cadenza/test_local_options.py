@@ -14,9 +14,11 @@ import cadenza
 from cadenza.cli.app import run
 from cadenza.errors import OptionError
 from cadenza.local_options import (
+    STARTER,
     Setting,
     config_classes,
     ignored_variables,
+    option_classes,
     read_places,
     route_options,
     service_options,
@@ -62,12 +64,13 @@ def test_every_option_has_a_service():
     options = service_options()
     assert options["max_num_seqs"] == ["executor", "scheduler"]
     assert options["num_gpu_blocks"] == ["executor"]
+    assert options["executors"] == [STARTER]
     assert not {"model", "listen", "executor"} & set(options)
 
 
 def sample(name: str, owners: list[str]) -> Any:
     """A value other than the default that every service with this option takes; the default if there is none."""
-    configs = {owner: config_classes()[owner] for owner in owners}
+    configs = {owner: option_classes()[owner] for owner in owners}
     field = next(iter(configs.values())).model_fields[name]
     default = field.get_default()
     required = {"model": "m", "config": None}
@@ -76,7 +79,7 @@ def sample(name: str, owners: list[str]) -> Any:
             continue
         try:
             for owner, config in configs.items():
-                config(**{name: value}, **({} if owner == "scheduler" else required))
+                config(**{name: value}, **(required if owner == "executor" else {}))
         except ValidationError:
             continue
         return value
@@ -103,6 +106,7 @@ def test_every_option_reaches_its_services_whole(tmp_path):
             service: read_config(config, getattr(arguments, service), pytest.fail)
             for service, config in config_classes().items()
         }
+        configs[STARTER] = arguments
         for name, owners in service_options().items():
             for owner in owners:
                 assert getattr(configs[owner], name) == options[name], name
@@ -130,6 +134,7 @@ def test_every_option_is_taken_by_every_command(command, monkeypatch, capsys):
     (call,) = started
     passed_on, meant = route_options("m", {name: call[name] for name in options}), route_options("m", options)
     assert (passed_on.executor, passed_on.scheduler) == (meant.executor, meant.scheduler)
+    assert passed_on.executors == meant.executors == options["executors"]
 
 
 def test_what_is_given_goes_before_the_environment_and_that_before_the_file(tmp_path):
@@ -216,6 +221,8 @@ def test_variables_without_effect_are_reported():
         ({"zzz": 1}, "^unknown option zzz; `cadenza up --help` lists them"),
         ({"dtype": "int8"}, "^option dtype: input should be .*, not 'int8'$"),
         ({"max_num_seqs": 0}, "^option max_num_seqs: input should be greater .*, not 0$"),
+        ({"executors": 0}, "^option executors: input should be greater .*, not 0$"),
+        ({"executors": "some"}, "^option executors: input should be a valid integer"),
         ({"num_threads": "many"}, "^option num_threads: input should be a valid integer"),
         ({"preemption": "never"}, "^option preemption: input should be .*, not 'never'$"),
         ({"listen": "x"}, "^option listen cannot be given here"),

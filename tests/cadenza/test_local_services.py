@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from cadenza.errors import LocalServiceError, OptionError, UnavailableError
-from cadenza.local import _reserve_port
+from cadenza.local import log_line
+from cadenza.local_ports import reserve_port
 from cadenza.stopped_process import process_state
 from cadenza.supervisor import RestartPolicy
 from tests.helpers.service_scripts import SERVICE, Fakes, alive, until
@@ -59,6 +60,73 @@ def test_both_start_at_once(fakes):
         assert set(services.pids()) == {"executor", "scheduler"}
 
 
+def test_several_executors_of_one_scheduler(fakes):
+    """Each has a port and a name of its own, and the scheduler knows them all, also when it is started again."""
+    started: list[list[str]] = []
+    with fakes.start(executors=2, num_threads=1, num_gpu_blocks=8, on_start=started.append) as services:
+        assert started == [["executor 0", "executor 1"]]
+        assert services.executors == started[0]
+        names = [*services.executors, "scheduler"]
+        assert set(services.addresses) == set(names) == set(services.pids())
+        addresses = [services.addresses[name] for name in services.executors]
+        listening = [start["arguments"][-1] for start in fakes.starts("executor")]
+        assert sorted(listening) == sorted(addresses)
+        until(lambda: {(name, "chatter on stdout") for name in names} <= set(fakes.lines))
+        os.kill(services.pids()["scheduler"], signal.SIGKILL)
+        until(lambda: any("the scheduler is back" in text for text in fakes.events))
+        pids = services.pids()
+    assert not any(alive(pid) for pid in pids.values())
+    for start in fakes.starts("scheduler"):
+        arguments = start["arguments"]
+        assert [arguments[place + 1] for place, each in enumerate(arguments) if each == "--executor"] == addresses
+
+
+@pytest.mark.parametrize(
+    ("service", "logger"), [("executor", "cadenza.executor"), ("executor 1", "cadenza.executor.1")]
+)
+def test_a_service_logs_to_a_logger_of_its_name(caplog, service, logger):
+    """Those of several executors are below the logger of one: a handler there gets all."""
+    caplog.set_level("INFO", "cadenza.executor")
+    log_line(service, "loading")
+    assert caplog.record_tuples == [(logger, 20, "loading")]
+
+
+def test_each_of_several_executors_has_a_restart_state_of_its_own(fakes):
+    """One is given up: the other serves on. When the last one is given up, all are stopped."""
+    services = fakes.start(executors=2, restarts=RestartPolicy(first_delay_s=0.02, max_deaths=3))
+    pids = services.pids()
+    (fakes.folder / "executor.fail").touch()
+    os.kill(pids["executor 1"], signal.SIGKILL)
+    until(lambda: any("is given up" in text for text in fakes.events))
+    assert fakes.events[0] == "executor 1 died (killed by signal 9); starting it again in 0.02 s"
+    assert fakes.events[-1] == (
+        "executor 1 did not start (exit code 3: executor: no such model); "
+        "it has died 3 times without progress and is given up; 1 of 2 executors are left"
+    )
+    assert services.failure is None
+    assert set(services.pids()) == {"executor 0", "scheduler"}
+    assert alive(pids["executor 0"])
+    os.kill(pids["executor 0"], signal.SIGKILL)
+    assert services.wait_failure(30)
+    assert str(services.failure) == (
+        "executor 0 did not start (exit code 3: executor: no such model); "
+        "it has died 3 times without progress and is given up"
+    )
+    until(lambda: not alive(pids["scheduler"]))
+    services.close()
+
+
+def test_one_of_several_executors_comes_back_at_its_port(fakes):
+    back: list[str] = []
+    with fakes.start(executors=3, on_back=back.append) as services:
+        before, pids = services.addresses, services.pids()
+        os.kill(pids["executor 2"], signal.SIGKILL)
+        until(lambda: back == ["executor 2"])
+        assert services.addresses == before
+        assert {name for name, pid in services.pids().items() if pid != pids[name]} == {"executor 2"}
+        assert fakes.events[-1] == f"executor 2 is back at {before['executor 2']}"
+
+
 @pytest.mark.parametrize(("name", "other"), [("executor", "scheduler"), ("scheduler", "executor")])
 def test_a_service_that_does_not_start(fakes, name, other):
     """It is reported at once, although the other service would take long."""
@@ -71,7 +139,7 @@ def test_a_service_that_does_not_start(fakes, name, other):
 
 def test_a_reserved_port_is_the_executors_alone():
     with contextlib.ExitStack() as kept:
-        host, _, port = _reserve_port("127.0.0.1", kept).rpartition(":")
+        host, _, port = reserve_port("127.0.0.1", kept).rpartition(":")
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind((host, int(port)))
         for _ in range(2):  # the executor, and the one after it
@@ -263,6 +331,18 @@ def test_up_says_ready_and_stops_at_a_signal(fakes, number):
     assert "scheduler │ loading" in err
     assert not any(map(alive, pids))
     assert {"--max-num-seqs=3", "--no-enable-prefix-caching"} <= set(fakes.starts("scheduler")[0]["arguments"])
+
+
+def test_up_names_each_executor_in_its_log(fakes):
+    with run_up(fakes, "--port", "0", "--executors", "2") as up:
+        up.stdout.readline()
+        (scheduler,) = fakes.starts("scheduler")
+        assert scheduler["arguments"].count("--executor") == 2
+        up.send_signal(signal.SIGTERM)
+        _, err = up.communicate(timeout=20)
+        assert up.returncode == 0
+    for name in ("executor 0", "executor 1", "scheduler "):
+        assert f"{name} │ loading\n" in err
 
 
 @pytest.mark.parametrize(

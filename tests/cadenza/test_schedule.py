@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.cells import cell_len
 
-from cadenza.schedule import Cell, build_schedule, summarize
+from cadenza.schedule import Cell, build_schedule, executor_indices, summarize
 from cadenza.schedule_picture import draw_schedule
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import execution_pb2
@@ -71,6 +71,30 @@ def test_steps_that_failed_are_no_columns():
     schedule = build_schedule(records, {})
     assert schedule.step_ids == [1, 2]
     assert schedule.rows[0].cells == [P, D]
+
+
+def test_the_steps_of_two_executors_have_the_same_numbers():
+    """Each counts its own; a request that moves is computed again where it goes on."""
+
+    def of_second(step_id, *arguments, **fields) -> pb.StepRecord:
+        made = record(step_id, *arguments, **fields)
+        made.executor_index, made.planned_ns = 1, made.planned_ns + 10
+        return made
+
+    records = [
+        record(1, [(1, 2, 0, 1)], joined=[(1, "a", 2)]),
+        of_second(1, [(2, 2, 0, 1)], joined=[(2, "b", 2)]),
+        record(2, [(1, 1, 2, 1)]),
+        of_second(2, [(2, 1, 2, 1), (1, 3, 0, 1)], joined=[(1, "a", 2)], left=[(2, 2)]),
+        of_second(3, [(1, 1, 3, 1)], left=[(1, 4)]),
+    ]
+    first, second = (build_schedule(records[::-1], {}, index) for index in executor_indices(records))
+    assert [row.cells for row in first.rows] == [[P, D]]
+    assert [(row.label, row.cells) for row in second.rows] == [("b", [P, D, _]), ("a", [W, P, D])]
+    whole = summarize(records, block_size=4, batch_size=2)
+    assert (whole.num_steps, whole.num_output_tokens, whole.mean_occupancy) == (5, 6, 6 / 5)
+    assert [row.num_output_tokens for row in first.rows] == [4], "where it ended does not matter"
+    assert executor_indices([]) == []
 
 
 def test_a_sequence_without_its_joining_record_is_shown():

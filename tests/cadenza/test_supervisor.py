@@ -51,7 +51,7 @@ class World:
         self.refused = ""
         self.states: dict[int, str] = {}
         self.service = SupervisedService(
-            "executor",
+            "the executor",
             self.children[0],
             self.now,
             spawn=self.spawn,

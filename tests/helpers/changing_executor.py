@@ -26,7 +26,7 @@ from scheduler_svc.plan_loop.ports import (
     PlanStream,
     SessionOpened,
 )
-from scheduler_svc.recording.recording import core_and_executor
+from scheduler_svc.recording.recording import recorded_core
 from tests.helpers.core_executor import CoreExecutor
 from tests.helpers.core_sampling import core_sampling
 from tests.helpers.fake_clock import FakeClock
@@ -156,8 +156,9 @@ class ChangingWorld:
     def __init__(self, config: SchedulerConfig, stack: contextlib.ExitStack) -> None:
         self.clock = FakeClock()
         self.executor = ChangingExecutor(self.clock)
-        self.core, port = stack.enter_context(core_and_executor(config, self.executor))
-        self.engine = Engine(config, self.core, port, self.clock)
+        self.core, record = stack.enter_context(recorded_core(config))
+        self.engine = Engine(config, self.core, self.clock)
+        self.engine.executors.add_port(record(0, self.executor))
         self.live: dict[str, LiveRequest] = {}
 
     def submit(self, request_id: str, prompt: int = 6, max_tokens: int | None = 8, **more: Any) -> None:

@@ -25,6 +25,7 @@ _GENERATE = {
     "prompt": [{"tokens": {"ids": [5, 6, 7]}}],
     "sampling_params": {"max_tokens": 4, "temperature": 0.0, "seed": 1, "ignore_eos": True},
 }
+_NOWHERE = {"target": "nowhere:1"}
 HEALTHY = pb.GenerateRequest(**{**_GENERATE, "request_id": "healthy"})
 """Runs in a session beside each row."""
 
@@ -58,6 +59,10 @@ CALLS = {
     ),
     "Drain": Call("AdminService", admin_pb2.DrainRequest, {}, admin_pb2.DrainResponse),
     "Resume": Call("AdminService", admin_pb2.ResumeRequest, {}, admin_pb2.ResumeResponse),
+    "AddExecutor": Call("AdminService", admin_pb2.AddExecutorRequest, _NOWHERE, admin_pb2.AddExecutorResponse),
+    "DrainExecutor": Call("AdminService", admin_pb2.DrainExecutorRequest, _NOWHERE, admin_pb2.DrainExecutorResponse),
+    "ResumeExecutor": Call("AdminService", admin_pb2.ResumeExecutorRequest, _NOWHERE, admin_pb2.ResumeExecutorResponse),
+    "RemoveExecutor": Call("AdminService", admin_pb2.RemoveExecutorRequest, _NOWHERE, admin_pb2.RemoveExecutorResponse),
     "Profile": Call("ExecutorAdminService", admin_pb2.ProfileRequest, {}, admin_pb2.ProfileResponse),
 }
 

@@ -32,7 +32,8 @@ class World:
         self.clock = FakeClock()
         self.executor = TimedExecutor(self.clock, model, step_s)
         self.core = Scheduler(policies)
-        self.engine = Engine(config, self.core, self.executor, self.clock)
+        self.engine = Engine(config, self.core, self.clock)
+        self.engine.executors.add_port(self.executor)
 
     def submit(
         self,

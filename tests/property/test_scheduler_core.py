@@ -6,7 +6,6 @@ earlier ones is rejected. At depth 1 the executor's slots are compared with the 
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -18,7 +17,6 @@ from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.beams import Hypothesis
-from scheduler_svc.core.steps.results import context_lens
 from scheduler_svc.core.types import (
     ExecutorSpec,
     FinishDetail,
@@ -27,12 +25,10 @@ from scheduler_svc.core.types import (
     RequestSpec,
     SequenceState,
     SessionEnd,
-    StepPlan,
 )
-from tests.helpers.core_executor import CoreExecutor
 from tests.helpers.core_histories import MAX_MODEL_LEN, executors, policies, prompts, requests
-from tests.helpers.digest import check_mirror
-from tests.helpers.known import VOCAB_SIZE, as_lists, known_beams, known_cuts, known_prompt_logprobs, known_sample
+from tests.helpers.known import as_lists, known_beams, known_cuts, known_prompt_logprobs, known_sample
+from tests.helpers.lane_rig import LaneRig, fits_one
 
 ENDED_EARLY = (FinishDetail.ABORTED, FinishDetail.EXECUTOR_ERROR)
 MANY_STEPS = 5_000
@@ -40,19 +36,32 @@ MANY_STEPS = 5_000
 MOST_DEATHS = 8
 """Of each poisonous request: one among others, one for each halving of 15 others at most, two alone."""
 PICK = st.integers(0, 99)
+MAX_LANES = 4
 
 Sample = tuple[RequestKey, int]
 
 
 class CoreMachine(RuleBasedStateMachine):
-    @initialize(spec=executors(), policies=policies(), depth=st.sampled_from([1, 2, 3, 4, 1]))
-    def start(self, spec: ExecutorSpec, policies: Policies, depth: int) -> None:
-        self.spec = spec
+    """Executor 0 holds the longest requests and is never removed, so what each request must give is known."""
+
+    @initialize(
+        spec=executors(),
+        others=st.lists(executors(), max_size=MAX_LANES - 1),
+        policies=policies(),
+        depth=st.sampled_from([1, 2, 3, 4, 1]),
+        tick=st.sampled_from([1.0, 0.1]),
+    )
+    def start(
+        self, spec: ExecutorSpec, others: list[ExecutorSpec], policies: Policies, depth: int, tick: float
+    ) -> None:
         self.core = Scheduler(policies)
-        self.core.add_executor(0, spec)
-        self.executor = CoreExecutor(spec, VOCAB_SIZE)
-        self.depth = depth
-        self.plans: deque[StepPlan] = deque()
+        self.depth, self.tick = depth, tick
+        self.rigs: dict[int, LaneRig] = {}
+        self.num_joined = 0
+        self.pools: list[ExecutorSpec] = []
+        """Limits of all executors that there were."""
+        for each in (spec, *others):
+            self.join(each)
         self.specs: dict[RequestKey, RequestSpec] = {}
         self.outputs: dict[Sample, list[int]] = {}
         self.finishes: dict[Sample, FinishDetail] = {}
@@ -67,6 +76,14 @@ class CoreMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.intact = True
         """Has every step so far gone well: after one that has not there is nothing left to say."""
+
+    def join(self, spec: ExecutorSpec) -> None:
+        self.rigs[self.num_joined] = LaneRig(self.core, self.num_joined, spec, self.depth)
+        self.pools.append(spec)
+        self.num_joined += 1
+
+    def rig(self, pick: int) -> LaneRig:
+        return list(self.rigs.values())[pick % len(self.rigs)]
 
     # --- what may happen ---------------------------------------------------------------------------------------------
 
@@ -101,11 +118,11 @@ class CoreMachine(RuleBasedStateMachine):
         spec = data.draw(requests(f"r{len(self.specs)}", prompt))
         if former is not None:
             spec = replace(spec, tenant=former.tenant, cache_salt=former.cache_salt)
-        fits = len(prompt) // self.spec.block_size + spec.num_sequences <= self.spec.num_blocks
+        fits = fits_one(self.rigs.values(), prompt, spec.num_sequences)
         try:
             self.core.add_request(spec, self.now)
         except RequestRejectedError:
-            assert not fits or spec.num_sequences > self.spec.max_num_seqs
+            assert not fits
         else:
             assert fits
             self.specs[spec.key] = spec
@@ -114,48 +131,46 @@ class CoreMachine(RuleBasedStateMachine):
             self.outputs |= {(spec.key, index): [] for index in range(spec.num_samples)}
             self.prompt_logprobs[spec.key] = []
 
-    @rule()
-    @precondition(lambda self: len(self.plans) < self.depth)
-    def plan(self) -> None:
-        self.plan_one()
+    @rule(pick=PICK)
+    def plan(self, pick: int) -> None:
+        rig = self.rig(pick)
+        if rig.is_open and len(rig.plans) < self.depth:
+            self.plan_one(rig)
 
-    def plan_one(self) -> bool:
-        self.now, self.intact = self.now + 1, False
-        plan = self.core.plan_step(0, self.now)
+    def plan_one(self, rig: LaneRig) -> bool:
+        self.now, self.intact = self.now + self.tick, False
+        planned = rig.plan(self.now)
         self.take(self.core.take_outputs())
         self.core.check_integrity()
         self.intact = True
-        if plan is None:
-            return False
-        plan.debug_digest = self.depth == 1
-        self.plans.append(plan)
-        return True
+        return planned
 
-    @rule()
-    @precondition(lambda self: self.plans)
-    def apply(self) -> None:
+    @rule(pick=PICK)
+    def apply(self, pick: int) -> None:
+        rig = self.rig(pick)
+        if rig.plans:
+            self.apply_one(rig)
+
+    def apply_one(self, rig: LaneRig) -> None:
         self.intact = False
-        if self.dies_in_next_step():
+        if rig.dies_in_next_step(self.poisons):
             self.num_deaths += 1
-            end = SessionEnd(begun_step_id=self.plans[0].step_id)
-            self.lose_executor("process", len(self.plans), end)
+            end = SessionEnd(begun_step_id=rig.plans[0].step_id)
+            self.lose_executor(rig, "process", len(rig.plans), end)
             return
-        result = self.executor.run(self.plans.popleft())
-        _, outputs = self.core.apply_result(0, result, self.now)
-        self.take(outputs)
+        self.take(rig.apply(self.now))
         self.core.check_integrity()
-        if result.debug_digest:
-            check_mirror(self.core.lanes[0], self.executor.inner.slots, result.debug_digest)
         self.intact = True
 
     @rule(steps=st.integers(1, 20))
     def run_full(self, steps: int) -> None:
-        """Keep the pipeline as full as its depth allows."""
+        """Keep the pipelines as full as their depth allows."""
         for _ in range(steps):
-            while len(self.plans) < self.depth and self.plan_one():
-                pass
-            if self.plans:
-                self.apply()
+            for rig in list(self.rigs.values()):
+                while rig.is_open and len(rig.plans) < self.depth and self.plan_one(rig):
+                    pass
+                if rig.plans:
+                    self.apply_one(rig)
 
     @rule(what=st.sampled_from(["abort", "stop", "lose", "lose", "drain"]), pick=PICK)
     @precondition(lambda self: self.core.groups)
@@ -168,9 +183,43 @@ class CoreMachine(RuleBasedStateMachine):
             self.stop_sample(pick)
         elif what == "lose":
             how = ("session", "session, steps run", "process", "session, nothing known")[pick % 4]
-            self.lose_executor(how, pick // 4 % 4)
+            rig = self.rig(pick // 16)
+            if rig.is_open:
+                self.lose_executor(rig, how, pick // 4 % 4, stays_away=pick % 3 == 0)
         else:
             self.core.drain(pick % 2 == 0)
+
+    @rule(what=st.sampled_from(["join", "drain", "resume", "remove", "return", "give up"]), spec=executors(), pick=PICK)
+    def change_executors(self, what: str, spec: ExecutorSpec, pick: int) -> None:
+        """Executors join, drain, leave and come back."""
+        rig, executor_id = self.rig(pick), self.rig(pick).executor_id
+        self.intact = False
+        if what == "join" and len(self.rigs) < MAX_LANES:
+            self.join(spec)
+        elif what in ("drain", "resume"):
+            self.core.drain_executor(executor_id, what == "drain", self.now)
+        elif what == "remove" and executor_id:
+            self.take(self.core.remove_executor(executor_id, self.now))
+            del self.rigs[executor_id]
+        elif what == "return" and not rig.is_open:
+            self.come_back(rig, spec if executor_id and pick % 2 else rig.spec)
+        elif what == "give up" and not rig.is_open:
+            self.take(self.core.give_up_executor(executor_id, self.now))
+        self.end_misfits()
+        self.core.check_integrity()
+        self.intact = True
+
+    def end_misfits(self) -> None:
+        """As the engine does: what no executor that is left can ever run ends."""
+        for key in [key for key in self.core.groups if self.core.misfit(key) is not None]:
+            self.aborted.add(key)
+            self.take(self.core.abort(key, FinishDetail.ABORTED))
+
+    def come_back(self, rig: LaneRig, spec: ExecutorSpec) -> None:
+        if spec != rig.spec:
+            rig.change(spec)
+            self.pools.append(spec)
+        self.take(rig.open_again())
 
     def stop_sample(self, pick: int) -> None:
         """The engine has found a stop string in a sample's text: it hears no more of it."""
@@ -186,40 +235,17 @@ class CoreMachine(RuleBasedStateMachine):
             self.stopped.add((key, index))
             self.finishes[key, index] = FinishDetail.STOP_STRING
 
-    def dies_in_next_step(self) -> bool:
-        """Whether the oldest plan computes the position at which a poisonous request kills its executor."""
-        lane = self.core.lanes[0]
-        step = lane.inflight[0]
-        num_tokens = {chunk.sequence: chunk.num_tokens for chunk in step.chunks}
-        return any(
-            context_len <= self.poisons[sequence.group.key] < context_len + num_tokens.get(sequence, 1)
-            for sequence, context_len in context_lens(lane, step).items()
-            if sequence.group.key in self.poisons
-        )
-
-    def lose_executor(self, how: str, num_run: int, end: SessionEnd | None = None) -> None:
-        """A session ends with plans in flight, some of which were run: KV is kept, or memory is empty, or full of what
-        nobody should read."""
+    def lose_executor(
+        self, rig: LaneRig, how: str, num_run: int, end: SessionEnd | None = None, *, stays_away: bool = False
+    ) -> None:
+        """A session ends, and another one begins unless the executor stays away."""
         self.intact = False
         self.num_cuts += end is None
-        if how == "session":
-            self.executor.run_in_part(list(self.plans))
-        else:
-            for plan in list(self.plans)[:num_run]:
-                self.executor.run(plan)
-        self.plans.clear()
-        if how == "process":
-            self.executor = CoreExecutor(self.spec, VOCAB_SIZE)
-        else:
-            self.executor.clear()
-        if how == "session, nothing known":
-            self.take(self.core.executor_lost(0, self.now))
-        else:
-            self.take(self.core.executor_lost(0, self.now, end or SessionEnd()))
-            self.core.check_integrity()
-            self.cut_short()
-            same = how.startswith("session")
-            self.take(self.core.session_opened(0, same_incarnation=same, keeps_kv=same))
+        self.take(rig.lose(how, num_run, self.now, end))
+        self.core.check_integrity()
+        self.cut_short()
+        if not stays_away:
+            self.take(rig.open_again())
         self.core.check_integrity()
         self.intact = True
 
@@ -264,7 +290,8 @@ class CoreMachine(RuleBasedStateMachine):
         tokens, known_detail = known_sample(spec, MAX_MODEL_LEN, index)
         assert output == tokens[: len(output)]
         if detail is FinishDetail.KV_CAPACITY:
-            assert len(spec.prompt_token_ids) + len(output) == self.capacity + 1
+            sizes = {pool.num_blocks * pool.block_size for pool in self.pools}
+            assert len(spec.prompt_token_ids) + len(output) - 1 in sizes
         elif detail not in ENDED_EARLY:
             assert (output, detail) == (tokens, known_detail)
 
@@ -280,20 +307,16 @@ class CoreMachine(RuleBasedStateMachine):
         if found != [*best, *missing]:
             assert spec.beams is not None
             by = FinishDetail.ABORTED if spec.key in self.aborted else FinishDetail.KV_CAPACITY
-            assert spec.key in self.aborted or self.most_blocks(spec) > self.spec.num_blocks, "what fits is not cut"
+            may_be_cut = any(self.most_blocks(spec, pool) > pool.num_blocks for pool in self.pools)
+            assert spec.key in self.aborted or may_be_cut, "what fits is not cut"
             cuts = known_cuts(spec, MAX_MODEL_LEN, by)
             assert any(found[: len(cut)] == cut and not any(one.token_ids for one in found[len(cut) :]) for cut in cuts)
 
-    def most_blocks(self, spec: RequestSpec) -> int:
+    def most_blocks(self, spec: RequestSpec, pool: ExecutorSpec) -> int:
         """Blocks that the group may hold at once, if it shares none but the prompt's: with one for each copy."""
         longest = min(len(spec.prompt_token_ids) + (spec.max_tokens or MAX_MODEL_LEN), MAX_MODEL_LEN)
-        num_shared = len(spec.prompt_token_ids) // self.spec.block_size
-        return num_shared + spec.num_sequences * (longest // self.spec.block_size + 2 - num_shared)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens whose KV the pool holds."""
-        return self.spec.num_blocks * self.spec.block_size
+        num_shared = len(spec.prompt_token_ids) // pool.block_size
+        return num_shared + spec.num_sequences * (longest // pool.block_size + 2 - num_shared)
 
     def check_prompt_logprobs(self, spec: RequestSpec) -> None:
         """Each row once and in order; all of them if there is any output."""
@@ -311,24 +334,25 @@ class CoreMachine(RuleBasedStateMachine):
         if not (hasattr(self, "core") and self.intact):
             return
         self.core.drain(True)
+        for rig in self.rigs.values():
+            self.core.drain_executor(rig.executor_id, False, self.now)
+            if not rig.is_open:
+                self.take(rig.open_again())
         for _ in range(MANY_STEPS):
-            if not self.plans and not self.core.groups:
+            if not self.core.groups and not any(rig.plans for rig in self.rigs.values()):
                 break
             self.run_full(1)
         self.run_full(2)  # What ended last is still to be released.
         assert not self.core.groups
-        assert self.num_deaths <= MOST_DEATHS * (len(self.poisons) + self.num_cuts)
+        assert self.num_deaths <= MOST_DEATHS * self.num_joined * (len(self.poisons) + self.num_cuts)
         assert set(self.finishes) == set(self.outputs)
         for spec in self.specs.values():
             self.check_prompt_logprobs(spec)
         for key, index in self.stopped:
             output = self.outputs[key, index]
             assert output == known_sample(self.specs[key], MAX_MODEL_LEN, index)[0][: len(output)]
-        lane = self.core.lanes[0]
-        assert lane.blocks.num_free == self.spec.num_blocks
-        assert not lane.blocks.num_used_host
-        assert not self.executor.slots
-        assert lane.slots.num_free == self.spec.num_slots
+        for rig in self.rigs.values():
+            rig.check_empty()
 
 
 TestCore = CoreMachine.TestCase

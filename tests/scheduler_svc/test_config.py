@@ -39,7 +39,10 @@ def test_options_and_environment(monkeypatch):
         (["--batch-size", "0"], "--batch-size: Input should be greater than or equal to 1"),
         (["--order", "random"], "--order: Input should be 'fcfs'"),
         (["--preemption", "never"], "--preemption: Input should be 'recompute', 'swap' or 'auto'"),
-        (["--executor", "a:1", "--executor", "b:2"], "--executor: exactly one executor"),
+        (["--executor", "a:1", "--executor", "a:1"], "--executor: a:1 is given twice"),
+        (["--executor", "a:1,"], "--executor: an address is empty"),
+        (["--executor", "file:"], "--executor: 'file:' names no file"),
+        (["--executor", "dns:///a:b"], "--executor: 'a:b' is not HOST:PORT"),
         (["--executor", "a:b"], "--executor: 'a:b' is not HOST:PORT"),
         (["--listen", "a:70000"], "--listen: 'a:70000' is not HOST:PORT"),
         (["--bogus", "1"], "--bogus: there is no such option"),
@@ -50,6 +53,15 @@ def test_options_and_environment(monkeypatch):
 def test_what_is_wrong_is_named(arguments, message, capsys):
     assert read_config(arguments) is None
     assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--executor", "a:1", "--executor", "b:2"], ["--executor", "a:1,b:2"], ["--executor=a:1, b:2"]]
+)
+def test_several_executors(arguments: list[str]) -> None:
+    config = read_config(arguments)
+    assert config is not None
+    assert config.executor == ["a:1", "b:2"]
 
 
 @pytest.mark.parametrize("value", ["127.0.0.1:7", '["127.0.0.1:7"]'])

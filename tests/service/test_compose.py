@@ -93,7 +93,13 @@ def test_every_option_is_there_once(name: str) -> None:
 
 
 def test_options_and_folders_come_from_the_shell() -> None:
-    shell = {"CADENZA_MAX_NUM_SEQS": "3", "CADENZA_MODEL": "org/name", "MODEL_DIR": "/data/m", "SCHEDULER_PORT": "7000"}
+    shell = {
+        "CADENZA_MAX_NUM_SEQS": "3",
+        "CADENZA_MODEL": "org/name",
+        "MODEL_DIR": "/data/m",
+        "SCHEDULER_PORT": "7000",
+        "CADENZA_EXECUTOR": "dns:///executor:50052",
+    }
     services = read_compose(shell)["services"]
     for name, service in services.items():
         assert service["environment"]["CADENZA_MAX_NUM_SEQS"] == "3", name
@@ -101,6 +107,9 @@ def test_options_and_folders_come_from_the_shell() -> None:
     assert services["executor"]["environment"]["CADENZA_MODEL"] == "org/name"
     assert SERVICES["executor"]["environment"] == {"CADENZA_MODEL": "/model"}
     assert services["scheduler"]["ports"] == ["127.0.0.1:7000:50051"]
+    assert services["scheduler"]["command"][-2:] == ["--executor", "dns:///executor:50052"]
+    assert SERVICES["scheduler"]["command"][-2:] == ["--executor", "executor:50052"], "one executor by default"
+    assert services["scheduler-gpu"]["command"][-1] == "executor-gpu:50052"
     assert set(SERVICES["scheduler"]["environment"]) == {"no_grpc_proxy"}
 
 

@@ -167,7 +167,7 @@ async def _until_ended(world: World, clients: list[Client], reading: list[asynci
             # A static batch would wait for further requests, and no more will come.
             asked_to_start = True
             world.core.drain(True)
-            world.engine._loop.wake()
+            world.engine.executors.wake()
         if now > world.quiet_at + BOUND_S + world.paused_s:
             waiting = [task.get_name() for task in reading if not task.done()]
             raise Violation(f"{waiting} wait for ever: {_state(world)}")

@@ -12,7 +12,7 @@ from random import Random
 from scheduler_svc.core.types import ExecutorSpec, StepPlan
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.plan_loop.ports import ModelDescription
-from scheduler_svc.recording.recording import core_and_executor
+from scheduler_svc.recording.recording import recorded_core
 from tests.simulation.catalogue import KnownTokens
 from tests.simulation.loop import LoopClock, VirtualLoop
 from tests.simulation.network import Address
@@ -53,8 +53,9 @@ class World:
         config = scenario.config
         if record is not None:
             config = config.model_copy(update={"record": str(record)})
-        self.core, executor = stack.enter_context(core_and_executor(config, self.address))
-        self.engine = Engine(config, self.core, executor, self.clock)
+        self.core, record = stack.enter_context(recorded_core(config))
+        self.engine = Engine(config, self.core, self.clock)
+        self.engine.executors.add_port(record(0, self.address))
         self.engine.add_health_listener(self._on_health)
         self._was_healthy = False
         self._incarnation = 0

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from cadenza import __version__
-from cadenza.cli import chat, drain, fit_costs, generate, loadtest, report, simulate, top, up
+from cadenza.cli import chat, drain, executors, fit_costs, generate, loadtest, report, simulate, top, up
 from cadenza.cli.service_args import FieldOption, GroupedCommand, service_fields, with_fields
 from cadenza.errors import CadenzaError, OptionError
 from cadenza.settings.extras import install_command
@@ -36,6 +36,8 @@ A server, and requests from another terminal:
 What it is doing, and an end without a lost request:
   cadenza top
   cadenza drain
+The executors behind it:
+  cadenza executors list
 Measuring it, and simulating other hardware:
   cadenza loadtest --request-rate 4
   cadenza simulate --executors 1,2,4 --find-max-rate --slo ttft=0.5,tpot=0.05
@@ -74,6 +76,7 @@ _COMMANDS = {
 }
 
 
+_CONTEXT = {"help_option_names": ["-h", "--help"]}
 _ALIASES = ("serve",)
 """Second names of commands, which --help leaves out."""
 _ELSEWHERE = {
@@ -97,10 +100,11 @@ def make_app(requested: str) -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # rich's panels truncate long option names
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings=_CONTEXT,
     )
     app.callback()(cadenza)
     app.command("demo")(demo)
+    app.add_typer(executors.make_group(context_settings=_CONTEXT), name="executors")
     for name, command in _COMMANDS.items():
         fields = command.fields() if name == requested else ()
         make = app.command(
@@ -181,7 +185,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _check_command(name: str) -> None:
     """Raise OptionError for an unknown command; an empty name is none."""
-    known = ["demo", *_COMMANDS]
+    known = ["demo", *_COMMANDS, "executors"]
     if not name or name in known:
         return
     if name in _ELSEWHERE:
@@ -193,6 +197,9 @@ def _check_command(name: str) -> None:
 
 def _usage_message(error: Any) -> str:
     """The message of an error that click found; for an unknown option with the nearest names."""
+    below = getattr(getattr(error.ctx, "command", None), "commands", None)
+    if below is not None and not error.ctx.args and not hasattr(error, "possibilities"):
+        return f"`{error.ctx.command_path}` needs one of its commands: {', '.join(below)}"
     if not hasattr(error, "possibilities") or error.ctx is None:
         return str(error.format_message())
     if error.option_name in _ADDRESS_FLAGS and "target" in {parameter.name for parameter in error.ctx.command.params}:

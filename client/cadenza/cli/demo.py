@@ -17,7 +17,7 @@ from cadenza.cli.text import printable
 from cadenza.errors import FailedPreconditionError, OptionError
 from cadenza.local import LocalServices
 from cadenza.sampling_params import SamplingParams
-from cadenza.schedule import build_schedule, summarize
+from cadenza.schedule import build_schedule, executor_indices, summarize
 from cadenza.schedule_picture import draw_schedule
 from cadenza.step_watch import StepWatch, watch_steps
 
@@ -48,9 +48,9 @@ def run_demo(*, model: str | None, device: str, max_num_seqs: int) -> None:
             services = stack.enter_context(
                 LocalServices(folder, device=device, max_num_seqs=max_num_seqs, on_event=console.print)
             )
-        pids = services.pids()
+        names = [f"{name} (process {pid})" for name, pid in services.pids().items()]
         console.print(
-            f"executor (process {pids['executor']}) and scheduler (process {pids['scheduler']}) "
+            f"{', '.join(names[:-1])} and {names[-1]} "
             f"serve at {services.target} after {time.monotonic() - started:.1f} s",
             soft_wrap=True,
         )
@@ -137,11 +137,13 @@ def _request_id(answer: Answer) -> str:
 
 def _report(console: Console, answers: list[Answer], watch: StepWatch, block_size: int, max_num_seqs: int) -> None:
     labels = {_request_id(answer): f"{answer.index:2} {answer.prompt}" for answer in answers}
-    picture = draw_schedule(
-        build_schedule(watch.records, labels), width=console.width, ascii_only="utf" not in console.encoding.lower()
-    )
-    console.print("The schedule that ran, from the scheduler's step records", style="bold underline")
-    console.print(picture)
+    executors: list[int | None] = [*executor_indices(watch.records)] or [None]
+    for index in executors:
+        whose = f"of executor {index}, " if len(executors) > 1 else ""
+        console.print(f"The schedule that ran, {whose}from the scheduler's step records", style="bold underline")
+        schedule = build_schedule(watch.records, labels, index)
+        ascii_only = "utf" not in console.encoding.lower()
+        console.print(draw_schedule(schedule, width=console.width, ascii_only=ascii_only))
     if watch.num_dropped:
         console.print(
             f"{watch.num_dropped} records were dropped because the watch was slow: the figures are incomplete"

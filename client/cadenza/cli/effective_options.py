@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cadenza.cli.text import size
 from cadenza.local import LocalServices
-from cadenza.local_options import EXECUTOR, SCHEDULER, Setting
+from cadenza.local_options import SCHEDULER, Setting
 from cadenza.transport import channel_options
 from cadenza.v1 import execution_pb2, execution_pb2_grpc, generation_pb2, generation_pb2_grpc, types_pb2
 
@@ -20,22 +20,41 @@ _NUMERICS = {types_pb2.NUMERICS_MODE_EXACT: "exact", types_pb2.NUMERICS_MODE_FAS
 def effective_options(services: LocalServices, places: Mapping[str, Setting]) -> list[str]:
     """Lines of text: the effective values, in readable units and exactly, and the options that were set and where.
 
-    `places`: model, host and port, if they were set. Raises grpc.RpcError if a service does not answer.
+    `places`: model, host and port, if they were set. Raises grpc.RpcError if the scheduler or all executors do not
+    answer.
     """
-    scheduler, executor = services.addresses[SCHEDULER], services.addresses[EXECUTOR]
-    with grpc.insecure_channel(executor, options=channel_options()) as channel:
-        described = execution_pb2_grpc.ExecutionServiceStub(channel).Describe(
-            execution_pb2.DescribeRequest(), timeout=_TIMEOUT_S
-        )
-    with grpc.insecure_channel(scheduler, options=channel_options()) as channel:
+    addresses = services.addresses
+    executors = _describe_all({name: addresses[name] for name in services.executors})
+    with grpc.insecure_channel(addresses[SCHEDULER], options=channel_options()) as channel:
         _wait_until_serving(channel)
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         model = stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=_TIMEOUT_S)
         server = stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
-    rows = _describe(described, model, server)
-    rows.append(("listens", f"scheduler on {scheduler}, executor on {executor}"))
+    rows = _describe(executors, model, server)
+    rows.append(("memory", _resident(addresses, services.executors, server)))
+    rows += _limits(model, server)
+    silent = {name: " (does not answer)" for name in services.executors if name not in executors}
+    listening = [f"{name} on {addresses[name]}{silent.get(name, '')}" for name in (SCHEDULER, *services.executors)]
+    rows.append(("listens", ", ".join(listening)))
     rows += _origins({**places, **services.settings})
     return [f"{label:<10}{text}" for label, text in rows]
+
+
+def _describe_all(addresses: Mapping[str, str]) -> dict[str, execution_pb2.DescribeResponse]:
+    """The answers of executors, by name, without those that do not answer; raises the last error if none does."""
+    answers: dict[str, execution_pb2.DescribeResponse] = {}
+    failure: grpc.RpcError | None = None
+    for name, address in addresses.items():
+        with grpc.insecure_channel(address, options=channel_options()) as channel:
+            try:
+                answers[name] = execution_pb2_grpc.ExecutionServiceStub(channel).Describe(
+                    execution_pb2.DescribeRequest(), timeout=_TIMEOUT_S
+                )
+            except grpc.RpcError as error:
+                failure = error
+    if not answers and failure is not None:
+        raise failure
+    return answers
 
 
 def _wait_until_serving(channel: grpc.Channel) -> None:
@@ -55,27 +74,49 @@ def _wait_until_serving(channel: grpc.Channel) -> None:
 
 
 def _describe(
-    executor: execution_pb2.DescribeResponse,
+    executors: Mapping[str, execution_pb2.DescribeResponse],
     model: generation_pb2.GetModelInfoResponse,
     server: generation_pb2.GetServerInfoResponse,
 ) -> list[tuple[str, str]]:
-    shape, kv, prints, options = executor.model, executor.kv, executor.fingerprint, server.options
-    num_tokens = kv.num_device_blocks * kv.block_size
-    host = f", {kv.num_host_blocks:,} more on the host" if kv.num_host_blocks else ""
+    first = next(iter(executors.values()))
+    kv = first.kv
+    in_all = sum(each.kv.num_device_blocks * each.kv.bytes_per_block for each in executors.values())
     return [
         ("model", model.model),
         ("", f"{model.architecture}, {_short(model.num_parameters)} parameters ({model.num_parameters:,})"),
-        ("weights", f"{shape.dtype}, {_size(shape.weight_bytes)}"),
-        ("device", f"{executor.device}, {_count(prints.num_threads, 'thread')}, numerics {_NUMERICS[prints.mode]}"),
-        (
-            "KV cache",
-            f"{kv.num_device_blocks:,} blocks of {kv.block_size} tokens, capacity {num_tokens:,} tokens{host}",
-        ),
-        (
-            "",
-            f"{kv.dtype}, {_size(kv.bytes_per_block)} each, {_size(kv.num_device_blocks * kv.bytes_per_block)} in all",
-        ),
-        ("memory", _resident(server)),
+        ("weights", f"{first.model.dtype}, {_size(first.model.weight_bytes)}"),
+        *_of_each("device", {name: _device(each) for name, each in executors.items()}),
+        *_of_each("KV cache", {name: _blocks(each.kv) for name, each in executors.items()}),
+        ("", f"{kv.dtype}, {_size(kv.bytes_per_block)} each, {_size(in_all)} in all"),
+    ]
+
+
+def _of_each(label: str, texts: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What executors say: one row if there is one executor, or all say the same; else a row for each."""
+    if len(texts) == 1:
+        return [(label, next(iter(texts.values())))]
+    if len(set(texts.values())) == 1:
+        return [(label, f"{next(iter(texts.values()))}; each of {len(texts)} executors")]
+    rows = [f"{name}: {text}" for name, text in texts.items()]
+    return list(zip([label, *[""] * len(rows)], rows, strict=False))
+
+
+def _device(executor: execution_pb2.DescribeResponse) -> str:
+    prints = executor.fingerprint
+    return f"{executor.device}, {_count(prints.num_threads, 'thread')}, numerics {_NUMERICS[prints.mode]}"
+
+
+def _blocks(kv: execution_pb2.KvGeometry) -> str:
+    host = f", {kv.num_host_blocks:,} more on the host" if kv.num_host_blocks else ""
+    num_tokens = kv.num_device_blocks * kv.block_size
+    return f"{kv.num_device_blocks:,} blocks of {kv.block_size} tokens, capacity {num_tokens:,} tokens{host}"
+
+
+def _limits(
+    model: generation_pb2.GetModelInfoResponse, server: generation_pb2.GetServerInfoResponse
+) -> list[tuple[str, str]]:
+    options = server.options
+    return [
         (
             "limits",
             f"max_model_len {model.max_model_len}, max_num_seqs {options['max_num_seqs']}, "
@@ -85,9 +126,12 @@ def _describe(
     ]
 
 
-def _resident(server: generation_pb2.GetServerInfoResponse) -> str:
+def _resident(
+    addresses: Mapping[str, str], executors: Sequence[str], server: generation_pb2.GetServerInfoResponse
+) -> str:
     """The current resident memory of each process."""
-    held = {EXECUTOR: server.executors[0].resident_bytes, SCHEDULER: server.resident_bytes}
+    by_address = {executor.target: executor.resident_bytes for executor in server.executors}
+    held = {name: by_address.get(addresses[name], 0) for name in executors} | {SCHEDULER: server.resident_bytes}
     texts = [f"{service} {size(held[service]) if held[service] else 'not known'}" for service in held]
     return f"{', '.join(texts)} resident"
 

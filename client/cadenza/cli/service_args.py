@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from cadenza.errors import OptionError
-from cadenza.local_options import config_classes, read_places, service_options
+from cadenza.local_options import option_classes, read_places, service_options
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -129,7 +129,7 @@ def service_fields(heading: str = "{}") -> Iterator[FieldOption]:
         return
     from cadenza.settings.help import COMMON, GROUPS, group_of
 
-    configs = config_classes()
+    configs = option_classes()
     fields = {}
     for name, owners in services.items():
         both = [configs[owner].model_fields[name] for owner in owners]

@@ -30,6 +30,7 @@ Examples:
   cadenza simulate --executor costs.json --request-rate 10 --duration-s 86400 --output day.json
   cadenza simulate --executors 1,2,4 --slo ttft=0.5,tpot=0.05 --find-max-rate
   cadenza simulate --executors 1,2,4 --slo ttft=0.5,tpot=0.05 --find-max-rate --time-budget 10m
+  cadenza simulate --executors 4 --placement round-robin --workload shared-prefix --request-rate 20
   cadenza simulate --sweep request-rate=1,2,4 --batching static --report static.html
 
 An executor is a published profile (a100-40gb-opt-13b, a100-80gb-opt-13b, h200-llama-3.1-8b) or a file that `cadenza
@@ -52,6 +53,14 @@ Executors = Annotated[
         metavar="N,N,…", help="Copies of the executors under one scheduler; each number is a point.  [default: 1]"
     ),
 ]
+Placement = Annotated[
+    str | None,
+    typer.Option(
+        metavar="POLICY",
+        help="Executor of a request: expected-time or round-robin, as the service, or for comparison llm-d or sglang, "
+        "as these routers choose.  [default: expected-time]",
+    ),
+]
 Budget = Annotated[
     str | None,
     typer.Option(
@@ -69,6 +78,7 @@ class NothingHoldsError(CadenzaError):
 def simulate(
     executor: Executor = None,
     executors: Executors = None,
+    placement: Placement = None,
     time_budget: Budget = None,
     config: Config = None,
     sweep: Sweep = None,
@@ -99,7 +109,7 @@ def simulate(
     budget_s = read_time_budget(time_budget)
     if time_budget is not None and not settings.find_max_rate:
         raise OptionError("--time-budget limits a search: give --find-max-rate")
-    simulated = make_simulated(executor or (), executors, options, config=config, before=before)
+    simulated = make_simulated(executor or (), executors, options, config=config, before=before, placement=placement)
     read = [rerun, config, settings.workload, *(executor or ())]
     outputs = check_outputs(output=output, csv=csv, plots=plots, report=report, read=read)
     command = ["cadenza", *sys.argv[1:]]

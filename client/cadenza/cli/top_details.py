@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.text import Text
+
 from cadenza.cli.rows import Row, elide, named
 from cadenza.cli.text import number, printable, size
+from cadenza.cli.wrapping import wrap
 from cadenza.top.figures import TIMES, ExecutorFigures, Snapshot
 
 _NAME_CELLS = 14
 _SERVER_KEEP = 90
 """Rows from this on are of the server as a whole, and come before executors."""
+_REASON_LINES = 3
 
 
 def detail_rows(snapshot: Snapshot, width: int, height: int, *, ascii_only: bool = False) -> list[Row]:
@@ -24,8 +28,8 @@ def detail_rows(snapshot: Snapshot, width: int, height: int, *, ascii_only: bool
     if num_shown > height - needed:
         num_shown = max(0, height - needed - 1)
     rows = [*server]
-    for index, executor in enumerate(executors[:num_shown]):
-        rows += make.executor(index, executor, snapshot.max_num_seqs)
+    for place, executor in enumerate(executors[:num_shown]):
+        rows += make.executor(place, executor, executor.info.max_num_seqs or snapshot.max_num_seqs)
     if num_shown < len(executors):
         rows.append(make.row("", [f"{len(executors) - num_shown} more executors: see --json"], _SERVER_KEEP))
     return rows
@@ -70,18 +74,20 @@ class _Rows:
             rows.append(self.row("lost", [f"{snapshot.num_dropped:,} step records"], 97))
         return rows
 
-    def executor(self, index: int, figures: ExecutorFigures, max_num_seqs: int | None) -> list[Row]:
+    def executor(self, place: int, figures: ExecutorFigures, max_num_seqs: int | None) -> list[Row]:
         """One executor's rows; of an executor that comes later, rows are left out first."""
         info = figures.info
-        later = index / 1000
-        state = "connected" if info.connected else "away"
+        later = place / 1000
+        state = {"serving": "connected", "lost": "away"}.get(info.state, info.state)
         head = f"{printable(info.device)}, {state}"
         target = elide(printable(info.target), self._width - _NAME_CELLS - len(head) - 3, ascii_only=self._ascii_only)
         failed = [f"{figures.num_failed_steps:,} failed"] if figures.num_failed_steps else []
         slots = "" if max_num_seqs is None else f" of {max_num_seqs:,}"
         tokens = (figures.prompt_tokens_per_s, figures.sampled_tokens_per_s)
+        reason = [Row(self._indented(info.reason), 84 - later)] if info.reason else []
         return [
-            self.row(f"executor {index}", [f"{target}, {head}"], 85 - later),
+            self.row(f"executor {info.index}", [f"{target}, {head}"], 85 - later),
+            *reason,
             self.row(
                 "  plans", [f"{info.num_inflight_plans} in flight", f"step {info.last_step_id:,} done"], 75 - later
             ),
@@ -95,6 +101,11 @@ class _Rows:
             self.row("  session", [f"incarnation {info.incarnation:016x}", f"epoch {info.epoch}"], 70 - later),
             self.row("  memory", [_resident(info.resident_bytes)], 40 - later),
         ]
+
+    def _indented(self, sentence: str) -> list[Text]:
+        """The first lines of a sentence, below an executor's name."""
+        lines = wrap(printable(sentence), max(1, self._width - 2)).splitlines()
+        return [Text(f"  {line}"[: self._width], style="red") for line in lines[:_REASON_LINES]]
 
 
 def _times(figures: ExecutorFigures) -> list[str]:

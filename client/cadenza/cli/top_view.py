@@ -13,6 +13,7 @@ from rich.text import Text
 from cadenza.cli.rows import Row, elide, fit, named
 from cadenza.cli.text import number, printable
 from cadenza.cli.top_details import detail_rows
+from cadenza.cli.top_lanes import duration, lane_rows, share
 from cadenza.cli.wrapping import wrap
 from cadenza.top.figures import Lost, Percentiles, Snapshot
 from cadenza.top.sparkline import sparkline
@@ -24,6 +25,8 @@ _VALUE_CELLS = 11
 _MAXIMUM_CELLS = 17
 _WIDTH_WITH_MAXIMUM = 70
 _ERROR_LINES = 6
+_TOTALS_KEEP = 84
+"""Rows from this on are more important than the lines of executors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,10 @@ class TopView:
         if isinstance(latest, Lost) or not details:
             for group in _FIGURES:
                 rows += [Row([Text()], 1), *(self._figure_row(figure, width) for figure in group)]
+        if isinstance(latest, Snapshot) and not details:
+            free = height - sum(len(row.lines) for row in rows if row.keep >= _TOTALS_KEEP)
+            lanes = lane_rows(latest.executors, width, free, ascii_only=self._ascii_only)
+            rows += [Row([Text()], 1), *lanes] if lanes else []
         return fit(rows, height)
 
     def _head(self, latest: Snapshot | Lost, width: int) -> Text:
@@ -113,7 +120,8 @@ class TopView:
         ]
         num_away = sum(not each.info.connected for each in executors)
         if num_away:
-            rows.append(self._about("away", [f"{num_away} of {len(executors)} executors"], 95, width))
+            keep = 95 if len(executors) == 1 else 82  # of several, each has its state in its own line
+            rows.append(self._about("away", [f"{num_away} of {len(executors)} executors"], keep, width))
         return rows
 
     def _about(self, name: str, parts: list[str], keep: float, width: int) -> Row:
@@ -158,18 +166,6 @@ def _count(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
-def _share(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.1%}" if 0 < value < 0.0995 else f"{value:.0%}"
-
-
-def _time(value_s: float | None) -> str:
-    if value_s is None:
-        return "-"
-    return f"{number(1e3 * value_s)} ms" if value_s < 0.9995 else f"{number(value_s)} s"
-
-
 def _running(snapshot: Snapshot) -> float:
     return snapshot.info.load.num_running
 
@@ -198,11 +194,11 @@ _FIGURES = (
         _Figure(
             "output tokens/s", 87, number, lambda s: s.output_tokens_per_s, lambda s: s.interval_output_tokens_per_s
         ),
-        _Figure("TTFT p50", 85, _time, lambda s: _p50(s.ttft_s), lambda s: _p50(s.interval_ttft_s)),
+        _Figure("TTFT p50", 85, duration, lambda s: _p50(s.ttft_s), lambda s: _p50(s.interval_ttft_s)),
     ),
     (
-        _Figure("KV used", 84, _share, _kv_use, _kv_use, top=1.0),
-        _Figure("prefix hit rate", 75, _share, _hit_rate, _hit_rate, top=1.0),
+        _Figure("KV used", 84, share, _kv_use, _kv_use, top=1.0),
+        _Figure("prefix hit rate", 75, share, _hit_rate, _hit_rate, top=1.0),
     ),
 )
 """The groups of figures; a blank line comes before each if there is room."""

@@ -1,4 +1,4 @@
-"""`cadenza up`: runs and supervises both services until a signal."""
+"""`cadenza up`: runs and supervises a scheduler and its executors until a signal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import queue
 import signal
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
@@ -22,27 +23,28 @@ if TYPE_CHECKING:
 
 HELP = """Serve a model.
 
-Starts an executor and a scheduler and supervises both.
+Starts an executor and a scheduler and supervises both; or several executors of one scheduler.
 
 \b
-Example:
+Examples:
   cadenza up models/cadenza-demo
   cadenza generate "Hello"              (in another terminal)
+  cadenza up MODEL --executors 2
 
 MODEL is a folder or a Hugging Face hub id; --model gives it too. `cadenza serve` is the same command.
 
-Prints `ready HOST:PORT` on stdout once it can serve. The effective options and the logs of both services go to stderr,
-each line with the name of the service.
+Prints `ready HOST:PORT` on stdout once it can serve. The effective options and the logs of the services go to stderr,
+each line with the name of the service: with several executors, executor 0, executor 1 and so on.
 
-Ctrl-C stops both at once. SIGTERM lets the scheduler finish its requests, for --drain-timeout-s at most, before both
-stop; a second signal stops them at once. SIGTERM to one of the two services stops it in the same way, and it is started
+Ctrl-C stops all at once. SIGTERM lets the scheduler finish its requests, for --drain-timeout-s at most, before all
+stop; a second signal stops them at once. SIGTERM to one of the services stops it in the same way, and it is started
 again: a rolling restart.
 
-Once both have served, a service that dies is started again, for as long as it takes: after 0.2 s, and after twice the
+Once all have served, a service that dies is started again, for as long as it takes: after 0.2 s, and after twice the
 time for each death without progress, up to 30 s (scheduler: 5 s). Progress is a completed step of the executor, 10 s
 of its life, or 1 s of the scheduler's. On Linux a service that a signal has stopped for 3 s is killed, and so started
-again. Meanwhile requests wait, until their deadlines at most. After a restart of the executor, the effective options
-are printed again.
+again. Meanwhile the requests of an executor go on at the others; without another they wait, until their deadlines at
+most. After a restart of an executor, the effective options are printed again.
 
 Every option can also be set in the environment, such as CADENZA_BLOCK_SIZE=32, or in a TOML file (--config), such as
 block_size = 32. The command line overrides the environment, which overrides the file.
@@ -100,6 +102,7 @@ def up(
         on_log=_log,
         on_event=lambda text: _log("cadenza", text),
         on_back=restarted.put,
+        on_start=_log.start,
         **options,
     ) as services:
         try:
@@ -112,15 +115,13 @@ def up(
 
 
 def _serve(services: LocalServices, places: Any, restarted: queue.SimpleQueue[str]) -> NoReturn:
-    from cadenza.local_options import EXECUTOR
-
     _print_settings(services, places)
     sys.stdout.write(f"ready {services.target}\n")
     sys.stdout.flush()
     while True:
         # Python runs a signal's handler once the main thread is awake, and the signal may have woken another one.
         with contextlib.suppress(queue.Empty):
-            if restarted.get(timeout=_LOOK_S) == EXECUTOR:
+            if restarted.get(timeout=_LOOK_S) in services.executors:
                 _print_settings(services, places)  # values that it chooses itself, as its blocks, may have changed
 
 
@@ -162,6 +163,30 @@ class _LogFile:
             sys.stderr.flush()
 
 
+class _Log:
+    """Prints a line behind the name of its service. On a terminal, words wrap whole and stay behind the bar."""
+
+    def __init__(self) -> None:
+        self._name_cells = _NAME_CELLS
+
+    def start(self, executors: Sequence[str]) -> None:
+        """Make room for the names of the executors."""
+        self._name_cells = max(_NAME_CELLS, *map(len, executors))
+
+    def __call__(self, service: str, line: str) -> None:
+        """Print a line."""
+        from rich.text import Text
+
+        console, cells = _console(), self._name_cells
+        name = f"{service:{cells}} │ "
+        rows = [Text(line)]
+        if console.is_terminal:
+            rows = list(rows[0].wrap(console, max(_MIN_CELLS, console.width - len(name)))) or rows
+        for row in rows:
+            console.print(Text.assemble((name, _STYLES[service.split()[0]]), row))
+            name = f"{'':{cells}} │ "
+
+
 @cache
 def _console() -> Console:
     from rich.console import Console
@@ -169,17 +194,7 @@ def _console() -> Console:
     return Console(file=cast(IO[str], _LogFile()), soft_wrap=True, highlight=False)
 
 
-def _log(service: str, line: str) -> None:
-    """Print a line behind the name of its service. On a terminal, words wrap whole and stay behind the bar."""
-    from rich.text import Text
-
-    console, name = _console(), f"{service:{_NAME_CELLS}} │ "
-    rows = [Text(line)]
-    if console.is_terminal:
-        rows = list(rows[0].wrap(console, max(_MIN_CELLS, console.width - len(name)))) or rows
-    for row in rows:
-        console.print(Text.assemble((name, _STYLES[service]), row))
-        name = f"{'':{_NAME_CELLS}} │ "
+_log = _Log()
 
 
 class _Drain(SystemExit):

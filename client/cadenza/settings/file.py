@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cadenza.settings.names import STARTER_OPTIONS
 from cadenza.spelling import misspelling_of, suggestion
 
 TABLES = ("executor", "scheduler")
@@ -32,7 +33,8 @@ class OptionsFile:
         """
         own = self.tables.get(service, {})
         self.refuse_unknown(own, known, f"[{service}] ")
-        self.refuse_unknown([name for name in self.top if misspelling_of(name, known)], known)
+        wrong = [name for name in self.top if name not in STARTER_OPTIONS and misspelling_of(name, known)]
+        self.refuse_unknown(wrong, known)
         return {name: value for name, value in self.top.items() if name in known} | own
 
     def refuse_unknown(self, names: Collection[str], known: Collection[str], where: str = "") -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 ENV_PREFIX = "CADENZA_"
+STARTER_OPTIONS = ("host", "port", "executors")
+"""Options of the program that starts both services. A service that is started alone ignores them."""
 
 
 def variable(name: str) -> str:

@@ -18,6 +18,7 @@ from cadenza.loadtest.truncation import Truncations
 from cadenza.simulate.capacity import Capacity
 from cadenza.simulate.capacity_search import TOLERANCE, CapacitySearch, SearchView
 from cadenza.simulate.executor_profiles import ExecutorProfile
+from cadenza.simulate.placement import PlacementName
 from cadenza.simulate.rate_trials import RunAt
 from cadenza.simulate.request_log import Watch
 from cadenza.simulate.run import Outcome, Simulation
@@ -40,6 +41,8 @@ class Simulated:
     fleet: tuple[ExecutorProfile, ...]
     config: SchedulerConfig
     counts: tuple[int, ...] = (1,)
+    placement: PlacementName | None = None
+    """None: the service's."""
 
     def times(self, count: int) -> tuple[ExecutorProfile, ...]:
         """All executors, repeated `count` times."""
@@ -48,13 +51,14 @@ class Simulated:
     def facts(self) -> dict[str, Any]:
         """Facts for the result file, in place of a server's own."""
         options = self.config.model_dump(mode="json", exclude={"executor", "listen", "config"}, exclude_defaults=True)
-        return {
+        facts = {
             "kind": "simulation",
             "model": ", ".join(dict.fromkeys(profile.name for profile in self.fleet)),
             "executors": [profile.model_dump(mode="json") for profile in self.fleet],
             "times": list(self.counts),
             "options": {name: str(value) for name, value in options.items()},
         }
+        return facts if self.placement is None else facts | {"placement": self.placement}
 
 
 def simulate(
@@ -64,6 +68,7 @@ def simulate(
     seed: int,
     *,
     watch: Watch | None = None,
+    placement: PlacementName | None = None,
     keep_steps: bool = True,
 ) -> Outcome:
     """Run these settings with this seed; raises LoadTestError for settings that cannot be simulated."""
@@ -83,6 +88,7 @@ def simulate(
         keep_gaps=keeps_gaps(settings),
         keep_steps=keep_steps,
         watch=watch,
+        placement=placement,
         seed=seed,
     ).run()
     return replace(outcome, truncations=truncations)
@@ -130,7 +136,7 @@ def run_simulation(
             for count in simulated.counts:
                 fleet = simulated.times(count)
                 for point, swept in planned:
-                    outcomes = _runs(point, fleet, simulated.config, view)
+                    outcomes = _runs(point, fleet, simulated, view)
                     points.append(_point(point, outcomes, {**_named(simulated, len(fleet)), **swept}))
     except KeyboardInterrupt:
         if not points and not (search is not None and any(each.trials for each in search.capacities)):
@@ -162,13 +168,15 @@ def _named(simulated: Simulated, num_executors: int) -> dict[str, float | str]:
 
 
 def _runs(
-    settings: LoadSettings, fleet: Sequence[ExecutorProfile], config: SchedulerConfig, view: SearchView
+    settings: LoadSettings, fleet: Sequence[ExecutorProfile], simulated: Simulated, view: SearchView
 ) -> list[tuple[int, Outcome]]:
     """Run all repetitions; returns each with its seed."""
     runs = []
     for index in range(settings.repetitions):
         seed, began = settings.seed + index, time.perf_counter()
-        outcome = simulate(settings, fleet, config, seed, keep_steps=settings.watch_steps)
+        outcome = simulate(
+            settings, fleet, simulated.config, seed, placement=simulated.placement, keep_steps=settings.watch_steps
+        )
         wall_s = time.perf_counter() - began
         view.say(
             f"{len(outcome.requests)} requests, {outcome.duration_s:.0f} s of virtual time in {wall_s:.1f} s: "
@@ -188,7 +196,15 @@ def _search_of(
 
     def run_of_fleet(fleet: Sequence[ExecutorProfile]) -> RunAt:
         def run(at_rate: LoadSettings, seed: int, watch: Watch | None) -> Outcome:
-            return simulate(at_rate, fleet, simulated.config, seed, watch=watch, keep_steps=settings.watch_steps)
+            return simulate(
+                at_rate,
+                fleet,
+                simulated.config,
+                seed,
+                watch=watch,
+                placement=simulated.placement,
+                keep_steps=settings.watch_steps,
+            )
 
         return run
 

@@ -14,6 +14,7 @@ from cadenza.local_options import route_options
 from cadenza.settings.service import reason
 from cadenza.simulate.campaign import Simulated
 from cadenza.simulate.executor_profiles import ExecutorProfile, read_profile
+from cadenza.simulate.placement import PlacementName, read_placement
 from cadenza.simulate.published import PUBLISHED
 from cadenza.spelling import suggestion
 from scheduler_svc.config import SchedulerConfig
@@ -25,7 +26,7 @@ EXECUTOR_OPTIONS = (
 )  # fmt: skip
 """The executor options that set its limits."""
 _NOT_SIMULATED = (
-    "executor", "listen", "config", "tokenizer", "skip_tokenizer_init", "record", "log_level",
+    "executor", "listen", "config", "placement", "tokenizer", "skip_tokenizer_init", "record", "log_level",
 )  # fmt: skip
 SCHEDULER_OPTIONS = tuple(name for name in SchedulerConfig.model_fields if name not in _NOT_SIMULATED)
 """The scheduler options that its core uses."""
@@ -40,8 +41,9 @@ def make_simulated(
     config: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
     before: Simulated | None = None,
+    placement: str | None = None,
 ) -> Simulated:
-    """The simulated system of `--executor` (names and files), `--executors` and the services' options.
+    """The simulated system of `--executor` (names and files), `--executors`, `--placement` and the services' options.
 
     The options may also come from the environment and from the file `config`, as for the services themselves. `before`:
     the system of an earlier simulation that is run again; options given here override it, and the environment is
@@ -58,6 +60,7 @@ def make_simulated(
         tuple(profile.changed(limits) for profile in profiles),
         scheduler_config(base.config.model_dump(exclude_defaults=True) | chosen),
         base.counts if counts is None else read_counts(counts),
+        base.placement if placement is None else read_placement(placement),
     )
 
 
@@ -65,7 +68,7 @@ def simulated_of(file: LoadTestFile, path: str) -> Simulated:
     """The system that was simulated for the result at `path`; raises LoadTestError if the result does not state it."""
     try:
         facts = _Facts.model_validate(file.server or {})
-        return Simulated(facts.executors, scheduler_config(facts.options), facts.times)
+        return Simulated(facts.executors, scheduler_config(facts.options), facts.times, facts.placement)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, ("server", *problem["loc"])))
@@ -80,6 +83,7 @@ class _Facts(BaseModel):
     executors: tuple[ExecutorProfile, ...] = Field(min_length=1)
     times: tuple[Annotated[int, Field(ge=1, le=_MOST_EXECUTORS)], ...] = Field(min_length=1)
     options: dict[str, str]
+    placement: PlacementName | None = None
 
 
 def scheduler_config(options: Mapping[str, Any]) -> SchedulerConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import defaultdict
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -97,10 +98,10 @@ class _Follower(CoreReplay):
     def __init__(self, header: PlanLogHeader) -> None:
         super().__init__(header)
         self._numbers = array("d")
-        self._pacer = StepPacer()
-        self._last_applied = math.nan
-        self._late: dict[int, float] = {}
-        """Seconds from when the plan was due, by step id."""
+        self._pacers: defaultdict[int, StepPacer] = defaultdict(StepPacer)
+        self._last_applied: defaultdict[int, float] = defaultdict(lambda: math.nan)
+        self._late: dict[tuple[int, int], float] = {}
+        """Seconds from when the plan was due, by executor and step id: each executor counts its own steps."""
         self.prompt_lens = array("q")
 
     @property
@@ -123,17 +124,18 @@ class _Follower(CoreReplay):
         elif kind == "add_request" and not record.error:
             self.prompt_lens.append(len(record.add_request.request.prompt_token_ids))
         elif kind == "executor_lost":
-            self._last_applied = math.nan
+            self._last_applied.pop(record.executor_lost.executor_id, None)
         return super().make(record)
 
     def _note_plan(self, call: PlanStepCall) -> None:
         """Note how late the plan was. The plan loop's criteria: the newest result, and the pacer if a step runs."""
         lane, now = self._core.lanes[call.executor_id], call.now
-        due = self._pacer.due(lane.inflight[0].total_tokens) if lane.inflight else 0.0
+        pacer, last_applied = self._pacers[call.executor_id], self._last_applied[call.executor_id]
+        due = pacer.due(lane.inflight[0].total_tokens) if lane.inflight else 0.0
         waited = len(lane.inflight) > 1 or not len(lane.running)
-        self._late[call.plan.step_id] = math.nan if waited else now - max(self._last_applied, due)
+        self._late[call.executor_id, call.plan.step_id] = math.nan if waited else now - max(last_applied, due)
         if not lane.inflight:
-            self._pacer.started(now)
+            pacer.started(now)
 
     def _note(self, call: ApplyResultCall) -> None:
         lane = self._core.lanes[call.executor_id]
@@ -150,18 +152,19 @@ class _Follower(CoreReplay):
             tokens += count
             context_tokens += count * context_len + count * (count + 1) // 2
             kv_tokens += count + context_len
-        plan = step.plan
+        plan, pacer = step.plan, self._pacers[call.executor_id]
+        late = self._late.pop((call.executor_id, plan.step_id), math.nan)
         num_moved = len(plan.swapped_out) + len(plan.copied) + len(plan.swapped_in)
         self._numbers.extend(
             (
-                step.planned_at, call.now, len(lane.inflight), self._late.pop(plan.step_id, math.nan),
+                step.planned_at, call.now, len(lane.inflight), late,
                 tokens, context_tokens, kv_tokens, len(step.sampling_slots) - len(silent), num_moved,
                 times.queue_ns, times.device_ns, times.sample_ns, times.moves_ns, times.total_ns,
             )
         )  # fmt: skip
-        self._pacer.observe(step.total_tokens, times.total_ns / 1e9)
-        self._pacer.started(call.now)
-        self._last_applied = call.now
+        pacer.observe(step.total_tokens, times.total_ns / 1e9)
+        pacer.started(call.now)
+        self._last_applied[call.executor_id] = call.now
 
 
 def _limits(header: PlanLogHeader) -> ProfileLimits:

@@ -19,8 +19,8 @@ from cadenza.loadtest.columns import RequestColumns, StepColumns
 from cadenza.loadtest.requests import LoadTestError, RequestShape
 from cadenza.loadtest.truncation import Truncations
 from cadenza.simulate.executor_profiles import ExecutorProfile
-from cadenza.simulate.fleet import check_fleet, check_grows, check_preempted
 from cadenza.simulate.lanes import TOKEN, SimulatedLane
+from cadenza.simulate.placement import PlacementName, placement_policy
 from cadenza.simulate.request_log import RequestLog, Watch
 from cadenza.simulate.rows import StepRows
 from cadenza.simulate.traffic import DueRequest, Traffic
@@ -74,15 +74,21 @@ class Simulation:
         keep_gaps: bool = False,
         keep_steps: bool = True,
         watch: Watch | None = None,
+        placement: PlacementName | None = None,
         seed: int = 0,
     ) -> None:
         """`prompts` makes token ids, so that the prefix cache finds shared prefixes; None: no prompts share a prefix,
-        and the cache is off. `seed` seeds the executors' noise. Raises LoadTestError for options that do not fit the
-        executors or each other.
+        and the cache is off. `placement`: None for the service's policy. `seed` seeds the executors' noise and the order
+        of equal executors. Raises LoadTestError for options that do not fit the executors or each other.
         """
-        check_fleet(fleet, config)
+        if not fleet:
+            raise LoadTestError("--executors: at least one is needed")
         policies = policies_from_options(config)
-        self._core = _Core(policies if prompts is not None else replace(policies, prefix_caching=False))
+        if prompts is None:
+            policies = replace(policies, prefix_caching=False)
+        if placement is not None:
+            policies = replace(policies, placement=placement_policy(placement, seed))
+        self._core = _Core(policies)
         for index, profile in enumerate(fleet):
             try:
                 self._core.add_executor(index, profile.spec(config))
@@ -102,6 +108,7 @@ class Simulation:
         self._prompts = prompts
         self._filler = (TOKEN,) * max(lane.core.spec.max_model_len for lane in self._lanes)
         self._steps = StepRows(MAX_STEP_ROWS) if keep_steps else None
+        self._has_others = len(self._lanes) > 1
         self._has_beams = False
         self._all_alone = True
         """Whether every request so far has one sample."""
@@ -162,7 +169,7 @@ class Simulation:
         return True
 
     def _wake(self, now: float) -> None:
-        """Schedule another planning attempt of the idle lanes."""
+        """Schedule another planning attempt of the idle lanes: they may take what waits."""
         for lane in self._lanes:
             if lane.idle:
                 lane.pace(now)
@@ -183,8 +190,6 @@ class Simulation:
             beams=BeamSpec(shape.beam_width) if shape.beam_width else None,
             tenant=shape.tenant,
         )
-        if len(self._lanes) > 1:
-            check_grows(spec, core.lanes.values())
         try:
             core.add_request(spec, now)
         except RequestRejectedError:
@@ -205,19 +210,21 @@ class Simulation:
         """The plan loop's turn: make and send a plan, if there is anything to plan."""
         core = self._core
         self._free_at = now + lane.plan_s
+        places = self._has_others and core.places
         plan = core.plan_step(lane.index, now)
         if core.has_outputs:
             self._request_log.record_outputs(core.take_outputs(), now)
         lane.idle = plan is None
-        if plan is None:
+        if places or (self._has_others and core.places):
+            self._wake(now)  # requests were placed, perhaps on idle lanes, or are to be placed by the next plan
+        elif plan is None:
             wakes = core.wakes_at(lane.index, now)
             lane.plan_at = wakes if wakes is not None and wakes > now else math.inf
+        if plan is None:
             return
         step = lane.core.inflight[-1]
         if step.joined:
             self._request_log.planned(step, now)
-        if step.preempted and len(self._lanes) > 1:
-            check_preempted(step.preempted)
         inflight_step = lane.launch(step, now, beams=self._has_beams)
         if self._steps is not None and self._steps.is_due(len(step.preempted)):
             inflight_step.row = self._load(lane, step)
@@ -237,6 +244,8 @@ class Simulation:
         if inflight_step.row is not None and self._steps is not None:
             self._steps.put((*inflight_step.row[:2], now, *inflight_step.row[2:]))
         lane.pace(now)
+        if self._has_others and core.waiting:
+            self._wake(now)
 
     def _load(self, lane: SimulatedLane, step: PlannedStep) -> tuple[float, ...]:
         """Queues and memory when a step is planned: a row of StepColumns without its end and its preemptions."""
@@ -260,6 +269,11 @@ class _Core(Scheduler):
     def has_outputs(self) -> bool:
         """Whether planning has ended a request."""
         return bool(self._requests.outputs.finishes)
+
+    @property
+    def places(self) -> bool:
+        """Whether the next plan places requests on lanes."""
+        return self._requests.placer.num_unplaced > 0
 
     @property
     def draining(self) -> bool:

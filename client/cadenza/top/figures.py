@@ -37,6 +37,8 @@ class ExecutorFigures:
     max_sequences: int
     prompt_tokens_per_s: float
     sampled_tokens_per_s: float  # beams sample none
+    output_tokens_per_s: float
+    prefix_hit_rate: float | None  # share of the prompt tokens looked up there that were cached; None: none was
     times_s: dict[str, Percentiles]  # by the names of TIMES; times that the executor does not report are missing
 
 
@@ -107,13 +109,13 @@ def json_line(observation: Snapshot | Lost, *, target: str, time_s: float) -> st
 def _snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
     fields = asdict(snapshot)
     info = fields.pop("info")
-    executors = [_executor_fields(index, each) for index, each in enumerate(fields.pop("executors"))]
+    executors = [_executor_fields(each) for each in fields.pop("executors")]
     about = {name: info[name] for name in ("version", "uptime_s", "draining", "resident_bytes")}
     derived = {"kv_use": snapshot.kv_use, "max_num_seqs": snapshot.max_num_seqs}
     return {**about, **fields, **derived, "load": info["load"], "executors": executors}
 
 
-def _executor_fields(index: int, fields: dict[str, Any]) -> dict[str, Any]:
+def _executor_fields(fields: dict[str, Any]) -> dict[str, Any]:
     info = fields.pop("info")
     info["incarnation"] = f"{info['incarnation']:016x}"  # not every JSON parser supports 64-bit integers
-    return {"index": index, **info, **fields}
+    return {**info, **fields}

@@ -73,6 +73,7 @@ class Meter:
         newest_steps, newest_s = [step for step in steps if step.at_s >= newest.uptime_s], now_s - newest.uptime_s
         waiting_s, running_s, swapped_s = self._ages.look(info.load, now_s)
         queries = info.load.num_prefix_queries - base.load.num_prefix_queries
+        before = {executor.index: executor for executor in base.executors}
         return Snapshot(
             info=info,
             model=self._model,
@@ -93,8 +94,13 @@ class Meter:
             running_s=running_s,
             swapped_s=swapped_s,
             executors=[
-                _executor(executor, [step for step in steps if step.executor == index], window_s)
-                for index, executor in enumerate(info.executors)
+                _executor(
+                    executor,
+                    before.get(executor.index),
+                    [step for step in steps if step.executor == executor.index],
+                    window_s,
+                )
+                for executor in info.executors
             ],
         )
 
@@ -135,7 +141,12 @@ class PromptCounter:
         return num_tokens
 
 
-def _executor(info: ExecutorInfo, steps: list[_Step], window_s: float) -> ExecutorFigures:
+def _executor(info: ExecutorInfo, base: ExecutorInfo | None, steps: list[_Step], window_s: float) -> ExecutorFigures:
+    """`base`: the executor at the window's begin; None: it joined later, and its counts began at 0."""
+    tokens, queries, hits = (
+        getattr(info, name) - (getattr(base, name) if base is not None else 0)
+        for name in ("num_output_tokens", "num_prefix_queries", "num_prefix_hits")
+    )
     done = [step for step in steps if step.ran]
     total_s = sum(step.times_s[0] for step in done)
     return ExecutorFigures(
@@ -148,6 +159,8 @@ def _executor(info: ExecutorInfo, steps: list[_Step], window_s: float) -> Execut
         max_sequences=max((step.num_sequences for step in done), default=0),
         prompt_tokens_per_s=_rate(sum(step.num_prompt_tokens for step in done), window_s),
         sampled_tokens_per_s=_rate(sum(step.num_sampled for step in done), window_s),
+        output_tokens_per_s=_rate(tokens, window_s),
+        prefix_hit_rate=hits / queries if queries else None,
         times_s=_times(done),
     )
 

@@ -21,6 +21,8 @@ class BlockPool:
         """Cached blocks, each with the prefix cache node whose KV it stores."""
         self.num_shared_refs = 0
         """Blocks saved by sharing: holders beyond the first of each block."""
+        self.num_idle_changes = 0
+        """Grows whenever a block becomes idle or is idle no longer."""
         # Popped from the end: the block freed last is used first, while it is warm in the cache.
         self._unused = list(range(num_blocks - 1, -1, -1))
         # The least recently used comes first. A plain dict would scan over the entries removed from its front.
@@ -59,6 +61,7 @@ class BlockPool:
             self.num_shared_refs += 1
         elif block_id in self._idle:
             del self._idle[block_id]
+            self.num_idle_changes += 1
         else:
             raise InvariantError(f"block {block_id} is unused and cannot be shared")
         self.ref_counts[block_id] = count + 1
@@ -77,6 +80,7 @@ class BlockPool:
     def drop(self, block_ids: Iterable[int]) -> None:
         """Remove one holder from each block; a block without holders is idle if it is cached, else unused."""
         counts, unused, cached = self.ref_counts, self._unused, self.cached
+        num_idle = len(self._idle)
         for block_id in block_ids:
             count = counts[block_id] - 1
             if count < 0:
@@ -88,6 +92,8 @@ class BlockPool:
                 self._idle[block_id] = None
             else:
                 unused.append(block_id)
+        if len(self._idle) != num_idle:
+            self.num_idle_changes += 1
 
     def cache(self, block_id: int, node: int) -> None:
         """Mark a held block as cached under a node."""
@@ -100,12 +106,14 @@ class BlockPool:
         node = self.cached.pop(block_id)
         if self.ref_counts[block_id] == 0:
             del self._idle[block_id]
+            self.num_idle_changes += 1
             self._unused.append(block_id)
         return node
 
     def evict(self) -> tuple[int, int]:
         """Make the least recently used idle block unused; returns the block and its node."""
         block_id, _ = self._idle.popitem(last=False)
+        self.num_idle_changes += 1
         self._unused.append(block_id)
         return block_id, self.cached.pop(block_id)
 

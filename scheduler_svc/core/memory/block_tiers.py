@@ -53,7 +53,8 @@ class BlockTiers:
     def drop(self, block_ids: Iterable[int]) -> None:
         """Remove a holder from each device block; keeps this plan's copy sources, cancels moves to freed blocks."""
         moves, counts = self.moves, self.device.ref_counts
-        if not moves.writes_device_blocks:
+        if not (moves.copies or moves.swap_ins):
+            # No move of this plan writes to a device block.
             self.device.drop(block_ids)
             return
         for block_id in block_ids:
@@ -139,13 +140,15 @@ class BlockTiers:
 
     def num_worth_using(self, places: list[int]) -> int:
         """Length of the prefix of `places` that saves the most time, given the cost of swapping in."""
-        rates = self._rates
-        if rates is None or not any(place < 0 for place in places):
+        costs = None if self._rates is None else self._rates.costs
+        if costs is None or min(places, default=0) >= 0:
             return len(places)
+        ns_per_token, ns_per_block = costs
+        size = self._block_size
         best = num_host = 0
         for index, place in enumerate(places, 1):
             num_host += place < 0
-            if not num_host or rates.swap_in_is_cheaper((index - best) * self._block_size, num_host):
+            if not num_host or num_host * ns_per_block < (index - best) * size * ns_per_token:
                 best, num_host = index, 0
         return best
 

@@ -42,6 +42,8 @@ class Placer:
         self._num_tokens: dict[int, int] = {}
         self._num_sequences: dict[int, int] = {}
         """By lane: tokens and sequences of these groups."""
+        self._hits: dict[SequenceGroup, dict[int, int]] = {}
+        """Of each placed group, by lane: the tokens that its prefix cache had when the group was placed."""
         self._unplaced: dict[SequenceGroup, None] = {}
         """Groups to be placed by the next plans."""
         self._stranded: dict[SequenceGroup, None] = {}
@@ -79,10 +81,14 @@ class Placer:
         None: all lanes may have changed.
         """
         for lane_id, queue in self._queues.items():
-            if executor_id in (None, lane_id):
+            # A single lane that is left takes its groups from the queue of all.
+            if executor_id in (None, lane_id) or not self._is_active:
                 for group in list(queue):
                     self._withdraw(group)
                     self._unplaced[group] = None
+        for hits in self._hits.values():
+            for lane_id in [*hits] if executor_id is None else [executor_id]:
+                hits.pop(lane_id, None)
         self._unplaced |= self._stranded
         self._stranded.clear()
         if self._is_active:
@@ -100,6 +106,11 @@ class Placer:
             return len(self._waiting)
         return len(self._queues.get(executor_id, ()))
 
+    @property
+    def num_unplaced(self) -> int:
+        """Number of groups that the next plans, of whichever lanes, will place."""
+        return len(self._unplaced)
+
     def place(self, now: float) -> None:
         """Place the next groups that are not placed yet."""
         for group in list(islice(self._unplaced, _MAX_PLACED)):
@@ -108,7 +119,7 @@ class Placer:
             if found is None:
                 self._stranded[group] = None
             else:
-                self._put(group, *found)
+                self._put(group, found)
 
     def heads(self, lane: Lane, now: float, passed: Collection[SequenceGroup]) -> Iterator[SequenceGroup]:
         """The groups that a lane may admit next, one of which it takes or stops at: the first that is not in `passed`.
@@ -153,6 +164,8 @@ class Placer:
         placed = [group for queue in self._queues.values() for group in queue]
         if any(group not in self._queues[group.placed_on] for group in placed if group.placed_on is not None):
             raise InvariantError("a group is in the queue of another lane than the one that it is placed on")
+        if self._hits.keys() != set(placed):
+            raise InvariantError("prefix hits are kept of a group that is not placed, or a placed one has none")
         found = [*placed, *self._unplaced, *self._stranded]
         if self._is_active and sorted(map(id, found)) != sorted(map(id, self._waiting)):
             raise InvariantError("a waiting group is not placed, or placed twice")
@@ -172,13 +185,12 @@ class Placer:
     def _rebalances(self) -> bool:
         return self._policy is not None and self._policy.rebalances
 
-    def _choice(self, group: SequenceGroup, now: float) -> tuple[Candidate, float] | None:
-        """The lane to place a group on, and when its first token is expected; None: no open lane can hold it."""
+    def _choice(self, group: SequenceGroup, now: float) -> Candidate | None:
+        """The lane to place a group on; None: no open lane can hold it."""
         assert self._policy is not None
         holder, able = self._holder(group), able_lanes(group, self._lanes.values())
         if holder is not None and (group.is_bound or (holder in able and not holder.draining)):
-            candidate = self._candidate(group, holder)
-            return candidate, now + expected_s(candidate)
+            return self._candidate(group, holder)
         if not able and any(may_continue(lane, group) for lane in self._lanes.values()):
             # Nothing can ever hold it: the largest pool finishes it, as far as its tokens go.
             able = [max(self._open_lanes() or self._lanes.values(), key=lambda lane: lane.spec.num_blocks)]
@@ -199,17 +211,30 @@ class Placer:
         return Candidate(
             lane,
             num_tokens=_num_tokens(group),
-            num_hit_tokens=_num_hit_tokens(group, lane),
+            num_hit_tokens=self._num_hit_tokens(group, lane),
             num_queued=0 if from_now else self._num_sequences.get(lane_id, 0),
             num_queued_tokens=0 if from_now else self._num_tokens.get(lane_id, 0),
         )
 
-    def _put(self, group: SequenceGroup, chosen: Candidate, expected_at: float) -> None:
+    def _num_hit_tokens(self, group: SequenceGroup, lane: Lane) -> int:
+        """Number of tokens of its first waiting sequence that the lane's prefix cache has, or had when it was placed.
+
+        Looked up once a lane: a lookup takes time in proportion to the prefix.
+        """
+        hits = self._hits.setdefault(group, {})
+        found = hits.get(lane.executor_id)
+        if found is None:
+            first = next((each for each in group.waiting_sequences if each.state is SequenceState.WAITING), None)
+            found = 0 if first is None else lane.blocks.num_cached_tokens(first)
+            hits[lane.executor_id] = found
+        return found
+
+    def _put(self, group: SequenceGroup, chosen: Candidate) -> None:
         lane_id = chosen.lane.executor_id
         if lane_id not in self._queues:
             self._queues[lane_id] = WaitingQueue(self._order, self._waiting.max_wait_s)
             self._num_tokens[lane_id] = self._num_sequences[lane_id] = 0
-        group.placed_on, group.expected_at = lane_id, expected_at
+        group.placed_on = lane_id
         group.num_placed_tokens = chosen.num_tokens - chosen.num_hit_tokens
         self._queues[lane_id].add(group, again=True)
         self._num_tokens[lane_id] += group.num_placed_tokens
@@ -219,6 +244,7 @@ class Placer:
         lane_id = group.placed_on
         assert lane_id is not None
         self._queues[lane_id].remove(group)
+        self._hits.pop(group, None)
         # It is still in the queue of all.
         group.queued, group.placed_on = True, None
         self._num_tokens[lane_id] -= group.num_placed_tokens
@@ -233,18 +259,21 @@ class Placer:
             group = queue.head(now)
             if lane_id == lane.executor_id or group is None or not self._may_move(group, lane):
                 continue
-            gain = group.expected_at - now - expected_s(self._candidate(group, lane, from_now=True))
+            there = self._candidate(group, self._lanes[lane_id], from_now=True)
+            here = self._candidate(group, lane, from_now=True)
+            gain = expected_s(there, now) - expected_s(here, now)
             if gain > 0:
                 gains.append((gain, -group.arrival_number, group))
         return [group for _, _, group in sorted(gains, reverse=True)]
 
     def _may_move(self, group: SequenceGroup, lane: Lane) -> bool:
         """Whether a group may run on this lane now: no other lane holds any of it but swapped KV."""
-        if group.placed_on == lane.executor_id or self._holder(group) is lane:
+        if group.placed_on == lane.executor_id:
             return True
-        if lane.draining or self._holder(group, swapped=False) is not None:
-            return False
-        return lane in able_lanes(group, self._lanes.values())
+        holder = self._holder(group, swapped=False)
+        if holder is lane and group.is_bound:
+            return True
+        return not lane.draining and holder in (None, lane) and lane in able_lanes(group, self._lanes.values())
 
     def _in_order(self, lane: Lane, head: SequenceGroup) -> Iterator[SequenceGroup]:
         """The first group of the queue, by the order and then by arrival, that may run on this lane."""
@@ -257,9 +286,3 @@ def _num_tokens(group: SequenceGroup) -> int:
     return sum(
         len(sequence.token_ids) for sequence in group.waiting_sequences if sequence.state is SequenceState.WAITING
     )
-
-
-def _num_hit_tokens(group: SequenceGroup, lane: Lane) -> int:
-    """Number of tokens of its first waiting sequence that the lane's prefix cache has."""
-    first = next((each for each in group.waiting_sequences if each.state is SequenceState.WAITING), None)
-    return 0 if first is None else lane.blocks.find_cached_prefix(first).num_tokens

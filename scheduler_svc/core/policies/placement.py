@@ -43,8 +43,8 @@ class PlacementPolicy(Protocol):
     rebalances: ClassVar[bool]
     """Whether a group may be taken over by another lane that serves it sooner; otherwise it stays where it was put."""
 
-    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> tuple[Candidate, float]:
-        """One of the candidates, of which there is at least one, and the time at which its first token is expected."""
+    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> Candidate:
+        """One of the candidates, of which there is at least one."""
 
 
 @dataclass(slots=True)
@@ -54,11 +54,11 @@ class RoundRobin:
     rebalances: ClassVar[bool] = False
     _last: int = -1
 
-    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> tuple[Candidate, float]:
+    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> Candidate:
         """The first candidate with a larger index than the last choice, or the first of all."""
         chosen = min(candidates, key=lambda each: (each.lane.executor_id <= self._last, each.lane.executor_id))
         self._last = chosen.lane.executor_id
-        return chosen, now
+        return chosen
 
 
 @dataclass(slots=True)
@@ -73,21 +73,19 @@ class ExpectedTime:
     max_excess: int = field(default=MAX_EXCESS)
     max_excess_share: float = field(default=MAX_EXCESS_SHARE)
 
-    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> tuple[Candidate, float]:
+    def choose(self, group: SequenceGroup, candidates: Ids[Candidate], now: float) -> Candidate:
         """The candidate with the least expected time; of equal ones the one with the fewest sequences."""
         least = min(each.num_sequences for each in candidates)
         most = least + max(self.max_excess, self.max_excess_share * least)
         allowed = [each for each in candidates if each.num_sequences <= most]
-        keys = [(expected_s(each), each.num_sequences, each.lane.executor_id) for each in allowed]
-        least_key = min(keys)
-        return allowed[keys.index(least_key)], now + least_key[0]
+        return min(allowed, key=lambda each: (expected_s(each, now), each.num_sequences, each.lane.executor_id))
 
 
-def expected_s(candidate: Candidate) -> float:
+def expected_s(candidate: Candidate, now: float) -> float:
     """Expected seconds to the group's next token if it is placed there now.
 
-    The lane computes what is queued there, then the group's own tokens, in steps that also decode all running
-    sequences; before that, as many sequences must finish as the group lacks slots or blocks.
+    The lane completes its plans in flight, computes what is queued there, then the group's own tokens, in steps that
+    also decode all running sequences; before that, as many sequences must finish as the group lacks slots or blocks.
     """
     lane = candidate.lane
     token_s, step_s = (lane.rates.ns_per_token or 0.0) / 1e9, (lane.rates.ns_per_step or 0.0) / 1e9
@@ -96,7 +94,18 @@ def expected_s(candidate: Candidate) -> float:
     room = max(1, lane.spec.max_num_batched_tokens - num_decoding)
     num_steps = max(1, -(-num_tokens // room))
     computing_s = num_steps * (step_s + num_decoding * token_s) + num_tokens * token_s
+    computing_s += _inflight_s(lane, now, token_s, step_s)
     return computing_s + _num_finishes(candidate) * (lane.turnover.interval_s or _UNKNOWN_S)
+
+
+def _inflight_s(lane: Lane, now: float, token_s: float, step_s: float) -> float:
+    """Expected seconds to the result of the last plan in flight. The executor began the first one after its plan, and
+    after the result before."""
+    steps = [step_s + step.total_tokens * token_s for step in lane.inflight]
+    if not steps:
+        return 0.0
+    elapsed_s = now - max(lane.inflight[0].planned_at, lane.last_result_at)
+    return sum(steps) - min(steps[0], max(0.0, elapsed_s))
 
 
 def _num_finishes(candidate: Candidate) -> float:

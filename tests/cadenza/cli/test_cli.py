@@ -13,13 +13,15 @@ from rich.console import Console
 
 import cadenza
 from cadenza.cli.app import run
+from cadenza.cli.demo import _report
 from cadenza.cli.demo_view import Answer, answers_table, summary_lines, tail
 from cadenza.cli.interrupts import Interrupts
 from cadenza.cli.text import printable
 from cadenza.loop_thread import LoopThread
 from cadenza.schedule import summarize
+from cadenza.step_watch import StepWatch
+from cadenza.v1 import admin_pb2, execution_pb2, types_pb2
 from cadenza.v1 import generation_pb2 as pb
-from cadenza.v1 import types_pb2
 from tests.helpers.scripted_server import Script, interrupt_when, start
 
 
@@ -247,10 +249,12 @@ def test_no_arguments_is_help(capsys):
     assert "generate" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["up", "generate", "chat", "top", "demo"])
+@pytest.mark.parametrize(
+    "command", ["up", "generate", "chat", "top", "demo", "drain", "executors", "executors list", "executors drain"]
+)
 def test_help_fits_a_terminal(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    assert run([command, "--help"]) == 0
+    assert run([*command.split(), "--help"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
@@ -262,11 +266,11 @@ def test_help_has_the_options_under_headings(capsys):
     assert places == sorted(places)
     common = re.findall("^  (--[a-z-]+)", out[places[0] : places[1]], re.MULTILINE)
     assert common == [
-        "--model", "--host", "--port", "--config", "--device", "--dtype", "--max-model-len", "--max-num-seqs",
-        "--gpu-memory-utilization", "--log-requests",
+        "--model", "--host", "--port", "--config", "--executors", "--device", "--dtype", "--max-model-len",
+        "--max-num-seqs", "--gpu-memory-utilization", "--log-requests",
     ]  # fmt: skip
-    assert out.index("Example:") < places[0] < out.index("--model MODEL") < out.index("--device") < places[1]
-    assert places[2] < out.index("--num-gpu-blocks") < out.index("--watermark") < places[3]
+    assert out.index("Examples:") < places[0] < out.index("--model MODEL") < out.index("--device") < places[1]
+    assert places[2] < out.index("  --num-gpu-blocks") < out.index("--watermark") < places[3]
     for flag in ("--gpu-memory-utilization", "--no-enable-prefix-caching", "--config"):
         assert flag in out
     assert "--listen" not in out
@@ -382,6 +386,30 @@ def test_answers_are_shown_in_full(width):
     for character in set(text):
         assert shown.count(character) >= text.count(character)
     assert "…" not in shown
+
+
+def test_the_demo_draws_the_schedule_of_each_executor():
+    """Both have a step 1."""
+
+    def step(executor: int, request: str) -> admin_pb2.StepRecord:
+        return admin_pb2.StepRecord(
+            step_id=1, executor_index=executor, status=execution_pb2.STEP_STATUS_OK, sequence_ids=[executor],
+            num_tokens=[2], context_lens=[0], num_sampled=[1], left=[admin_pb2.SequenceLeft(sequence_id=executor)],
+            joined=[admin_pb2.SequenceJoined(sequence_id=executor, request_id=request, num_prompt_tokens=2)],
+        )  # fmt: skip
+
+    answers = [Answer(1, "first"), Answer(2, "second")]
+    drawn = []
+    for records in ([step(0, "demo-1"), step(3, "demo-2")], [step(0, "demo-1")], []):
+        console = Console(file=io.StringIO(), width=80)
+        _report(console, answers, StepWatch(records), 16, 4)
+        drawn.append(console.file.getvalue())
+    both, one, none = drawn
+    first, second = re.findall("The schedule that ran, of executor (\\d), from", both)
+    assert (first, second) == ("0", "3")
+    assert both.index(" 1 first") < both.index("of executor 3") < both.index(" 2 second")
+    assert "The schedule that ran, from the scheduler's step records" in one
+    assert "no steps were recorded" in none
 
 
 def test_summary_of_nothing():

@@ -107,7 +107,7 @@ def test_arguments_before_environment_before_file_before_defaults(file, monkeypa
         ),
         (executor, "[executor]\nwatermark = 0", r"cadenza.toml: [executor] watermark: there is no such option"),
         (scheduler, "[scheduler]\norder = 'none'", "cadenza.toml: order: Input should be 'fcfs'"),
-        (scheduler, "executor = ['a:1', 'b:2']", "cadenza.toml: executor: exactly one executor"),
+        (scheduler, "executor = ['a:1', 'a:1']", "cadenza.toml: executor: a:1 is given twice"),
         (scheduler, "x = ", "cadenza.toml: this is not TOML"),
     ],
 )
@@ -141,6 +141,17 @@ def test_no_option_looks_like_a_misspelling_of_another_services():
     for service, other in (("executor", "scheduler"), ("scheduler", "executor")):
         for name in fields[other] - fields[service]:
             assert not misspelling_of(name, fields[service])
+
+
+def test_a_service_that_is_started_alone_ignores_the_number_of_executors(tmp_path):
+    """Its name is close to that of an option of the scheduler."""
+    file = tmp_path / "cadenza.toml"
+    file.write_text("executors = 2\nport = 7\nmax_num_seqs = 3\n")
+    config = scheduler.read_config(["--config", str(file)])
+    assert config.max_num_seqs == 3
+    assert list(ignored_settings(config, {"CADENZA_EXECUTORS": "2"})) == [
+        f"ignored, not options of the scheduler: CADENZA_EXECUTORS, executors in {file}, port in {file}"
+    ]
 
 
 def test_suggestions():

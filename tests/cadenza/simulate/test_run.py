@@ -243,7 +243,7 @@ def test_several_executors_lose_nothing() -> None:
     made._core.check_integrity()
 
 
-def test_several_executors_refuse_what_the_core_cannot_do() -> None:
+def test_xx() -> None:
     two = [profile(COSTS, **TIGHT)] * 2
     with pytest.raises(LoadTestError, match="--preemption swap"):
         simulation([], two, config=options(preemption="swap"))

@@ -30,7 +30,8 @@ MS = 10**6
 def info(now_s: float, *, num_executors: int = 1, **load: int) -> ServerInfo:
     """A server that has been up for `now_s`."""
     executors = [
-        ExecutorInfo(f"host:{index}", True, 2**63 + index, 3, "cpu", 16, 2, 40, 2**30) for index in range(num_executors)
+        ExecutorInfo(f"host:{index}", True, 2**63 + index, 3, "cpu", 16, 2, 40, 2**30, index=index)
+        for index in range(num_executors)
     ]
     counts = dict.fromkeys(ServerLoad.__dataclass_fields__, 0) | load
     return ServerInfo("0.1.0", 1, {"max_num_seqs": "4"}, ServerLoad(**counts), executors, now_s, False, 2**20)
@@ -74,6 +75,11 @@ def busy_interval() -> Snapshot:
     counts = {"num_output_tokens": 105, "num_preemptions": 1, "num_prefix_queries": 20, "num_prefix_hits": 5}
     now = {"num_waiting": 1, "num_running": 2, "num_swapped": 1, "num_device_blocks": 8, "num_used_device_blocks": 2}
     return meter.snapshot(info(12.0, num_executors=2, **counts, **now))
+
+
+def alone() -> Snapshot:
+    """The same server with its first executor alone."""
+    return replace(busy_interval(), executors=busy_interval().executors[:1])
 
 
 def test_rates_are_of_the_window():
@@ -223,7 +229,9 @@ def large(*, num_executors: int = 1, num_dropped: int = 0) -> Snapshot:
     one, load = busy_interval().executors[0], dict.fromkeys(ServerLoad.__dataclass_fields__, 1234567)
     about = replace(one.info, target="executor-7.inference.example.org:50052", device="cuda:0 (NVIDIA H100 80GB HBM3)")
     times = {name: Percentiles(1.23456, 12.3456) for name in ("total", "queue", "device", "sample", "moves")}
-    executors = [replace(one, info=replace(about, epoch=2**50), times_s=times) for _ in range(num_executors)]
+    about = replace(about, num_running=1234567, num_waiting=1234567, num_device_blocks=9, num_used_device_blocks=9)
+    one = replace(one, times_s=times, output_tokens_per_s=1_234_567.8, prefix_hit_rate=1.0)
+    executors = [replace(one, info=replace(about, epoch=2**50, index=index)) for index in range(num_executors)]
     return replace(
         busy_interval(),
         info=replace(info(1e7), load=ServerLoad(**load)),
@@ -236,7 +244,7 @@ def large(*, num_executors: int = 1, num_dropped: int = 0) -> Snapshot:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_first_screen_is_in_users_words(size):
-    lines = screen(view_of(*[busy_interval()] * 3), size)
+    lines = screen(view_of(*[alone()] * 3), size)
     for name, value in (
         ("model", "models/a-model"), ("device", "cpu"), ("up since", "11:59 (0:00:12)"), ("running", "2 "),
         ("waiting", "1 "), ("prompt tokens/s", "5.5 "), ("output tokens/s", "2.5 "), ("TTFT p50", "25 ms "),
@@ -246,6 +254,70 @@ def test_the_first_screen_is_in_users_words(size):
     assert not any(word in " ".join(lines) for word in ("incarnation", "epoch", "plans", "p99", "preempt", "swap"))
     assert sum("███" in line for line in lines) == 5, "bars of the last three intervals"
     assert sum("▃▃▃" in line for line in lines) == 2, "shares have the full height at 100%"
+
+
+def two_lanes() -> Snapshot:
+    """An executor that serves, and one that is refused."""
+    first, second = busy_interval().executors
+    serving = replace(
+        first.info, num_running=3, num_waiting=12, num_device_blocks=8, num_used_device_blocks=2, max_num_seqs=7
+    )
+    refused = replace(second.info, connected=False, refusal="it serves another model, models/b\x1b")
+    executors = [
+        replace(first, info=serving, output_tokens_per_s=1234.5, prefix_hit_rate=0.5),
+        replace(second, info=refused, times_s={}),
+    ]
+    return replace(busy_interval(), executors=executors)
+
+
+def test_the_figures_of_each_executor_are_of_the_window():
+    """Counts are compared by index: an executor that left does not shift those after it."""
+
+    def executor(index: int, tokens: int, queries: int, hits: int) -> ExecutorInfo:
+        counts = {"num_output_tokens": tokens, "num_prefix_queries": queries, "num_prefix_hits": hits}
+        return replace(info(0.0).executors[0], index=index, **counts)
+
+    meter = Meter(replace(info(10.0), executors=[executor(0, 9, 9, 9), executor(1, 100, 40, 10)]), 0.0)
+    meter.add([record(10.5, [(1, 1, 9, 1)], executor=1), record(11.0, [(2, 1, 9, 1)], executor=2)], 0)
+    now = replace(info(12.0), executors=[executor(1, 150, 60, 15), executor(2, 8, 0, 0)])
+    second, third = meter.snapshot(now).executors
+    assert (second.output_tokens_per_s, second.prefix_hit_rate, second.num_steps) == (25.0, 0.25, 1)
+    assert (third.output_tokens_per_s, third.prefix_hit_rate, third.num_steps) == (4.0, None, 1), "it joined"
+
+
+def test_several_executors_have_a_line_each_below_the_totals():
+    lines = screen(view_of(two_lanes()), (80, 24))
+    start = next(place for place, line in enumerate(lines) if line.startswith("executor"))
+    assert lines[start : start + 3] == [
+        "executor  state     running  waiting    KV  tokens/s     step  hits",
+        "host:0    serving         3       12   25%     1,234    20 ms   50%",
+        "host:1    refused         0        0     -         0        -     -",
+    ]
+    assert "running          2" in [line[:18] for line in lines[:start]]
+    narrow = screen(view_of(two_lanes()), (50, 12))
+    assert "executor  state     running    KV  tokens/s" in narrow, "less important columns are left out"
+    assert [line[:16] for line in narrow if line.startswith("host:")] == ["host:0    servin", "host:1    refuse"]
+    assert any(line.startswith("TTFT p50") for line in narrow), "executors do not push the totals out"
+    many = replace(two_lanes(), executors=[two_lanes().executors[0]] * 30)
+    lines = screen(view_of(many), (80, 24))
+    num_shown = sum(line.startswith("host:") for line in lines)
+    assert num_shown > 5
+    assert f"{30 - num_shown} more executors" in lines
+    assert not any(line.startswith("host:") for line in screen(view_of(alone()), (80, 24)))
+
+
+def test_the_state_of_an_executor_and_its_reason_are_in_the_details():
+    lines = screen(view_of(two_lanes()), (80, 40), details=True)
+    at = lines.index("executor 1    host:1, cpu, refused")
+    assert lines[at + 1] == "  it serves another model, models/b"
+    assert "  batch         1.7 of 7, 2 at most" in lines or "  batch       1.7 of 7, 2 at most" in lines
+    one = info(0.0).executors[0]
+    states = [
+        replace(one, refusal="no").state, replace(one, connected=False, stalled_step_id=3).state,
+        replace(one, stalled_step_id=3, draining=True).state, replace(one, draining=True).state, one.state,
+    ]  # fmt: skip
+    assert states == ["refused", "lost", "stalled", "draining", "serving"]
+    assert replace(one, stalled_step_id=3, stalled_s=12.4).reason == "step 3 has run for 12 s"
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -294,12 +366,11 @@ def test_details():
     with_host = info(12.0, num_host_blocks=64, num_used_host_blocks=3)
     lines = screen(view_of(replace(busy_interval(), info=with_host)), (80, 24), details=True)
     assert "swapped       0 now, 1 out, 0 in, host blocks 3 of 64" in lines
-    alone = replace(busy_interval(), executors=busy_interval().executors[:1])
-    lines = screen(view_of(alone), (80, 24), details=True)
+    lines = screen(view_of(alone()), (80, 24), details=True)
     assert "  session     incarnation 8000000000000000, epoch 3" in lines
     assert "oldest        waiting 1.5 s, running 1.5 s, swapped 0.5 s" in lines
     assert not any(line.startswith("lost") for line in lines)
-    low = screen(view_of(replace(alone, num_dropped=2)), (50, 12), details=True)
+    low = screen(view_of(replace(alone(), num_dropped=2)), (50, 12), details=True)
     assert "lost          2 step records" in low
     assert "  p50/p99 ms  total 20.00/29.80" in low
 

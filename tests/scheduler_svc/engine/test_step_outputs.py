@@ -30,17 +30,11 @@ EOS = Finish(FinishDetail.EOS)
 LONG = Finish(FinishDetail.MAX_TOKENS)
 
 
-class NoExecutor:
-    """An executor that is not connected yet."""
-
-    target = "nowhere"
-
-
 class Stage:
     """An engine with one request; the test takes the part of the core."""
 
     def __init__(self, *, best_of=None, text=False, **spec):
-        self.engine = Engine(SchedulerConfig(), Scheduler(), NoExecutor(), FakeClock())
+        self.engine = Engine(SchedulerConfig(), Scheduler(), FakeClock())
         spec = RequestSpec("r", (5, 6, 7), Sampling(num_logprobs=0 if best_of else None), **spec)
         make_text = (lambda: TextStream(TOKENIZER)) if text else None
         self.live = LiveRequest(EngineRequest(spec, make_text, best_of=best_of), arrival_ns=1)

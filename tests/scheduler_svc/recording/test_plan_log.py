@@ -50,7 +50,10 @@ REQUEST = RequestSpec(
     beams=BeamSpec(4, 0.1, early_stopping=None), cache_salt=b"\xff\x00", uses_prefix_cache=False, priority=-3,
     tenant="blue", expected_output_tokens=0, known_outputs=((5, 6), ()),
 )  # fmt: skip
-EXECUTOR = ExecutorSpec(8, 100, 10, 5, 50, 64, watermark=0.1, num_host_blocks=20, shares_prefixes=False)
+EXECUTOR = ExecutorSpec(
+    8, 100, 10, 5, 50, 64, watermark=0.1, num_host_blocks=20, shares_prefixes=False, numerics=b"n",
+    lacks=frozenset({"beams", "samples"}),
+)  # fmt: skip
 DESCRIPTION = execution_pb2.DescribeResponse(
     protocol_version=1,
     incarnation=2**63 + 1,

@@ -1,0 +1,22 @@
+"""Options of the program that starts the services: `cadenza up`, `LLM`, and every command with --model."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cadenza.settings.help import about
+
+
+class StarterConfig(BaseModel):
+    """What the services themselves do not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    executors: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Executors of the one scheduler, each a process with the model. Each has a GPU of its own, or the "
+        "cores and the memory divided by their number; --num-gpu-blocks is that of each.",
+        json_schema_extra=about("Basics", "executors"),
+    )

@@ -1,0 +1,69 @@
+"""The entries of --executor: addresses, DNS names, and files of addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cadenza.transport import EXECUTOR_PORT, format_address, parse_address
+
+_DNS, _FILE = "dns:///", "file:"
+_MAX_CHARS = 300
+"""More than a DNS name (253) and a port have."""
+
+
+def executor_address(text: str) -> str:
+    """The one form of an executor's address, which ExecutorInfo has; raises ValueError."""
+    if not text.strip():
+        raise ValueError("must be HOST:PORT of an executor")
+    if len(text) > _MAX_CHARS:
+        raise ValueError(f"has {len(text)} characters; at most {_MAX_CHARS} are allowed")
+    if not text.strip().isprintable():
+        raise ValueError(f"{text!r} is not HOST:PORT: it must hold no control characters")
+    return format_address(*parse_address(text, default_port=EXECUTOR_PORT))
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorEntries:
+    """The entries of --executor by kind."""
+
+    addresses: tuple[str, ...]
+    names: tuple[tuple[str, int], ...]
+    """(name, port): each address of the name is an executor."""
+    files: tuple[str, ...]
+    """Paths of files with an address on each line."""
+
+    @property
+    def are_fixed(self) -> bool:
+        """Whether the list changes only with the options."""
+        return not (self.names or self.files)
+
+
+def executor_entries(entries: Iterable[str]) -> ExecutorEntries:
+    """Split the entries by kind; raises ValueError with the problem."""
+    addresses: list[str] = []
+    names: list[tuple[str, int]] = []
+    files: list[str] = []
+    for entry in entries:
+        if entry.startswith(_DNS):
+            names.append(parse_address(entry.removeprefix(_DNS), default_port=EXECUTOR_PORT))
+        elif entry.startswith(_FILE):
+            files.append(entry.removeprefix(_FILE))
+            if not files[-1]:
+                raise ValueError(f"{entry!r} names no file: it must be file:PATH")
+        else:
+            addresses.append(executor_address(entry))
+    return ExecutorEntries(tuple(addresses), tuple(names), tuple(files))
+
+
+def addresses_in(text: str) -> list[str]:
+    """The addresses of a file: one a line; `#` begins a comment. Raises ValueError that names the line."""
+    found: list[str] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        entry = line.partition("#")[0].strip()
+        if entry:
+            try:
+                found.append(executor_address(entry))
+            except ValueError as exc:
+                raise ValueError(f"line {number}: {exc}") from None
+    return found

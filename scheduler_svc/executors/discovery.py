@@ -1,0 +1,193 @@
+"""Follows the list of executors: DNS names that are resolved again, files and options that SIGHUP reads again.
+
+Only what changes from one list to the next is done: an address that is new is added, one that vanishes is drained and
+removed. So an executor that an operator added or removed by a call stays so until the list itself changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol
+
+from cadenza.transport import format_address
+from scheduler_svc.engine.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
+from scheduler_svc.executors.addresses import ExecutorEntries, addresses_in
+
+_LOG = logging.getLogger(__name__)
+RESOLVE_S = 5.0
+"""Time between two resolutions of a name, whatever its time to live is: the standard library does not report it."""
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+"""Gives the addresses of a name; raises OSError."""
+
+
+class Executors(Protocol):
+    """The set of executors that the list changes."""
+
+    def has(self, target: str) -> bool:
+        """Whether there is an executor at this address."""
+
+    def add(self, target: str) -> None:
+        """Add an executor; raises ExecutorExistsError."""
+
+    def resume(self, target: str) -> None:
+        """End an executor's drain; raises UnknownExecutorError."""
+
+    async def retire(self, target: str) -> None:
+        """Drain and remove an executor; raises UnknownExecutorError, LastExecutorError."""
+
+
+class Discovery:
+    """Keeps the executors as the list says."""
+
+    def __init__(
+        self,
+        executors: Executors,
+        entries: ExecutorEntries,
+        *,
+        resolve: Resolve | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._executors = executors
+        self._entries = entries
+        self._resolve = resolve or resolve_name
+        self._sleep = sleep
+        self._listed: dict[str, None] = {}
+        """In the order of the entries."""
+        self._resolved: dict[tuple[str, int], list[str]] = {}
+        """The last good answer for each name."""
+        self._read: dict[str, list[str]] = {}
+        """What each file had when it could last be read."""
+        self._problems: dict[str, str] = {}
+        self._retiring: dict[str, asyncio.Task[None]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    def start(self) -> None:
+        """Read the files and add all executors that are known without a name; names are resolved by a task."""
+        self._read_files()
+        self._apply()
+        self._follow()
+
+    def reload(self, entries: ExecutorEntries) -> None:
+        """Follow these entries from now on, and read all files again."""
+        if self._stopped:
+            return
+        self._entries = entries
+        self._read_files()
+        self._apply()
+        self._follow()
+        _LOG.info("the list of executors was read again: %s", ", ".join(self._listed) or "none is known")
+
+    async def stop(self) -> None:
+        """Follow the list no more."""
+        self._stopped = True
+        tasks = [*self._retiring.values(), *([self._task] if self._task is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _follow(self) -> None:
+        """Resolve the names at once, and then again and again."""
+        if self._task is not None:
+            self._task.cancel()
+        self._task = asyncio.create_task(self._follow_names(), name="discovery")
+
+    async def _follow_names(self) -> None:
+        while self._entries.names:
+            for name in self._entries.names:
+                await self._look_up(name)
+            self._apply()
+            await self._sleep(RESOLVE_S)
+
+    async def _look_up(self, name: tuple[str, int]) -> None:
+        """Take the answer for a name; an empty or failed one changes nothing."""
+        key = format_address(*name)
+        try:
+            found = await self._resolve(*name)
+        except OSError as exc:
+            self._report(key, f"cannot be resolved: {exc.strerror or exc}")
+            return
+        if not found:
+            self._report(key, "has no address")
+            return
+        self._report(key, "")
+        self._resolved[name] = found
+
+    def _read_files(self) -> None:
+        for path in self._entries.files:
+            try:
+                self._read[path] = addresses_in(Path(path).read_text())
+            except (OSError, ValueError) as exc:
+                reason = exc.strerror if isinstance(exc, OSError) else exc
+                self._report(path, f"cannot be read: {reason}")
+            else:
+                self._report(path, "")
+
+    def _report(self, source: str, problem: str) -> None:
+        """Log a problem once, until it has passed or is another one."""
+        if problem and problem != self._problems.get(source):
+            _LOG.warning("executors of %s: it %s; the executors stay as they are", source, problem)
+        self._problems[source] = problem
+
+    def _apply(self) -> None:
+        """Do what has changed since the last list."""
+        entries = self._entries
+        found = list(entries.addresses)
+        for name in entries.names:
+            found += self._resolved.get(name, ())
+        for path in entries.files:
+            found += self._read.get(path, ())
+        if not found:
+            return
+        before, self._listed = self._listed, dict.fromkeys(found)
+        for target in self._listed:
+            if target not in before:
+                self._add(target)
+        for target in before:
+            if target not in self._listed and target not in self._retiring and self._executors.has(target):
+                _LOG.info("executor %s is not in the list any more: it is drained and removed", target)
+                self._retiring[target] = asyncio.create_task(self._retire(target), name=f"retire {target}")
+
+    def _add(self, target: str) -> None:
+        retiring = self._retiring.pop(target, None)
+        if retiring is not None:
+            retiring.cancel()
+        try:
+            if self._executors.has(target):
+                self._executors.resume(target)
+            else:
+                self._executors.add(target)
+        except (ExecutorExistsError, UnknownExecutorError, ValueError) as exc:
+            _LOG.warning("executor %s is in the list and cannot be added: %s", target, exc)
+
+    async def _retire(self, target: str) -> None:
+        try:
+            await self._executors.retire(target)
+        except (UnknownExecutorError, LastExecutorError) as exc:
+            _LOG.warning("executor %s is not removed: %s", target, exc)
+        self._retiring.pop(target, None)
+
+
+async def resolve_name(name: str, port: int) -> list[str]:
+    """The addresses of a name as the system resolves it, each HOST:PORT; raises OSError.
+
+    In a daemon thread: the system may take 30 s and more, and a process that stops must not wait for it.
+    """
+    found: Future[list[str]] = Future()
+
+    def run() -> None:
+        try:
+            infos = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+            found.set_result(sorted({format_address(str(info[4][0]), port) for info in infos}))
+        except BaseException as exc:
+            found.set_exception(exc)
+
+    threading.Thread(target=run, name="resolving", daemon=True).start()
+    return await asyncio.wrap_future(found)

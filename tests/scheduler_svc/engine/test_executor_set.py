@@ -1,0 +1,423 @@
+"""Several executors behind one engine, on virtual time: they join, die, hang, drain, leave and come back.
+
+The executors simulate KV: a request that moves has exactly the tokens of one executor alone, or the test fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from scheduler_svc.core.errors import LimitsError, ModelChangedError, QueueFullError
+from scheduler_svc.engine.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
+from scheduler_svc.engine.executor_set import MOVE_AFTER_S
+from scheduler_svc.plan_loop.ports import ExecutorFencedError
+from scheduler_svc.replay.__main__ import main as replay
+from tests.helpers.changing_executor import OTHER_NUMERICS, STEP_S
+from tests.helpers.fleet_world import fleet
+
+OTHER_MODEL = {"fingerprint": OTHER_NUMERICS["fingerprint"], "numerics": OTHER_NUMERICS["numerics"]}
+OTHER_KERNELS = {"fingerprint": OTHER_NUMERICS["fingerprint"], "numerics": (("weights", "1111"), ("kernels", "b"))}
+
+
+async def test_requests_are_spread_over_the_executors() -> None:
+    async with fleet(3) as world:
+        world.submit_mix()
+        await world.run()
+        world.check_tokens()
+        assert [state.index for state in world.engine.executor_infos()] == [0, 1, 2]
+        assert all(state.load.num_output_tokens > 0 for state in world.engine.executor_infos())
+        total = world.engine.load()
+        assert total.num_steps == sum(state.load.num_steps for state in world.engine.executor_infos())
+        assert total.num_device_blocks == 3 * 64
+
+
+async def test_one_executor_is_enough_to_start_and_the_others_join() -> None:
+    async with fleet(dead=[0]) as world:
+        assert world.engine.healthy
+        assert [state.connected for state in world.engine.executor_infos()] == [False, True]
+        world.submit_mix(max_tokens=60)
+        await world.clock.advance(10 * STEP_S)
+        assert world.executors[0].num_sent == 0
+        world.executors[0].come_back()
+        await world.run()
+        world.check_tokens()
+        assert world.executors[0].num_sent > 0
+
+
+async def test_requests_of_a_dead_executor_move_without_a_lost_or_repeated_token() -> None:
+    async with fleet() as world:
+        world.submit_mix(max_tokens=60)
+        await world.clock.advance(12.5 * STEP_S)
+        held = [name for name in world.live if world.holder(name) == 0]
+        assert held
+        world.executors[0].die()
+        await world.clock.advance(MOVE_AFTER_S - STEP_S)
+        assert [name for name in held if not world.live[name].ended and world.holder(name) == 0]
+        await world.clock.advance(2 * STEP_S)
+        assert not [name for name in held if not world.live[name].ended and world.holder(name) == 0]
+        assert world.engine.healthy
+        await world.run()
+        world.check_tokens()
+        assert not world.state(0).connected
+
+
+async def test_a_session_that_is_opened_again_at_once_keeps_its_requests() -> None:
+    async with fleet() as world:
+        world.submit("a", prompt=60, max_tokens=30)
+        await world.clock.advance(8.5 * STEP_S)
+        holder = world.holder("a")
+        assert holder is not None
+        world.executors[holder].break_off()
+        await world.run()
+        world.check_tokens()
+        assert world.executors[1 - holder].num_sent == 0
+
+
+async def test_requests_of_a_stopped_executor_move_at_once() -> None:
+    async with fleet() as world:
+        world.submit("a", max_tokens=100)
+        await world.clock.advance(8.5 * STEP_S)
+        holder = world.holder("a")
+        assert holder is not None
+        world.executors[holder].die(stopped=True)
+        await world.clock.advance(2 * STEP_S)
+        assert world.holder("a") == 1 - holder
+        await world.run()
+        world.check_tokens()
+
+
+async def test_all_die_and_one_comes_back() -> None:
+    async with fleet(3) as world:
+        world.submit_mix(max_tokens=60)
+        await world.clock.advance(12.5 * STEP_S)
+        for executor in world.executors:
+            executor.die()
+        await world.clock.advance(5.0)
+        assert not world.engine.healthy
+        assert not all(live.ended for live in world.live.values())
+        world.executors[2].come_back()
+        await world.clock.advance(1.0)
+        assert world.engine.healthy
+        await world.run()
+        world.check_tokens()
+
+
+async def test_requests_of_an_executor_that_hangs_move() -> None:
+    async with fleet() as world:
+        world.submit_mix(max_tokens=50)
+        await world.clock.advance(12.5 * STEP_S)
+        world.executors[0].goes_on.clear()
+        await world.run()
+        world.check_tokens()
+        world.executors[0].goes_on.set()
+        await world.clock.advance(1.0)
+        assert world.state(0).connected
+
+
+async def test_the_only_executor_that_hangs_keeps_its_session() -> None:
+    async with fleet(dead=[1]) as world:
+        world.submit("a")
+        await world.clock.advance(8.5 * STEP_S)
+        world.executors[0].goes_on.clear()
+        await world.clock.advance(5.0)
+        assert world.state(0).connected
+        assert world.state(0).stalled_step_id
+        assert not world.engine.healthy
+        world.executors[1].come_back()
+        await world.run()
+        world.check_tokens()
+
+
+async def test_a_drained_executor_is_left_without_requests_until_it_is_resumed() -> None:
+    async with fleet() as world:
+        world.submit_mix(max_tokens=60)
+        await world.clock.advance(12.5 * STEP_S)
+        draining = asyncio.create_task(world.engine.executors.drain("e:0", None))
+        await world.clock.advance(0)
+        assert not draining.done()
+        assert world.state(0).draining
+        await world.clock.advance(20 * STEP_S)
+        assert await draining == 0
+        assert world.engine.healthy
+        num_sent = world.executors[0].num_sent
+        await world.run()
+        assert world.executors[0].num_sent == num_sent
+        world.engine.executors.resume("e:0")
+        world.submit_mix()
+        await world.run()
+        world.check_tokens()
+        assert world.executors[0].num_sent > num_sent
+
+
+async def test_a_drain_without_another_executor_ends_at_its_timeout() -> None:
+    async with fleet(dead=[1]) as world:
+        world.submit("a", max_tokens=100)
+        await world.clock.advance(8.5 * STEP_S)
+        draining = asyncio.create_task(world.engine.executors.drain("e:0", 0.1))
+        await world.clock.advance(0.2)
+        assert await draining == 1
+        assert not world.engine.healthy
+        await world.run()
+        world.check_tokens()
+
+
+async def test_the_requests_of_a_removed_executor_move() -> None:
+    async with fleet() as world:
+        world.submit_mix(max_tokens=60)
+        await world.clock.advance(12.5 * STEP_S)
+        steps = world.engine.load().num_steps
+        await world.engine.executors.remove("e:0")
+        assert [state.target for state in world.engine.executor_infos()] == ["e:1"]
+        assert world.executors[0].is_closed
+        assert world.engine.load().num_steps >= steps
+        await world.run()
+        world.check_tokens()
+        with pytest.raises(LastExecutorError):
+            await world.engine.executors.remove("e:1")
+        with pytest.raises(UnknownExecutorError):
+            await world.engine.executors.remove("e:0")
+        with pytest.raises(ExecutorExistsError):
+            world.engine.executors.add("e:1")
+        world.engine.executors.add("e:0")
+        await world.clock.advance(0)
+        assert [(state.target, state.index, state.connected) for state in world.engine.executor_infos()] == [
+            ("e:1", 1, True),
+            ("e:0", 2, True),
+        ]
+        world.submit_mix()
+        await world.run()
+        world.check_tokens()
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+async def test_another_model_is_refused_until_it_is_the_served_one(caplog: pytest.LogCaptureFixture) -> None:
+    async with fleet(models=[{}, OTHER_MODEL]) as world:
+        await world.clock.advance(5.0)
+        assert world.executors[1].num_described >= 5
+        assert "weights 2222 is not 1111" in world.state(1).refusal
+        assert sum("cannot be used" in record.message for record in caplog.records) == 1
+        world.submit_mix()
+        await world.run()
+        world.check_tokens()
+        assert world.executors[1].num_sent == 0
+        world.executors[1].come_back(fingerprint=world.executors[0].model.fingerprint, numerics=(("weights", "1111"),))
+        await world.clock.advance(2.0)
+        assert world.state(1).connected
+        assert world.state(1).refusal == ""
+
+
+async def test_a_moment_without_a_session_lets_no_other_model_in() -> None:
+    async with fleet(models=[{}, OTHER_MODEL]) as world:
+        world.submit("a", max_tokens=100)
+        await world.clock.advance(8.5 * STEP_S)
+        for _ in range(5):
+            world.executors[0].break_off()
+            await world.clock.advance(0.9)
+        await world.run()
+        world.check_tokens()
+        assert world.executors[1].num_sent == 0
+
+
+async def test_another_model_replaces_the_served_one_when_no_executor_has_served_it_for_a_while() -> None:
+    async with fleet() as world:
+        world.submit("a", max_tokens=100)
+        await world.clock.advance(8.5 * STEP_S)
+        for executor in world.executors:
+            executor.die()
+        world.executors[1].come_back(**OTHER_MODEL)
+        await world.clock.advance(1.5)
+        assert not world.live["a"].ended
+        await world.clock.advance(2.0)
+        assert isinstance(world.live["a"].error, ModelChangedError)
+        assert world.engine.model.numerics == OTHER_MODEL["numerics"]
+        world.executors[0].come_back()
+        await world.clock.advance(2.0)
+        assert "another model" in world.state(0).refusal
+
+
+async def test_executors_of_different_sizes_serve_together() -> None:
+    sizes = [{"max_model_len": 64, "num_device_blocks": 24, "block_size": 8, "max_num_seqs": 2}, {}]
+    async with fleet(models=sizes) as world:
+        assert (world.engine.model.max_model_len, world.engine.model.max_num_seqs) == (128, 4)
+        world.submit("long", prompt=90, max_tokens=30)
+        world.submit_mix()
+        await world.run()
+        world.check_tokens()
+        assert world.executors[0].num_sent > 0
+
+
+async def test_a_request_that_only_a_removed_executor_could_hold_ends_with_the_limit() -> None:
+    async with fleet(models=[{"max_model_len": 64}, {}]) as world:
+        world.submit("long", prompt=90, max_tokens=30)
+        world.submit("short")
+        await world.engine.executors.remove("e:1")
+        assert "no executor that is left can hold it: 90 prompt tokens" in str(world.live["long"].error)
+        await world.run()
+        world.check_tokens(but=["long"])
+        assert world.engine.model.max_model_len == 64
+
+
+async def test_what_one_executor_lacks_goes_to_the_other() -> None:
+    async with fleet(models=[{"gives_candidates": False, "can_fork": False}, {}]) as world:
+        world.submit_mix(16)
+        await world.run()
+        world.check_tokens()
+        assert all(executor.num_sent for executor in world.executors)
+
+
+async def test_an_executor_with_fewer_logprobs_waits_for_the_requests_that_want_more() -> None:
+    async with fleet(dead=[1]) as world:
+        world.submit("a", max_tokens=100, num_logprobs=20)
+        await world.clock.advance(8.5 * STEP_S)
+        world.executors[1].come_back(max_logprobs=5)
+        await world.clock.advance(0.1)
+        assert "at most 5 logprobs" in world.state(1).refusal
+        await world.run()
+        await world.clock.advance(2.0)
+        assert world.state(1).connected
+        assert world.engine.model.max_logprobs == 5
+
+
+# --- numerics --------------------------------------------------------------------------------------------------------
+
+
+async def test_requests_with_output_stay_with_their_numerics() -> None:
+    """A request of the executor with other kernels waits for it, and ends when it is gone for good."""
+    async with fleet(models=[{}, OTHER_KERNELS]) as world:
+        for index in range(6):
+            world.submit(f"r{index}", max_tokens=100)
+        await world.clock.advance(12.5 * STEP_S)
+        held = [name for name in world.live if world.holder(name) == 1]
+        assert held
+        world.executors[1].die()
+        await world.clock.advance(20.0)
+        assert not any(world.live[name].ended for name in held)
+        await world.engine.executors.remove("e:1")
+        assert all(isinstance(world.live[name].error, ModelChangedError) for name in held)
+        await world.run()
+        world.check_tokens(but=held)
+
+
+async def test_requests_move_between_numerics_where_that_is_allowed() -> None:
+    async with fleet(models=[{}, OTHER_KERNELS], allow_fingerprint_change=True) as world:
+        world.submit_mix(max_tokens=60)
+        await world.clock.advance(12.5 * STEP_S)
+        world.executors[1].die()
+        await world.run()
+        world.check_tokens()
+
+
+async def test_with_a_journal_other_numerics_are_refused(tmp_path: Path) -> None:
+    async with fleet(models=[{}, OTHER_KERNELS], journal=str(tmp_path)) as world:
+        assert "a journal (--journal) in exact mode knows one fingerprint only" in world.state(1).refusal
+
+
+# --- executors that cannot be used -----------------------------------------------------------------------------------
+
+
+async def test_an_executor_that_another_scheduler_has_does_not_stop_the_service() -> None:
+    async with fleet() as world:
+        world.submit_mix(max_tokens=60)
+        await world.clock.advance(12.5 * STEP_S)
+        world.executors[0].fences = True
+        world.executors[0].break_off()
+        await world.run()
+        world.check_tokens()
+        assert world.engine.failure is None
+        assert world.state(0).refusal == "another scheduler holds it"
+        with pytest.raises(LastExecutorError):
+            await world.engine.executors.remove("e:1")
+        world.executors[1].fences = True
+        world.executors[1].break_off()
+        await world.clock.advance(1.0)
+        assert isinstance(world.engine.failure, ExecutorFencedError)
+        assert world.engine.fenced.is_set()
+
+
+async def test_limits_that_contradict_the_options_stop_the_service_only_if_all_have_them() -> None:
+    async with fleet(models=[{"max_num_batched_tokens": 3}, {}]) as world:
+        assert world.engine.healthy
+        assert "max_num_batched_tokens (3) must be at least" in world.state(0).refusal
+    with pytest.raises(LimitsError):
+        async with fleet(models=[{"max_num_batched_tokens": 3}, {"max_num_batched_tokens": 2}]):
+            pass
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+async def test_block_tables_are_those_of_the_executor_that_runs_the_request() -> None:
+    async with fleet(models=[{"block_size": 8}, {}]) as world:
+        for index in range(4):
+            world.submit(f"r{index}", prompt=20, max_tokens=40)
+        await world.clock.advance(12.5 * STEP_S)
+        holders = {name: world.holder(name) for name in world.live}
+        assert set(holders.values()) == {0, 1}
+        for name, holder in holders.items():
+            (table,) = world.engine.block_tables("", name) or []
+            block_size = (8, 4)[holder or 0]
+            assert 0 <= len(table.block_ids) * block_size - table.num_computed_tokens <= block_size
+            assert set(table.ref_counts) == {1}
+        await world.run()
+
+
+async def test_the_hint_to_come_back_counts_all_executors() -> None:
+    async with fleet(models=[{}, {"max_num_seqs": 2}], max_queued_requests=60) as world:
+
+        def fill() -> None:
+            for _ in range(200):
+                world.submit(f"r{len(world.live)}", max_tokens=4)
+
+        with pytest.raises(QueueFullError) as both:
+            fill()
+        world.executors[0].die()
+        await world.clock.advance(0)
+        with pytest.raises(QueueFullError) as one:
+            fill()
+        assert (both.value.retry_after_s, one.value.retry_after_s) == (60 / 6, 60 / 2)
+        await world.run()
+        world.check_tokens()
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_plan_log_with_executors_that_join_and_leave_is_replayed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with fleet(3, dead=[2], record=str(log)) as world:
+        world.submit_mix(12)
+        await world.clock.advance(10.5 * STEP_S)
+        world.executors[0].die()
+        world.executors[2].come_back()
+        await world.clock.advance(1.0)
+        world.executors[0].come_back()
+        draining = asyncio.create_task(world.engine.executors.drain("e:1", None))
+        world.submit_mix(8)
+        await world.clock.advance(0.5)
+        await draining
+        world.engine.executors.resume("e:1")
+        await world.engine.executors.remove("e:2")
+        await world.run()
+        world.check_tokens()
+    assert replay([str(log)]) == 0
+
+
+async def test_step_records_have_the_executor_and_its_step() -> None:
+    async with fleet() as world:
+        async with world.engine.watch() as watch:
+            await anext(watch)
+            world.submit_mix(4)
+            await world.run()
+            records = []
+            while len(records) < world.engine.load().num_steps:
+                records += (await anext(watch))[0]
+        for index in (0, 1):
+            steps = [record.step_id for record in records if record.executor_id == index]
+            assert steps == list(range(1, len(steps) + 1))
+            assert steps
+        assert sum(len(record.left) for record in records) == sum(len(live.samples) for live in world.live.values())

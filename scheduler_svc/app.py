@@ -36,6 +36,7 @@ from scheduler_svc.front.front import Front
 from scheduler_svc.front.generation import GenerationServicer
 from scheduler_svc.front.health import HealthServicer
 from scheduler_svc.front.model_front import ModelFront
+from scheduler_svc.front.prepared_responses import PreparedResponses
 from scheduler_svc.front.process_memory import release_free_memory
 from scheduler_svc.front.unreadable import UnreadableMessages
 from scheduler_svc.journal.errors import JournalError
@@ -85,7 +86,8 @@ class Service:
         self._health = HealthServicer(list(_SERVICES))
         self._model = ModelFront(self._front, config)
         self._server = grpc.aio.server(
-            interceptors=[UnreadableMessages()], options=server_options(max_received_bytes=MAX_RECEIVED_BYTES)
+            interceptors=[UnreadableMessages(), PreparedResponses()],
+            options=server_options(max_received_bytes=MAX_RECEIVED_BYTES),
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self._front), self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._front), self._server)

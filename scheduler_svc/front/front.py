@@ -17,6 +17,7 @@ from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
+from scheduler_svc.front.stream_turns import StreamTurns
 from scheduler_svc.requests.builder import RequestBuilder, check_resume
 from scheduler_svc.requests.fields import OutputMode, RequestFields
 
@@ -31,6 +32,8 @@ class Front:
         self.config = config
         self.version = version
         self._builder: RequestBuilder | None = None
+        self.turns = StreamTurns()
+        """Of the Generate streams."""
         self._streams: set[asyncio.Event] = set()
         self._num_clients = 0
         self._stop_reason = ""

@@ -13,13 +13,14 @@ from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc as pb_grpc
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.convert.limits import check_limits, check_request_id
+from scheduler_svc.convert.plain_output import PlainOutput
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.front.front import Front, abort_with, open_reader, stream_replaced
 from scheduler_svc.front.process_memory import resident_bytes
-from scheduler_svc.front.session import Session
+from scheduler_svc.front.session import TURN_BYTES, Session
 from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.fields import RequestFields
 
@@ -139,29 +140,36 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
 
         Raises the error of a request that ended with one, after its output so far, and StreamReplacedError.
         """
-        live, wake = reader.live, asyncio.Event()
+        live, wake, turns = reader.live, asyncio.Event(), self._front.turns
+        plain: PlainOutput | None = None
 
         def listener(_: LiveRequest) -> None:
-            wake.set()
+            turns.request(wake)
 
         self._front.engine.listen(live, listener)
         try:
             with self._front.stream(wake):
                 while not reader.done:
-                    if not live.serves(listener):
+                    wake.clear()
+                    if live.listener is not listener:
                         raise stream_replaced()
-                    chunk = reader.take()
-                    if chunk is None:
-                        if live.error is not None:
-                            raise live.error
+                    message: bytes | pb.GenerateResponse | None = plain.take_response() if plain is not None else None
+                    is_whole = True
+                    if message is None and (chunk := reader.take(TURN_BYTES)) is not None:
+                        message, is_whole = pb.GenerateResponse(), chunk.is_whole
+                        convert.fill_response(message, live, chunk, with_prompt_ids=fields.return_prompt_token_ids)
+                        plain = plain or PlainOutput.of(reader)
+                    if message is not None:
+                        await context.write(message)
+                    elif live.error is not None:
+                        raise live.error
+                    else:
                         self._front.check_serving()
+                    if is_whole and live.error is None and not reader.done:
+                        # Other streams first, even if there is new output already.
                         await wake.wait()
-                        wake.clear()
-                        continue
-                    message = pb.GenerateResponse()
-                    convert.fill_response(message, live, chunk, with_prompt_ids=fields.return_prompt_token_ids)
-                    await context.write(message)
         finally:
+            turns.withdraw(wake)
             self._front.engine.detach(live, listener, handed_over=reader.done)
 
     async def _builder(self, context: Any) -> RequestBuilder:

@@ -29,9 +29,17 @@ class TokenDecoder(Protocol):
     def token_text(self, token_id: int) -> str:
         """Return the text of a single token."""
 
+    def fixed_text(self, token_id: int) -> str | None:
+        """Return the text that a token adds after any text that ends with a complete character.
+
+        None: the text depends on the neighbours, or the token is special.
+        """
+
 
 class IncrementalDecoder:
     """Decodes one token at a time, in O(1) tokens each, by decoding a sliding window and returning the new text.
+
+    A token with a fixed text after a complete character needs no decoding: it makes a window of its own.
 
     The window keeps some tokens whose text was returned already, as in TGI and vLLM, since a token's text depends on
     its predecessors (leading spaces, bytes of one character). `_returned` is the returned part of the window's text.
@@ -48,22 +56,35 @@ class IncrementalDecoder:
         self._num_complete = len(self._window)
         """Number of tokens at the window's start after which the last character was complete."""
         self._limit = _MAX_WINDOW
+        self._is_complete = bool(self._returned)
+        """Whether the text so far is not empty, so that no leading space can go, and ends with a complete character."""
+        self._fixed_id: int | None = None
+        """The newest token, if it had a fixed text; it takes the place of the window."""
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that it completes, which may be empty."""
         if token_id in self._skipped:
             return ""
+        if self._is_complete:
+            fixed = self._tokenizer.fixed_text(token_id)
+            if fixed is not None:
+                self._fixed_id = token_id
+                return fixed
+            self._open_window()
         self._window.append(token_id)
         text = self._decode(self._window)
         if not text.startswith(self._returned):
             # A byte-fallback tokenizer decodes a whole run of bytes as U+FFFD while its last character is incomplete.
             if len(self._window) - self._num_complete <= _MAX_PENDING_TOKENS:
+                self._is_complete = False
                 return ""
             text = self._restart()
         return self._take_new(text)
 
     def flush(self) -> str:
         """Return the remaining text; an incomplete character becomes U+FFFD."""
+        if self._is_complete:
+            return ""
         text = self._decode(self._window)
         if not text.startswith(self._returned):
             text = self._restart()
@@ -84,7 +105,14 @@ class IncrementalDecoder:
         self._returned += ready
         if len(self._window) > self._limit:
             self._move_on(text, num_pending)
+        self._is_complete = bool(self._returned) and not num_pending
         return ready
+
+    def _open_window(self) -> None:
+        """Begin the window at the newest token, if its text was fixed."""
+        if self._fixed_id is not None:
+            self._window, self._fixed_id = [self._fixed_id], None
+            self._returned, self._num_complete, self._limit = self._decode(self._window), 1, _MAX_WINDOW
 
     def _move_on(self, text: str, num_pending: int) -> None:
         """Drop tokens from the window's front, at a position where the rest decodes to the same text."""
@@ -162,7 +190,15 @@ class TextStream:
         for index, token_id in enumerate(token_ids):
             silent = ends_with_stop_token and index == last and not self._include_stop
             piece = "" if silent else self._decoder.push(token_id)
-            stop_string = self._take(piece) if piece else None
+            stop_string = None
+            if self._stop and piece:
+                stop_string = self._take(piece)
+            else:
+                # As `_release`: for nearly every token of a step.
+                text = self.text
+                self.text = ""
+                text += piece
+                self.text = text
             self.text_ends.append(len(self.text))
             if stop_string is not None:
                 self._finished = True
@@ -181,10 +217,7 @@ class TextStream:
         return self._tokenizer.token_text(token_id)
 
     def _take(self, piece: str) -> str | None:
-        """Add text; returns the stop string that it completes, if any."""
-        if not self._stop:
-            self._release(piece)
-            return None
+        """Add text to a stream with stop strings; returns the one that it completes, if any."""
         text = self._held + piece
         if len(self.text_ends) < self._min_tokens:
             self._min_match_end = len(self.text) + len(text)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +20,9 @@ MAX_PROMPT_TOKENS = 128 * 1024
 """Limit of the tokens of a prompt: the list of so many ids is made in one call of 2.4 ms (docs/decisions/0025)."""
 _INLINE_CHARS = 4096
 """Text up to this length is encoded on the event loop (well under 1 ms); longer text in a thread."""
+_FUSED = (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"])
+"""Decoders of sentencepiece models with byte fallback, as Llama 2 and Gemma have."""
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -88,6 +93,8 @@ class Tokenizer:
         self.special_ids = _special_ids(inner)
         self.has_chat_template = bool(getattr(inner, "chat_template", None))
         self._token_texts: dict[int, str] = {}
+        self._anchor = _anchor(self._fast)
+        self._fixed_texts: dict[int, str | None] = {}
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
     def check_fits(self, model_vocab_size: int) -> None:
@@ -164,6 +171,27 @@ class Tokenizer:
             self._token_texts[token_id] = text
         return text
 
+    def fixed_text(self, token_id: int) -> str | None:
+        """Return the text that a token adds after any text that ends with a complete character.
+
+        None: the text depends on the neighbours, as that of a token with a part of a character; or the token is
+        special; or the tokenizer's decoder is not among those whose tokens have texts of their own (`_anchor`).
+        """
+        try:
+            return self._fixed_texts[token_id]
+        except KeyError:
+            found = self._fixed_texts[token_id] = self._find_fixed_text(token_id)
+            return found
+
+    def _find_fixed_text(self, token_id: int) -> str | None:
+        if self._anchor is None or token_id in self.special_ids or token_id >= self.vocab_size:
+            return None
+        if _BYTE_TOKEN.fullmatch(self._inner.convert_ids_to_tokens(token_id) or ""):
+            return None
+        before = self.decode([self._anchor])
+        text = self.decode([self._anchor, token_id])
+        return text[len(before) :] if text.startswith(before) and "\ufffd" not in text else None
+
     async def run(self, work: Callable[[], _T], num_chars: int) -> _T:
         """Run work on `num_chars` characters: on the event loop if it is short, otherwise in a thread."""
         if num_chars <= _INLINE_CHARS:
@@ -198,3 +226,26 @@ def _special_ids(inner: Any) -> frozenset[int]:
     added = getattr(inner, "added_tokens_decoder", None) or {}
     special = {int(token_id) for token_id, token in added.items() if token.special}
     return frozenset(special | {int(token_id) for token_id in inner.all_special_ids if token_id is not None})
+
+
+def _anchor(fast: Any) -> int | None:
+    """Return a token with a text of its own, where the text of tokens is that of each of them, one after the other.
+
+    So it is for byte-level decoders, where only bytes of a character belong together; for Metaspace, which drops a
+    leading space at the start only; and for sentencepiece's decoder with byte fallback, apart from its byte tokens.
+    """
+    if fast is None or fast.decoder is None or not _joins_tokens(json.loads(fast.decoder.__getstate__())):
+        return None
+    for token_id in reversed(fast.encode("a", add_special_tokens=False).ids):
+        if fast.decode([token_id], skip_special_tokens=False).strip() == "a":
+            return int(token_id)
+    return None
+
+
+def _joins_tokens(decoder: Mapping[str, Any]) -> bool:
+    if decoder["type"] != "Sequence":
+        return decoder["type"] in ("ByteLevel", "Metaspace")
+    parts = decoder["decoders"]
+    return [part["type"] for part in parts] in _FUSED and all(
+        part.get("stop", 0) == 0 and "Regex" not in part.get("pattern", {}) for part in parts
+    )

@@ -52,15 +52,20 @@ def add(opened: Session, request_id: str, *, prompt_logprobs: int = 0) -> LiveRe
     part = types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[5]))
     entry = _Entry(opened, request_fields(pb.GenerateRequest(request_id=request_id, prompt=[part])))
     entry.reader = RequestReader(live)
-    live.subscribe(entry.on_outputs)
+    live.subscribe(entry)
     opened._entries[request_id] = entry
     opened.mark(entry)
     return live
 
 
+async def next_message(opened: Session) -> pb.SessionResponse | None:
+    raw = await opened._collect()
+    return None if raw is None else pb.SessionResponse.FromString(raw)
+
+
 async def messages_of(opened: Session) -> list[pb.SessionResponse]:
     messages: list[pb.SessionResponse] = []
-    while (message := await opened._collect()) is not None:
+    while (message := await next_message(opened)) is not None:
         messages.append(message)
     return messages
 
@@ -74,12 +79,12 @@ async def test_a_backlog_of_prompt_logprobs_delays_no_other_request() -> None:
     add(opened, "large", prompt_logprobs=NUM_PROMPT_TOKENS)
     for index in range(50):
         add(opened, str(index))
-    first = await opened._collect()
+    first = await next_message(opened)
     assert first is not None
     assert set(ids_of(first)) == {"large", *map(str, range(50))}
     # An output that comes while the backlog is being sent is in the next message.
     add(opened, "late")
-    second = await opened._collect()
+    second = await next_message(opened)
     assert second is not None
     assert set(ids_of(second)) == {"late", "large"}
 
@@ -118,7 +123,7 @@ async def test_large_backlogs_share_a_message_alike() -> None:
     for name in "abcd":
         add(opened, name, prompt_logprobs=NUM_PROMPT_TOKENS)
     sizes: dict[str, int] = {}
-    for message in (await opened._collect(), await opened._collect()):
+    for message in (await next_message(opened), await next_message(opened)):
         assert message is not None
         for event in message.events:
             sizes[event.request_id] = sizes.get(event.request_id, 0) + event.ByteSize()
@@ -131,7 +136,7 @@ async def test_errors_leave_room_for_outputs() -> None:
     for index in range(900):
         opened._report(f"{index}" + "x" * 4000, RequestRejectedError("prompt", "is empty"), done=True)
     add(opened, "served")
-    assert "served" in ids_of(await opened._collect())
+    assert "served" in ids_of(await next_message(opened))
 
 
 async def test_the_event_loop_runs_other_tasks_while_a_large_message_is_made() -> None:
@@ -146,7 +151,7 @@ async def test_the_event_loop_runs_other_tasks_while_a_large_message_is_made() -
             num_pauses += 1
 
     other = asyncio.create_task(count_pauses())
-    message = await opened._collect()
+    message = await next_message(opened)
     other.cancel()
     assert message is not None
     assert len(message.events) >= 16
@@ -163,7 +168,7 @@ async def test_a_session_reads_no_further_while_a_thousand_outputs_wait(monkeypa
             num_read += 1
             yield str(num_read)
 
-    monkeypatch.setattr(opened, "_handle", lambda name: add(opened, name))
+    monkeypatch.setattr(opened, "_handle", lambda name, fields: add(opened, name))
     reading = asyncio.create_task(opened._read(requests()))
     for _ in range(5):
         await asyncio.sleep(0)

@@ -294,6 +294,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "cancel_memory",
         "cpu_serving",
         "exactness_cost",
+        "executor_loss",
         "journal",
         "loadtest_agreement",
         "loadtest_clock",

@@ -114,7 +114,10 @@ class BlockTiers:
 
         Raises InvariantError if too few are free, or if this plan swaps one of them out.
         """
-        places = self.cache.places(nodes)
+        try:
+            places = self.cache.places(nodes)
+        except KeyError as exc:
+            raise InvariantError(f"node {exc} has left the prefix cache") from exc
         counts, swap_outs = self.device.ref_counts, self.moves.swap_outs
         if min(places, default=0) >= 0:
             # Nothing is on the host. There may be 8,192 blocks: no Python call for each.

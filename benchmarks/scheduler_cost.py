@@ -4,7 +4,8 @@ The core alone, with two plans in flight as in the service: no executor, no gRPC
 its sequence, checks EOS, stop ids and lengths, and makes the outputs that the engine sends to the streams. Results are
 synthesized outside the timed part. With churn, in each step a share of the sequences ends with EOS and as many join.
 Adding these requests, turning the plan into bytes and reading the result from bytes are timed beside the step, and
-`us_whole` is the sum of all: what one step costs the process, without the streams.
+`us_whole` is the sum of all: what one step costs the process, without the streams. Times are CPU time of the
+process, so other load on the machine changes them little.
 vLLM's scheduler gets the same load in the same run, if vllm is available.
 """
 

@@ -71,12 +71,12 @@ SEEDED_BUGS = (
     SeededBug(
         "a new request does not wake the plan loop",
         "scheduler_svc.engine.engine", "Engine.add",
-        "self._loop.wake()", "pass",
+        "self.executors.wake()", "pass",
     ),
     SeededBug(
         "a step that hangs leaves the service healthy",
         "scheduler_svc.engine.engine", "Engine.healthy",
-        "not self._loop.stalled", "True",
+        "self.executors.can_serve", "self.executors.connected",
     ),
     SeededBug(
         "an ended request leaves its deadline timer",

@@ -113,13 +113,12 @@ class PlainOutput:
 
     def _take_output(self) -> bytes | None:
         sample, position, live = self._sample, self._position, self._live
-        text_start = position.text
+        text, text_start = sample.text, position.text
         if sample.finish is not None or live.hidden or live.error is not None or text_start is None:
             return None
+        ids, chars = sample.token_ids, "" if text is None else text.text
         if sample.max_shown_tokens is None:
-            end, text_end = len(sample.token_ids), text_start
-            if sample.text is not None:
-                text_end = len(sample.text.text)
+            end, text_end = len(ids), len(chars)
         else:
             end, text_end = sample.shown_ends()
         start = position.token
@@ -127,14 +126,17 @@ class PlainOutput:
             return None
         position.token, position.text = end, text_end
         if end - start == 1:
-            tokens = _one_token(sample.token_ids[start])
+            tokens = _one_token(ids[start])
         else:
-            packed = b"".join(map(varint, sample.token_ids[start:end]))
+            packed = b"".join(map(varint, ids[start:end]))
             tokens = _TOKEN_IDS + _length(len(packed)) + packed
-        found = _first_token_index(start) + tokens if start else tokens
-        if sample.text is None:
-            return found
+        if start:
+            tokens = _first_token_index(start) + tokens
         if text_end > text_start:
-            text = sample.text.text[text_start:text_end].encode()
-            found += _TEXT + _length(len(text)) + text
-        return found + _text_offset(text_start) if text_start else found
+            tokens += _text(chars[text_start:text_end])
+        return tokens + _text_offset(text_start) if text_start else tokens
+
+
+def _text(text: str) -> bytes:
+    found = text.encode()
+    return _TEXT + _length(len(found)) + found

@@ -55,7 +55,7 @@ def apply_outputs(
         touched[key] = live
         if sample.text is None:
             sample.token_ids.append(token_id)
-        elif sample.extend((token_id,)) is not None:
+        elif sample.append(token_id) is not None:
             stop_sample(key, index)
     for sequence, finish in outputs.finishes.items():
         extend(sequence, (), (), finish)

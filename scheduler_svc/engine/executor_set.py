@@ -163,7 +163,9 @@ class ExecutorSet:
         Raises UnknownExecutorError, and LastExecutorError if no other could take them.
         """
         member = self._find(target)
-        if not any(other is not member and not other.fenced for other in self._present):
+        # One that has never served cannot take the requests of one that has.
+        others = (other for other in self._present if other is not member and not other.fenced)
+        if not any(other.loop.lane is not None or member.loop.lane is None for other in others):
             raise LastExecutorError(f"{member.target} is the last executor: add another one first")
         member.loop.leaving = True
         member.removal = asyncio.create_task(self._remove(member), name=f"remove {target}")
@@ -185,7 +187,11 @@ class ExecutorSet:
             self._set_draining(member, True)
             await self._changes.until(partial(self._is_empty, member))
         if not member.loop.leaving:
-            await self.remove(target)
+            try:
+                await self.remove(target)
+            except LastExecutorError:
+                self._set_draining(member, False)
+                raise
 
     # --- state -------------------------------------------------------------------------------------------------------
 

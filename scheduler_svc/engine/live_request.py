@@ -61,6 +61,16 @@ class LiveSample:
             num_chars = min(num_chars, self.text.text_ends[num_tokens - 1] if num_tokens else 0)
         return num_tokens, num_chars
 
+    def append(self, token_id: int) -> StopMatch | None:
+        """`extend` by a token and nothing else: the quick way for nearly every token of a step."""
+        self.token_ids.append(token_id)
+        if self.text is None:
+            return None
+        match = self.text.push((token_id,))
+        if match is not None:
+            self._truncate(match)
+        return match
+
     def extend(
         self,
         token_ids: Sequence[int],

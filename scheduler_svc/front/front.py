@@ -65,6 +65,11 @@ class Front:
         for wake in self._streams:
             wake.set()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called: streams no longer wait for output."""
+        return bool(self._stop_reason)
+
     def check_serving(self) -> None:
         """Raise NotServingError unless calls are served."""
         if self._stop_reason:

@@ -165,7 +165,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                         raise live.error
                     else:
                         self._front.check_serving()
-                    if is_whole and live.error is None and not reader.done:
+                    if is_whole and live.error is None and not self._front.is_stopped and not reader.done:
                         # Other streams first, even if there is new output already.
                         await wake.wait()
         finally:

@@ -186,24 +186,29 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> StopMatch | None:
         """Add tokens; returns the match of a stop string, if they complete one. Tokens after it are ignored."""
+        if not (self._stop or ends_with_stop_token):
+            self._push_all(token_ids)
+            return None
         last = len(token_ids) - 1
         for index, token_id in enumerate(token_ids):
             silent = ends_with_stop_token and index == last and not self._include_stop
             piece = "" if silent else self._decoder.push(token_id)
-            stop_string = None
-            if self._stop and piece:
-                stop_string = self._take(piece)
-            else:
-                # As `_release`: for nearly every token of a step.
-                text = self.text
-                self.text = ""
-                text += piece
-                self.text = text
+            stop_string = self._take(piece) if piece else None
             self.text_ends.append(len(self.text))
             if stop_string is not None:
                 self._finished = True
                 return StopMatch(stop_string, len(self.text_ends))
         return None
+
+    def _push_all(self, token_ids: Sequence[int]) -> None:
+        """Add tokens that no stop string can end: what nearly every token of a step is."""
+        push, ends = self._decoder.push, self.text_ends
+        # As in `_release`.
+        text, self.text = self.text, ""
+        for token_id in token_ids:
+            text += push(token_id)
+            ends.append(len(text))
+        self.text = text
 
     def finish(self) -> None:
         """Release the text that was held back; nothing after a stop string."""
@@ -217,7 +222,10 @@ class TextStream:
         return self._tokenizer.token_text(token_id)
 
     def _take(self, piece: str) -> str | None:
-        """Add text to a stream with stop strings; returns the one that it completes, if any."""
+        """Add text; returns the stop string that it completes, if any."""
+        if not self._stop:
+            self._release(piece)
+            return None
         text = self._held + piece
         if len(self.text_ends) < self._min_tokens:
             self._min_match_end = len(self.text) + len(text)

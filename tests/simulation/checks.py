@@ -40,8 +40,9 @@ def check_client(world: World, client: Client) -> None:
         if client.spec.beams is not None:
             _check_beams(world, client)
         else:
+            numerics = _numerics_of(world, client)
             for index, seen in enumerate(client.samples):
-                _check_sample(world, client, index, seen)
+                _check_sample(world, client, index, seen, numerics)
         _check_prompt_logprobs(world, client)
     except Violation as exc:
         plan = client.plan
@@ -77,7 +78,7 @@ def _check_end(world: World, client: Client) -> None:
         exact = not world.scenario.config.allow_fingerprint_change
         _require(exact and len(world.numerics) > 1, f"ended without another model: {error}")
     elif isinstance(error, PreconditionError):
-        _require(len(world.models) > 1, f"ended without other limits: {error}")
+        _require(len(set(world.specs())) > 1, f"ended without other limits: {error}")
     else:
         _require(error is None, f"ended with {error!r}")
     if error is None and not client.has_left:
@@ -126,14 +127,32 @@ def _lengths(world: World) -> list[int]:
 # --- samples ---------------------------------------------------------------------------------------------------------
 
 
-def _check_sample(world: World, client: Client, index: int, seen: SampleSeen) -> None:
+def _numerics_of(world: World, client: Client) -> set[int]:
+    """The numerics that may have given its tokens; in exact mode that is one for all of its samples."""
+    if len(world.numerics) == 1 or world.scenario.config.allow_fingerprint_change:
+        return world.numerics
+    found = [each for each in sorted(world.numerics) if _gives(client, each)]
+    _require(found, f"{[seen.token_ids for seen in client.samples]} are not of one numerics")
+    return set(found)
+
+
+def _gives(client: Client, numerics: int) -> bool:
+    """Whether executors of these numerics give all tokens that the client has received."""
+    return all(
+        token_id == next_token(client.plan.index, index, tuple(seen.token_ids[:place]), numerics)
+        for index, seen in enumerate(client.samples)
+        for place, token_id in enumerate(seen.token_ids)
+    )
+
+
+def _check_sample(world: World, client: Client, index: int, seen: SampleSeen, numerics: set[int]) -> None:
     if client.spec.sampling.num_logprobs is not None:
         _check_logprobs(client, seen)
     if client.entry.stop:
         _check_text(client, seen)
     detail = seen.finish.detail if seen.finish is not None else None
     if len(world.numerics) > 1:
-        _check_drawn(world, client, index, seen)
+        _check_drawn(client, index, seen, numerics)
         return
     wholes = [
         whole_sample(client.plan.index, index, client.plan.max_tokens, length)
@@ -155,12 +174,12 @@ def _check_sample(world: World, client: Client, index: int, seen: SampleSeen) ->
     )
 
 
-def _check_drawn(world: World, client: Client, index: int, seen: SampleSeen) -> None:
+def _check_drawn(client: Client, index: int, seen: SampleSeen, numerics: set[int]) -> None:
     """With executors of several numerics, each token is one that one of them gives after those before it."""
     spec, tokens = client.spec, seen.token_ids
     for place, token_id in enumerate(tokens):
         output = tuple(tokens[:place])
-        possible = {next_token(client.plan.index, index, output, each) for each in world.numerics}
+        possible = {next_token(client.plan.index, index, output, each) for each in numerics}
         _require(token_id in possible, f"sample {index}: token {place} is {token_id}, not one of {possible}")
     stopped = bool(tokens) and tokens[-1] in spec.sampling.stop_token_ids and len(tokens) >= spec.sampling.min_tokens
     detail = seen.finish.detail if seen.finish is not None else None

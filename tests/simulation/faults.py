@@ -1,4 +1,4 @@
-"""The faults of a history: what each kind does to its world, and when it is over again."""
+"""The faults of a history: what each kind does to one executor or to the scheduler, and when it is over again."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from scheduler_svc.core.types import StepStatus
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.changing_executor import OTHER_NUMERICS
 from tests.simulation.catalogue import catalogue
+from tests.simulation.host import Host
+from tests.simulation.lane_faults import LaneFaults
 from tests.simulation.network import SILENCE_S
 from tests.simulation.process import NextStep
-from tests.simulation.scenario import Fault
+from tests.simulation.scenario import KERNELS, Fault
 from tests.simulation.world import World
 
 _NOTICED_S = 0.25
@@ -26,18 +28,22 @@ class Faults:
     def __init__(self, world: World) -> None:
         self._world = world
         self._drains: list[asyncio.Task[None]] = []
-        self._kinds: dict[str, Callable[[float], None]] = {
+        self._lanes = LaneFaults(world)
+        self._of_executors: dict[str, Callable[[Host, float], None]] = {
             "cut": self._cut,
-            "stall": lambda number: self._stand_still("stall", 0.02 + 1.5 * number),
-            "silence": lambda number: self._stand_still("silence", SILENCE_S + 0.5 + 2.0 * number),
+            "stall": lambda host, number: self._stand_still(host, "stall", 0.02 + 1.5 * number),
+            "silence": lambda host, number: self._stand_still(host, "silence", SILENCE_S + 0.5 + 2.0 * number),
             "kill": self._kill,
+            "terminated": self._terminate,
             "stop": self._stop,
-            "hang": lambda number: self._next_step("hang", NextStep(seconds=2.5 + 5.0 * number)),
+            "hang": lambda host, number: _next_step(host, "hang", NextStep(seconds=2.5 + 5.0 * number)),
             "watchdog": self._watchdog,
-            "slow step": lambda number: self._next_step("slow step", NextStep(seconds=0.1 + 0.8 * number)),
-            "failed step": lambda _: self._next_step("failed step", NextStep(status=StepStatus.FAILED)),
-            "out of memory": lambda _: self._next_step("out of memory", NextStep(status=StepStatus.OUT_OF_MEMORY)),
-            "non-finite": lambda number: self._next_step("non-finite", NextStep(non_finite=int(3 * number))),
+            "slow step": lambda host, number: _next_step(host, "slow step", NextStep(seconds=0.1 + 0.8 * number)),
+            "failed step": lambda host, _: _next_step(host, "failed step", NextStep(status=StepStatus.FAILED)),
+            "out of memory": lambda host, _: _next_step(
+                host, "out of memory", NextStep(status=StepStatus.OUT_OF_MEMORY)
+            ),
+            "non-finite": lambda host, number: _next_step(host, "non-finite", NextStep(non_finite=int(3 * number))),
             "other limits": self._other_limits,
             "other numerics": self._other_numerics,
             "unusable limits": self._unusable_limits,
@@ -45,21 +51,33 @@ class Faults:
             "refused session": self._refuse,
             "held": self._hold,
             "fenced": self._fence,
+        }
+        self._of_the_scheduler: dict[str, Callable[[float], None]] = {
             "poison": self._poison,
             "late scheduler": self._pause,
             "wall clock jump": self._jump,
             "drain": self._drain,
+            "network": self._network,
         }
         for fault in world.scenario.faults:
             world.loop.call_later(fault.at_s, self._inject, fault)
 
     def _inject(self, fault: Fault) -> None:
-        if not self._world.fenced:
-            self._kinds[fault.kind](fault.number)
+        hosts = self._world.present_hosts
+        if self._world.fenced or not hosts:
+            return
+        host = hosts[int(fault.place * len(hosts))]
+        if fault.kind in self._of_the_scheduler:
+            self._of_the_scheduler[fault.kind](fault.number)
+        elif fault.kind in self._of_executors:
+            if host.address.process is not None:
+                self._of_executors[fault.kind](host, fault.number)
+        else:
+            self._lanes.inject(fault, host)
 
     async def ended(self) -> None:
-        """Wait for drains to end."""
-        await asyncio.gather(*self._drains)
+        """Wait for drains and removals to end."""
+        await asyncio.gather(*self._drains, *self._lanes.tasks)
 
     def _happened(self, kind: str, until_s: float = 0.0, detail: str = "") -> None:
         self._world.counts[f"fault: {kind}"] += 1
@@ -68,75 +86,89 @@ class Faults:
 
     # --- the network -------------------------------------------------------------------------------------------------
 
-    def _cut(self, _: float) -> None:
-        if self._world.address.connections:
-            self._happened("cut")
-            self._world.address.cut("UNAVAILABLE: connection reset")
+    def _cut(self, host: Host, _: float) -> None:
+        if host.address.connections:
+            host.happened("cut")
+            host.address.cut("UNAVAILABLE: connection reset")
 
-    def _stand_still(self, kind: str, seconds: float) -> None:
+    def _network(self, number: float) -> None:
+        """The scheduler's own connection is lost: it reaches no executor for a while."""
+        for host in self._world.present_hosts:
+            self._stand_still(host, "network", 0.02 + 3.0 * number)
+
+    def _stand_still(self, host: Host, kind: str, seconds: float) -> None:
         """The network delivers nothing for so long."""
-        world, address = self._world, self._world.address
+        world, address = self._world, host.address
         if address.stalled:
             return
-        self._happened(kind, seconds, f"for {seconds:.3f} s")
+        host.happened(kind, seconds, f"for {seconds:.3f} s")
         address.stalled = True
         connections, ends_at = list(address.connections), world.loop.time() + seconds
 
         def notice() -> None:
             if world.loop.time() < ends_at:
-                world.note("both ends notice the silence")
+                host.note("both ends notice the silence")
                 for connection in connections:
                     connection.fall_silent()
 
         def end() -> None:
             address.stalled = False
-            world.note(f"the {kind} is over")
-            world.touch()
+            host.note(f"the {kind} is over")
+            host.touch()
             address.flush()
 
         world.later(SILENCE_S + _NOTICED_S * world.rng.random(), notice)
         world.later(seconds, end)
 
-    def _refuse(self, number: float) -> None:
-        self._happened("refused session", 1.0)
-        self._world.address.num_refusals = 1 + int(3 * number)
-        self._world.address.cut("UNAVAILABLE: connection reset")
+    def _refuse(self, host: Host, number: float) -> None:
+        host.happened("refused session", 1.0)
+        host.address.num_refusals = 1 + int(3 * number)
+        host.address.cut("UNAVAILABLE: connection reset")
 
-    def _hold(self, number: float) -> None:
+    def _hold(self, host: Host, number: float) -> None:
         """Another scheduler took the executor and died: its lease must end first."""
-        self._happened("held", SILENCE_S + 0.5)
-        self._world.address.held_until = self._world.loop.time() + SILENCE_S
-        self._world.address.cut("UNAVAILABLE: connection reset")
+        host.happened("held", SILENCE_S + 0.5)
+        host.address.held_until = self._world.loop.time() + SILENCE_S
+        host.address.cut("UNAVAILABLE: connection reset")
 
-    def _fence(self, number: float) -> None:
+    def _fence(self, host: Host, number: float) -> None:
         """Another scheduler holds the executor: ours learns of it when its session breaks."""
-        self._happened("fenced", 1.0)
-        self._world.fenced = self._world.address.fenced = True
-        self._world.address.cut("UNAVAILABLE: connection reset")
+        host.happened("fenced", 3.0)
+        host.address.fenced = True
+        host.address.cut("UNAVAILABLE: connection reset")
+        if not self._world.fenced:
+            # Nobody else can know that it never comes back.
+            self._lanes.remove_later(host, 1.5 + number)
 
     # --- the process -------------------------------------------------------------------------------------------------
 
-    def _kill(self, number: float) -> None:
-        world = self._world
-        if world.process.alive:
-            self._happened("kill", number)
-            world.process.kill()
-            world.later(0.02 + number, world.restart_if_dead)
+    def _kill(self, host: Host, number: float) -> None:
+        if host.alive:
+            host.happened("kill", number)
+            host.kill()
+            host.later(0.02 + number, host.start_if_dead)
 
-    def _stop(self, number: float) -> None:
+    def _terminate(self, host: Host, number: float) -> None:
+        """A signal stops it: its sessions end with a message, and another process follows."""
+        if host.alive:
+            host.happened("terminated", 0.1 + number)
+            host.process.terminate()
+            host.later(0.1 + number, host.start_if_dead)
+
+    def _stop(self, host: Host, number: float) -> None:
         """SIGSTOP, and SIGCONT later; or SIGKILL and another process."""
-        world, process, address = self._world, self._world.process, self._world.address
+        world, process, address = self._world, host.process, host.address
         if not process.alive or process.stopped:
             return
         seconds = 0.05 + 3.5 * number
-        self._happened("stop", seconds + 1.0, f"for {seconds:.3f} s")
+        host.happened("stop", seconds + 1.0, f"for {seconds:.3f} s")
         process.stopped = True
         connections = [each for each in address.connections if each.process is process]
         ends_at = world.loop.time() + seconds
 
         def notice() -> None:
             if process.alive and world.loop.time() < ends_at:
-                world.note("the scheduler notices the silence")
+                host.note("the scheduler notices the silence")
                 for connection in connections:
                     # Also the executor's side: it reads the end of the stream when it goes on.
                     connection.fall_silent()
@@ -144,58 +176,41 @@ class Faults:
         def end() -> None:
             if not process.alive:
                 return
-            world.touch(1.0)
+            host.touch(1.0)
             if number > 0.8:
                 process.kill()
-                world.later(0.1, world.restart_if_dead)
+                host.later(0.1, host.start_if_dead)
             else:
-                world.note("the executor goes on")
+                host.note("the executor goes on")
                 process.resume()
                 address.flush()
 
         world.later(SILENCE_S + _NOTICED_S * world.rng.random(), notice)
         world.later(seconds, end)
 
-    def _next_step(self, kind: str, step: NextStep) -> None:
-        if self._world.process.alive and self._world.process.next_step is None:
-            self._happened(kind, min(6.0, step.seconds))
-            self._world.process.next_step = step
-
-    def _watchdog(self, number: float) -> None:
+    def _watchdog(self, host: Host, number: float) -> None:
         """A step never ends, and the executor's watchdog ends the process."""
-        world, process = self._world, self._world.process
+        process = host.process
         if not process.alive or process.next_step is not None:
             return
-        self._next_step("watchdog", NextStep(seconds=1e6))
+        _next_step(host, "watchdog", NextStep(seconds=1e6))
 
         def end() -> None:
             if process.alive and process.hanging:
                 process.kill()
-                world.later(0.05 + 0.2 * number, world.restart_if_dead)
+                host.later(0.05 + 0.2 * number, host.start_if_dead)
             elif process.alive:
                 process.next_step = None
 
-        self._world.later(3.0 + 4.0 * number, end)
-        self._world.touch(8.0)
+        host.later(3.0 + 4.0 * number, end)
+        host.touch(8.0)
 
-    def _replace(self, model: ModelDescription, numerics: int | None = None, after_s: float = 0.1) -> None:
-        """Another process, with another description, takes the place of this one."""
-        world = self._world
-        world.process.kill()
+    def _other_limits(self, host: Host, number: float) -> None:
+        host.happened("other limits", 0.5)
+        host.replace(self._changed_model(host), after_s=0.02 + 0.3 * number)
 
-        def start() -> None:
-            if world.process.alive:
-                world.process.kill()
-            world.start_process(model, numerics)
-
-        world.later(after_s, start)
-
-    def _other_limits(self, number: float) -> None:
-        self._happened("other limits", 0.5)
-        self._replace(self._changed_model(), after_s=0.02 + 0.3 * number)
-
-    def _changed_model(self) -> ModelDescription:
-        model, rng = self._world.models[-1], self._world.rng
+    def _changed_model(self, host: Host) -> ModelDescription:
+        model, rng = host.model, self._world.rng
         size = rng.choice([model.block_size, model.block_size, 4])
         changes: list[dict[str, Any]] = [
             {"num_device_blocks": max(4, int(model.num_device_blocks * rng.choice([0.5, 0.7, 1.5])))},
@@ -211,31 +226,38 @@ class Faults:
             max_num_batched_tokens=max(changed.max_num_batched_tokens, changed.max_num_seqs),
         )
 
-    def _other_numerics(self, _: float) -> None:
-        if len(self._world.numerics) > 1:
-            return
-        self._happened("other numerics", 0.5)
-        self._replace(replace(self._world.models[-1], **OTHER_NUMERICS), numerics=1)
+    def _other_numerics(self, host: Host, _: float) -> None:
+        """With several executors it is the same model still, on other kernels."""
+        world = self._world
+        if len(world.hosts) > 1:
+            host.happened("other numerics", 0.5)
+            numerics = 1 - host.numerics
+            host.replace(replace(host.model, **KERNELS[numerics]), numerics=numerics)
+        elif len(world.numerics) == 1:
+            host.happened("other numerics", 0.5)
+            host.replace(replace(host.model, **OTHER_NUMERICS), numerics=1)
 
-    def _unusable_limits(self, number: float) -> None:
+    def _unusable_limits(self, host: Host, number: float) -> None:
         """An executor whose limits cannot work, and later one that can be used."""
-        world, model = self._world, self._world.models[-1]
-        if not world.process.alive:
+        model = host.model
+        if not host.alive:
             return
-        self._happened("unusable limits", 1.0 + number)
-        self._replace(replace(model, max_num_batched_tokens=model.max_num_seqs - 1), after_s=0.01)
-        world.later(0.5 + number, lambda: self._replace(model))
+        host.happened("unusable limits", 1.0 + number)
+        host.replace(replace(model, max_num_batched_tokens=model.max_num_seqs - 1), after_s=0.01)
+        host.later(0.5 + number, lambda: host.replace(model))
 
-    def _replace_while_opening(self, number: float) -> None:
-        world, changes = self._world, number > 0.3
+    def _replace_while_opening(self, host: Host, number: float) -> None:
+        changes = number > 0.3
 
         def exchange() -> None:
-            world.process.kill()
-            world.start_process(self._changed_model() if changes else None)
+            host.kill()
+            host.start(self._changed_model(host) if changes else None)
 
-        self._happened("replaced while opening", 0.5)
-        world.address.replace_before_open = exchange
-        world.address.cut("UNAVAILABLE: connection reset")
+        host.happened("replaced while opening", 0.5)
+        host.address.replace_before_open = exchange
+        host.address.cut("UNAVAILABLE: connection reset")
+
+    # --- requests and the scheduler ----------------------------------------------------------------------------------
 
     def _poison(self, number: float) -> None:
         """A request kills every executor that computes it from some token on."""
@@ -245,8 +267,6 @@ class Faults:
             seed = catalogue()[client.index].spec.sampling.seed
             self._happened("poison", 5.0, f"seed {seed}")
             world.poison = seed, int(number * 30) % 5
-
-    # --- the scheduler -----------------------------------------------------------------------------------------------
 
     def _pause(self, number: float) -> None:
         world, seconds = self._world, 0.01 + 1.5 * number
@@ -275,3 +295,9 @@ class Faults:
             world.touch()
 
         self._drains.append(asyncio.create_task(drain_and_resume()))
+
+
+def _next_step(host: Host, kind: str, step: NextStep) -> None:
+    if host.alive and host.process.next_step is None:
+        host.happened(kind, min(6.0, step.seconds))
+        host.process.next_step = step

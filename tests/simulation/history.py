@@ -16,22 +16,17 @@ from random import Random
 from typing import Any
 
 from cadenza.plan_log import PlanLogReader
-from scheduler_svc.plan_loop.progress import NUM_FIRST_STEPS
 from scheduler_svc.replay.core_replay import CoreReplay
 from tests.simulation.checks import check_client
 from tests.simulation.clients import Client
 from tests.simulation.faults import Faults
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.scenario import Scenario, draw_scenario
+from tests.simulation.watching import watch
 from tests.simulation.world import Violation, World
 
 BOUND_S = 20.0
 """Once the last fault is over, every request ends within this time."""
-HEALTH_S = 2.3
-"""Health is true after 2 s, and silence is checked every 0.25 s."""
-HANG_S = 4.0
-"""A step that hangs is noticed after 2 s or three times its predicted duration, which is under 1.2 s here."""
-_CHECK_S = 0.3
 _SETTLE_S = 1.0
 """After the last request the executor releases its slots within this time."""
 
@@ -63,6 +58,8 @@ class HistoryError(Exception):
     def of(cls, seed: int, cause: BaseException, trace: list[str] | None) -> HistoryError:
         """The error of a history that raised `cause`."""
         found = "".join(traceback.format_exception_only(cause)).strip()
+        if cause.__cause__ is not None:
+            found += ": " + "".join(traceback.format_exception_only(cause.__cause__)).strip()
         message = f"seed {seed}: {found}\nrepeat: python -m tests.simulation --seed {seed} --trace"
         return cls(message, seed, trace)
 
@@ -130,21 +127,37 @@ def _log_path(stack: contextlib.ExitStack) -> Path:
 
 async def _run(world: World) -> None:
     clients = [Client(world, plan) for plan in world.scenario.clients]
-    world.start_process()
+    _start_executors(world)
+    world.discovery.start()
     await world.engine.start()
     faults = Faults(world)
     reading = [asyncio.create_task(client.run(), name=client.plan.name) for client in clients]
-    watching = asyncio.create_task(_watch_health(world), name="health")
+    watching = asyncio.create_task(watch(world), name="watching")
     await _until_ended(world, clients, reading)
     await faults.ended()
     await _settle(world)
     watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
+    outcome = (await asyncio.gather(watching, return_exceptions=True))[0]
+    if isinstance(outcome, Exception):
+        raise outcome
+    if world.engine.failure is not None and not world.fenced:
+        raise Violation("the engine has stopped") from world.engine.failure
     _raise_violations(world)
     for client in clients:
         check_client(world, client)
     _check_nothing_held(world)
     await _stop(world)
+
+
+def _start_executors(world: World) -> None:
+    """Some of several executors come a little later."""
+    first, *others = world.hosts
+    first.start()
+    for host in others:
+        if world.rng.random() < 0.15:
+            host.later(0.5 * world.rng.random(), host.start_if_dead)
+        else:
+            host.start()
 
 
 async def _until_ended(world: World, clients: list[Client], reading: list[asyncio.Task[None]]) -> None:
@@ -174,14 +187,21 @@ async def _until_ended(world: World, clients: list[Client], reading: list[asynci
 
 
 def _state(world: World) -> str:
-    lane = world.core.lanes[0]
     groups = [
-        (key[1], [(each.state.name, len(each.token_ids), each.num_pending) for each in group.sequences])
+        (
+            key[1], group.lane_id, group.placed_on, group.spec.max_tokens,
+            [(each.state.name, len(each.token_ids), each.num_pending) for each in group.sequences],
+        )
         for key, group in world.core.groups.items()
+    ]  # fmt: skip
+    executors = [
+        (state.target, state.connected, state.draining, state.refusal, state.num_inflight_plans)
+        for state in world.engine.executor_infos()
     ]
+    usable = [(host.name, host.is_usable) for host in world.hosts]
     return (
-        f"connected {world.engine.connected}, healthy {world.engine.healthy}, failure {world.engine.failure!r}, "
-        f"{len(lane.inflight)} plans in flight, process alive {world.process.alive}, groups {groups}"
+        f"healthy {world.engine.healthy}, failure {world.engine.failure!r}, executors {executors}, usable {usable}, "
+        f"groups {groups}"
     )
 
 
@@ -190,36 +210,11 @@ def _raise_violations(world: World) -> None:
         raise world.violations[0]
 
 
-async def _watch_health(world: World) -> None:
-    """Hold health against what is true, whenever nothing has changed for long enough to notice."""
-    engine = world.engine
-    while True:
-        await asyncio.sleep(_CHECK_S)
-        process = world.process
-        if world.loop.time() - world.changed_at < (HANG_S if process.hanging else HEALTH_S):
-            continue
-        unpredicted = process.num_answered < NUM_FIRST_STEPS or process.num_slow_steps or process.num_running_tokens > 4
-        if process.hanging and unpredicted:
-            continue  # The first steps may take long; more work than before, or a slow step before, too.
-        usable = (
-            world.address.answers
-            and not process.hanging
-            and process.model.max_num_batched_tokens >= process.model.max_num_seqs
-            and not (world.fenced or engine.draining)
-        )
-        world.counts["health checks"] += 1
-        world.counts["health checks of hanging steps"] += process.hanging
-        if engine.healthy != usable:
-            is_usable = "is" if usable else "is not"
-            world.fail(Violation(f"healthy is {engine.healthy}, and the executor {is_usable} usable"))
-            return
-
-
 async def _settle(world: World) -> None:
     """Let the last plans run, which release slots."""
     for _ in range(3):
         await asyncio.sleep(_SETTLE_S)
-        if world.engine.connected and not world.core.lanes[0].inflight:
+        if world.engine.connected and not any(lane.inflight for lane in world.core.lanes.values()):
             return
 
 
@@ -238,25 +233,33 @@ def _check_nothing_held(world: World) -> None:
         "slots": load.num_used_slots,
         "device blocks": load.num_used_device_blocks,
         "host blocks": load.num_used_host_blocks,
-        "plans in flight": len(core.lanes[0].inflight),
+        "plans in flight": sum(len(lane.inflight) for lane in core.lanes.values()),
     }
-    if engine.connected:
-        held["slots of the executor"] = world.process.runner.num_slots_used
+    states = {state.target: state for state in engine.executor_infos()}
+    for host in world.present_hosts:
+        if states[host.address.target].connected:
+            held[f"slots of {host.name}"] = host.process.runner.num_slots_used
     left = {name: count for name, count in held.items() if count}
     if left:
         raise Violation(f"still held at the end: {left}")
-    if engine.connected and engine.model != world.process.model:
+    for host in world.present_hosts:
+        if states[host.address.target].connected:
+            if host.member is not None and host.member.loop.model != host.process.model:
+                raise Violation(f"the service goes by another description than that of {host.name}")
+        elif engine.failure is None and host.is_usable:
+            raise Violation(f"{host.name} is back, and no session is open: {states[host.address.target].refusal!r}")
+    if len(states) == 1 and engine.connected and engine.model != world.present_hosts[0].process.model:
         raise Violation("the service goes by the description of another executor")
-    if engine.failure is None and not engine.connected:
-        raise Violation("the executor is back, and no session is open")
 
 
 async def _stop(world: World) -> None:
     """Stop the engine: it leaves no task, and no timer of its own."""
     engine = world.engine
+    await world.discovery.stop()
     await engine.stop()
     # What is left then are messages under way, and what this simulation does later.
-    world.process.kill()
+    for host in world.hosts:
+        host.kill()
     await asyncio.sleep(_LAST_S)
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     if tasks:

@@ -17,6 +17,7 @@ from scheduler_svc.core.types import StepPlan, StepResult, StepStatus
 from scheduler_svc.plan_loop.ports import (
     ExecutorHeldError,
     ExecutorLostError,
+    ExecutorStoppedError,
     ModelDescription,
     PlanStream,
     SessionOpened,
@@ -95,8 +96,14 @@ class Connection:
         self._to_scheduler = Direction(address, self._at_scheduler)
         self._to_executor.send(epoch)
 
+    @property
+    def session(self) -> Session | None:
+        """The session at the executor's end."""
+        return self._session
+
     def send(self, plan: StepPlan) -> None:
         """Send a plan; raises the error that ended the connection."""
+        self._address.on_plan(plan)
         if self.lost is not None:
             raise self.lost
         self._to_executor.send(plan)
@@ -113,9 +120,15 @@ class Connection:
         if refusal is not None:
             self._to_scheduler.send(refusal)
             return
+        to_scheduler = self._to_scheduler
         self._session = Session(
-            message, self._to_scheduler.send, lambda step_id: self._to_scheduler.send(Heartbeat(step_id))
+            message,
+            deliver=to_scheduler.send,
+            announce=lambda step_id: to_scheduler.send(Heartbeat(step_id)),
+            announce_end=lambda: to_scheduler.send(ExecutorStoppedError("a signal stopped the executor")),
         )
+        if self.lost is not None:
+            self._session.lost_at = self._address.loop.time()
         self._beat()
         process.open_session(
             self._session,
@@ -152,11 +165,16 @@ class Connection:
         """The scheduler's end notices that the connection is gone."""
         if self.lost is not None:
             return
-        self.lost = error
+        self._end(error)
         self._to_scheduler.cut = True
         self.inbox.put_nowait(error)
         if not self.opened.done():
             self.opened.set_exception(error)
+
+    def _end(self, error: Exception) -> None:
+        self.lost = error
+        if self._session is not None:
+            self._session.lost_at = self._address.loop.time()
 
     def cut(self, reason: str) -> None:
         """Lose what is under way; each end notices within some milliseconds."""
@@ -181,7 +199,7 @@ class Connection:
     def close(self) -> None:
         """The scheduler ends it; safe to call twice."""
         if self.lost is None:
-            self.lost = ExecutorLostError("the session was closed")
+            self._end(ExecutorLostError("the session was closed"))
             self._to_executor.cut = self._to_scheduler.cut = True
             # The process notices later, unless another session has ended this one before.
             self._address.loop.call_later(self._address.delays.draw(self._address.rng), self.end_session)
@@ -223,10 +241,18 @@ class Stream:
 class Address:
     """Where executors listen, one after another. Implements ExecutorPort."""
 
-    target = "simulated:1"
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, rng: Random, delays: Delays) -> None:
+    def __init__(
+        self,
+        target: str,
+        loop: asyncio.AbstractEventLoop,
+        rng: Random,
+        delays: Delays,
+        on_plan: Callable[[StepPlan], None],
+    ) -> None:
+        """on_plan: called with each plan as the scheduler sends it."""
+        self.target = target
         self.loop, self.rng, self.delays = loop, rng, delays
+        self.on_plan = on_plan
         self.process: ExecutorProcess | None = None
         self.connections: list[Connection] = []
         self.num_opened = 0
@@ -287,6 +313,9 @@ class Address:
         self.num_opened += 1
         return Stream(connection, opened)
 
+    async def aclose(self) -> None:
+        """The scheduler does not use this executor any more; it may come back to it by another port."""
+
     def refusal(self, process: ExecutorProcess, epoch: int) -> Exception | None:
         """Why the process refuses a session; None if it does not."""
         if self.fenced:
@@ -302,10 +331,11 @@ class Address:
             return StaleEpochError(f"epoch {epoch} is not above {process.last_epoch}", process.last_epoch + 1)
         return None
 
-    def cut(self, reason: str) -> None:
-        """Cut all connections."""
+    def cut(self, reason: str, *, but: Session | None = None) -> None:
+        """Cut all connections but that of one session."""
         for connection in list(self.connections):
-            connection.cut(reason)
+            if but is None or connection.session is not but:
+                connection.cut(reason)
 
     def flush(self) -> None:
         """Deliver what waited while the network stood still."""

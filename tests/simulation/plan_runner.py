@@ -91,6 +91,7 @@ class PlanRunner:
         self._device = [_NOT_WRITTEN] * (model.num_device_blocks * model.block_size)
         self._host = [_NOT_WRITTEN] * (model.num_host_blocks * model.block_size)
         self.slots: dict[int, Slot] = {}
+        self.computed_seeds: frozenset[int] = frozenset()
 
     @property
     def num_slots_used(self) -> int:
@@ -104,6 +105,7 @@ class PlanRunner:
     def run(self, plan: StepPlan, non_finite: int | None = None) -> StepResult:
         """Run one plan; raises PlanError. The logits of the non_finite-th sampling slot are not finite."""
         work, forks, idle = self._prepare(plan)
+        self.computed_seeds = frozenset(each.slot.sampling.seed for each in work)
         prompt_logprobs = {}
         for each in work:
             self._write(each)

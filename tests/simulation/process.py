@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,6 +33,10 @@ class Runner(Protocol):
     def num_slots_used(self) -> int:
         """Slots that hold a sequence."""
 
+    @property
+    def computed_seeds(self) -> frozenset[int]:
+        """Seeds of the requests that the last plan computed; empty if the runner does not know them."""
+
 
 @dataclass(slots=True, eq=False)
 class Session:
@@ -41,9 +46,13 @@ class Session:
     deliver: Callable[[StepResult], None]
     announce: Callable[[int], None]
     """Sends a heartbeat with a step that is about to run."""
+    announce_end: Callable[[], None]
+    """Sends that a signal stops the process."""
     closed: bool = False
     failed: bool = False
     last_step_id: int | None = None
+    lost_at: float = math.inf
+    """When the scheduler's end lost it: its steps count for nothing from then on."""
 
 
 @dataclass(slots=True)
@@ -70,12 +79,15 @@ class ExecutorProcess:
         runner: Runner,
         *,
         on_error: Callable[[Exception], None],
-        on_death: Callable[[], None],
+        on_death: Callable[[Session | None], None],
         on_step: Callable[[StepPlan, bool], None],
+        on_computed: Callable[[Session, float], None],
         on_change: Callable[[], None],
         is_poisoned: Callable[[StepPlan], bool],
     ) -> None:
-        """on_step: called when a step begins (False) and ends (True). on_change: when one hangs, goes on or fails."""
+        """on_death: called with the session whose peer knows already. on_step: called when a step begins (False) and
+        ends (True). on_computed: called when it has computed, with the time at which it began. on_change: called when
+        one hangs, goes on or fails."""
         self.model = model
         self.runner = runner
         self.alive = True
@@ -92,9 +104,10 @@ class ExecutorProcess:
         """Whether a step runs that takes much too long."""
         self._loop, self._rng = loop, rng
         self._on_error, self._on_death, self._on_step, self._is_poisoned = on_error, on_death, on_step, is_poisoned
-        self._on_change = on_change
+        self._on_change, self._on_computed = on_change, on_computed
         self._queue: deque[tuple[Session, StepPlan]] = deque()
         self._running: tuple[Session, StepPlan, NextStep] | None = None
+        self._began_at = 0.0
         self._opening: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ended_while_stopped = False
@@ -152,8 +165,18 @@ class ExecutorProcess:
         if self._running is None:
             self._begin()
 
+    def terminate(self) -> None:
+        """End by a signal: the peer of the session learns of it, after all results so far."""
+        informed = None if self.stopped else self.session
+        if informed is not None and self.alive:
+            informed.announce_end()
+        self._die(informed)
+
     def kill(self) -> None:
         """End at once."""
+        self._die(None)
+
+    def _die(self, informed: Session | None) -> None:
         if not self.alive:
             return
         self.alive = self.hanging = False
@@ -161,7 +184,7 @@ class ExecutorProcess:
             self._timer.cancel()
         self._queue.clear()
         self._running = None
-        self._on_death()
+        self._on_death(informed)
 
     def resume(self) -> None:
         """Go on after a suspension."""
@@ -182,7 +205,7 @@ class ExecutorProcess:
         if self._is_poisoned(plan):
             fault = NextStep(dies=True)
         seconds = self._base_s * (0.5 + self._rng.random()) + 0.0002 * sum(plan.scheduled_num_tokens)
-        self._running = session, plan, fault
+        self._running, self._began_at = (session, plan, fault), self._loop.time()
         self.hanging = fault.seconds > 1.0
         if plan.announces_start:
             session.announce(plan.step_id)
@@ -233,6 +256,7 @@ class ExecutorProcess:
         except Exception as exc:
             self._on_error(exc)
             return None
+        self._on_computed(session, self._began_at)
         self.last_completed = plan.step_id
         num_tokens = sum(plan.scheduled_num_tokens) + len(result.slots)
         num_moved = len(plan.swapped_out) + len(plan.swapped_in)

@@ -35,6 +35,11 @@ class RealRunner:
         """Slots that hold a sequence."""
         return len(self._executor.slots)
 
+    @property
+    def computed_seeds(self) -> frozenset[int]:
+        """Not known."""
+        return frozenset()
+
     def run(self, plan: StepPlan, non_finite: int | None = None) -> StepResult:
         """Run one plan. The non_finite-th slot with a token gets an error in its place."""
         result = self._executor.run(plan)

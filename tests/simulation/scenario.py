@@ -9,7 +9,7 @@ from typing import Any
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.plan_loop.ports import ModelDescription
-from tests.helpers.changing_executor import MODEL
+from tests.helpers.changing_executor import MODEL, OTHER_NUMERICS
 from tests.helpers.simulations import options
 from tests.simulation.catalogue import NUM_ENTRIES, NUM_STEMS, catalogue, entries_of_stem
 from tests.simulation.network import Delays
@@ -22,11 +22,21 @@ RECORDED_EVERY = 12
 FAULT_KINDS = (
     "cut", "stall", "silence", "kill", "stop", "hang", "watchdog", "slow step", "failed step", "out of memory",
     "non-finite", "other limits", "other numerics", "unusable limits", "replaced while opening", "refused session",
-    "held", "fenced", "poison", "late scheduler", "wall clock jump", "drain",
+    "held", "fenced", "poison", "late scheduler", "wall clock jump", "drain", "terminated",
 )  # fmt: skip
+LANE_FAULT_KINDS = (
+    "join", "drained executor", "drained and removed", "removed", "gone", "other list", "other model", "network",
+)  # fmt: skip
+"""Faults of histories with several executors."""
 _WEIGHTS = {"cut": 6, "kill": 6, "failed step": 3, "other limits": 4, "fenced": 0.4, "poison": 0.8, "silence": 0.7,
             "hang": 1.5, "watchdog": 1.0, "unusable limits": 0.6, "other numerics": 1.0,
-            "non-finite": 2.5}  # fmt: skip
+            "non-finite": 2.5, "join": 2.0, "drained executor": 3.0, "drained and removed": 2.0, "gone": 3.0,
+            "other list": 2.0}  # fmt: skip
+KERNELS: tuple[dict[str, Any], ...] = (
+    {"fingerprint": MODEL.fingerprint, "numerics": MODEL.numerics},
+    {"fingerprint": OTHER_NUMERICS["fingerprint"], "numerics": (*MODEL.numerics, ("kernels", "others"))},
+)
+"""By numerics: the fingerprints of one model on several kernels."""
 CLIENT_KINDS = ("patient", "slow", "cancels", "disconnects", "deadline", "twice")
 _CLIENT_WEIGHTS = (8, 3, 2, 1, 2, 1)
 
@@ -38,6 +48,8 @@ class Fault:
     kind: str
     at_s: float
     number: float
+    place: float = 0.0
+    """Which executor it happens to: a share of those that there are by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +77,10 @@ class Scenario:
 
     seed: int
     config: SchedulerConfig
-    model: ModelDescription
+    models: tuple[ModelDescription, ...]
+    """Of the executors at the start."""
+    numerics: tuple[int, ...]
+    """Of each of them."""
     delays: Delays
     latest_s: float
     clients: tuple[ClientPlan, ...]
@@ -73,6 +88,8 @@ class Scenario:
     is_real: bool
     """Whether the executor is the service's own simulated one."""
     is_recorded: bool
+    resolves: bool
+    """Whether the scheduler's list of executors is a name that it resolves again and again."""
 
 
 @cache
@@ -84,21 +101,38 @@ def draw_scenario(seed: int) -> Scenario:
     """The same for the same seed."""
     rng = Random(f"scenario {seed}")
     is_real = seed % REAL_EXECUTOR_EVERY == 0
-    model = _draw_model(rng)
+    models = _draw_models(rng)
     duration_s = rng.choice([0.2, 0.5, 1.0])
     stem = rng.randrange(NUM_STEMS)
-    clients = tuple(_draw_client(rng, f"r{number}", duration_s, stem) for number in range(rng.choice([3, 5, 6, 8])))
+    num_clients = rng.choice([3, 5, 6, 8] if len(models) == 1 else [4, 6, 8, 12])
+    clients = tuple(_draw_client(rng, f"r{number}", duration_s, stem) for number in range(num_clients))
     return Scenario(
         seed=seed,
         config=_base_config().model_copy(update=_draw_options(rng)),
-        model=model,
+        models=models,
+        numerics=_draw_numerics(rng, len(models), is_real=is_real),
         delays=Delays(rng.choice([0.0005, 0.002, 0.02]), rng.choice([0.0, 0.05])),
         latest_s=rng.choice([0.0, 0.001, 0.001, 0.005]),
         clients=clients,
-        faults=_draw_faults(rng, duration_s, is_real=is_real),
+        faults=_draw_faults(rng, duration_s, clients, is_real=is_real, has_lanes=len(models) > 1),
         is_real=is_real,
         is_recorded=seed % RECORDED_EVERY == 0,
+        resolves=rng.random() < 0.2,
     )
+
+
+def _draw_models(rng: Random) -> tuple[ModelDescription, ...]:
+    """One executor, or up to four, half of which are like the first."""
+    first, count = _draw_model(rng), rng.choices([1, 2, 3, 4], [3, 3, 2, 1])[0]
+    return first, *(draw_peer(rng, first) for _ in range(count - 1))
+
+
+def draw_peer(rng: Random, first: ModelDescription) -> ModelDescription:
+    """An executor beside another one: mostly of the same size, or at least with the same longest sequence."""
+    if rng.random() < 0.5:
+        return first
+    model = _draw_model(rng)
+    return model if rng.random() < 0.3 else replace(model, max_model_len=first.max_model_len)
 
 
 def _draw_model(rng: Random) -> ModelDescription:
@@ -153,11 +187,27 @@ def _draw_client(rng: Random, name: str, duration_s: float, stem: int) -> Client
     )
 
 
-def _draw_faults(rng: Random, duration_s: float, *, is_real: bool) -> tuple[Fault, ...]:
+def _draw_numerics(rng: Random, count: int, *, is_real: bool) -> tuple[int, ...]:
+    """Mostly all executors have the same."""
+    if count == 1 or is_real or rng.random() < 0.8:
+        return (0,) * count
+    return tuple(rng.choice([0, 1]) for _ in range(count))
+
+
+def _draw_faults(
+    rng: Random, duration_s: float, clients: tuple[ClientPlan, ...], *, is_real: bool, has_lanes: bool
+) -> tuple[Fault, ...]:
+    kinds = FAULT_KINDS + LANE_FAULT_KINDS if has_lanes else FAULT_KINDS
     # The service's executor has one numerics, and nothing to find a poisoned request by.
-    kinds = [kind for kind in FAULT_KINDS if not (is_real and kind in ("other numerics", "poison"))]
+    kinds = tuple(kind for kind in kinds if not (is_real and kind in ("other numerics", "poison", "other model")))
     weights = [_WEIGHTS.get(kind, 1.0) for kind in kinds]
-    count = rng.choice([0, 1, 2, 2, 3, 3, 5])
-    drawn = [Fault(rng.choices(kinds, weights)[0], rng.random() * 1.2 * duration_s, rng.random()) for _ in range(count)]
+    count = rng.choice([1, 2, 3, 3, 4, 5] if has_lanes else [0, 1, 2, 2, 3, 3, 5])
+    drawn: list[Fault] = []
+    for _ in range(count):
+        at_s = rng.random() * 1.2 * duration_s
+        if has_lanes and rng.random() < 0.5:
+            # Soon after a request has arrived, when executors have something to do.
+            at_s = rng.choice(clients).arrives_s + 0.15 * rng.random()
+        drawn.append(Fault(rng.choices(kinds, weights)[0], at_s, rng.random(), rng.random()))
     # What ends the service comes last.
     return tuple(replace(fault, at_s=fault.at_s + duration_s) if fault.kind == "fenced" else fault for fault in drawn)

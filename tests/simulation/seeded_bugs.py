@@ -75,8 +75,8 @@ SEEDED_BUGS = (
     ),
     SeededBug(
         "a step that hangs leaves the service healthy",
-        "scheduler_svc.engine.engine", "Engine.healthy",
-        "self.executors.can_serve", "self.executors.connected",
+        "scheduler_svc.plan_loop.plan_loop", "PlanLoop.stalled",
+        "self._progress.stall is not None", "False",
     ),
     SeededBug(
         "an ended request leaves its deadline timer",
@@ -93,6 +93,74 @@ SEEDED_BUGS = (
         "scheduler_svc.engine.reader", "_advance",
         "cursor.token, cursor.text, cursor.done = token_end,",
         "cursor.token, cursor.text, cursor.done = min(num_tokens, token_end + (not is_whole)),",
+    ),
+    # --- several executors
+    SeededBug(
+        "requests that wait for an executor that closes are not placed again",
+        "scheduler_svc.core.placement.placer", "Placer.on_lane_changed",
+        "if executor_id in (None, lane_id) or not self._is_active:", "if not self._is_active:",
+    ),
+    SeededBug(
+        "a request is placed on an executor that is lost",
+        "scheduler_svc.core.placement.placer", "Placer._choice",
+        "if lane.is_open and not lane.draining", "if not lane.draining",
+    ),
+    SeededBug(
+        "a draining executor admits requests",
+        "scheduler_svc.core.placement.placer", "Placer._choice",
+        "if lane.is_open and not lane.draining", "if lane.is_open",
+    ),
+    SeededBug(
+        "another lane takes a request to which plans in flight refer",
+        "scheduler_svc.core.lanes.lane", "Lane.holds",
+        "if self.inflight and self.inflight[0].plan.step_id <= group.held_until:", "if False:",
+    ),
+    SeededBug(
+        "a request that is taken over keeps its former lane",
+        "scheduler_svc.core.request_table", "RequestTable.bind",
+        "group.lane_id, group.numerics = lane.executor_id,",
+        "group.lane_id, group.numerics = lane.executor_id if group.lane_id is None else group.lane_id,",
+    ),
+    SeededBug(
+        "the head of the queue waits for its own lane for ever",
+        "scheduler_svc.core.placement.placer", "Placer.heads",
+        "if is_overdue and head not in passed", "if False",
+    ),
+    SeededBug(
+        "step ids count over all executors",
+        "scheduler_svc.core.scheduler", "Scheduler.plan_step",
+        "StepPlan(lane.counts.last_step_id + 1,",
+        "StepPlan(max(each.counts.last_step_id for each in self.lanes.values()) + 1,",
+    ),
+    SeededBug(
+        "requests with output go on with other numerics",
+        "scheduler_svc.core.placement.candidates", "may_continue",
+        "group.numerics == lane.spec.numerics", "True",
+    ),
+    SeededBug(
+        "the death of an executor that is given up makes no suspects",
+        "scheduler_svc.core.scheduler", "Scheduler.give_up_executor",
+        "same_incarnation=False", "same_incarnation=True",
+    ),
+    SeededBug(
+        "a lost executor is waited for although others serve",
+        "scheduler_svc.engine.executor_set", "ExecutorSet._move_requests",
+        "self._give_up(member)", "pass",
+    ),
+    SeededBug(
+        "executors without work are not woken for requests that may move",
+        "scheduler_svc.engine.executor_set", "ExecutorSet._wake_idle",
+        "if member.loop.idle:", "if False:",
+    ),
+    SeededBug(
+        "the service counts as unhealthy when one of its executors is lost",
+        "scheduler_svc.engine.executor_set", "ExecutorSet.can_serve",
+        "return any(", "return all(",
+    ),
+    SeededBug(
+        "an executor with another model joins",
+        "scheduler_svc.engine.served_executors", "ServedExecutors._why_unlike",
+        "if reason := why_other_model(served, model):", "if reason := '':",
     ),
 )  # fmt: skip
 

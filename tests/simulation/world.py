@@ -1,7 +1,8 @@
-"""One history's services: the core, the engine and its plan loop, and executors at one address, on a virtual loop."""
+"""One history's services: the core, the engine, a plan loop for each executor, and the executors, on a virtual loop."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable
@@ -9,21 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from scheduler_svc.core.types import ExecutorSpec, StepPlan
+from scheduler_svc.core.types import ExecutorSpec
 from scheduler_svc.engine.engine import Engine
-from scheduler_svc.plan_loop.ports import ModelDescription
+from scheduler_svc.executors.addresses import ExecutorEntries
+from scheduler_svc.executors.discovery import Discovery
+from scheduler_svc.plan_loop.ports import ExecutorPort, ModelDescription
 from scheduler_svc.recording.recording import recorded_core
-from tests.simulation.catalogue import KnownTokens
+from tests.simulation.host import Host
+from tests.simulation.lane_checks import HeadWatch, Overlaps, Violation, check_placed
 from tests.simulation.loop import LoopClock, VirtualLoop
-from tests.simulation.network import Address
-from tests.simulation.plan_runner import PlanRunner
-from tests.simulation.process import ExecutorProcess, Runner
-from tests.simulation.real_runner import RealRunner
-from tests.simulation.scenario import Scenario
+from tests.simulation.scenario import KERNELS, Scenario
 
+__all__ = ["Violation", "World"]
 
-class Violation(Exception):
-    """Something happened that must not."""
+_NAME = ("executors", 9090)
+"""The DNS name of all executors, in histories in which the scheduler resolves one."""
 
 
 class World:
@@ -37,26 +38,31 @@ class World:
         """What happened, by name."""
         self.trace: list[str] | None = None
         self.violations: list[Exception] = []
-        self.models = [scenario.model]
+        self.models: list[ModelDescription] = []
         """All descriptions of executors that have run."""
-        self.numerics = {0}
+        self.numerics: set[int] = set()
         self.poison: tuple[int, int] | None = None
         """The seed of the request that kills its executor, and after how many output tokens."""
-        self.fenced = False
         self.paused_s = 0.0
         """How long the scheduler was late, over all of its pauses."""
         self.changed_at = loop.time()
-        """When something last happened that health depends on."""
+        """When something last happened to the scheduler that health depends on."""
         self.quiet_at = loop.time()
         """When the last fault so far is over."""
-        self.address = Address(loop, self.rng, scenario.delays)
         config = scenario.config
         if record is not None:
             config = config.model_copy(update={"record": str(record)})
-        self.core, record = stack.enter_context(recorded_core(config))
-        self.engine = Engine(config, self.core, self.clock)
-        self.engine.executors.add_port(record(0, self.address))
+        self.core, self._record = stack.enter_context(recorded_core(config))
+        self.engine = Engine(config, self.core, self.clock, connect=self._connect)
         self.engine.add_health_listener(self._on_health)
+        self.overlaps, self.heads = Overlaps(self), HeadWatch(self)
+        self.hosts: list[Host] = []
+        """All executors that there have been."""
+        for model, numerics in zip(scenario.models, scenario.numerics, strict=True):
+            self.add_host(replace(model, **KERNELS[numerics])).numerics = numerics
+        self.listed = [host.address.target for host in self.hosts]
+        """The scheduler's list of executors, as last written."""
+        self.discovery = Discovery(self.engine.executors, self._entries(), resolve=self._resolve)
         self._was_healthy = False
         self._incarnation = 0
         self._num_checks = 0
@@ -78,81 +84,73 @@ class World:
         self.changed_at = self.loop.time()
         self.quiet_at = max(self.quiet_at, self.changed_at + until_s)
 
+    def later(self, delay_s: float, call: Callable[[], object]) -> None:
+        """Call this after a while."""
+        self.loop.call_later(delay_s, call)
+
     def _on_health(self, healthy: bool) -> None:
         if healthy != self._was_healthy:
             self._was_healthy = healthy
             self.counts["healthy" if healthy else "unhealthy"] += 1
             self.note("healthy" if healthy else "unhealthy")
 
+    def on_step_ended(self) -> None:
+        """An executor has ended a step."""
+        self.counts["steps"] += 1
+        self._num_checks += 1
+        if self._num_checks % 4 == 0:
+            self.core.check_integrity()
+            check_placed(self)
+
     # --- executors ---------------------------------------------------------------------------------------------------
 
+    def add_host(self, model: ModelDescription) -> Host:
+        """A further address, where nothing runs yet."""
+        host = Host(self, len(self.hosts) + 1, model)
+        self.hosts.append(host)
+        return host
+
     @property
-    def process(self) -> ExecutorProcess:
-        """The process at the address, dead or alive."""
-        assert self.address.process is not None
-        return self.address.process
+    def present_hosts(self) -> list[Host]:
+        """Those that the scheduler has in its set."""
+        return [host for host in self.hosts if host.member is not None]
 
-    def start_process(self, model: ModelDescription | None = None, numerics: int | None = None) -> None:
-        """Start another process at the address; by default one like the last."""
-        self._incarnation += 1
-        model = replace(model or self.models[-1], incarnation=self._incarnation)
-        if model.max_num_batched_tokens >= model.max_num_seqs:
-            self.models.append(model)
-        self.touch()
-        source = KnownTokens(max(self.numerics) if numerics is None else numerics)
-        self.numerics.add(source.numerics)
-        runner: Runner = RealRunner(model) if self.scenario.is_real else PlanRunner(model, source)
-        self.address.process = ExecutorProcess(
-            self.loop, self.rng, model, runner,
-            on_error=self.fail, on_death=self._on_death, on_step=self._on_step, on_change=self.touch,
-            is_poisoned=self._is_poisoned,
-        )  # fmt: skip
-        self.note(f"executor {self._incarnation} starts: {model.num_device_blocks} blocks of {model.block_size}, "
-                  f"{model.max_num_seqs} sequences, {model.max_num_batched_tokens} tokens a step")  # fmt: skip
-
-    def _on_death(self) -> None:
-        self.note("the executor dies")
-        self.touch()
-        self.address.cut("UNAVAILABLE: the process died")
-
-    def _on_step(self, plan: StepPlan, ended: bool) -> None:
-        if ended:
-            self._num_checks += 1
-            if self._num_checks % 4 == 0:
-                self.core.check_integrity()
-        self.counts["steps"] += ended
-        if self.trace is not None:
-            self.note(f"step {plan.step_id} {'ends' if ended else _described(plan)}")
-
-    def _is_poisoned(self, plan: StepPlan) -> bool:
-        if self.poison is None:
-            return False
-        seed, num_output = self.poison
-        slots = self.process.runner.slots.values() if isinstance(self.process.runner, PlanRunner) else ()
-        held = any(
-            slot.sampling.seed == seed and len(slot.tokens) - slot.num_prompt >= num_output
-            for slot in slots
-            if slot.number not in plan.released_slots
-        )
-        admitted = any(
-            each.sampling.seed == seed and len(each.token_ids) - each.num_prompt_tokens >= num_output
-            for each in plan.admitted
-        )
-        if held or admitted:
-            self.counts["poison deaths"] += 1
-            self.loop.call_later(0.1 + 0.2 * self.rng.random(), self.restart_if_dead)
-            self.touch(1.0)
-        return held or admitted
+    @property
+    def fenced(self) -> bool:
+        """Whether another scheduler holds all executors of this one."""
+        present = self.present_hosts
+        return bool(present) and all(host.address.fenced for host in present)
 
     @property
     def num_lost(self) -> int:
         """Sessions that were lost."""
-        return self.address.num_opened - self.engine.connected
+        return sum(host.address.num_opened for host in self.hosts) - self.engine.connected
 
-    def restart_if_dead(self) -> None:
-        """Start a process unless one runs."""
-        if not self.process.alive:
-            self.start_process()
+    def next_incarnation(self) -> int:
+        """The number of the next process."""
+        self._incarnation += 1
+        return self._incarnation
+
+    def rewrite_list(self, targets: list[str]) -> None:
+        """Change the scheduler's list of executors: it is read again, or its name is resolved again after a while."""
+        self.listed = targets
+        if not self.scenario.resolves:
+            self.discovery.reload(self._entries())
+
+    def _entries(self) -> ExecutorEntries:
+        if self.scenario.resolves:
+            return ExecutorEntries((), (_NAME,), ())
+        return ExecutorEntries(tuple(self.listed), (), ())
+
+    async def _resolve(self, name: str, port: int) -> list[str]:
+        await asyncio.sleep(0.02 * self.rng.random())
+        if self.engine.executors.started.is_set() and self.rng.random() < 0.2:
+            raise OSError("no answer")
+        return sorted(self.listed)
+
+    def _connect(self, executor_id: int, target: str) -> ExecutorPort:
+        host = next(host for host in self.hosts if host.address.target == target)
+        return self._record(executor_id, host.address)
 
     # --- limits ------------------------------------------------------------------------------------------------------
 
@@ -165,21 +163,3 @@ class World:
             )
             for model in self.models
         ]  # fmt: skip
-
-    def later(self, delay_s: float, call: Callable[[], object]) -> None:
-        """Call this after a while."""
-        self.loop.call_later(delay_s, call)
-
-
-def _described(plan: StepPlan) -> str:
-    admitted = [
-        (each.slot, each.sampling.seed, len(each.token_ids), each.num_computed_tokens) for each in plan.admitted
-    ]
-    appended = list(zip(plan.append_slots, plan.append_block_ids, strict=True))
-    computed = list(zip(plan.scheduled_slots, plan.scheduled_num_tokens, strict=True))
-    parts = {
-        "admits": admitted, "releases": plan.released_slots, "swaps out": plan.swapped_out, "copies": plan.copied,
-        "swaps in": plan.swapped_in, "appends": appended, "computes": computed,
-    }  # fmt: skip
-    done = [f"{name} {what}" for name, what in parts.items() if what] + (["decodes"] if plan.decode_ready else [])
-    return "begins: " + ", ".join(done)

@@ -10,7 +10,6 @@ is expected to serve it sooner.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from itertools import islice
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
@@ -23,8 +22,8 @@ from scheduler_svc.core.types import SequenceState
 
 MAX_PASS_OVER_S = 1.0
 """For how long after its arrival a lane with room for the head of the queue may pass it over."""
-_MAX_PLACED = 16
-"""Most groups that are placed at once: each looks up the prefix caches of all lanes."""
+_MAX_LOOKED_UP = 65_536
+"""Tokens, times lanes, whose lookup ends the placements of one plan: the rest are placed by the next plans."""
 
 
 class Placer:
@@ -113,8 +112,11 @@ class Placer:
 
     def place(self, now: float) -> None:
         """Place the next groups that are not placed yet."""
-        for group in list(islice(self._unplaced, _MAX_PLACED)):
+        num_looked_up = 0
+        while self._unplaced and num_looked_up < _MAX_LOOKED_UP:
+            group = next(iter(self._unplaced))
             del self._unplaced[group]
+            num_looked_up += len(self._lanes) * max(1, _num_tokens(group))
             found = self._choice(group, now)
             if found is None:
                 self._stranded[group] = None
@@ -130,7 +132,9 @@ class Placer:
         if head is None:
             return
         if not self._is_active:
-            yield from [head] if len(self._lanes) == 1 else self._in_order(lane, head)
+            own = self.own_head(lane, now)
+            found = self._in_order(lane, head, passed) if len(self._lanes) > 1 else own
+            yield from () if found is None else (found,)
             return
         is_overdue = self._rebalances and now - head.arrival >= MAX_PASS_OVER_S
         if is_overdue and head not in passed and self._may_move(head, lane):
@@ -142,15 +146,24 @@ class Placer:
             yield from (group for group in self._sooner_here(lane, now) if group not in passed)
 
     def own_head(self, lane: Lane, now: float) -> SequenceGroup | None:
-        """The next of the groups that wait for this lane; with one lane, or without placement, the next of all."""
+        """The next of the groups that wait for this lane; with one lane, or without placement, the next of all.
+
+        A single lane that drains only takes back what it has preempted.
+        """
         if not self._is_active:
-            return self._waiting.head(now)
+            head = self._waiting.head(now)
+            if lane.draining and head is not None and len(self._lanes) == 1:
+                ran_here = (group for group in (head, *self._waiting) if group.lane_id == lane.executor_id)
+                return next(ran_here, None)
+            return head
         queue = self._queues.get(lane.executor_id)
         return None if queue is None else queue.head(now)
 
     def is_own(self, group: SequenceGroup, lane: Lane) -> bool:
         """Whether a lane stops at a group that it has no room for, rather than passing it over."""
-        return not self._is_active or group.placed_on == lane.executor_id
+        if self._is_active:
+            return group.placed_on == lane.executor_id
+        return self._holder(group) in (None, lane)
 
     def wakes_at(self, now: float) -> float | None:
         """When a lane without work may find a group; None: not by the passing of time."""
@@ -275,10 +288,10 @@ class Placer:
             return True
         return not lane.draining and holder in (None, lane) and lane in able_lanes(group, self._lanes.values())
 
-    def _in_order(self, lane: Lane, head: SequenceGroup) -> Iterator[SequenceGroup]:
+    def _in_order(self, lane: Lane, head: SequenceGroup, passed: Collection[SequenceGroup]) -> SequenceGroup | None:
         """The first group of the queue, by the order and then by arrival, that may run on this lane."""
-        found = next((group for group in (head, *self._waiting) if self._may_move(group, lane)), None)
-        return iter(() if found is None else (found,))
+        groups = (group for group in (head, *self._waiting) if group not in passed)
+        return next((group for group in groups if self._may_move(group, lane)), None)
 
 
 def _num_tokens(group: SequenceGroup) -> int:

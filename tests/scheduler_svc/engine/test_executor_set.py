@@ -192,6 +192,24 @@ async def test_the_requests_of_a_removed_executor_move() -> None:
         world.check_tokens()
 
 
+async def test_an_executor_that_has_never_served_does_not_count_as_another_one() -> None:
+    async with fleet(dead=[1]) as world:
+        with pytest.raises(LastExecutorError):
+            await world.engine.executors.remove("e:0")
+        world.executors[0].die()
+        await world.clock.advance(1.0)
+        with pytest.raises(LastExecutorError):
+            await world.engine.executors.retire("e:0")
+        assert not world.state(0).draining, "it serves again when it comes back"
+        await world.engine.executors.remove("e:1")
+        world.executors[0].come_back()
+        await world.clock.advance(1.0)
+        assert world.engine.healthy
+        world.submit_mix()
+        await world.run()
+        world.check_tokens()
+
+
 # --- models ----------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,10 @@ import asyncio
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from cadenza.v1 import generation_pb2 as pb
+from scheduler_svc.convert.errors import NotServingError
 from scheduler_svc.convert.generation import request_fields
 from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, Sampling
 from scheduler_svc.engine.live_request import LiveRequest
@@ -61,18 +64,27 @@ class QuietFront:
     def __init__(self) -> None:
         self.engine: Any = self
         self.turns = StreamTurns()
+        self.is_stopped = False
+        self.wakes: list[asyncio.Event] = []
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        for wake in self.wakes:
+            wake.set()
 
     def listen(self, live: LiveRequest, listener: Any) -> None:
         live.subscribe(listener)
 
     def detach(self, *_: object, handed_over: bool) -> None:
-        assert handed_over
+        assert handed_over != self.is_stopped
 
     def check_serving(self) -> None:
-        """It serves."""
+        if self.is_stopped:
+            raise NotServingError("the service is stopping")
 
     @contextmanager
-    def stream(self, _: asyncio.Event) -> Any:
+    def stream(self, wake: asyncio.Event) -> Any:
+        self.wakes.append(wake)
         yield
 
 
@@ -88,6 +100,24 @@ class Context:
         raw = message if isinstance(message, bytes) else message.SerializeToString()
         self.messages.append(pb.GenerateResponse.FromString(raw))
         Context.num_written += 1
+
+
+async def test_a_stream_that_is_woken_as_the_service_stops_sends_its_output_and_ends() -> None:
+    front, context = QuietFront(), Context()
+    live = LiveRequest(EngineRequest(RequestSpec("r", (5,), Sampling())), 1)
+    stream = GenerationServicer(front)._stream(  # type: ignore[arg-type]
+        RequestReader(live), request_fields(pb.GenerateRequest(request_id="r")), context
+    )
+    task = asyncio.create_task(stream)
+    await asyncio.sleep(0)
+    live.samples[0].extend((7,))
+    live.notify()
+    await asyncio.sleep(0)
+    assert front.wakes[0].is_set(), "its turn has come; it runs next"
+    front.stop()
+    with pytest.raises(NotServingError):
+        await asyncio.wait_for(task, 1.0)
+    assert [list(message.outputs[0].token_ids) for message in context.messages] == [[7]]
 
 
 async def test_the_next_step_does_not_wait_for_all_streams() -> None:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.policies.batching import StaticBatching
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.types import FinishDetail, RequestSpec, SessionEnd
 from tests.helpers.fleet_bench import SMALL, FleetBench, spec
@@ -89,6 +90,36 @@ def test_drained_requests_move(preemption: str) -> None:
     assert bench.ran_on["new"] != [0]
     bench.core.drain_executor(0, False, bench.now)
     bench.add("back")
+    bench.run()
+
+
+def test_a_swapped_group_of_a_batch_is_taken_over_without_its_kv() -> None:
+    batching = StaticBatching(2, window_s=0.0)
+    policies = Policies(prefix_caching=True, preemption="swap", batching=batching)
+    bench = FleetBench(spec(num_blocks=10, num_host_blocks=32), policies=policies)
+    bench.add("a", 6, 20, n=2)
+    bench.add("b", [9, 8, 7, 6, 5], 20)
+    while not bench.core.lanes[0].swapped:
+        bench.step()
+    bench.join(SMALL)
+    bench.run()
+    assert bench.ran_on["b"] == [0, 1]
+
+
+def test_a_single_draining_executor_ends_what_it_has_and_begins_nothing() -> None:
+    bench = FleetBench(spec(num_blocks=12))
+    for name in ("a", "b"):
+        bench.add(name, 8, 30, seed=ord(name))
+    bench.step()
+    bench.core.drain_executor(0, True, bench.now)
+    bench.add("new")
+    for _ in range(200):
+        bench.step()
+    assert set(bench.core.groups) == {("", "new")}
+    assert bench.core.num_preemptions, "what is preempted comes back"
+    assert bench.core.lanes[0].is_empty
+    assert "new" not in bench.ran_on
+    bench.core.drain_executor(0, False, bench.now)
     bench.run()
 
 

@@ -1,0 +1,202 @@
+"""An executor as the scheduler's list has it: an address, and the processes that run there one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.types import StepPlan
+from scheduler_svc.engine.executor_member import ExecutorMember
+from scheduler_svc.plan_loop.ports import ModelDescription
+from tests.simulation.catalogue import KnownTokens
+from tests.simulation.lane_checks import check_admissions
+from tests.simulation.network import Address
+from tests.simulation.plan_runner import PlanError, PlanRunner
+from tests.simulation.process import ExecutorProcess, Runner, Session
+from tests.simulation.real_runner import RealRunner
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+class Host:
+    """One address, and what runs there."""
+
+    def __init__(self, world: World, number: int, model: ModelDescription) -> None:
+        """Nothing runs there yet."""
+        self.name = f"e{number}"
+        self.model = model
+        """Of the last process that could be used."""
+        self.numerics = 0
+        """Of that process."""
+        self.changed_at = world.loop.time()
+        """When something last happened here that health depends on."""
+        self._world = world
+        self.address = Address(
+            f"{self.name}.simulated:9090", world.loop, world.rng, world.scenario.delays, self._on_plan
+        )
+
+    @property
+    def member(self) -> ExecutorMember | None:
+        """The scheduler's side of it; None: it is not in the scheduler's set, or is about to leave it."""
+        members = self._world.engine.executors._members.values()
+        return next((each for each in members if each.target == self.address.target and not each.loop.leaving), None)
+
+    @property
+    def lane(self) -> Lane | None:
+        """The core's lane of it; None: it has none."""
+        return None if (member := self.member) is None else self._world.core.lanes.get(member.index)
+
+    @property
+    def process(self) -> ExecutorProcess:
+        """The process at the address, dead or alive."""
+        assert self.address.process is not None
+        return self.address.process
+
+    @property
+    def alive(self) -> bool:
+        """Whether a process runs here."""
+        return self.address.process is not None and self.address.process.alive
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether an executor runs here that can serve."""
+        process = self.address.process
+        return (
+            process is not None
+            and self.address.answers
+            and not self.address.fenced
+            and not process.hanging
+            and process.model.max_num_batched_tokens >= process.model.max_num_seqs
+        )
+
+    def touch(self, until_s: float = 0.0) -> None:
+        """Something changed here that health depends on; `until_s`: seconds from now until it is over."""
+        self.changed_at = self._world.loop.time()
+        self._world.quiet_at = max(self._world.quiet_at, self.changed_at + until_s)
+
+    def later(self, delay_s: float, call: Callable[[], object]) -> None:
+        """Call this after a while, unless everything ends before."""
+        self._world.later(delay_s, call)
+
+    # --- processes ---------------------------------------------------------------------------------------------------
+
+    def start(
+        self, model: ModelDescription | None = None, numerics: int | None = None, *, for_a_while: bool = False
+    ) -> None:
+        """Start another process; by default one like the last. With `for_a_while` the next one is as before again."""
+        world = self._world
+        model = replace(model or self.model, incarnation=world.next_incarnation())
+        usable = model.max_num_batched_tokens >= model.max_num_seqs
+        numerics = self.numerics if numerics is None else numerics
+        if usable:
+            world.models.append(model)
+        if usable and not for_a_while:
+            self.model, self.numerics = model, numerics
+        self.touch()
+        world.numerics.add(numerics)
+        runner: Runner = RealRunner(model) if world.scenario.is_real else PlanRunner(model, KnownTokens(numerics))
+        self.address.process = process = ExecutorProcess(
+            world.loop, world.rng, model, runner,
+            on_error=world.fail, on_death=self._on_death, on_step=self._on_step,
+            on_computed=lambda session, began_at: world.overlaps.add(process, session, began_at),
+            on_change=self.touch, is_poisoned=self._is_poisoned,
+        )  # fmt: skip
+        self.note(f"executor {model.incarnation} starts: {model.num_device_blocks} blocks of {model.block_size}, "
+                  f"{model.max_num_seqs} sequences, {model.max_num_batched_tokens} tokens a step, "
+                  f"{model.max_model_len} tokens a sequence")  # fmt: skip
+
+    def start_if_dead(self) -> None:
+        """Start a process unless one runs."""
+        if not self.alive:
+            self.start()
+
+    def kill(self) -> None:
+        """Kill the process, if one runs."""
+        if self.address.process is not None:
+            self.address.process.kill()
+
+    def replace(self, model: ModelDescription, numerics: int | None = None, after_s: float = 0.1) -> None:
+        """Kill the process, and start one with this description in its place."""
+        self.kill()
+
+        def start() -> None:
+            self.kill()
+            self.start(model, numerics)
+
+        self.later(after_s, start)
+
+    def happened(self, kind: str, until_s: float = 0.0, detail: str = "") -> None:
+        """A fault begins here, which is over after so many seconds."""
+        self._world.counts[f"fault: {kind}"] += 1
+        self.touch(until_s)
+        self.note(f"FAULT {kind} {detail}".rstrip())
+
+    def note(self, text: str) -> None:
+        """Add a line to the trace."""
+        world = self._world
+        world.note(text if len(world.hosts) == 1 else f"{self.name}: {text}")
+
+    def _on_death(self, informed: Session | None) -> None:
+        self.note("the executor dies")
+        self.touch()
+        self.address.cut("UNAVAILABLE: the process died", but=informed)
+
+    def _on_step(self, plan: StepPlan, ended: bool) -> None:
+        world = self._world
+        if ended:
+            world.on_step_ended()
+        if world.trace is not None:
+            self.note(f"step {plan.step_id} {'ends' if ended else described(plan)}")
+
+    def _on_plan(self, plan: StepPlan) -> None:
+        """The scheduler sends a plan."""
+        world = self._world
+        # One that is being removed may get a last plan.
+        member = world.engine.executors._members.get(plan.executor_id)
+        if member is None or member.target != self.address.target:
+            world.fail(PlanError(f"{self.name} gets a plan of executor {plan.executor_id}"))
+            return
+        world.heads.on_plan(world.core.lanes[plan.executor_id])
+        if plan.admitted:
+            check_admissions(world, member)
+
+    def _is_poisoned(self, plan: StepPlan) -> bool:
+        world, runner = self._world, self.process.runner
+        if world.poison is None:
+            return False
+        seed, num_output = world.poison
+        slots = runner.slots.values() if isinstance(runner, PlanRunner) else ()
+        held = any(
+            slot.sampling.seed == seed and len(slot.tokens) - slot.num_prompt >= num_output
+            for slot in slots
+            if slot.number not in plan.released_slots
+        )
+        admitted = any(
+            each.sampling.seed == seed and len(each.token_ids) - each.num_prompt_tokens >= num_output
+            for each in plan.admitted
+        )
+        if held or admitted:
+            world.counts["poison deaths"] += 1
+            # With several executors sometimes so late that its requests move.
+            longest_s = 0.2 if len(world.hosts) == 1 else 1.5
+            self.later(0.1 + longest_s * world.rng.random(), self.start_if_dead)
+            self.touch(2.0)
+        return held or admitted
+
+
+def described(plan: StepPlan) -> str:
+    """What a step does, for the trace."""
+    admitted = [
+        (each.slot, each.sampling.seed, len(each.token_ids), each.num_computed_tokens) for each in plan.admitted
+    ]
+    appended = list(zip(plan.append_slots, plan.append_block_ids, strict=True))
+    computed = list(zip(plan.scheduled_slots, plan.scheduled_num_tokens, strict=True))
+    parts = {
+        "admits": admitted, "releases": plan.released_slots, "swaps out": plan.swapped_out, "copies": plan.copied,
+        "swaps in": plan.swapped_in, "appends": appended, "computes": computed,
+    }  # fmt: skip
+    done = [f"{name} {what}" for name, what in parts.items() if what] + (["decodes"] if plan.decode_ready else [])
+    return "begins: " + ", ".join(done)

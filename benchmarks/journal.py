@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 
 from benchmarks.common.benchmark import Benchmark, positive, progress
 from benchmarks.common.other_load import OtherLoad, wait_quiet
 from benchmarks.common.rows import BenchmarkError, Row, make_row
+from benchmarks.common.service_process import cpu_s, service_process
 from benchmarks.common.stats import percentile
 from cadenza.transport import channel_options
 from cadenza.v1 import generation_pb2 as pb
@@ -121,38 +119,14 @@ async def measure(mode: str, folder: Path, options: argparse.Namespace) -> dict[
         )
         journal = () if mode == "off" else ("--journal", str(Path(own) / "journal"))
         async with (
-            _process("executor_svc", *executor) as (_, address),
-            _process("scheduler_svc", "--executor", address, "--skip-tokenizer-init", *journal) as (pid, target),
+            service_process("executor_svc", *executor) as (_, address),
+            service_process("scheduler_svc", "--executor", address, "--skip-tokenizer-init", *journal) as (pid, target),
         ):
             await run_traffic(target, Traffic(options.running, 16), options.running)  # warm up
-            before = _cpu_s(pid)
+            before = cpu_s(pid)
             traffic = Traffic(options.requests, options.output_tokens)
             found = await run_traffic(target, traffic, options.running)
-            return {**found, "cpu_us_per_token": 1e6 * (_cpu_s(pid) - before) / traffic.num_tokens}
-
-
-def _cpu_s(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
-
-
-@contextlib.asynccontextmanager
-async def _process(module: str, *options: str) -> AsyncIterator[tuple[int, str]]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, "--listen", "127.0.0.1:0", *options),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        assert process.stdout is not None
-        line = (await process.stdout.readline()).decode()
-        if not line.startswith("ready "):
-            raise BenchmarkError(f"{module} did not start: {line!r}")
-        yield process.pid, line.split()[1]
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
+            return {**found, "cpu_us_per_token": 1e6 * (cpu_s(pid) - before) / traffic.num_tokens}
 
 
 def fsync_ms(folder: Path) -> float:

@@ -3,6 +3,9 @@
 The core alone, with two plans in flight as in the service: no executor, no gRPC. The timed part assigns every token to
 its sequence, checks EOS, stop ids and lengths, and makes the outputs that the engine sends to the streams. Results are
 synthesized outside the timed part. With churn, in each step a share of the sequences ends with EOS and as many join.
+Adding these requests, turning the plan into bytes and reading the result from bytes are timed beside the step, and
+`us_whole` is the sum of all: what one step costs the process, without the streams. Times are CPU time of the
+process, so other load on the machine changes them little.
 vLLM's scheduler gets the same load in the same run, if vllm is available.
 """
 
@@ -114,7 +117,8 @@ def _describe(row: Row) -> str:
         f"{params['system']:7} {params['running']:5} running of {params['context_len']}, churn {params['churn']:.0%}"
         f"{', prefix cache' if params['prefix_cache'] else ''}: {found['us_per_step']:8.1f} us a step "
         f"(plan {found['us_plan']:.1f}, apply {found['us_apply']:.1f}, p99 {found['us_p99']:.1f}); "
-        f"plan of {found['plan_bytes']:.0f} bytes, made in {found['us_convert']:.1f} us"
+        f"plan of {found['plan_bytes']:.0f} bytes, made in {found['us_convert']:.1f} us; "
+        f"with adding and both conversions: {found['us_whole']:.1f} us"
         + (f"; {memory:.0f} bytes a sequence" if memory is not None else "")
     )
 

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cadenza.stop_signals import StopSignals
-from cadenza.transport import SCHEDULER_PORT, bind, server_options
+from cadenza.transport import MAX_RECEIVED_BYTES, SCHEDULER_PORT, bind, server_options
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import LimitsError
@@ -36,6 +36,7 @@ from scheduler_svc.front.front import Front
 from scheduler_svc.front.generation import GenerationServicer
 from scheduler_svc.front.health import HealthServicer
 from scheduler_svc.front.model_front import ModelFront
+from scheduler_svc.front.prepared_responses import PreparedResponses
 from scheduler_svc.front.process_memory import release_free_memory
 from scheduler_svc.front.unreadable import UnreadableMessages
 from scheduler_svc.journal.errors import JournalError
@@ -84,7 +85,10 @@ class Service:
         self._front = Front(self._engine, config, version=_version())
         self._health = HealthServicer(list(_SERVICES))
         self._model = ModelFront(self._front, config)
-        self._server = grpc.aio.server(interceptors=[UnreadableMessages()], options=server_options())
+        self._server = grpc.aio.server(
+            interceptors=[UnreadableMessages(), PreparedResponses()],
+            options=server_options(max_received_bytes=MAX_RECEIVED_BYTES),
+        )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self._front), self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._front), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

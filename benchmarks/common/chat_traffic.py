@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.schedule import ScheduledRequest, make_schedule
@@ -49,13 +48,11 @@ class Chat:
         for due_s, shape in make_schedule(settings, seed):
             if shape.turn:
                 yield due_s, shape
-            else:
-                yield (
-                    due_s,
-                    _with_prefix(shape, int(np.searchsorted(weights[:-1], rng.random() * weights[-1])), lengths),
-                )
+                continue
+            prefix = int(np.searchsorted(weights[:-1], rng.random() * weights[-1]))
+            yield due_s, _with_prefix(shape, prefix, int(lengths[prefix]))
 
 
-def _with_prefix(shape: RequestShape, prefix: int, lengths: npt.NDArray[np.int64]) -> RequestShape:
-    length = int(lengths[prefix])
-    return replace(shape, num_prompt_tokens=shape.num_prompt_tokens + length, prefix=prefix, num_prefix_tokens=length)
+def _with_prefix(shape: RequestShape, prefix: int, length: int) -> RequestShape:
+    num_tokens = shape.num_prompt_tokens + length
+    return replace(shape, num_prompt_tokens=num_tokens, prefix=prefix, num_prefix_tokens=length)

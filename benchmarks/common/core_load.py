@@ -19,10 +19,12 @@ from benchmarks.common.scheduler_load import (
     StepTimes,
     leavers,
 )
+from cadenza.v1 import execution_pb2 as pb
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import ExecutorSpec, RequestSpec, Sampling, StepPlan, StepResult
+from scheduler_svc.engine.freed_memory import release_finished
 from scheduler_svc.executors import convert as execution
 
 _EXECUTOR = 0
@@ -66,7 +68,7 @@ def measure(core: Scheduler, case: Case, num_steps: int, seed: int) -> StepTimes
         _plan(core)
         _apply(core, changing.result(core))
     gc.collect()
-    times, clock = StepTimes(), time.perf_counter_ns
+    times, clock = StepTimes(), time.process_time_ns
     for _ in range(num_steps):
         added = changing.join(core)
         begin = clock()
@@ -75,11 +77,22 @@ def measure(core: Scheduler, case: Case, num_steps: int, seed: int) -> StepTimes
         wire = execution.step_plan(plan, _EPOCH).SerializeToString()
         converted = clock()
         result = changing.result(core)
+        received = _wire_result(result)
+        begin_parse = clock()
+        result = execution.step_result(pb.StepResult.FromString(received))
         begin_apply = clock()
         outputs = _apply(core, result)
+        release_finished(core.take_finished())
         applied = clock()
         _check(case, plan, outputs, num_running=len(core.lanes[_EXECUTOR].running))
-        times.add(added, planned - begin, converted - planned, applied - begin_apply, len(wire))
+        times.add(
+            added,
+            planned - begin,
+            converted - planned,
+            applied - begin_apply,
+            len(wire),
+            parsed=begin_apply - begin_parse,
+        )
     if core.num_preemptions:
         raise BenchmarkError(f"{core.num_preemptions} sequences were preempted: the pool is too small")
     core.check_integrity()
@@ -123,11 +136,11 @@ class _Churn:
     def join(self, core: Scheduler) -> int:
         """Queue this step's new requests; returns the nanoseconds that this took."""
         prompts = [next(self._prompts) for _ in range(self._count)]
-        begin = time.perf_counter_ns()
+        begin = time.process_time_ns()
         for prompt in prompts:
             self._num_joined += 1
             core.add_request(_request(f"joiner {self._num_joined}", prompt), 0.0)
-        return time.perf_counter_ns() - begin
+        return time.process_time_ns() - begin
 
     def result(self, core: Scheduler) -> StepResult:
         """The result of the oldest plan in flight; slots that have stopped give no tokens until they are released."""
@@ -153,6 +166,16 @@ def _all_go_on(core: Scheduler) -> StepResult:
     oldest = core.lanes[_EXECUTOR].inflight[0]
     slots = list(oldest.sampling_slots)
     return StepResult(oldest.plan.step_id, slots=slots, token_ids=[TOKEN] * len(slots), total_ns=1000)
+
+
+def _wire_result(result: StepResult) -> bytes:
+    return pb.StepResult(
+        step_id=result.step_id,
+        status=pb.STEP_STATUS_OK,
+        slots=result.slots,
+        token_ids=result.token_ids,
+        timings=pb.StepTimings(total_ns=result.total_ns),
+    ).SerializeToString()
 
 
 def _plan(core: Scheduler) -> StepPlan:

@@ -81,10 +81,16 @@ class StepTimes:
     """From the plan to the bytes to send."""
     add_ns: list[int] = field(default_factory=list)
     """Adding the new requests, before the step is planned."""
+    parse_ns: list[int] = field(default_factory=list)
+    """From the received bytes to the result, where a system has such bytes."""
     plan_bytes: list[int] = field(default_factory=list)
 
-    def add(self, added: int, planned: int, converted: int, applied: int, num_bytes: int) -> None:
+    def add(
+        self, added: int, planned: int, converted: int, applied: int, num_bytes: int, *, parsed: int | None = None
+    ) -> None:
         """Record one step."""
+        if parsed is not None:
+            self.parse_ns.append(parsed)
         self.add_ns.append(added)
         self.plan_ns.append(planned)
         self.convert_ns.append(converted)
@@ -92,8 +98,14 @@ class StepTimes:
         self.plan_bytes.append(num_bytes)
 
     def metrics(self) -> dict[str, float]:
-        """Medians over the steps unless the name states otherwise; a step is planning and applying only."""
+        """Medians over the steps unless the name states otherwise; a step is planning and applying only.
+
+        `us_whole` is all of it: adding requests, planning, both conversions, applying.
+        """
         steps = [(plan + apply) / 1e3 for plan, apply in zip(self.plan_ns, self.apply_ns, strict=True)]
+        parts = [self.add_ns, self.plan_ns, self.convert_ns, self.apply_ns, *([self.parse_ns] if self.parse_ns else [])]
+        whole = [sum(each) / 1e3 for each in zip(*parts, strict=True)]
+        parsed = {"us_parse": statistics.median(self.parse_ns) / 1e3} if self.parse_ns else {}
         return {
             "us_per_step": statistics.median(steps),
             "plan_bytes": statistics.median(self.plan_bytes),
@@ -103,5 +115,8 @@ class StepTimes:
             "us_apply": statistics.median(self.apply_ns) / 1e3,
             "us_convert": statistics.median(self.convert_ns) / 1e3,
             "us_add": statistics.median(self.add_ns) / 1e3,
+            **parsed,
+            "us_whole": statistics.median(whole),
+            "us_whole_p99": percentile(whole, 99),
             "plan_bytes_mean": statistics.fmean(self.plan_bytes),
         }

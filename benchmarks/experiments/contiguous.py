@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.queues.queues import WaitingQueue
@@ -128,6 +128,8 @@ class ContiguousReservation:
     there are no preemptions.
     """
 
+    is_placed: ClassVar[bool] = False
+
     def __init__(self, allocator: Allocator, num_slots: NumSlots) -> None:
         self._allocator = allocator
         self._num_slots = num_slots
@@ -147,7 +149,7 @@ class ContiguousReservation:
             count += 1
         return count
 
-    def record_admissions(self, count: int, *, memory_is_full: bool) -> None:
+    def record_admissions(self, lane: Lane, count: int, *, memory_is_full: bool) -> None:
         """Nothing to record."""
 
     def num_reserved_tokens(self, sequence: Sequence) -> int:

@@ -25,7 +25,7 @@ from cadenza.errors import (
 from cadenza.output_collector import OutputCollector
 from cadenza.outputs import RequestOutput
 from cadenza.reconnect import Attempts, abort_quietly, is_lost_connection, whole_message
-from cadenza.transport import MAX_MESSAGE_BYTES
+from cadenza.transport import MAX_REQUEST_BYTES
 from cadenza.v1 import generation_pb2
 
 if TYPE_CHECKING:
@@ -247,10 +247,10 @@ class SessionBatch:
 
 
 def _refuse_too_large(item: BatchItem) -> None:
-    """End a request that exceeds gRPC's message limit: sending it would break the stream and all other requests."""
+    """End a request that exceeds the limit of a message: a much longer one would break the stream and all others."""
     size = item.request.ByteSize()
-    if size + _ENVELOPE_BYTES > MAX_MESSAGE_BYTES:
-        message = f"the request has {size} bytes, and a message can have {MAX_MESSAGE_BYTES} at most"
+    if size + _ENVELOPE_BYTES > MAX_REQUEST_BYTES:
+        message = f"the request has {size} bytes, and a message can have {MAX_REQUEST_BYTES} at most"
         item.error, item.done = InvalidRequestError(message), True
 
 

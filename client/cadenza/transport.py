@@ -19,11 +19,16 @@ PROTOCOL_VERSION = 1
 SCHEDULER_PORT = 50051
 EXECUTOR_PORT = 50052
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_REQUEST_BYTES = 1536 * 1024
+"""Limit of a client's message to a scheduler, which refuses a longer one by itself, before it parses it."""
+MAX_RECEIVED_BYTES = 2 * 1024 * 1024
+"""Limit of what gRPC accepts from a client: a longer message ends its stream. Copying it would hold the event loop."""
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """The key of a serialized google.rpc.Status in the trailing metadata of a call."""
 
+_MAX_RECEIVED = "grpc.max_receive_message_length"
 _COMMON: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    (_MAX_RECEIVED, MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A dead connection is detected after 20 s of silence and 10 s without an answer to a ping: within the grace for
     # which a server keeps the requests of our clients. The second option sets the 10 s: with `keepalive_timeout_ms`
@@ -51,10 +56,11 @@ def channel_options() -> list[tuple[str, Any]]:
     ]
 
 
-def server_options() -> list[tuple[str, Any]]:
+def server_options(*, max_received_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
     """Options for a server: bursts of new streams are accepted, frequent pings are tolerated."""
     return [
-        *_COMMON,
+        *(option for option in _COMMON if option[0] != _MAX_RECEIVED),
+        (_MAX_RECEIVED, max_received_bytes),
         # By default a busy server refuses part of a burst of new streams; with these it accepts all of 10,000.
         ("grpc.server.max_pending_requests", 20_000),
         ("grpc.server.max_pending_requests_hard_limit", 20_000),

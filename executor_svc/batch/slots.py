@@ -8,7 +8,7 @@ been checked. Every contradiction raises InvalidPlan; the slots are then undefin
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -80,17 +80,24 @@ class Slots:
         result: BoolArray = self.admitted & ~self.held & ~self.stopped & one_left
         return result
 
-    def apply(self, plan: StepPlan) -> None:
-        """Apply all parts of the plan up to the given tokens; block operations are only checked."""
+    def apply(self, plan: StepPlan) -> StepPlan:
+        """Apply all parts of the plan up to the given tokens; block operations are only checked.
+
+        Returns the plan with complete admissions: no sequence has a source.
+        """
         check_supported(plan)
         self._release(plan.released_slots)
         check_block_moves(plan, self.limits)
-        for sequence in plan.admitted:
-            self._admit(sequence)
+        if any(sequence.source is not None for sequence in plan.admitted):
+            plan = replace(plan, admitted=tuple(self._admit_with_source(sequence) for sequence in plan.admitted))
+        else:
+            for sequence in plan.admitted:
+                self._admit(sequence)
         self._append_blocks(plan.appends)
         self._hold(plan.held_slots, True, "held_slots")
         self._hold(plan.resumed_slots, False, "resumed_slots")
         self._append_given(plan.given)
+        return plan
 
     def _check_admitted(self, slots: IntArray, part: str) -> None:
         check_range(slots, self.limits.num_slots, f"{part}: slot")
@@ -109,6 +116,29 @@ class Slots:
         check_unique(slots, "released_slots: slot")
         self.admitted[slots] = False
         self.sampling.release(slots)
+
+    def _admit_with_source(self, sequence: AdmittedSequence) -> AdmittedSequence:
+        """Admit a sequence with the first tokens and blocks of its source; returns it without a source."""
+        source = sequence.source
+        if source is not None:
+            where = f"admitted: slot {sequence.slot}: source"
+            self._check_admitted(np.array([source.slot]), where)
+            num_tokens, num_blocks = self.num_prompt_tokens[source.slot], self.num_blocks[source.slot]
+            if source.num_tokens > num_tokens or source.num_blocks > num_blocks:
+                raise InvalidPlan(
+                    f"{where} {source.slot} has {num_tokens} prompt tokens and {num_blocks} blocks, not "
+                    f"{source.num_tokens} and {source.num_blocks}"
+                )
+            first_ids = self.token_ids[source.slot, : source.num_tokens]
+            first_blocks = self.block_tables[source.slot, : source.num_blocks]
+            sequence = replace(
+                sequence,
+                token_ids=np.concatenate((first_ids, sequence.token_ids), dtype=np.int64),
+                block_ids=np.concatenate((first_blocks, sequence.block_ids), dtype=np.int64),
+                source=None,
+            )
+        self._admit(sequence)
+        return sequence
 
     def _admit(self, sequence: AdmittedSequence) -> None:
         check_admission(sequence, self.limits)

@@ -167,7 +167,7 @@ class GpuStepExecutor:
         """
         started = time.monotonic_ns()
         with self._span("plan"):
-            self.slots.apply(plan)
+            plan = self.slots.apply(plan)
             if self._needs_settled_mirror(plan):
                 self.settle_until(None)
             scheduled = self.slots.schedule(plan)

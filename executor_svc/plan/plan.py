@@ -58,6 +58,15 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A slot from which an admitted sequence takes its first token ids and blocks."""
+
+    slot: int
+    num_tokens: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class AdmittedSequence:
     """A sequence's admission: all that the executor needs for it."""
 
@@ -69,6 +78,8 @@ class AdmittedSequence:
     sampling: SequenceSampling
     held: bool = False
     adapter_index: int = 0
+    source: PrefixSource | None = None
+    """The slot with the tokens and blocks before these; None: token_ids and block_ids are complete."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from cadenza.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from executor_svc.plan import plan as p
@@ -15,6 +16,8 @@ from executor_svc.plan.description import Description, Fingerprint
 from executor_svc.plan.plan import InvalidPlan
 from executor_svc.plan.sampling import SequenceSampling
 
+_SEQUENCE_ITEMS = 128
+"""The work of reading one sequence, in numbers that take as long: 40 us (measured)."""
 _MAX_NAMED = 10
 """Maximum reserved fields that an error names."""
 
@@ -22,6 +25,17 @@ _MAX_NAMED = 10
 def _ints(values: Any) -> IntArray:
     """Return a packed repeated field as [n] int64."""
     return np.fromiter(values, np.int64, len(values))
+
+
+def _ints_in_slices(values: Any) -> Work[IntArray]:
+    """Return a packed repeated field as [n] int64, with a pause after each slice of a long one."""
+    if len(values) <= SLICE_ITEMS:
+        return _ints(values)
+    parts = []
+    for part in slices_of(values):
+        parts.append(_ints(part))
+        yield
+    return np.concatenate(parts)
 
 
 def _floats(values: Any) -> FloatArray:
@@ -36,6 +50,11 @@ def _same_length(part: str, *columns: Sequence[Any] | np.ndarray[Any, Any]) -> N
 
 def plan_from_wire(message: pb.StepPlan) -> p.StepPlan:
     """Read a plan; raises InvalidPlan if its columns differ in length."""
+    return run_at_once(plan_in_slices(message))
+
+
+def plan_in_slices(message: pb.StepPlan) -> Work[p.StepPlan]:
+    """Read a plan, with a pause after each slice of its admissions; raises InvalidPlan, as `plan_from_wire`."""
     reserved: list[str] = []
     if message.HasField("drafts"):
         reserved.append("drafts")
@@ -43,6 +62,7 @@ def plan_from_wire(message: pb.StepPlan) -> p.StepPlan:
         reserved.append("transfers")
     scheduled = message.scheduled
     _same_length("scheduled", scheduled.slots, scheduled.num_tokens, scheduled.samples)
+    admitted = yield from _admitted_in_slices(message.admitted, reserved)
     return p.StepPlan(
         step_id=message.step_id,
         epoch=message.epoch,
@@ -50,7 +70,7 @@ def plan_from_wire(message: pb.StepPlan) -> p.StepPlan:
         swap_out=_moves("swap_out", message.swap_out, reserved),
         copies=_moves("copies", message.copies, reserved),
         swap_in=_moves("swap_in", message.swap_in, reserved),
-        admitted=tuple(_admitted(sequence, reserved) for sequence in message.admitted),
+        admitted=admitted,
         appends=_appends(message.appends, reserved),
         held_slots=_ints(message.held_slots),
         resumed_slots=_ints(message.resumed_slots),
@@ -103,7 +123,25 @@ def _appends(messages: Sequence[pb.BlockAppends], reserved: list[str]) -> p.Slot
     )
 
 
-def _admitted(message: pb.AdmittedSequence, reserved: list[str]) -> p.AdmittedSequence:
+def _admitted_in_slices(
+    messages: Sequence[pb.AdmittedSequence], reserved: list[str]
+) -> Work[tuple[p.AdmittedSequence, ...]]:
+    """Read admissions, with a pause after each slice of numbers and sequences."""
+    admitted, num_items = [], 0
+    for message in messages:
+        token_ids = yield from _ints_in_slices(message.token_ids)
+        allowed_ids = yield from _ints_in_slices(message.sampling.allowed_token_ids)
+        admitted.append(_admitted(message, token_ids, allowed_ids, reserved))
+        num_items += _SEQUENCE_ITEMS + len(token_ids) + len(admitted[-1].block_ids)
+        if num_items > SLICE_ITEMS:
+            num_items = 0
+            yield
+    return tuple(admitted)
+
+
+def _admitted(
+    message: pb.AdmittedSequence, token_ids: IntArray, allowed_ids: IntArray, reserved: list[str]
+) -> p.AdmittedSequence:
     tables = message.block_tables
     _first_group("block_tables", (table.kv_group for table in tables), reserved)
     if len({table.kv_group for table in tables}) < len(tables):
@@ -114,22 +152,35 @@ def _admitted(message: pb.AdmittedSequence, reserved: list[str]) -> p.AdmittedSe
         reserved.append("embeddings")
     return p.AdmittedSequence(
         slot=message.slot,
-        token_ids=_ints(message.token_ids),
+        token_ids=token_ids,
         num_prompt_tokens=message.num_prompt_tokens,
         num_computed_tokens=message.num_computed_tokens,
         block_ids=_ints(tables[0].block_ids if tables else ()),
-        sampling=sampling_from_wire(message.sampling),
+        sampling=sampling_from_wire(message.sampling, allowed_ids),
         held=message.held,
         adapter_index=message.adapter_index,
+        source=_source(message.source) if message.HasField("source") else None,
     )
 
 
-def sampling_from_wire(message: types_pb2.SequenceSampling) -> SequenceSampling:
-    """Read every field that is set, by its name in the table; other fields are off."""
+def _source(message: pb.PrefixSource) -> p.PrefixSource:
+    return p.PrefixSource(message.slot, message.num_tokens, message.num_blocks)
+
+
+def sampling_from_wire(message: types_pb2.SequenceSampling, allowed_ids: IntArray | None = None) -> SequenceSampling:
+    """Read every field that is set, by its name in the table; other fields are off.
+
+    allowed_ids: the allowed token ids, where they were read already.
+    """
     _same_length("biases", message.bias_token_ids, message.biases)
-    return SequenceSampling(
-        **{field.name: _READERS.get(field.name, _number)(value) for field, value in message.ListFields()}
-    )
+    values = {
+        field.name: _READERS.get(field.name, _number)(value)
+        for field, value in message.ListFields()
+        if allowed_ids is None or field.name != "allowed_token_ids"
+    }
+    if allowed_ids is not None:
+        values["allowed_token_ids"] = allowed_ids
+    return SequenceSampling(**values)
 
 
 def _number(value: Any) -> Any:
@@ -147,6 +198,30 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 def result_to_wire(result: p.StepResult, epoch: int, incarnation: int) -> pb.StepResult:
     """Return the wire form of a result of this session."""
+    return run_at_once(response_in_slices(result, epoch, incarnation)).result
+
+
+def response_in_slices(result: p.StepResult, epoch: int, incarnation: int) -> Work[pb.ExecuteResponse]:
+    """Return the message of a result of this session, with a pause after each slice of its logprobs.
+
+    It is filled in place: protobuf would copy each part of a message that it is put together from.
+    """
+    response = pb.ExecuteResponse(result=_without_logprobs(result, epoch, incarnation))
+    num_items = 0
+    for items, messages in (
+        (result.logprobs, response.result.logprobs),
+        (result.prompt_logprobs, response.result.prompt_logprobs),
+    ):
+        for item in items:
+            yield from _fill_logprobs(messages.add(), item)
+            num_items += len(item.chosen_logprobs) + len(item.top_token_ids)
+            if num_items > SLICE_ITEMS:
+                num_items = 0
+                yield
+    return response
+
+
+def _without_logprobs(result: p.StepResult, epoch: int, incarnation: int) -> pb.StepResult:
     timings = result.timings
     return pb.StepResult(
         step_id=result.step_id,
@@ -160,8 +235,6 @@ def result_to_wire(result: p.StepResult, epoch: int, incarnation: int) -> pb.Ste
         token_ids=result.token_ids.tolist(),
         error_slots=result.error_slots.tolist(),
         errors=[cast(pb.SlotError.ValueType, int(error)) for error in result.errors],
-        logprobs=[_slot_logprobs(item) for item in result.logprobs],
-        prompt_logprobs=[_slot_logprobs(item) for item in result.prompt_logprobs],
         candidates=[_slot_candidates(item) for item in result.candidates],
         timings=pb.StepTimings(
             queue_ns=timings.queue_ns,
@@ -174,18 +247,17 @@ def result_to_wire(result: p.StepResult, epoch: int, incarnation: int) -> pb.Ste
     )
 
 
-def _slot_logprobs(item: p.SlotLogprobs) -> pb.SlotLogprobs:
-    return pb.SlotLogprobs(
-        slot=item.slot,
-        start=item.start,
-        columns=types_pb2.LogprobColumns(
-            chosen_logprobs=item.chosen_logprobs.tolist(),
-            chosen_ranks=item.chosen_ranks.tolist(),
-            num_top=item.num_top,
-            top_token_ids=item.top_token_ids.tolist(),
-            top_logprobs=item.top_logprobs.tolist(),
-        ),
-    )
+def _fill_logprobs(message: pb.SlotLogprobs, item: p.SlotLogprobs) -> Work[None]:
+    message.slot, message.start = item.slot, item.start
+    columns = message.columns
+    columns.chosen_logprobs.extend(item.chosen_logprobs.tolist())
+    columns.chosen_ranks.extend(item.chosen_ranks.tolist())
+    columns.num_top = item.num_top
+    for ids, logprobs in zip(slices_of(item.top_token_ids), slices_of(item.top_logprobs), strict=True):
+        columns.top_token_ids.extend(ids.tolist())
+        columns.top_logprobs.extend(logprobs.tolist())
+        if len(item.top_token_ids) > SLICE_ITEMS:
+            yield
 
 
 def _slot_candidates(item: p.SlotCandidates) -> pb.SlotCandidates:

@@ -20,12 +20,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cadenza.heartbeats import HEARTBEAT_S, SILENCE_S
+from cadenza.slices import run_in_slices
 from cadenza.transport import STATUS_DETAILS_KEY, make_status
 from cadenza.v1 import admin_pb2, admin_pb2_grpc, execution_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.plan.description import Description
 from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
-from executor_svc.service.convert import description_to_wire, plan_from_wire, result_to_wire
+from executor_svc.service.convert import description_to_wire, plan_in_slices, response_in_slices
 from executor_svc.service.lease import Lease, Leases, Refusal
 from executor_svc.worker.worker import Activity, RejectedPlan, Session, Worker
 
@@ -207,7 +208,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
                         # Not through the outbox: its writer may be blocked.
                         lease.end(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message))
                         return
-                    self._worker.submit(session, _plan_or_rejection(request.plan), received_ns)
+                    self._worker.submit(session, await _plan_or_rejection(request.plan), received_ns)
                 elif kind != "heartbeat":
                     problem = "a session can be opened once only" if kind == "open" else "a message must hold something"
                     break
@@ -242,7 +243,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             item = await outbox.get()
             if isinstance(item, StepResult):
                 num_answered += 1
-                await context.write(pb.ExecuteResponse(result=result_to_wire(item, epoch, self._incarnation)))
+                await context.write(await run_in_slices(response_in_slices(item, epoch, self._incarnation)))
             elif isinstance(item, _Announcement):
                 await context.write(pb.ExecuteResponse(heartbeat=pb.Heartbeat(running_step_id=item.step_id)))
                 item.sent.set_result(None)
@@ -293,9 +294,9 @@ async def _first(requests: AsyncIterator[pb.ExecuteRequest]) -> pb.OpenSession:
     raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "the first message must open the session")
 
 
-def _plan_or_rejection(message: pb.StepPlan) -> StepPlan | RejectedPlan:
+async def _plan_or_rejection(message: pb.StepPlan) -> StepPlan | RejectedPlan:
     try:
-        return plan_from_wire(message)
+        return await run_in_slices(plan_in_slices(message))
     except InvalidPlan as exc:
         return RejectedPlan(message.step_id, str(exc))
 

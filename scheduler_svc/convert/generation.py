@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from cadenza.slices import Work, run_at_once, to_list
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, TokenLogprobs
@@ -41,17 +42,39 @@ _REASONS = {
     FinishDetail.NO_ALLOWED_TOKEN: types_pb2.FINISH_REASON_ERROR,
 }
 _DEFAULTS = SamplingFields()
+_TOKEN_LISTS = frozenset({"allowed_token_ids", "stop_token_ids"})
+_LONG_BYTES = 64 * 1024
+"""A longer request is converted in slices."""
+_LONG_BIASES = 1024
 _FIELDS_BESIDE_RESUME = frozenset({"request_id", "tenant", "resume", "output_mode", "return_prompt_token_ids"})
 
 
 def request_fields(message: pb.GenerateRequest) -> RequestFields:
     """Return the fields of a GenerateRequest, without checks."""
+    return run_at_once(fields_in_slices(message))
+
+
+def is_long(message: pb.GenerateRequest) -> bool:
+    """Whether `fields_in_slices` would take several slices, or one of over 1 ms."""
+    return message.ByteSize() > _LONG_BYTES
+
+
+def fields_in_slices(message: pb.GenerateRequest) -> Work[RequestFields]:
+    """Return the fields of a GenerateRequest, without checks: with a pause after each slice of a long one."""
+    if is_long(message):
+        yield
     body = message.SerializeToString(deterministic=True)
+    if len(body) > _LONG_BYTES:
+        yield
+    prompt = yield from prompt_in_slices(message.prompt)
+    sampling = _DEFAULTS
+    if message.HasField("sampling_params"):
+        sampling = yield from _sampling_in_slices(message.sampling_params)
     return RequestFields(
         request_id=message.request_id,
         tenant=message.tenant,
-        prompt=prompt_fields(message.prompt),
-        sampling=_sampling_fields(message.sampling_params) if message.HasField("sampling_params") else _DEFAULTS,
+        prompt=prompt,
+        sampling=sampling,
         timeout_s=message.timeout_s if message.HasField("timeout_s") else None,
         resume_grace_s=message.resume_grace_s if message.HasField("resume_grace_s") else None,
         resume=_resume_point(message.resume) if message.HasField("resume") else None,
@@ -75,9 +98,16 @@ def fields_from_body(body: bytes) -> RequestFields:
     return request_fields(pb.GenerateRequest.FromString(body))
 
 
-def prompt_fields(parts: Iterable[types_pb2.PromptPart]) -> tuple[PromptFields, ...]:
-    """Return the parts of a prompt."""
-    return tuple(_part_fields(part) for part in parts)
+def prompt_in_slices(parts: Iterable[types_pb2.PromptPart]) -> Work[tuple[PromptFields, ...]]:
+    """Return the parts of a prompt, with a pause after each slice of a long one."""
+    fields = []
+    for part in parts:
+        if part.WhichOneof("part") == "tokens":
+            token_ids = yield from to_list(part.tokens.ids)
+            fields.append(PromptFields(token_ids=token_ids))
+        else:
+            fields.append(_part_fields(part))
+    return tuple(fields)
 
 
 def fill_response(message: pb.GenerateResponse, live: LiveRequest, chunk: Chunk, *, with_prompt_ids: bool) -> None:
@@ -187,8 +217,6 @@ def _part_fields(part: types_pb2.PromptPart) -> PromptFields:
     match part.WhichOneof("part"):
         case "text":
             return PromptFields(text=part.text)
-        case "tokens":
-            return PromptFields(token_ids=list(part.tokens.ids))
         case "chat":
             chat = part.chat
             return PromptFields(
@@ -211,9 +239,17 @@ def _part_fields(part: types_pb2.PromptPart) -> PromptFields:
             return PromptFields()
 
 
-def _sampling_fields(params: types_pb2.SamplingParams) -> SamplingFields:
+def _sampling_in_slices(params: types_pb2.SamplingParams) -> Work[SamplingFields]:
     """Return every field that the client has set, by its name in the table; other fields have their defaults."""
-    given = {field.name: _READERS.get(field.name, _unchanged)(value) for field, value in params.ListFields()}
+    given: dict[str, Any] = {}
+    for field, value in params.ListFields():
+        if field.name in _TOKEN_LISTS:
+            token_ids = yield from to_list(value)
+            given[field.name] = tuple(token_ids)
+        else:
+            given[field.name] = _READERS.get(field.name, _unchanged)(value)
+            if field.name == "logit_bias" and len(value) > _LONG_BIASES:
+                yield
     known = {name: value for name, value in given.items() if name in FIELD_RULES}
     return SamplingFields(**known, later_fields=tuple(given.keys() - known.keys()))
 

@@ -25,7 +25,7 @@ from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps import lane_changes
 from scheduler_svc.core.steps.beam_scheduling import finish_early, start_beam_search
-from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES
+from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES, MAX_GROUP_TOKENS
 from scheduler_svc.core.steps.kept_kv import forget_kv
 from scheduler_svc.core.steps.planning import plan_step
 from scheduler_svc.core.steps.results import check_result, take_result
@@ -310,10 +310,17 @@ class Scheduler:
             raise RequestRejectedError("prompt", "the prompt has no tokens")
         count, num_prompt = spec.num_sequences, len(spec.prompt_token_ids)
         check_fits_one(spec, [lane.spec for lane in self.lanes.values()], count)
-        if count > 1 and count * (num_prompt + spec.sampling.num_values) > MAX_ADMITTED_VALUES:
+        if count > 1 and count * num_prompt > MAX_GROUP_TOKENS:
             raise RequestRejectedError(
                 count_field(spec),
-                f"{count} sequences of {num_prompt} prompt tokens exceed {MAX_ADMITTED_VALUES} numbers in a plan",
+                f"{count} sequences of {num_prompt} prompt tokens have over {MAX_GROUP_TOKENS} tokens in all",
+            )
+        # Sequences after the first take the prompt from its slot.
+        if count > 1 and num_prompt + count * spec.sampling.num_values > MAX_ADMITTED_VALUES:
+            raise RequestRejectedError(
+                count_field(spec),
+                f"{num_prompt} prompt tokens and {count} sequences with {spec.sampling.num_values} numbers each in "
+                f"their sampling parameters exceed {MAX_ADMITTED_VALUES} numbers in a plan",
             )
 
 

@@ -23,6 +23,9 @@ class SequenceState(Enum):
     SWAPPED = auto()
     FINISHED = auto()
 
+    # Enum hashes the name, in Python.
+    __hash__ = object.__hash__
+
 
 class FinishDetail(IntEnum):
     """Why a sample ended; numbers as in types.proto."""
@@ -80,7 +83,11 @@ def _num_listed(value: SamplingValue) -> int:
     """Numbers in a list or in a list of lists; a number by itself counts as none."""
     if not isinstance(value, tuple):
         return 0
-    return sum(len(each) if isinstance(each, tuple) else 1 for each in value)
+    first = value[0] if value else 0
+    # A list of numbers may have 131,072 of them.
+    return (
+        sum(len(each) if isinstance(each, tuple) else 1 for each in value) if isinstance(first, tuple) else len(value)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,18 +167,30 @@ class ExecutorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A slot from which an admitted sequence takes its first tokens and blocks: it has the same prompt."""
+
+    slot: int
+    num_tokens: int
+    num_blocks: int
+
+
+@dataclass(slots=True)
 class AdmittedSequence:
-    """The full description of a sequence, sent to the executor once."""
+    """The full description of a sequence, sent to the executor once. Never changed, as its plan."""
 
     slot: int
     token_ids: tuple[int, ...]
+    """All of its tokens; with a source, those after the source's."""
     num_prompt_tokens: int
     num_computed_tokens: int
     block_ids: tuple[int, ...]
+    """All of its blocks; with a source, the first ones are not sent."""
     sampling: Sampling
     sample_index: int
     held: bool = False
     """Not included in decode_ready until the plan resumes it."""
+    source: PrefixSource | None = None
 
 
 @dataclass(slots=True)

@@ -38,9 +38,25 @@ def apply_outputs(
         if live is not None and live.prompt_logprobs is not None:
             touched[sequence.group.key] = live
             live.prompt_logprobs.extend(prompt_logprobs)
+    with_more = outputs.logprobs.keys() | outputs.finishes.keys()
     for sequence, token_id in zip(outputs.sequences, outputs.token_ids, strict=True):
-        logprobs = outputs.logprobs.get(sequence)
-        extend(sequence, (token_id,), (logprobs,) if logprobs else (), outputs.finishes.get(sequence))
+        if with_more and sequence in with_more:
+            logprobs = outputs.logprobs.get(sequence)
+            extend(sequence, (token_id,), (logprobs,) if logprobs else (), outputs.finishes.get(sequence))
+            continue
+        # As `extend`, for what nearly every token of a step is: a token and no more. A call takes longer than the rest.
+        key, index = sequence.group.key, sequence.sample_index
+        live = lives.get(key)
+        if live is None or index >= len(live.samples):
+            continue
+        sample = live.samples[index]
+        if sample.finish is not None:
+            continue
+        touched[key] = live
+        if sample.text is None:
+            sample.token_ids.append(token_id)
+        elif sample.append(token_id) is not None:
+            stop_sample(key, index)
     for sequence, finish in outputs.finishes.items():
         extend(sequence, (), (), finish)
     for beam in outputs.hypotheses:

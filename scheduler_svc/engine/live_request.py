@@ -61,6 +61,16 @@ class LiveSample:
             num_chars = min(num_chars, self.text.text_ends[num_tokens - 1] if num_tokens else 0)
         return num_tokens, num_chars
 
+    def append(self, token_id: int) -> StopMatch | None:
+        """`extend` by a token and nothing else: the quick way for nearly every token of a step."""
+        self.token_ids.append(token_id)
+        if self.text is None:
+            return None
+        match = self.text.push((token_id,))
+        if match is not None:
+            self._truncate(match)
+        return match
+
     def extend(
         self,
         token_ids: Sequence[int],
@@ -135,13 +145,13 @@ class LiveRequest:
     """A request with its samples, times and listener."""
 
     __slots__ = (
-        "_listener",
         "catches_up",
         "counts",
         "ended",
         "error",
         "had_stream",
         "hidden",
+        "listener",
         "prompt_logprobs",
         "request",
         "returned",
@@ -167,7 +177,8 @@ class LiveRequest:
         """The samples that readers get, by index; with best_of, none before all have finished."""
         num_top = request.spec.sampling.num_prompt_logprobs
         self.prompt_logprobs = LivePromptLogprobs(num_top) if num_top is not None else None
-        self._listener: Listener | None = None
+        self.listener: Listener | None = None
+        """Of the attached stream; changed by `subscribe` and `unsubscribe`."""
         self.had_stream = False
         """Whether a stream has ever been attached."""
         self.catches_up = False
@@ -202,8 +213,9 @@ class LiveRequest:
 
     def finish_if_all_ended(self) -> bool:
         """Whether all samples have finished; with best_of, also chooses the returned ones."""
-        if any(sample.finish is None for sample in self.samples):
-            return False
+        for sample in self.samples:
+            if sample.finish is None:
+                return False
         best_of = self.request.best_of
         if best_of is not None and not self.returned:
             # The sort is stable: among equals, the first drawn goes first.
@@ -216,33 +228,29 @@ class LiveRequest:
     def subscribe(self, listener: Listener) -> None:
         """Call `listener(self)` whenever there is new output; it must not block.
 
-        It replaces the present listener, which is called a last time to learn that (see `serves`).
+        It replaces the present listener, which is called a last time to learn that.
         """
-        replaced, self._listener = self._listener, listener
+        replaced, self.listener = self.listener, listener
         self.had_stream = True
         if replaced is not None:
             replaced(self)
 
     def unsubscribe(self, listener: Listener) -> bool:
         """Stop calling a listener; returns False if another one has replaced it."""
-        if self._listener != listener:
+        if self.listener is not listener:
             return False
-        self._listener = None
+        self.listener = None
         return True
-
-    def serves(self, listener: Listener) -> bool:
-        """Whether this is the present listener."""
-        return self._listener == listener
 
     @property
     def has_listener(self) -> bool:
         """Whether a stream is attached."""
-        return self._listener is not None
+        return self.listener is not None
 
     def notify(self) -> None:
         """Call the listener."""
-        if self._listener is not None:
-            self._listener(self)
+        if self.listener is not None:
+            self.listener(self)
 
 
 def record_planned(step: PlannedStep, lives: Mapping[RequestKey, LiveRequest], now_ns: int) -> list[LiveRequest]:

@@ -54,7 +54,7 @@ class Chunk:
     num_bytes: int = 0
 
 
-class _Cursor:
+class Cursor:
     """Position of a reader in one sample."""
 
     __slots__ = ("done", "text", "token")
@@ -94,7 +94,7 @@ class RequestReader:
         self._starts_at_once = starts_at_once
         self._prompt_end = 0
         """Logprobs of prompt tokens before this index were taken."""
-        self._cursors = [_Cursor() for _ in range(live.num_returned)]
+        self._cursors = [Cursor() for _ in range(live.num_returned)]
         if resume is not None:
             check_resume_point(resume, live)
             self._prompt_end = resume.prompt_logprobs_end(live)
@@ -106,6 +106,24 @@ class RequestReader:
     def has_output(self) -> bool:
         """Whether `take` may return something, or the request has ended with an error; cheap, for each step."""
         return not self._final_only or self.live.has_finishes or self.live.error is not None
+
+    @property
+    def plain_position(self) -> Cursor | None:
+        """The position of a reader that has taken its first chunk, and gets tokens and text until the finish.
+
+        None for other modes, and for requests with several samples, beams or logprobs.
+        """
+        request = self.live.request
+        sampling = request.spec.sampling
+        is_plain = (
+            not (self._final_only or self._is_first)
+            and len(self.live.samples) == 1
+            and request.best_of is None
+            and request.spec.beams is None
+            and sampling.num_logprobs is None
+            and sampling.num_prompt_logprobs is None
+        )
+        return self._cursors[0] if is_plain else None
 
     def take(self, max_bytes: int = MAX_CHUNK_BYTES) -> Chunk | None:
         """New output of about `max_bytes` at most, but at least a token; None if there is none, or after the end.
@@ -165,7 +183,7 @@ class RequestReader:
         self.done = ended and all(cursor.done for cursor in self._cursors)
 
 
-def _advance(index: int, sample: LiveSample, cursor: _Cursor, max_bytes: int) -> SampleChunk | None:
+def _advance(index: int, sample: LiveSample, cursor: Cursor, max_bytes: int) -> SampleChunk | None:
     """Take new output of one sample and move its cursor; None if there is none."""
     text, finish = "" if sample.text is None else sample.text.text, sample.shown_finish
     if cursor.text is None:

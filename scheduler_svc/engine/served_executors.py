@@ -85,7 +85,9 @@ class ServedExecutors:
             return
         self._served = remaining[0]
         self._update_limits()
-        self._listener.on_stranded(f"the executor at {member.target} was removed, and no other has its numerics")
+        self._listener.on_stranded(
+            f"the executor at {member.target} was removed, and no other has the numerics or features for it"
+        )
 
     def _others(self, member: ExecutorMember) -> list[ExecutorMember]:
         return [other for other in self._members.values() if other is not member and other.accepted]

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from cadenza.heartbeats import HEARTBEAT_S, SILENCE_S, PeerSilence
+from cadenza.slices import run_in_slices
 from cadenza.transport import (
     EXECUTOR_PORT,
     PROTOCOL_VERSION,
@@ -27,7 +28,7 @@ from cadenza.transport import (
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc as pb_grpc
 from scheduler_svc.core.types import StepPlan, StepResult
-from scheduler_svc.executors.convert import ProtocolError, model_description, step_plan, step_result
+from scheduler_svc.executors.convert import ProtocolError, model_description, request_in_slices, result_in_slices
 from scheduler_svc.plan_loop.ports import (
     ExecutorFencedError,
     ExecutorHeldError,
@@ -192,14 +193,14 @@ class GrpcPlanStream:
     async def send(self, plan: StepPlan) -> None:
         """Send the next plan; raises ExecutorLostError."""
         self._inflight.append((plan.step_id, time.monotonic()))
-        await self._write(pb.ExecuteRequest(plan=step_plan(plan, self._epoch)))
+        await self._write(await run_in_slices(request_in_slices(plan, self._epoch)))
 
     async def results(self) -> AsyncIterator[StepResult]:
         """Yield results in plan order; raises ExecutorLostError when the stream ends."""
         while True:
             message = await self._read()
             if message.WhichOneof("message") == "result":
-                yield self._result(message.result)
+                yield await self._result(message.result)
 
     async def close(self) -> None:
         """End the session; safe to call twice."""
@@ -209,14 +210,14 @@ class GrpcPlanStream:
         # A call that is only dropped stays open (grpc#43462).
         self._call.cancel()
 
-    def _result(self, message: pb.StepResult) -> StepResult:
+    async def _result(self, message: pb.StepResult) -> StepResult:
         if message.epoch != self._epoch or message.incarnation != self.opened.incarnation:
             raise ExecutorLostError(f"the result of step {message.step_id} belongs to another session")
         if self._inflight and self._inflight[0][0] == message.step_id:
             self._inflight.popleft()
         self.begun_step_id = max(self.begun_step_id, message.step_id)
         try:
-            return step_result(message)
+            return await run_in_slices(result_in_slices(message))
         except ProtocolError as exc:
             raise ExecutorLostError(str(exc)) from exc
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from collections.abc import Iterable
 from typing import Any
 
+from cadenza.slices import SLICE_ITEMS, Work, run_at_once, slices_of
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from scheduler_svc.core.types import (
@@ -23,6 +25,10 @@ from scheduler_svc.core.types import (
 )
 from scheduler_svc.plan_loop.ports import ModelDescription
 
+_ALLOWED = "allowed_token_ids"
+"""The longest list of the sampling parameters."""
+_SEQUENCE_ITEMS = 128
+"""The work of describing one sequence, in numbers that take as long: 20 us (measured)."""
 _DIGEST_DIGITS = 12
 """Hexadecimal digits of a digest in a message: enough to see that two differ."""
 
@@ -101,11 +107,59 @@ def _numerics(message: types_pb2.NumericsFingerprint) -> tuple[tuple[str, str], 
 
 def step_plan(plan: StepPlan, epoch: int) -> pb.StepPlan:
     """Return a plan's wire form; unchanged parts are omitted, so a decode-only step takes a few bytes."""
+    return run_at_once(request_in_slices(plan, epoch)).plan
+
+
+def request_in_slices(plan: StepPlan, epoch: int) -> Work[pb.ExecuteRequest]:
+    """Return the message of a plan, with a pause after each slice of its admissions.
+
+    It is filled in place: protobuf would copy each part of a message that it is put together from.
+    """
+    request = pb.ExecuteRequest(plan=_without_admissions(plan, epoch))
+    num_items = sum(map(_num_items, plan.admitted))
+    if num_items <= SLICE_ITEMS:
+        for sequence in plan.admitted:
+            message = request.plan.admitted.add()
+            message.token_ids.extend(sequence.token_ids)
+            _fill_admitted(message, sequence)
+        return request
+    yield  # Making the plan was a slice of its own.
+    num_items = 0
+    for sequence in plan.admitted:
+        message = request.plan.admitted.add()
+        yield from _extend(message.token_ids, sequence.token_ids)
+        _fill_admitted(message, sequence, with_allowed_ids=False)
+        yield from _extend(message.sampling.allowed_token_ids, _allowed_ids(sequence.sampling))
+        num_items += _num_items(sequence)
+        if num_items > SLICE_ITEMS:
+            num_items = 0
+            yield
+    return request
+
+
+def _extend(field: Any, values: tuple[int, ...]) -> Work[None]:
+    """Append to a repeated field, with a pause after each slice of a long list."""
+    for part in slices_of(values):
+        field.extend(part)
+        if len(values) > SLICE_ITEMS:
+            yield
+
+
+def _allowed_ids(sampling: Sampling) -> Any:
+    return sampling.values.get(_ALLOWED, ())
+
+
+def _num_items(sequence: AdmittedSequence) -> int:
+    """The work of describing a sequence, in numbers that take as long."""
+    num_blocks = len(sequence.block_ids) - (sequence.source.num_blocks if sequence.source else 0)
+    return _SEQUENCE_ITEMS + len(sequence.token_ids) + num_blocks + sequence.sampling.num_values
+
+
+def _without_admissions(plan: StepPlan, epoch: int) -> pb.StepPlan:
     message = pb.StepPlan(
         step_id=plan.step_id,
         epoch=epoch,
         released_slots=plan.released_slots,
-        admitted=[_admitted(sequence) for sequence in plan.admitted],
         held_slots=plan.held_slots,
         resumed_slots=plan.resumed_slots,
         decode_ready=plan.decode_ready,
@@ -136,11 +190,16 @@ def step_plan(plan: StepPlan, epoch: int) -> pb.StepPlan:
 
 def step_result(message: pb.StepResult) -> StepResult:
     """Return a result; raises ProtocolError if its columns differ in length."""
+    return run_at_once(result_in_slices(message))
+
+
+def result_in_slices(message: pb.StepResult) -> Work[StepResult]:
+    """Return a result, with a pause after each slice of its prompt logprobs; raises ProtocolError."""
     try:
         status = StepStatus(message.status)
     except ValueError as exc:
         raise ProtocolError(f"result of step {message.step_id}: status {message.status} is unknown") from exc
-    slots, counts, token_ids = list(message.slots), list(message.num_tokens), list(message.token_ids)
+    slots, counts, token_ids = message.slots[:], message.num_tokens[:], message.token_ids[:]
     num_sampled = sum(counts) if counts else len(slots)
     if status is StepStatus.OK and (len(counts) not in (0, len(slots)) or num_sampled != len(token_ids)):
         raise ProtocolError(
@@ -151,6 +210,7 @@ def step_result(message: pb.StepResult) -> StepResult:
             f"result of step {message.step_id}: {len(message.errors)} errors of {len(message.error_slots)} slots"
         )
     timings = message.timings
+    prompt_logprobs = yield from _prompt_logprobs(message)
     return StepResult(
         step_id=message.step_id,
         status=status,
@@ -161,7 +221,7 @@ def step_result(message: pb.StepResult) -> StepResult:
         error_slots=list(message.error_slots),
         errors=[_slot_error(error) for error in message.errors],
         logprobs={entry.slot: _token_logprobs(entry) for entry in message.logprobs},
-        prompt_logprobs=_prompt_logprobs(message),
+        prompt_logprobs=prompt_logprobs,
         candidates=_candidates(message),
         debug_digest=message.debug_digest,
         queue_ns=timings.queue_ns,
@@ -177,30 +237,52 @@ def _moves(pairs: BlockPairs) -> pb.BlockMoves:
     return pb.BlockMoves(sources=sources, destinations=destinations)
 
 
-def _admitted(sequence: AdmittedSequence) -> pb.AdmittedSequence:
-    return pb.AdmittedSequence(
-        slot=sequence.slot,
-        token_ids=sequence.token_ids,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        num_computed_tokens=sequence.num_computed_tokens,
-        block_tables=[pb.BlockTable(kv_group=0, block_ids=sequence.block_ids)],
-        sampling=sequence_sampling(sequence.sampling, sequence.sample_index),
-        held=sequence.held,
-    )
+def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence, *, with_allowed_ids: bool = True) -> None:
+    """Fill in all but the token ids."""
+    source, block_ids = sequence.source, sequence.block_ids
+    if source is not None:
+        block_ids = block_ids[source.num_blocks :]
+        message.source.slot = source.slot
+        message.source.num_tokens, message.source.num_blocks = source.num_tokens, source.num_blocks
+    message.slot = sequence.slot
+    message.num_prompt_tokens = sequence.num_prompt_tokens
+    message.num_computed_tokens = sequence.num_computed_tokens
+    message.block_tables.add().block_ids.extend(block_ids)
+    sampling = sequence.sampling
+    if not with_allowed_ids and _allowed_ids(sampling):
+        values = {name: value for name, value in sampling.values.items() if name != _ALLOWED}
+        sampling = dataclasses.replace(sampling, values=values)
+    _fill_sampling(message.sampling, sampling, sequence.sample_index)
+    message.held = sequence.held
 
 
 def sequence_sampling(sampling: Sampling, sample_index: int) -> types_pb2.SequenceSampling:
     """Return the wire form of one sequence's sampling parameters."""
-    return types_pb2.SequenceSampling(
-        seed=sampling.seed,
-        sample_index=sample_index,
-        stop_token_ids=sampling.stop_token_ids,
-        min_tokens=sampling.min_tokens,
-        num_logprobs=sampling.num_logprobs,
-        num_prompt_logprobs=sampling.num_prompt_logprobs,
-        num_candidates=sampling.num_candidates,
-        **{name: _wire_value(value) for name, value in sampling.values.items()},
-    )
+    message = types_pb2.SequenceSampling()
+    _fill_sampling(message, sampling, sample_index)
+    return message
+
+
+def _fill_sampling(message: types_pb2.SequenceSampling, sampling: Sampling, sample_index: int) -> None:
+    """Fill an empty message. Assigning the seed makes a part of another message present, even if all is zero."""
+    message.seed = sampling.seed
+    if sample_index:
+        message.sample_index = sample_index
+    if sampling.stop_token_ids:
+        message.stop_token_ids.extend(sampling.stop_token_ids)
+    if sampling.min_tokens:
+        message.min_tokens = sampling.min_tokens
+    if sampling.num_logprobs is not None:
+        message.num_logprobs = sampling.num_logprobs
+    if sampling.num_prompt_logprobs is not None:
+        message.num_prompt_logprobs = sampling.num_prompt_logprobs
+    if sampling.num_candidates:
+        message.num_candidates = sampling.num_candidates
+    for name, value in sampling.values.items():
+        if isinstance(value, tuple):
+            getattr(message, name).extend(_wire_values(value))
+        else:
+            setattr(message, name, value)
 
 
 def sampling_from_wire(message: types_pb2.SequenceSampling) -> Sampling:
@@ -221,11 +303,9 @@ def sampling_from_wire(message: types_pb2.SequenceSampling) -> Sampling:
 _READ_BY_CORE = frozenset({each.name for each in dataclasses.fields(Sampling)} | {"sample_index"})
 
 
-def _wire_value(value: SamplingValue) -> Any:
-    """Return a value's wire form: a list of words is a list of messages."""
-    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
-        return [types_pb2.TokenIds(ids=word) for word in value]
-    return value
+def _wire_values(values: tuple[Any, ...]) -> Iterable[Any]:
+    """Return the wire form of a list: a list of words is a list of messages."""
+    return [types_pb2.TokenIds(ids=each) if isinstance(each, tuple) else each for each in values]
 
 
 def _plain_value(value: Any) -> SamplingValue:
@@ -270,14 +350,16 @@ def _slot_error(number: int) -> SlotError:
         return SlotError.UNSPECIFIED
 
 
-def _prompt_logprobs(message: pb.StepResult) -> dict[int, PromptLogprobs]:
-    by_slot = {entry.slot: _prompt_columns(entry) for entry in message.prompt_logprobs}
+def _prompt_logprobs(message: pb.StepResult) -> Work[dict[int, PromptLogprobs]]:
+    by_slot = {}
+    for entry in message.prompt_logprobs:
+        by_slot[entry.slot] = yield from _prompt_columns(entry)
     if len(by_slot) != len(message.prompt_logprobs):
         raise ProtocolError(f"result of step {message.step_id}: prompt logprobs of a slot come twice")
     return by_slot
 
 
-def _prompt_columns(entry: pb.SlotLogprobs) -> PromptLogprobs:
+def _prompt_columns(entry: pb.SlotLogprobs) -> Work[PromptLogprobs]:
     """Return prompt logprobs in compact arrays, since they are kept as long as the request lives."""
     columns = entry.columns
     num_tokens, num_top = len(columns.chosen_logprobs), len(columns.top_token_ids)
@@ -290,11 +372,17 @@ def _prompt_columns(entry: pb.SlotLogprobs) -> PromptLogprobs:
             f"slot {entry.slot}: {num_top} top tokens and {len(columns.top_logprobs)} logprobs "
             f"for {num_tokens} prompt tokens with {columns.num_top} each"
         )
+    top_token_ids, top_logprobs = array("I"), array("f")
+    for ids, logprobs in zip(slices_of(columns.top_token_ids), slices_of(columns.top_logprobs), strict=True):
+        top_token_ids.extend(ids)
+        top_logprobs.extend(logprobs)
+        if num_top > SLICE_ITEMS:
+            yield
     return PromptLogprobs(
         start=entry.start,
         logprobs=array("f", columns.chosen_logprobs),
         ranks=array("I", columns.chosen_ranks),
         num_top=columns.num_top,
-        top_token_ids=array("I", columns.top_token_ids),
-        top_logprobs=array("f", columns.top_logprobs),
+        top_token_ids=top_token_ids,
+        top_logprobs=top_logprobs,
     )

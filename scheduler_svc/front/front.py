@@ -17,6 +17,7 @@ from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
+from scheduler_svc.front.stream_turns import StreamTurns
 from scheduler_svc.requests.builder import RequestBuilder, check_resume
 from scheduler_svc.requests.fields import OutputMode, RequestFields
 
@@ -31,6 +32,8 @@ class Front:
         self.config = config
         self.version = version
         self._builder: RequestBuilder | None = None
+        self.turns = StreamTurns()
+        """Of the Generate streams."""
         self._streams: set[asyncio.Event] = set()
         self._num_clients = 0
         self._stop_reason = ""
@@ -61,6 +64,11 @@ class Front:
         self._stop_reason = self._stop_reason or "the service is stopping" + detail
         for wake in self._streams:
             wake.set()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called: streams no longer wait for output."""
+        return bool(self._stop_reason)
 
     def check_serving(self) -> None:
         """Raise NotServingError unless calls are served."""

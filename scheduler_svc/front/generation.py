@@ -7,18 +7,20 @@ import functools
 from collections.abc import AsyncIterable
 from typing import Any
 
+from cadenza.slices import run_in_slices, slices_of, to_list
 from cadenza.transport import PROTOCOL_VERSION
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc as pb_grpc
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.convert.limits import check_limits, check_request_id
+from scheduler_svc.convert.plain_output import PlainOutput
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.journal import JournalUnavailableError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.front.front import Front, abort_with, open_reader, stream_replaced
 from scheduler_svc.front.process_memory import resident_bytes
-from scheduler_svc.front.session import Session
+from scheduler_svc.front.session import TURN_BYTES, Session
 from scheduler_svc.requests.builder import RequestBuilder
 from scheduler_svc.requests.fields import RequestFields
 
@@ -32,8 +34,10 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         """One request: streams its output; a slow reader gets fewer and larger messages."""
         try:
+            if convert.is_long(request):
+                await asyncio.sleep(0)  # Parsing it was a slice of its own.
             check_limits(request)
-            fields = convert.request_fields(request)
+            fields = await run_in_slices(convert.fields_in_slices(request))
             if fields.resume is None:
                 engine_request = await self._front.builder.build_off_loop(
                     fields, now=self._front.engine.clock.monotonic(), time_left_s=context.time_remaining()
@@ -102,14 +106,18 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         try:
             check_limits(request)
-            prompt = convert.prompt_fields(request.prompt)
-            builder.check_prompt(prompt)
+            prompt = await run_in_slices(convert.prompt_in_slices(request.prompt))
+            await run_in_slices(builder.check_prompt_in_slices(prompt))
             work = functools.partial(builder.tokenize, prompt, add_special_tokens=special)
             num_chars = builder.prompt_chars(prompt)
             token_ids = work() if builder.tokenizer is None else await builder.tokenizer.run(work, num_chars)
         except Exception as exc:
             await abort_with(context, exc)
-        return pb.TokenizeResponse(token_ids=token_ids)
+        response = pb.TokenizeResponse()
+        for part in slices_of(token_ids):
+            response.token_ids.extend(part)
+            await asyncio.sleep(0)
+        return response
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         """Text of token ids."""
@@ -119,8 +127,8 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             if builder.tokenizer is None:
                 raise PreconditionError("token_ids", "the model has no tokenizer: start the server with --tokenizer")
             check_limits(request)
-            token_ids = list(request.token_ids)
-            builder.check_token_ids(token_ids, "token_ids")
+            token_ids = await run_in_slices(to_list(request.token_ids))
+            await run_in_slices(builder.check_ids_in_slices(token_ids, "token_ids"))
             work = functools.partial(builder.tokenizer.decode, token_ids, skip_special_tokens=skip)
             text = await builder.tokenizer.run(work, len(token_ids))
         except Exception as exc:
@@ -132,29 +140,36 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
 
         Raises the error of a request that ended with one, after its output so far, and StreamReplacedError.
         """
-        live, wake = reader.live, asyncio.Event()
+        live, wake, turns = reader.live, asyncio.Event(), self._front.turns
+        plain: PlainOutput | None = None
 
         def listener(_: LiveRequest) -> None:
-            wake.set()
+            turns.request(wake)
 
         self._front.engine.listen(live, listener)
         try:
             with self._front.stream(wake):
                 while not reader.done:
-                    if not live.serves(listener):
+                    wake.clear()
+                    if live.listener is not listener:
                         raise stream_replaced()
-                    chunk = reader.take()
-                    if chunk is None:
-                        if live.error is not None:
-                            raise live.error
+                    message: bytes | pb.GenerateResponse | None = plain.take_response() if plain is not None else None
+                    is_whole = True
+                    if message is None and (chunk := reader.take(TURN_BYTES)) is not None:
+                        message, is_whole = pb.GenerateResponse(), chunk.is_whole
+                        convert.fill_response(message, live, chunk, with_prompt_ids=fields.return_prompt_token_ids)
+                        plain = plain or PlainOutput.of(reader)
+                    if message is not None:
+                        await context.write(message)
+                    elif live.error is not None:
+                        raise live.error
+                    else:
                         self._front.check_serving()
+                    if is_whole and live.error is None and not self._front.is_stopped and not reader.done:
+                        # Other streams first, even if there is new output already.
                         await wake.wait()
-                        wake.clear()
-                        continue
-                    message = pb.GenerateResponse()
-                    convert.fill_response(message, live, chunk, with_prompt_ids=fields.return_prompt_token_ids)
-                    await context.write(message)
         finally:
+            turns.withdraw(wake)
             self._front.engine.detach(live, listener, handed_over=reader.done)
 
     async def _builder(self, context: Any) -> RequestBuilder:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterable
 from typing import Any
 
+from cadenza.slices import run_in_slices
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.convert import generation as convert
 from scheduler_svc.convert.errors import AbortedEarlyError, status_of
 from scheduler_svc.convert.limits import check_limits, check_request_id
+from scheduler_svc.convert.plain_output import PlainOutput
 from scheduler_svc.core.errors import DataLossError, RequestExistsError, RequestRejectedError
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import MAX_CHUNK_BYTES, PROMPT_TOKEN_BYTES, RequestReader
@@ -28,31 +30,38 @@ _MAX_UNSENT = 1000
 that have finished would pile up for a client that sends and does not read."""
 _MAX_ECHO_CHARS = 4096
 """Maximum length of a request id repeated in an error."""
-_TURN_BYTES = MAX_CHUNK_BYTES // 16
+TURN_BYTES = MAX_CHUNK_BYTES // 16
 """Approximate maximum size of a request's output in one turn."""
-_PAUSE_BYTES = _TURN_BYTES // 2
+_PAUSE_BYTES = TURN_BYTES // 2
 """After so much output the event loop runs other tasks: converting a whole message would hold it for 10 ms and more."""
 
 
 class _Entry:
-    """One request of a session: tokenized by a task if it is long, then read by a reader."""
+    """One request of a session: tokenized by a task if it is long, then read by a reader.
 
-    __slots__ = ("fields", "reader", "session", "task")
+    It is the listener of its live request.
+    """
+
+    __slots__ = ("fields", "plain", "reader", "session", "task")
 
     def __init__(self, session: Session, fields: RequestFields) -> None:
         self.session = session
         self.fields = fields
         self.task: asyncio.Task[None] | None = None
         self.reader: RequestReader | None = None
+        self.plain: PlainOutput | None = None
+        """Takes what comes between the first and the last response of most requests."""
 
     @property
     def body_digest(self) -> bytes:
         """Of the message that began the request; this entry may have come with one that resumes it."""
         return self.fields.body_digest if self.reader is None else self.reader.live.request.body_digest
 
-    def on_outputs(self, _: LiveRequest) -> None:
-        """Listener of the live request."""
-        if self.reader is not None and self.reader.has_output:
+    def __call__(self, live: LiveRequest) -> None:
+        """Take note of new output, or that another stream has replaced this one."""
+        if live.listener is not self:
+            self.plain = None
+        if self.plain is not None or (self.reader is not None and self.reader.has_output):
             self.session.mark(self)
 
 
@@ -63,7 +72,7 @@ class Session:
         self._front = front
         self._context = context
         self._entries: dict[str, _Entry] = {}
-        self._outputs: dict[str, _Entry] = {}
+        self._outputs: OrderedDict[str, _Entry] = OrderedDict()
         self._errors: deque[pb.SessionEvent] = deque()
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
@@ -91,15 +100,16 @@ class Session:
 
     def mark(self, entry: _Entry) -> None:
         """Mark a request as having new output."""
+        if not self._outputs:
+            self._wake.set()
         self._outputs[entry.fields.request_id] = entry
-        self._wake.set()
 
     # --- input -------------------------------------------------------------------------------------------------------
 
     async def _read(self, requests: AsyncIterable[pb.SessionRequest]) -> None:
         try:
             async for request in requests:
-                self._handle(request)
+                self._handle(request, await _long_fields(request))
                 while len(self._errors) > _MAX_ERRORS or len(self._outputs) > _MAX_UNSENT:
                     self._drained.clear()
                     await self._drained.wait()
@@ -110,27 +120,31 @@ class Session:
             self._input_over = True
             self._wake.set()
 
-    def _handle(self, request: pb.SessionRequest | Unreadable) -> None:
-        """Handle a message; errors are reported and do not affect other requests."""
+    def _handle(self, request: pb.SessionRequest | Unreadable, fields: RequestFields | None = None) -> None:
+        """Handle a message; errors are reported and do not affect other requests.
+
+        fields: of a long request, converted and within the limits.
+        """
         if isinstance(request, Unreadable):
             self._report(request.request_id, request.error, done=request.request_id not in self._entries)
             return
         match request.WhichOneof("action"):
             case "generate":
-                self._start(request.generate)
+                self._start(request.generate, fields)
             case "abort":
                 self._abort(request.abort)
             case _:
                 self._report("", RequestRejectedError("action", "must be generate or abort"), done=True)
 
-    def _start(self, request: pb.GenerateRequest) -> None:
+    def _start(self, request: pb.GenerateRequest, fields: RequestFields | None) -> None:
         request_id = request.request_id
         known = self._entries.get(request_id)
         try:
             if not request_id:
                 raise RequestRejectedError("request_id", "must be given in a session: its events are identified by it")
-            check_limits(request)
-            fields = convert.request_fields(request)
+            if fields is None:
+                check_limits(request)
+                fields = convert.request_fields(request)
             if fields.resume is not None:
                 self._attach(_Entry(self, fields), self._front.attach(fields))
                 return
@@ -171,7 +185,7 @@ class Session:
         """Serve a request; one that this session serves already goes on from the new resume point."""
         entry.reader = open_reader(live, entry.fields)
         self._entries[entry.fields.request_id] = entry
-        self._front.engine.listen(live, entry.on_outputs)
+        self._front.engine.listen(live, entry)
         self.mark(entry)
 
     def _abort(self, request: pb.AbortRequest) -> None:
@@ -191,37 +205,40 @@ class Session:
 
     # --- output ------------------------------------------------------------------------------------------------------
 
-    async def _collect(self) -> pb.SessionResponse | None:
-        """New outputs and errors, up to about 1 MiB; None if there are none.
+    async def _collect(self) -> bytes | None:
+        """A SessionResponse of new outputs and errors, up to about 1 MiB; None if there are none.
 
         Requests take turns: one with more output than its turn takes goes on after all others, in this message if it
         has room left, else in the next one. Errors have half of a message while there are outputs.
         """
-        message = pb.SessionResponse()
+        parts: list[bytes] = []
         num_bytes = 0
         max_error_bytes = MAX_CHUNK_BYTES // 2 if self._outputs else MAX_CHUNK_BYTES
         while self._errors and num_bytes < max_error_bytes:
             event = self._errors.popleft()
-            num_bytes += event.ByteSize()
-            message.events.append(event)
+            parts.append(_as_field(event))
+            num_bytes += len(parts[-1])
         self._drained.set()
         next_pause = _PAUSE_BYTES
         while self._outputs and num_bytes < MAX_CHUNK_BYTES:
-            num_bytes += self._take_turn(message, min(_TURN_BYTES, MAX_CHUNK_BYTES - num_bytes))
+            # Marked again by `_take_turn`, behind the others, if it has more.
+            _, entry = self._outputs.popitem(last=False)
+            if entry.plain is not None and (part := entry.plain.take_event()) is not None:
+                parts.append(part)
+                num_bytes += len(part)
+            else:
+                num_bytes += self._take_turn(entry, parts, min(TURN_BYTES, MAX_CHUNK_BYTES - num_bytes))
             if num_bytes >= next_pause:
                 next_pause = num_bytes + _PAUSE_BYTES
                 await asyncio.sleep(0)
-        return message if message.events else None
+        return b"".join(parts) if parts else None
 
-    def _take_turn(self, message: pb.SessionResponse, max_bytes: int) -> int:
+    def _take_turn(self, entry: _Entry, parts: list[bytes], max_bytes: int) -> int:
         """Add output of the request whose turn it is; returns its approximate size in bytes."""
-        request_id, entry = next(iter(self._outputs.items()))
-        # Marked again below, behind the others, if it has more.
-        del self._outputs[request_id]
-        reader = entry.reader
+        request_id, reader = entry.fields.request_id, entry.reader
         if reader is None:
             return 0
-        if not reader.live.serves(entry.on_outputs):
+        if reader.live.listener is not entry:
             return self._end(entry, stream_replaced())
         try:
             chunk = reader.take(max_bytes)
@@ -229,12 +246,15 @@ class Session:
             return self._end(entry, exc)
         if chunk is None:
             return self._end(entry, reader.live.error) if reader.live.error is not None else 0
-        event = message.events.add(request_id=request_id, done=chunk.is_last)
+        event = pb.SessionEvent(request_id=request_id, done=chunk.is_last)
         with_ids = entry.fields.return_prompt_token_ids
         num_bytes = chunk.num_bytes + len(request_id)
         if with_ids and chunk.is_first:
             num_bytes += PROMPT_TOKEN_BYTES * len(reader.live.request.spec.prompt_token_ids)
         convert.fill_response(event.response, reader.live, chunk, with_prompt_ids=with_ids)
+        parts.append(_as_field(event))
+        if chunk.is_first:
+            entry.plain = PlainOutput.of(reader)
         if chunk.is_last:
             self._drop(entry)
         elif not chunk.is_whole or reader.live.error is not None:
@@ -267,4 +287,21 @@ class Session:
         if entry.task is not None and entry.task is not asyncio.current_task():
             entry.task.cancel()
         if entry.reader is not None:
-            self._front.engine.detach(entry.reader.live, entry.on_outputs, handed_over=entry.reader.done)
+            self._front.engine.detach(entry.reader.live, entry, handed_over=entry.reader.done)
+
+
+async def _long_fields(request: pb.SessionRequest | Unreadable) -> RequestFields | None:
+    """The fields of a long request, converted in slices; None for a short one, and for one over a limit."""
+    if not isinstance(request, pb.SessionRequest) or not convert.is_long(request.generate):
+        return None
+    await asyncio.sleep(0)  # Parsing it was a slice of its own.
+    try:
+        check_limits(request.generate)
+    except RequestRejectedError:
+        return None
+    return await run_in_slices(convert.fields_in_slices(request.generate))
+
+
+def _as_field(event: pb.SessionEvent) -> bytes:
+    """The event as a field of a SessionResponse: messages of one type are merged by joining their bytes."""
+    return pb.SessionResponse(events=(event,)).SerializeToString()

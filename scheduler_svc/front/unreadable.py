@@ -1,4 +1,4 @@
-"""Rejects messages that cannot be parsed with INVALID_ARGUMENT, each one separately.
+"""Rejects messages that cannot be parsed, or are too long to be, with INVALID_ARGUMENT, each one separately.
 
 gRPC would end the call with UNKNOWN, including a whole Session. Here the handler gets an `Unreadable` in place of the
 message: calls with one request end with its error; a session reports the error and continues.
@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.convert.errors import UnreadableMessageError
+from scheduler_svc.convert.limits import check_size
 from scheduler_svc.convert.wire import path_of_bad_string, string_at
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.front.front import abort_with
@@ -64,19 +65,27 @@ def _tolerant(handler: _Handler) -> _Handler:
 
 def _read(message: type[Message], deserializer: Callable[[bytes], Any], raw: bytes) -> Any:
     try:
+        check_size(raw, message)
         return deserializer(raw)
+    except RequestRejectedError as exc:
+        return Unreadable(exc, _request_id(raw, message))
     except DecodeError as exc:
         return _unreadable(raw, message, str(exc))
 
 
 def _unreadable(raw: bytes, message: type[Message], reason: str) -> Unreadable:
-    path, request_id = path_of_bad_string(raw, message), ""
+    path = path_of_bad_string(raw, message)
     if message is pb.SessionRequest:
-        request_id = string_at(raw, pb.SessionRequest.GENERATE_FIELD_NUMBER, pb.GenerateRequest.REQUEST_ID_FIELD_NUMBER)
         path = path.removeprefix("generate.").removeprefix("abort.")  # as everywhere in a session
-    return Unreadable(
-        RequestRejectedError(path, "is not UTF-8") if path else UnreadableMessageError(reason), request_id
-    )
+    error = RequestRejectedError(path, "is not UTF-8") if path else UnreadableMessageError(reason)
+    return Unreadable(error, _request_id(raw, message))
+
+
+def _request_id(raw: bytes, message: type[Message]) -> str:
+    """The id of the request that a message of a session would start; empty if it cannot be read."""
+    if message is not pb.SessionRequest:
+        return ""
+    return string_at(raw, pb.SessionRequest.GENERATE_FIELD_NUMBER, pb.GenerateRequest.REQUEST_ID_FIELD_NUMBER)
 
 
 async def _refuse_unreadable(behaviour: Callable[[Any, Any], Awaitable[Any]], request: Any, context: Any) -> Any:

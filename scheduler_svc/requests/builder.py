@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from cadenza.slices import SLICE_ITEMS, Work, run_at_once, run_in_slices, slices_of
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.plan_loop.ports import BestOf, EngineRequest, ModelDescription
@@ -19,8 +20,8 @@ from scheduler_svc.requests.field_rules import PATH, finite
 from scheduler_svc.requests.fields import ChatFields, PromptFields, RequestFields
 from scheduler_svc.requests.sample_counts import beam_spec, check_counts
 from scheduler_svc.requests.sampling import BadWords, resolve_sampling, tokenize_bad_words
-from scheduler_svc.requests.sampling_fields import SamplingFields, check_sampling
-from scheduler_svc.requests.tokenizer import ChatTemplateError, Tokenizer
+from scheduler_svc.requests.sampling_fields import SamplingFields, check_sampling, sort_ids
+from scheduler_svc.requests.tokenizer import MAX_PROMPT_TOKENS, ChatTemplateError, Tokenizer, TooManyTokensError
 
 MAX_GRACE_S = 3600
 """Longest time in seconds for which a request can be kept without a stream."""
@@ -56,7 +57,7 @@ class RequestBuilder:
         model = replace(self._model, eos_token_ids=tuple(eos_token_ids))
         return RequestBuilder(model, self.tokenizer, max_model_len=self.max_model_len, model_number=self._model_number)
 
-    def check(self, fields: RequestFields) -> None:
+    def _check(self, fields: RequestFields) -> Work[None]:
         """Check everything that needs no tokenization; raises RequestRejectedError, PreconditionError."""
         if fields.later_fields:
             raise RequestRejectedError(fields.later_fields[0], f"{fields.later_fields[0]} is not supported yet")
@@ -68,18 +69,31 @@ class RequestBuilder:
         _check_grace(fields.resume_grace_s)
         check_sampling(fields.sampling, self._model, has_tokenizer=self.tokenizer is not None)
         check_counts(fields.sampling, self._model)
-        self.check_prompt(fields.prompt)
+        yield from self.check_prompt_in_slices(fields.prompt)
 
-    def check_prompt(self, prompt: Sequence[PromptFields]) -> None:
+    def check_prompt_in_slices(self, prompt: Sequence[PromptFields]) -> Work[None]:
         """Check the parts of a prompt; raises RequestRejectedError, PreconditionError."""
         if not prompt:
             raise RequestRejectedError("prompt", "must have at least one part")
         for index, part in enumerate(prompt):
-            self._check_part(part, f"prompt[{index}]", alone=len(prompt) == 1)
+            if part.token_ids is None:
+                self._check_part(part, f"prompt[{index}]", alone=len(prompt) == 1)
+            else:
+                yield from self.check_ids_in_slices(part.token_ids, f"prompt[{index}].tokens.ids")
 
-    def check_token_ids(self, token_ids: Sequence[int], path: str) -> None:
+    def check_ids_in_slices(self, token_ids: Sequence[int], path: str) -> Work[None]:
         """Check that the ids are in the model's vocabulary; raises RequestRejectedError."""
-        _check_token_ids(token_ids, path, self._model.vocab_size)
+        vocab_size, first = self._model.vocab_size, 0
+        for part in slices_of(token_ids):
+            if max(part) >= vocab_size:
+                index = next(index for index, token_id in enumerate(part) if token_id >= vocab_size)
+                raise RequestRejectedError(
+                    f"{path}[{first + index}]",
+                    f"token id {part[index]} is not below the vocabulary size {vocab_size}",
+                )
+            first += len(part)
+            if first < len(token_ids):
+                yield
 
     def prompt_chars(self, prompt: Sequence[PromptFields]) -> int:
         """Return the number of characters to tokenize."""
@@ -87,24 +101,33 @@ class RequestBuilder:
 
     def is_short(self, fields: RequestFields) -> bool:
         """Return whether `build` is fast enough for the event loop."""
-        return self.tokenizer is None or self.tokenizer.is_short(self._num_chars(fields))
+        num_ids = sum(len(part.token_ids or ()) for part in fields.prompt) + len(fields.sampling.allowed_token_ids)
+        return num_ids <= SLICE_ITEMS and (self.tokenizer is None or self.tokenizer.is_short(self._num_chars(fields)))
 
     async def build_off_loop(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
-        """Run `build`, in a thread if the prompt is long."""
-        if self.tokenizer is None:
-            return self.build(fields, now=now, time_left_s=time_left_s)
-        work = functools.partial(self.build, fields, now=now, time_left_s=time_left_s)
-        return await self.tokenizer.run(work, self._num_chars(fields))
+        """Build the engine's request: a long text is tokenized in a thread, long lists of ids are handled in slices."""
+        work = functools.partial(self._build, fields, now=now, time_left_s=time_left_s)
+        if self.tokenizer is None or self.tokenizer.is_short(self._num_chars(fields)):
+            return await run_in_slices(work())
+        return await self.tokenizer.run(lambda: run_at_once(work()), self._num_chars(fields))
 
     def build(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
         """Build the engine's request. now: seconds on the engine's clock; time_left_s: until the call's own deadline.
 
         Raises RequestRejectedError, PreconditionError.
         """
-        self.check(fields)
+        return run_at_once(self._build(fields, now=now, time_left_s=time_left_s))
+
+    def _build(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> Work[EngineRequest]:
+        """Do the work of `build`, with a pause after each slice."""
+        yield from self._check(fields)
         prompt = self._truncate_prompt(self.tokenize(fields.prompt), fields.sampling)
         bad_words = self._bad_words(fields.sampling)
-        sampling = resolve_sampling(fields.sampling, self._model, seed=_seed(fields.sampling), bad_words=bad_words)
+        allowed_ids = yield from sort_ids(fields.sampling.allowed_token_ids)
+        sampling_fields = replace(fields.sampling, allowed_token_ids=allowed_ids)
+        sampling = resolve_sampling(sampling_fields, self._model, seed=_seed(fields.sampling), bad_words=bad_words)
+        if len(prompt) + len(fields.sampling.allowed_token_ids) > SLICE_ITEMS:
+            yield
         eos = frozenset[int]() if fields.sampling.ignore_eos else frozenset(self._model.eos_token_ids)
         spec = RequestSpec(
             request_id=fields.request_id or f"req-{uuid.uuid4().hex}",
@@ -148,10 +171,17 @@ class RequestBuilder:
             path = f"prompt[{index}]"
             if part.text is not None:
                 special = add_special_tokens and index == 0
-                encoded = self.tokenizer.encode(part.text, add_special_tokens=special)
+                try:
+                    encoded = self.tokenizer.encode(part.text, add_special_tokens=special)
+                except TooManyTokensError as exc:
+                    raise RequestRejectedError(f"{path}.text", str(exc)) from exc
                 token_ids += self._check_known_ids(encoded, f"{path}.text")
             elif part.chat is not None:
                 token_ids += self._check_known_ids(self._encode_chat(part.chat, f"{path}.chat"), f"{path}.chat")
+        if len(token_ids) > MAX_PROMPT_TOKENS:
+            raise RequestRejectedError(
+                "prompt", f"has {len(token_ids)} tokens; at most {MAX_PROMPT_TOKENS} are allowed"
+            )
         return token_ids
 
     def _check_known_ids(self, token_ids: list[int], path: str) -> list[int]:
@@ -167,9 +197,7 @@ class RequestBuilder:
         return token_ids
 
     def _check_part(self, part: PromptFields, path: str, *, alone: bool) -> None:
-        if part.token_ids is not None:
-            _check_token_ids(part.token_ids, f"{path}.tokens.ids", self._model.vocab_size)
-        elif part.text is not None:
+        if part.text is not None:
             if self.tokenizer is None:
                 raise PreconditionError(f"{path}.text", _NO_TOKENIZER)
         elif part.chat is not None:
@@ -206,7 +234,7 @@ class RequestBuilder:
                 add_generation_prompt=adds,
                 continue_final_message=continues,
             )
-        except ChatTemplateError as exc:
+        except (ChatTemplateError, TooManyTokensError) as exc:
             raise RequestRejectedError(path, str(exc)) from exc
 
     def _truncate_prompt(self, prompt: list[int], sampling: SamplingFields) -> list[int]:
@@ -293,11 +321,3 @@ def _best_of(sampling: SamplingFields) -> BestOf | None:
 
 def _seed(sampling: SamplingFields) -> int:
     return sampling.seed if sampling.seed is not None else secrets.randbits(64)
-
-
-def _check_token_ids(token_ids: Sequence[int], path: str, vocab_size: int) -> None:
-    if token_ids and max(token_ids) >= vocab_size:
-        index = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
-        raise RequestRejectedError(
-            f"{path}[{index}]", f"token id {token_ids[index]} is not below the vocabulary size {vocab_size}"
-        )

@@ -29,9 +29,17 @@ class TokenDecoder(Protocol):
     def token_text(self, token_id: int) -> str:
         """Return the text of a single token."""
 
+    def fixed_text(self, token_id: int) -> str | None:
+        """Return the text that a token adds after any text that ends with a complete character.
+
+        None: the text depends on the neighbours, or the token is special.
+        """
+
 
 class IncrementalDecoder:
     """Decodes one token at a time, in O(1) tokens each, by decoding a sliding window and returning the new text.
+
+    A token with a fixed text after a complete character needs no decoding: it makes a window of its own.
 
     The window keeps some tokens whose text was returned already, as in TGI and vLLM, since a token's text depends on
     its predecessors (leading spaces, bytes of one character). `_returned` is the returned part of the window's text.
@@ -48,22 +56,35 @@ class IncrementalDecoder:
         self._num_complete = len(self._window)
         """Number of tokens at the window's start after which the last character was complete."""
         self._limit = _MAX_WINDOW
+        self._is_complete = bool(self._returned)
+        """Whether the text so far is not empty, so that no leading space can go, and ends with a complete character."""
+        self._fixed_id: int | None = None
+        """The newest token, if it had a fixed text; it takes the place of the window."""
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that it completes, which may be empty."""
         if token_id in self._skipped:
             return ""
+        if self._is_complete:
+            fixed = self._tokenizer.fixed_text(token_id)
+            if fixed is not None:
+                self._fixed_id = token_id
+                return fixed
+            self._open_window()
         self._window.append(token_id)
         text = self._decode(self._window)
         if not text.startswith(self._returned):
             # A byte-fallback tokenizer decodes a whole run of bytes as U+FFFD while its last character is incomplete.
             if len(self._window) - self._num_complete <= _MAX_PENDING_TOKENS:
+                self._is_complete = False
                 return ""
             text = self._restart()
         return self._take_new(text)
 
     def flush(self) -> str:
         """Return the remaining text; an incomplete character becomes U+FFFD."""
+        if self._is_complete:
+            return ""
         text = self._decode(self._window)
         if not text.startswith(self._returned):
             text = self._restart()
@@ -84,7 +105,14 @@ class IncrementalDecoder:
         self._returned += ready
         if len(self._window) > self._limit:
             self._move_on(text, num_pending)
+        self._is_complete = bool(self._returned) and not num_pending
         return ready
+
+    def _open_window(self) -> None:
+        """Begin the window at the newest token, if its text was fixed."""
+        if self._fixed_id is not None:
+            self._window, self._fixed_id = [self._fixed_id], None
+            self._returned, self._num_complete, self._limit = self._decode(self._window), 1, _MAX_WINDOW
 
     def _move_on(self, text: str, num_pending: int) -> None:
         """Drop tokens from the window's front, at a position where the rest decodes to the same text."""
@@ -158,6 +186,9 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> StopMatch | None:
         """Add tokens; returns the match of a stop string, if they complete one. Tokens after it are ignored."""
+        if not (self._stop or ends_with_stop_token):
+            self._push_all(token_ids)
+            return None
         last = len(token_ids) - 1
         for index, token_id in enumerate(token_ids):
             silent = ends_with_stop_token and index == last and not self._include_stop
@@ -168,6 +199,16 @@ class TextStream:
                 self._finished = True
                 return StopMatch(stop_string, len(self.text_ends))
         return None
+
+    def _push_all(self, token_ids: Sequence[int]) -> None:
+        """Add tokens that no stop string can end: what nearly every token of a step is."""
+        push, ends = self._decoder.push, self.text_ends
+        # As in `_release`.
+        text, self.text = self.text, ""
+        for token_id in token_ids:
+            text += push(token_id)
+            ends.append(len(text))
+        self.text = text
 
     def finish(self) -> None:
         """Release the text that was held back; nothing after a stop string."""

@@ -102,12 +102,15 @@ def words(instead: str) -> Check:
 
 def token_ids(path: str, value: Sequence[int], context: CheckContext) -> None:
     """Check that token ids are below the vocabulary size."""
-    for index, token_id in enumerate(value):
-        _check_token_id(f"{path}[{index}]", token_id, context)
+    if value and max(value) >= context.model.vocab_size:
+        for index, token_id in enumerate(value):
+            _check_token_id(f"{path}[{index}]", token_id, context)
 
 
 def biases(path: str, value: Sequence[tuple[int, float]], context: CheckContext) -> None:
     """Check pairs of a token id and a bias from -100 to 100."""
+    if not value or (max(value)[0] < context.model.vocab_size and all(-100 <= bias <= 100 for _, bias in value)):
+        return
     for token_id, bias in value:
         of_token = f"{path}[{token_id}]"
         _check_token_id(of_token, token_id, context)

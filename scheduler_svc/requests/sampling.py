@@ -82,12 +82,12 @@ def _check_leaves_a_token(
     """Reject parameters that allow no first token; the error names the most restrictive field."""
     stops = set(stop_token_ids) if fields.min_tokens else set()
     banned = stops | {word[0] for word in bad_words if len(word) == 1}
-    allowed = set(fields.allowed_token_ids)
-    num_left = len(allowed - banned) if allowed else model.vocab_size - len(banned)
-    if num_left > 0:
+    allowed = fields.allowed_token_ids
+    # Stops at the first id that is left: the list may be long.
+    if not banned.issuperset(allowed) if allowed else model.vocab_size > len(banned):
         return
     if allowed:
-        name, what = "allowed_token_ids", f"the {len(allowed)} allowed token ids"
+        name, what = "allowed_token_ids", f"the {len(set(allowed))} allowed token ids"
     else:
         name = "bad_words" if len(stops) < model.vocab_size else "stop_token_ids"
         what = f"the {model.vocab_size} token ids of the vocabulary"

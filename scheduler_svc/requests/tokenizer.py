@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +16,13 @@ from typing import Any, TypeVar
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+MAX_PROMPT_TOKENS = 128 * 1024
+"""Limit of the tokens of a prompt: the list of so many ids is made in one call of 2.4 ms (docs/decisions/0025)."""
 _INLINE_CHARS = 4096
 """Text up to this length is encoded on the event loop (well under 1 ms); longer text in a thread."""
+_FUSED = (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"])
+"""Decoders of sentencepiece models with byte fallback, as Llama 2 and Gemma have."""
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -32,6 +39,10 @@ _HINT = "(--tokenizer names another, --skip-tokenizer-init none)"
 
 class ChatTemplateError(Exception):
     """The chat template rejects this chat; the message is the template's."""
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than a prompt may have."""
 
 
 def preload() -> None:
@@ -82,6 +93,8 @@ class Tokenizer:
         self.special_ids = _special_ids(inner)
         self.has_chat_template = bool(getattr(inner, "chat_template", None))
         self._token_texts: dict[int, str] = {}
+        self._anchor = _anchor(self._fast)
+        self._fixed_texts: dict[int, str | None] = {}
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
     def check_fits(self, model_vocab_size: int) -> None:
@@ -103,12 +116,19 @@ class Tokenizer:
         _LOG.warning("%d added tokens are beyond the model's vocabulary: %s", len(ids), names)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of text, with special tokens such as BOS if the model has them."""
+        """Return the token ids of text, with special tokens such as BOS if the model has them.
+
+        Raises TooManyTokensError for more than MAX_PROMPT_TOKENS.
+        """
         if self._fast is None:
-            return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
+            token_ids = list(self._inner.encode(text, add_special_tokens=add_special_tokens))
+            _check_count(len(token_ids))
+            return token_ids
         # The batch form without offsets takes a quarter of the time, and releases the GIL.
         (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
+        _check_count(len(encoding))
+        ids: list[int] = encoding.ids
+        return ids
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
@@ -130,6 +150,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; invalid UTF-8 becomes U+FFFD, ids without a token are skipped."""
         if self._fast is not None:
+            if len(token_ids) > _INLINE_CHARS:
+                # The batch form releases the GIL; the other one would hold it for 13 ms for 131,072 ids.
+                (text,) = self._fast.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+                return str(text)
             return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
         known = [token_id for token_id in token_ids if token_id < self.vocab_size]
         return str(
@@ -146,6 +170,27 @@ class Tokenizer:
                 text = " " + text
             self._token_texts[token_id] = text
         return text
+
+    def fixed_text(self, token_id: int) -> str | None:
+        """Return the text that a token adds after any text that ends with a complete character.
+
+        None: the text depends on the neighbours, as that of a token with a part of a character; or the token is
+        special; or the tokenizer's decoder is not among those whose tokens have texts of their own (`_anchor`).
+        """
+        try:
+            return self._fixed_texts[token_id]
+        except KeyError:
+            found = self._fixed_texts[token_id] = self._find_fixed_text(token_id)
+            return found
+
+    def _find_fixed_text(self, token_id: int) -> str | None:
+        if self._anchor is None or token_id in self.special_ids or token_id >= self.vocab_size:
+            return None
+        if _BYTE_TOKEN.fullmatch(self._inner.convert_ids_to_tokens(token_id) or ""):
+            return None
+        before = self.decode([self._anchor])
+        text = self.decode([self._anchor, token_id])
+        return text[len(before) :] if text.startswith(before) and "\ufffd" not in text else None
 
     async def run(self, work: Callable[[], _T], num_chars: int) -> _T:
         """Run work on `num_chars` characters: on the event loop if it is short, otherwise in a thread."""
@@ -172,7 +217,35 @@ class Tokenizer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _check_count(num_tokens: int) -> None:
+    if num_tokens > MAX_PROMPT_TOKENS:
+        raise TooManyTokensError(f"has {num_tokens} tokens; at most {MAX_PROMPT_TOKENS} are allowed")
+
+
 def _special_ids(inner: Any) -> frozenset[int]:
     added = getattr(inner, "added_tokens_decoder", None) or {}
     special = {int(token_id) for token_id, token in added.items() if token.special}
     return frozenset(special | {int(token_id) for token_id in inner.all_special_ids if token_id is not None})
+
+
+def _anchor(fast: Any) -> int | None:
+    """Return a token with a text of its own, where the text of tokens is that of each of them, one after the other.
+
+    So it is for byte-level decoders, where only bytes of a character belong together; for Metaspace, which drops a
+    leading space at the start only; and for sentencepiece's decoder with byte fallback, apart from its byte tokens.
+    """
+    if fast is None or fast.decoder is None or not _joins_tokens(json.loads(fast.decoder.__getstate__())):
+        return None
+    for token_id in reversed(fast.encode("a", add_special_tokens=False).ids):
+        if fast.decode([token_id], skip_special_tokens=False).strip() == "a":
+            return int(token_id)
+    return None
+
+
+def _joins_tokens(decoder: Mapping[str, Any]) -> bool:
+    if decoder["type"] != "Sequence":
+        return decoder["type"] in ("ByteLevel", "Metaspace")
+    parts = decoder["decoders"]
+    return [part["type"] for part in parts] in _FUSED and all(
+        part.get("stop", 0) == 0 and "Regex" not in part.get("pattern", {}) for part in parts
+    )

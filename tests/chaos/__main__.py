@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=100, help="so many (default 100)")
     parser.add_argument("--seed", type=int, default=1, help="of faults and load (default 1)")
     parser.add_argument("--executor", choices=("simulated", "cpu"), default="simulated", help="cpu: a tiny real model")
+    parser.add_argument("--executors", type=int, default=1, choices=range(1, 9), metavar="1..8", help="default 1")
     parser.add_argument("--seconds", type=float, default=_HOUR_S, help="no fault begins later (default 3600)")
     parser.add_argument("--out", type=Path, help="empty folder for history and files (default: a temporary one)")
     parser.add_argument("--replay", type=Path, help="repeat the faults and the load of this history")
@@ -39,16 +40,19 @@ def main(arguments: list[str] | None = None) -> int:
         except (OSError, ValueError, KeyError, TypeError) as exc:
             parser.error(f"--replay: {exc}")
         options.seed, options.executor = repeated["seed"], repeated["executor"]
+        options.executors = repeated.get("num_executors", 1)
     else:
-        schedule = draw_schedule(options.seed, options.faults, simulated=options.executor == "simulated")
+        schedule = draw_schedule(
+            options.seed, options.faults, simulated=options.executor == "simulated", num_executors=options.executors
+        )
     folder = options.out or Path(tempfile.mkdtemp(prefix="cadenza-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     # As Ctrl-C does: services are stopped, and the journal's disk is unmounted.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run = RunOptions(options.seed, options.executor, options.seconds)
+    run = RunOptions(options.seed, options.executor, options.seconds, options.executors)
     with OtherLoad() as other:
         report = asyncio.run(run_chaos(folder, schedule, run))
-    _print(report, options.executor)
+    _print(report, run)
     if options.record:
         row = make_row(
             "chaos",
@@ -78,8 +82,9 @@ def _metrics(report: Report) -> dict[str, float]:
     }
 
 
-def _print(report: Report, executor: str) -> None:
-    print(f"{report.num_faults} faults in {report.seconds:.0f} s, {executor} executor")
+def _print(report: Report, options: RunOptions) -> None:
+    what = "1 executor" if options.num_executors == 1 else f"{options.num_executors} executors"
+    print(f"{report.num_faults} faults in {report.seconds:.0f} s, {what}, {options.executor}")
     for title, values in (("faults", report.by_kind), ("requests", report.counts), ("figures", report.figures)):
         print(f"{title}:")
         for name, value in values.items():

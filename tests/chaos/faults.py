@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import psutil
 
 from tests.chaos.health import HealthWatch
 from tests.chaos.history import History
 from tests.chaos.load import Load
+from tests.chaos.membership import Membership
 from tests.chaos.schedule import Fault
-from tests.chaos.services import CHANGED_LIMITS, EXECUTOR, LIMITS, SCHEDULER, Services
+from tests.chaos.services import CHANGED_LIMITS, LIMITS, SCHEDULER, Services
 from tests.helpers.relay import Relay
 
 RECOVERY_LIMIT_S = 90.0
@@ -22,6 +24,8 @@ _HOUR_S = 3600.0
 _SLOW_DELAY_S = 0.12
 _SLOW_BYTES_PER_S = 60_000.0
 _DAMAGE_LIMIT_S = 5.0
+_TOGETHER_S = 0.4
+"""Two executors that die together die within this."""
 
 
 class FaultRunner:
@@ -38,6 +42,7 @@ class FaultRunner:
         self._watch = watch
         self._history = history
         self._report = report
+        self._membership = Membership(services, report)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, schedule: list[Fault], stop_at: float) -> None:
@@ -49,7 +54,9 @@ class FaultRunner:
             if fault.waits:
                 await self.recovered()
             await asyncio.sleep(fault.after_s)
-            self._history.write("fault", number=fault.number, kind=fault.kind, duration_s=fault.duration_s)
+            self._history.write(
+                "fault", number=fault.number, kind=fault.kind, duration_s=fault.duration_s, executor=fault.executor
+            )
             self.moments.append((loop.time(), fault))
             self.happened[fault.kind] += 1
             task = asyncio.create_task(self._happen(fault))
@@ -71,26 +78,34 @@ class FaultRunner:
     async def _happen(self, fault: Fault) -> None:
         place, _, what = fault.kind.partition(" link: ")
         if what:
-            link = self._services.executor_link if place == "executor" else self._services.client_link
+            services = self._services
+            link = services.executor_links[fault.executor] if place == "executor" else services.client_link
             await self._on_link(link, place, what, fault)
             return
         actions: dict[str, Callable[[Fault], Awaitable[None]]] = {
-            "kill executor": lambda fault: self._restart_executor(LIMITS),
+            "kill executor": lambda fault: self._restart_executor(fault, LIMITS),
             "changed executor": lambda fault: self._restart_executor(
-                CHANGED_LIMITS[int(fault.draw * len(CHANGED_LIMITS))]
+                fault, CHANGED_LIMITS[int(fault.draw * len(CHANGED_LIMITS))]
             ),
             "executor out of memory": lambda fault: self._restart_executor(
-                LIMITS, f"oom@{2 + int(20 * fault.draw)}", f"oom@{30 + int(60 * fault.draw)}"
+                fault, LIMITS, f"oom@{2 + int(20 * fault.draw)}", f"oom@{30 + int(60 * fault.draw)}"
             ),
             "executor hangs": lambda fault: self._restart_executor(
-                LIMITS, f"hang@{20 + int(60 * fault.draw)}:{fault.duration_s}"
+                fault, LIMITS, f"hang@{20 + int(60 * fault.draw)}:{fault.duration_s}"
             ),
             "executor loses its device": lambda fault: self._restart_executor(
-                LIMITS, f"device-error@{2 + int(80 * fault.draw)}"
+                fault, LIMITS, f"device-error@{2 + int(80 * fault.draw)}"
             ),
-            "stop executor": lambda fault: self._stop(EXECUTOR, fault),
+            "stop executor": lambda fault: self._stop(fault.executor, fault),
+            "all executors die": self._kill_all,
+            "two executors die": self._kill_two,
+            "one executor stops, one drains": self._stop_and_drain,
+            "executor drains": self._membership.drain,
+            "executor is removed and added": self._membership.remove_and_add,
+            "executor joins and leaves": self._membership.join_and_leave,
+            "list of executors changes": self._membership.change_list,
             "kill scheduler": self._kill_scheduler,
-            "stop scheduler": lambda fault: self._stop(SCHEDULER, fault),
+            "stop scheduler": lambda fault: self._stop(None, fault),
             "client disconnects": self._disconnect,
             "client half-open": self._disconnect,
             "cancel": lambda fault: self._load.cancel(fault.draw),
@@ -104,25 +119,43 @@ class FaultRunner:
 
     # --- processes --------------------------------------------------------------------------------------------------
 
-    async def _restart_executor(self, limits: dict[str, int], *inject: str) -> None:
-        self._services.set_limits(limits, *inject)
-        self._services.kill(EXECUTOR)
+    async def _restart_executor(self, fault: Fault, limits: dict[str, int], *inject: str) -> None:
+        self._services.set_limits(fault.executor, limits, *inject)
+        self._services.kill(self._services.executors[fault.executor])
+
+    async def _kill_all(self, fault: Fault) -> None:
+        for name in self._services.executors:
+            self._services.kill(name)
+
+    async def _kill_two(self, fault: Fault) -> None:
+        names = self._services.executors
+        self._services.kill(names[fault.executor])
+        await asyncio.sleep(_TOGETHER_S * fault.draw)
+        self._services.kill(names[self._other(fault)])
+
+    async def _stop_and_drain(self, fault: Fault) -> None:
+        other = replace(fault, executor=self._other(fault))
+        await asyncio.gather(self._stop(fault.executor, fault), self._membership.drain(other))
+
+    def _other(self, fault: Fault) -> int:
+        """An executor beside the one that the fault concerns."""
+        return (fault.executor + 1) % self._services.num_executors
 
     async def _kill_scheduler(self, fault: Fault) -> None:
         self._services.kill(SCHEDULER)
 
-    async def _stop(self, service: str, fault: Fault) -> None:
-        """SIGSTOP, and SIGCONT later, unless the supervisor has killed the process meanwhile."""
-        process = self._services.process(service)
+    async def _stop(self, executor: int | None, fault: Fault) -> None:
+        """SIGSTOP, and SIGCONT later, unless the supervisor has killed the process meanwhile; None: the scheduler."""
+        process = self._services.process(SCHEDULER if executor is None else self._services.executors[executor])
         if process is None:
             return
-        reason = f"{service} stopped"
+        reason = f"stopped by fault {fault.number}"
         with contextlib.suppress(psutil.NoSuchProcess):
             process.suspend()
-            self._services.truth.begin(reason)
+            self._services.truth.begin(reason, executor)
             await asyncio.sleep(fault.duration_s)
             process.resume()
-        self._services.truth.end(reason)
+        self._services.truth.end(reason, executor)
 
     # --- networks ---------------------------------------------------------------------------------------------------
 
@@ -138,7 +171,7 @@ class FaultRunner:
         """Return once all chunks were damaged: connections that are made meanwhile may break too."""
         reason = f"{place} link: {what}"
         if place == "executor":
-            self._services.truth.begin(reason, must=False)
+            self._services.truth.begin(reason, fault.executor, must=False)
         if what == "halve":
             link.num_to_halve = 1 + int(3 * fault.draw)
         else:
@@ -148,13 +181,13 @@ class FaultRunner:
                 while link.num_to_halve or link.num_to_repeat:  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_S)
         link.num_to_halve = link.num_to_repeat = 0
-        self._services.truth.end(reason)
+        self._services.truth.end(reason, fault.executor)
 
     async def _for_a_while(self, link: Relay, place: str, what: str, fault: Fault) -> None:
         reason, truth = f"{place} link: {what}", self._services.truth
         if place == "executor":
             # Slow messages may keep the session or not.
-            truth.begin(reason, must=what in ("stall", "drop", "refuse"))
+            truth.begin(reason, fault.executor, must=what in ("stall", "drop", "refuse"))
         if what == "stall":
             link.flows.clear()
         elif what == "drop":
@@ -175,7 +208,7 @@ class FaultRunner:
         link.flows.set()
         link.silent = link.refuses = False
         link.delay_s, link.bytes_per_s, link.slow_close_s = 0.0, None, 0.0
-        truth.end(reason)
+        truth.end(reason, fault.executor)
 
     async def _disconnect(self, fault: Fault) -> None:
         connections = sorted(self._services.client_link.connections, key=id)

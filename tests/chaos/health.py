@@ -21,37 +21,56 @@ _RECONNECT = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_ba
 
 
 class Truth:
-    """What is known to be wrong, and since when."""
+    """What is known to be wrong with the service or with one of its executors, and since when.
 
-    def __init__(self) -> None:
-        self._wrong: dict[str, bool] = {}
-        """Each reason, and whether health must be NOT_SERVING because of it; otherwise it may."""
-        self.right_since: float | None = time.monotonic()
+    Health must be SERVING while nothing is wrong with the service and with one executor; it must be NOT_SERVING while
+    the service, or each executor, has something wrong that health must report.
+    """
+
+    def __init__(self, num_executors: int = 1) -> None:
+        self._wrong: dict[tuple[int | None, str], bool] = {}
+        """Each reason by the executor's index, None: the service; whether health must be NOT_SERVING because of it."""
+        now = time.monotonic()
+        self._clean_since: dict[int | None, float | None] = dict.fromkeys((None, *range(num_executors)), now)
+        """Since when nothing is wrong with it; None: something is."""
+        self.right_since: float | None = now
         self.wrong_since: float | None = None
 
     @property
     def reasons(self) -> list[str]:
         """What is wrong now."""
-        return list(self._wrong)
+        return [reason if place is None else f"{reason} ({place})" for place, reason in self._wrong]
 
-    def begin(self, reason: str, *, must: bool = True) -> None:
-        """Something is wrong from now on; must: health has to say so."""
-        self._wrong[reason] = must or self._wrong.get(reason, False)
+    def begin(self, reason: str, executor: int | None = None, *, must: bool = True) -> None:
+        """Something is wrong from now on with the service or an executor; must: health has to say so, if it is all."""
+        key = (executor, reason)
+        self._wrong[key] = must or self._wrong.get(key, False)
         self._changed()
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, executor: int | None = None) -> None:
         """It is right again. If something else is wrong, its time starts again: what a link held arrives only now."""
-        if self._wrong.pop(reason, None) is not None:
+        if self._wrong.pop((executor, reason), None) is not None:
             self.wrong_since = None
             self._changed()
 
     def _changed(self) -> None:
         now = time.monotonic()
-        self.right_since = None if self._wrong else now
-        if not any(self._wrong.values()):
+        for place, since in self._clean_since.items():
+            wrong = any(of == place for of, _ in self._wrong)
+            self._clean_since[place] = None if wrong else now if since is None else since
+        service = self._clean_since[None]
+        clean = [since for place, since in self._clean_since.items() if place is not None and since is not None]
+        self.right_since = max(service, min(clean)) if service is not None and clean else None
+        if not self._must_not_serve():
             self.wrong_since = None
         elif self.wrong_since is None:
             self.wrong_since = now
+
+    def _must_not_serve(self) -> bool:
+        must = {place for (place, _), must in self._wrong.items() if must}
+        joined = {place for place, _ in self._wrong if place is not None and place not in self._clean_since}
+        executors = {place for place in self._clean_since if place is not None} | joined
+        return None in must or executors <= must
 
 
 class HealthWatch:
@@ -88,10 +107,11 @@ class HealthWatch:
         truth = self._truth
         since = (truth.right_since, truth.wrong_since)
         if since != self._last:
-            self._last, self._unmatched_since, self._is_reported = since, None, False
+            # Another executor may take requests instead of the one that did: then health must not change.
+            stays = since[0] is not None and self._last[0] is not None and self._unmatched_since is None
+            self._last, self._is_reported = since, False
             must = since[1] if since[1] is not None else since[0]
-            if must is not None:
-                self._unmatched_since = must
+            self._unmatched_since = None if stays else must
         if since == (None, None):
             return  # something is wrong that health need not know
         should_serve = truth.right_since is not None

@@ -171,6 +171,8 @@ class Load:
         error: Exception | None = None
         done, _ = await asyncio.wait([task], timeout=LONGEST_S)
         if not done:
+            where = [f"{each.f_code.co_filename}:{each.f_lineno}" for each in task.get_stack()]
+            self.history.write("not ended", requests=[each.outcome.request_id for each in group], where=where)
             task.cancel()
             error = TimeoutError(f"not ended after {LONGEST_S:g} s")
         try:

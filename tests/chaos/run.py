@@ -35,6 +35,7 @@ class RunOptions:
     """"simulated" or "cpu", a tiny model."""
     seconds: float
     """No fault begins later."""
+    num_executors: int = 1
     num_clients: int = NUM_CLIENTS
     num_prompts: int = PROMPTS_OF_A_KIND
     """Of each kind of request."""
@@ -68,7 +69,9 @@ async def run_chaos(folder: Path, schedule: list[Fault], options: RunOptions) ->
         history.write("violation", text=text[:2000])
 
     try:
-        async with running_services(folder, model, history, simulated=options.executor == "simulated") as services:
+        async with running_services(
+            folder, model, history, simulated=options.executor == "simulated", num_executors=options.num_executors
+        ) as services:
             await _run(services, schedule, options, report, violated)
     finally:
         history.close()
@@ -95,6 +98,7 @@ async def _run(
         await load.end()
         report.seconds = time.monotonic() - began
         await _check_free(services, violated)
+        await _check_executors(services, violated)
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -118,6 +122,22 @@ async def _check_free(services: Services, violated: Callable[[str], None]) -> No
                     await asyncio.sleep(0.2)
         except TimeoutError:
             violated(f"without a client (running, waiting, swapped, blocks) are {held}")
+
+
+async def _check_executors(services: Services, violated: Callable[[str], None]) -> None:
+    """Once nothing is wrong any more, each executor of the list takes requests, and no other."""
+    expected = sorted(link.address for link in services.executor_links[: services.num_executors])
+    async with AsyncClient(services.target) as client:
+        try:
+            async with asyncio.timeout(_FREE_LIMIT_S):
+                while True:
+                    found = (await client.server_info()).executors
+                    ready = [each.target for each in found if each.connected and not each.draining and not each.refusal]
+                    if sorted(ready) == expected and len(found) == len(expected):
+                        return
+                    await asyncio.sleep(0.2)
+        except TimeoutError:
+            violated(f"the executors are {found}, not {expected}")
 
 
 async def _verify_drawn(services: Services, load: Load, bodies: list[Body], num_clients: int) -> None:
@@ -150,6 +170,7 @@ def params(options: RunOptions, report: Report) -> dict[str, Any]:
     """What a row says about the run."""
     return {
         "executor": options.executor,
+        "num_executors": options.num_executors,
         "num_clients": options.num_clients,
         "limits": LIMITS,
         "faults": report.by_kind,

@@ -22,6 +22,12 @@ WEIGHTS: dict[str, float] = {
     "cancel": 3, "client leaves": 2, "deadline": 2, "clock jump": 3, "full disk": 2, "poison": 0.4,
 }  # fmt: skip
 KINDS = tuple(WEIGHTS)
+WEIGHTS_OF_SEVERAL: dict[str, float] = {
+    # with several executors
+    "all executors die": 3, "two executors die": 3, "executor drains": 5, "executor is removed and added": 5,
+    "executor joins and leaves": 5, "one executor stops, one drains": 3, "list of executors changes": 4,
+}  # fmt: skip
+KINDS_OF_SEVERAL = tuple(WEIGHTS_OF_SEVERAL)
 _ONLY_SIMULATED = {"poison"}
 _LONGEST_S = {
     "stop executor": 5.0,
@@ -31,6 +37,7 @@ _LONGEST_S = {
     "full disk": 3.0,
     "executor link: drop": 5.0,
     "executor link: stall": 5.0,
+    "one executor stops, one drains": 5.0,
 }
 _USUAL_LONGEST_S = 2.5
 _SHORTEST_S = 0.3
@@ -50,18 +57,24 @@ class Fault:
     """Whether the service has recovered from the one before when it happens."""
     draw: float
     """From 0 to 1: which of several clients, limits or directions."""
+    executor: int = 0
+    """Index of the executor that it concerns."""
 
     def to_json(self) -> dict[str, Any]:
         """Of the history."""
         return asdict(self)
 
 
-def draw_schedule(seed: int, count: int, *, simulated: bool) -> list[Fault]:
+def draw_schedule(seed: int, count: int, *, simulated: bool, num_executors: int = 1) -> list[Fault]:
     """The same for the same arguments; each kind comes once before any is drawn."""
     rng = Random(f"faults {seed}")
-    kinds = [kind for kind in KINDS if simulated or kind not in _ONLY_SIMULATED]
+    all_weights = WEIGHTS | (WEIGHTS_OF_SEVERAL if num_executors > 1 else {})
+    kinds = [kind for kind in all_weights if simulated or kind not in _ONLY_SIMULATED]
     first = rng.sample(kinds, len(kinds))
-    weights = [WEIGHTS[kind] for kind in kinds]
+    weights = [all_weights[kind] for kind in kinds]
+    executors = Random(f"executors {seed}")
+    # While one of several is away, the others go on: more faults come then than with a single one.
+    share_that_waits = 0.75 if num_executors == 1 else 0.5
     drawn = [*first, *rng.choices(kinds, weights, k=count)][:count]
     return [
         Fault(
@@ -69,8 +82,9 @@ def draw_schedule(seed: int, count: int, *, simulated: bool) -> list[Fault]:
             kind=kind,
             after_s=round(rng.uniform(0.1, 1.2), 3),
             duration_s=round(rng.uniform(_SHORTEST_S, _LONGEST_S.get(kind, _USUAL_LONGEST_S)), 3),
-            waits=rng.random() < 0.75,
+            waits=rng.random() < share_that_waits,
             draw=rng.random(),
+            executor=executors.randrange(num_executors),
         )
         for number, kind in enumerate(drawn)
     ]

@@ -8,24 +8,27 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from cadenza.child_process import subject
 from cadenza.local import LocalServices, Programs
 from cadenza.supervisor import RestartPolicy
 from tests.chaos.health import Truth
 from tests.chaos.history import History
 from tests.chaos.requests import POISON_POSITION, POISON_TOKEN
-from tests.chaos.service import ADDRESS_FILE, VARIABLE
+from tests.chaos.service import ADDRESSES_FILE, VARIABLE, options_file
 from tests.helpers.relay import Relay, relay
 from tests.helpers.shifted_clock import ShiftedClock
 
 EXECUTOR, SCHEDULER = "executor", "scheduler"
+LIST_FILE = "executors.list"
 LIMITS = {"num-gpu-blocks": 400, "max-num-seqs": 16, "max-num-batched-tokens": 256, "num-cpu-blocks": 40}
 CHANGED_LIMITS: list[dict[str, int]] = [
     {**LIMITS, "num-gpu-blocks": 90},
@@ -36,6 +39,9 @@ CHANGED_LIMITS: list[dict[str, int]] = [
 ]
 _STEP_US = 8000
 _DISK_BYTES = 48 << 20
+_PROGRESS_AFTER_S = 1.0
+DEAD = "dead"
+"""The reason of an executor whose process is dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +55,14 @@ class Mark:
 
 @dataclass
 class Services:
-    """Both services, and all that faults act on."""
+    """All services, and all that faults act on. With several executors there is one more, the spare: it joins later."""
 
     folder: Path
     local: LocalServices
-    executor_link: Relay
+    executor_links: list[Relay]
+    """By the executor's index; the last one is the spare's, if there is one."""
+    num_executors: int
+    """Without the spare."""
     client_link: Relay
     clock: ShiftedClock
     truth: Truth
@@ -81,13 +90,30 @@ class Services:
         """SIGKILL."""
         process = self.process(service)
         if process is not None:
-            self.truth.begin(service)
+            self._begin_death(service)
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    def set_limits(self, limits: dict[str, int], *inject: str) -> None:
-        """What the next process of the executor starts with; faults that it injects are its alone."""
-        _write_options(self.folder, self.executor_link.address, limits, self.is_simulated, inject)
+    def _begin_death(self, service: str) -> None:
+        if service == SCHEDULER:
+            self.truth.begin(SCHEDULER)
+        else:
+            self.truth.begin(DEAD, self.executors.index(service))
+
+    @property
+    def executors(self) -> list[str]:
+        """Names of the executors, without the spare."""
+        return self.local.executors[: self.num_executors]
+
+    def set_limits(self, executor: int, limits: dict[str, int], *inject: str) -> None:
+        """What the next process of an executor starts with; faults that it injects are its alone."""
+        file = options_file(self.folder, self.local.addresses[self.local.executors[executor]])
+        _write_json(file, _executor_arguments(limits, self.is_simulated, inject))
+
+    def write_list(self, without: Iterable[int]) -> None:
+        """Change the file with the executors that the scheduler uses."""
+        links = [link for index, link in enumerate(self.executor_links[: self.num_executors]) if index not in without]
+        _write_list(self.folder, links)
 
     def mark(self, what: str, at: float | None = None) -> None:
         """Record a moment, now if not given."""
@@ -108,9 +134,9 @@ class Services:
     def on_event(self, line: str) -> None:
         """The supervisor has noticed a death."""
         self.history.write("supervisor", line=line)
-        for service in (EXECUTOR, SCHEDULER):
-            if f"the {service} died" in line:
-                self.truth.begin(service)
+        for service in (*self.executors, SCHEDULER):
+            if line.startswith(f"{subject(service)} died"):
+                self._begin_death(service)
                 self.mark(f"{service} died")
 
     def on_back(self, service: str) -> None:
@@ -120,9 +146,12 @@ class Services:
             with contextlib.suppress(OSError):
                 self.mark(f"{service} started", _started_at(process.pid))
         self.mark(f"{service} ready")
-        self.truth.end(service)
-        if service == EXECUTOR:
-            self.set_limits(LIMITS)
+        if service == SCHEDULER:
+            self.truth.end(SCHEDULER)
+        elif service in self.executors:
+            index = self.executors.index(service)
+            self.truth.end(DEAD, index)
+            self.set_limits(index, LIMITS)
 
     def fill_disk(self) -> None:
         """From now on nothing can be written to the journal."""
@@ -157,24 +186,36 @@ def _started_at(pid: int) -> float:
     return after_boot_s - time.clock_gettime(time.CLOCK_BOOTTIME) + time.monotonic()
 
 
-def _write_options(
-    folder: Path, executor: str, limits: dict[str, int], is_simulated: bool, inject: tuple[str, ...] = ()
-) -> None:
+def _executor_arguments(limits: dict[str, int], is_simulated: bool, inject: tuple[str, ...] = ()) -> list[str]:
     if is_simulated:
         inject = (f"die@{POISON_TOKEN}:{POISON_POSITION}", *inject)
-    arguments = [f"--{name}={value}" for name, value in limits.items()]
-    arguments += [f"--inject={','.join(inject)}"] if inject else []
-    content = json.dumps({"arguments": arguments, "executor": executor})
-    new = folder / "options.new"
-    new.write_text(content, encoding="utf-8")
-    new.replace(folder / "options.json")
+    return [f"--{name}={value}" for name, value in limits.items()] + (
+        [f"--inject={','.join(inject)}"] if inject else []
+    )
+
+
+def _write_json(file: Path, content: Any) -> None:
+    _write(file, json.dumps(content))
+
+
+def _write_list(folder: Path, links: Iterable[Relay]) -> None:
+    _write(folder / LIST_FILE, "".join(f"{link.address}\n" for link in links))
+
+
+def _write(file: Path, text: str) -> None:
+    """At once, for those that read it now."""
+    new = file.with_suffix(".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(file)
 
 
 @asynccontextmanager
-async def running_services(folder: Path, model: Path, history: History, *, simulated: bool) -> AsyncIterator[Services]:
-    """Both services, ready, with a journal; stopped at the end."""
+async def running_services(
+    folder: Path, model: Path, history: History, *, simulated: bool, num_executors: int = 1
+) -> AsyncIterator[Services]:
+    """All services, ready, with a journal; stopped at the end."""
     clock = ShiftedClock(folder)
-    os.environ.update(clock.environment, **{VARIABLE: str(folder / "options.json")})
+    os.environ.update(clock.environment, **{VARIABLE: str(folder)})
     loop = asyncio.get_running_loop()
     found: list[Services] = []
 
@@ -184,16 +225,23 @@ async def running_services(folder: Path, model: Path, history: History, *, simul
 
     with _disk(folder) as is_own_disk:
         journal = folder / "disk" / "journal"
-        async with (
-            relay(lambda: (folder / ADDRESS_FILE).read_text(encoding="utf-8")) as executor_link,
-            relay(lambda: found[0].target) as client_link,
-        ):
-            _write_options(folder, executor_link.address, LIMITS, simulated)
-            local = await asyncio.to_thread(_start, model, journal, simulated, folder, later)
+        async with contextlib.AsyncExitStack() as stack:
+            num_links = num_executors + (num_executors > 1)
+            links = [
+                await stack.enter_async_context(relay(partial(_executor_address, folder, index)))
+                for index in range(num_links)
+            ]
+            client_link = await stack.enter_async_context(relay(lambda: found[0].target))
+            _write_list(folder, links[:num_executors])
+            _write_json(folder / "executor.json", _executor_arguments(LIMITS, simulated))
+            entries = [links[0].address] if num_executors == 1 else [f"file:{folder / LIST_FILE}"]
+            _write_json(folder / "scheduler.json", entries)
+            local = await asyncio.to_thread(_start, model, journal, simulated, folder, num_links, later)
             try:
                 services = Services(
-                    folder, local, executor_link, client_link, clock, Truth(), history, simulated, journal
-                )
+                    folder, local, links, num_executors, client_link, clock, Truth(num_executors), history, simulated,
+                    journal,
+                )  # fmt: skip
                 services.is_own_disk = is_own_disk
                 found.append(services)
                 yield services
@@ -203,15 +251,22 @@ async def running_services(folder: Path, model: Path, history: History, *, simul
         del os.environ[name]
 
 
-def _start(model: Path, journal: Path, simulated: bool, folder: Path, later: Any) -> LocalServices:
+def _executor_address(folder: Path, index: int) -> str:
+    return (folder / ADDRESSES_FILE).read_text(encoding="utf-8").splitlines()[index]
+
+
+def _start(model: Path, journal: Path, simulated: bool, folder: Path, num_executors: int, later: Any) -> LocalServices:
     options: dict[str, Any] = {"device": "cpu", "num_threads": 1}
     if simulated:
         costs = folder / "costs.json"
         costs.write_text(json.dumps({"step_us": _STEP_US, "token_us": 20}))
         options = {"simulate": str(costs)}
+    if num_executors > 1:
+        options["executors"] = num_executors
     return LocalServices(
         model,
-        restarts=RestartPolicy(max_deaths=None),
+        # The scheduler knows the executors by their relays' addresses, so the supervisor cannot ask it for their steps.
+        restarts=RestartPolicy(max_deaths=None, progress_after_s=_PROGRESS_AFTER_S),
         on_log=later("on_log"),
         on_event=later("on_event"),
         on_back=later("on_back"),

@@ -1,4 +1,4 @@
-"""Twenty faults on real processes, and what the command does; `make chaos` runs many more."""
+"""A few faults on real processes, and what the command does; `make chaos` runs many more."""
 
 from __future__ import annotations
 
@@ -14,37 +14,47 @@ from tests.chaos.health import HealthWatch, Truth
 from tests.chaos.history import read_schedule
 from tests.chaos.run import RunOptions, run_chaos
 from tests.chaos.schedule import KINDS as FAULT_KINDS
-from tests.chaos.schedule import Fault, draw_schedule
+from tests.chaos.schedule import KINDS_OF_SEVERAL, Fault, draw_schedule
 
 SEED = 4
 _LONGEST_S = 2.6
 """Some faults last longer than the 2 s after which silence is noticed, and none much longer."""
-CHOSEN = (
-    "kill executor", "executor link: cut", "client disconnects", "cancel", "kill scheduler", "executor link: halve",
-    "clock jump", "executor link: drop", "client link: repeat", "changed executor", "deadline", "stop executor",
-    "full disk", "client half-open", "executor link: repeat", "client leaves", "executor out of memory",
-    "client link: cut", "executor link: stall", "client link: halve",
-)  # fmt: skip
+CHOSEN = {
+    1: (
+        "kill executor", "executor link: cut", "client disconnects", "cancel", "kill scheduler", "executor link: halve",
+        "clock jump", "client link: repeat", "deadline", "client half-open", "executor link: repeat", "client leaves",
+        "client link: cut", "client link: halve",
+    ),
+    2: (
+        "executor drains", "kill executor", "executor joins and leaves", "executor link: drop",
+        "list of executors changes", "one executor stops, one drains", "full disk", "executor is removed and added",
+        "changed executor", "all executors die", "kill scheduler", "executor out of memory", "two executors die",
+        "executor link: stall",
+    ),
+}  # fmt: skip
+"""By number of executors."""
 
 
-def short_schedule() -> list[Fault]:
-    """Twenty faults of twenty kinds, each as the seed draws it."""
-    drawn = {fault.kind: fault for fault in draw_schedule(SEED, len(FAULT_KINDS), simulated=True)}
+def short_schedule(num_executors: int) -> list[Fault]:
+    """Each kind once, as the seed draws it."""
+    count = len(FAULT_KINDS) + len(KINDS_OF_SEVERAL)
+    drawn = {fault.kind: fault for fault in draw_schedule(SEED, count, simulated=True, num_executors=num_executors)}
     return [
         replace(drawn[kind], number=number, duration_s=min(drawn[kind].duration_s, _LONGEST_S))
-        for number, kind in enumerate(CHOSEN)
+        for number, kind in enumerate(CHOSEN[num_executors])
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_twenty_faults_break_no_promise(tmp_path: Path) -> None:
-    options = RunOptions(SEED, "simulated", 200, num_clients=10, num_prompts=1, slack_s=3)
-    report = await run_chaos(tmp_path, short_schedule(), options)
+@pytest.mark.parametrize("num_executors", CHOSEN)
+async def test_fourteen_faults_break_no_promise(tmp_path: Path, num_executors: int) -> None:
+    options = RunOptions(SEED, "simulated", 200, num_executors, num_clients=10, num_prompts=1, slack_s=3)
+    report = await run_chaos(tmp_path, short_schedule(num_executors), options)
     assert not report.violations, "\n".join(report.violations)
-    assert report.by_kind == dict.fromkeys(sorted(CHOSEN), 1)
+    assert report.by_kind == dict.fromkeys(sorted(CHOSEN[num_executors]), 1)
     assert report.counts["requests"] > 20
-    assert report.figures["health_not_serving_changes"] >= 3
+    assert report.figures["health_not_serving_changes"] >= 2
 
 
 def test_a_schedule_follows_from_its_seed_and_has_every_kind() -> None:
@@ -53,6 +63,14 @@ def test_a_schedule_follows_from_its_seed_and_has_every_kind() -> None:
     assert {fault.kind for fault in schedule[: len(FAULT_KINDS)]} == {*FAULT_KINDS}
     assert "poison" not in {fault.kind for fault in draw_schedule(5, 300, simulated=False)}
     assert Counter(fault.kind for fault in schedule).most_common(1)[0][1] < 40
+
+
+def test_faults_of_several_executors_pick_one() -> None:
+    schedule = draw_schedule(5, 300, simulated=True, num_executors=4)
+    first = {fault.kind for fault in schedule[: len(FAULT_KINDS) + len(KINDS_OF_SEVERAL)]}
+    assert first == {*FAULT_KINDS, *KINDS_OF_SEVERAL}
+    assert {fault.executor for fault in schedule if fault.kind == "kill executor"} == {0, 1, 2, 3}
+    assert not {fault.kind for fault in draw_schedule(5, 300, simulated=True)} & {*KINDS_OF_SEVERAL}
 
 
 def test_a_history_gives_its_schedule_back(tmp_path: Path) -> None:
@@ -98,6 +116,46 @@ def test_health_that_lies_is_reported_once() -> None:
     watch._compare(truth.right_since + 5.0, truth.right_since + 5.0)
     watch._compare(truth.right_since + 8.1, truth.right_since + 8.1)
     assert len(found) == 2, "it was true, and became false without a reason"
+
+
+def test_health_must_be_serving_while_one_executor_is_right() -> None:
+    truth = Truth(2)
+    began = truth.right_since
+    truth.begin("dead", 0)
+    assert (truth.right_since, truth.wrong_since) == (began, None)
+    truth.begin("drained", 1, must=False)
+    assert (truth.right_since, truth.wrong_since) == (None, None), "an executor that drains may serve after a restart"
+    truth.begin("stopped", 1)
+    assert truth.wrong_since is not None
+    truth.begin("joined", 2, must=False)
+    assert (truth.right_since, truth.wrong_since) == (None, None), "the spare may serve"
+    truth.end("joined", 2)
+    assert truth.wrong_since is not None
+    truth.end("dead", 0)
+    assert truth.right_since is not None
+    assert truth.reasons == ["drained (1)", "stopped (1)"]
+    truth.begin("scheduler")
+    assert truth.right_since is None
+    assert truth.wrong_since is not None
+
+
+def test_health_that_stays_serving_by_another_executor_is_no_change() -> None:
+    found: list[str] = []
+    truth = Truth(2)
+    watch = HealthWatch("", truth, found.append)
+    truth.begin("dead", 1)
+    truth.end("dead", 1)
+    truth.begin("dead", 0)
+    assert truth.right_since is not None
+    watch.is_serving = True
+    watch._compare(truth.right_since + 50.0, truth.right_since + 50.0)
+    assert watch.lags_s["SERVING"] == []
+    watch.is_serving = False
+    watch._compare(truth.right_since + 51.0, truth.right_since + 51.0)
+    assert not found
+    watch._compare(truth.right_since + 54.5, truth.right_since + 54.5)
+    (text,) = found
+    assert "health is not SERVING 3.5 s after" in text
 
 
 def test_health_may_be_either_while_nobody_knows() -> None:

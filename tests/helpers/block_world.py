@@ -8,7 +8,7 @@ each table must read its own sequence's tokens.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 
 from scheduler_svc.core.memory.block_manager import BlockManager
@@ -17,8 +17,8 @@ from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.types import RequestSpec, Sampling
 
 STOP = 9
-# Python's hashes of x and x + 2**61 - 1 are equal: half of these prompts look like the other half.
-ALIKE = 2**61 - 1
+# The ids x and x + 2**31 differ in one bit: half of these prompts look like the other half.
+ALIKE = 2**31
 PROMPTS = [[1] * 9, [1, 1, 1] + [1 + ALIKE] * 6, [1 + ALIKE] * 9]
 TOKENS = [1, 1, 1 + ALIKE]
 
@@ -43,6 +43,8 @@ class Row:
     num_cached_blocks: int = 0
     cache_node: int | None = None
     needs_prompt_logprobs: bool = False
+    is_beam: bool = False
+    sample_index: int = 0
 
     def kv(self, position: int) -> tuple[str, bytes, tuple[int, ...]]:
         spec = self.group.spec
@@ -329,6 +331,15 @@ class World:
             self.num_hits,
         )
         assert not (self.blocks.num_cached and not self.caching)
+        self._check_lookups()
+
+    def _check_lookups(self) -> None:
+        """What is remembered of a waiting sequence's lookup is what a first lookup finds."""
+        for row in self.waiting:
+            first = self.blocks.find_cached_prefix(replace(row, sequence_id=-1))
+            self.blocks.forget_lookup(replace(row, sequence_id=-1))
+            assert self.blocks.num_cached_tokens(row) == first.num_tokens
+            assert self.blocks.find_cached_prefix(row) == first
 
     def _check_counts(self) -> None:
         """Between plans nothing but tables holds blocks."""

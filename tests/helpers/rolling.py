@@ -118,9 +118,12 @@ class ClientLoad:
         async with self._changed:
             self._changed.notify_all()
 
+    def prompt(self, index: int) -> list[int]:
+        """The token ids of a request's prompt."""
+        return [3 + (7 * index + place) % 40 for place in range(3 + 5 * (index % 9))]
+
     async def _read(self, client: AsyncClient, index: int) -> None:
-        prompt = [3 + (7 * index + place) % 40 for place in range(3 + 5 * (index % 9))]
-        async for delta in client.stream(prompt, self._params[index]):
+        async for delta in client.stream(self.prompt(index), self._params[index]):
             for output in delta.outputs:
                 sample = self.seen[index].setdefault(output.index, Seen())
                 sample.token_ids += output.token_ids

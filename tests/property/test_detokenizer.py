@@ -72,6 +72,39 @@ def test_random_byte_fallback_ids_never_fail_and_never_take_text_back(ids):
     stream(byte_fallback(), ids)
 
 
+class Decoding:
+    """The same tokenizer without fixed texts: each token is decoded with its neighbours."""
+
+    def __init__(self, inner):
+        self.special_ids = inner.special_ids
+        self.decode = inner.decode
+
+    def fixed_text(self, token_id):
+        return None
+
+
+@given(st.lists(st.integers(0, 399), max_size=120), st.lists(st.integers(0, 399), max_size=4), st.booleans())
+@pytest.mark.parametrize("make", [byte_level, unigram])
+def test_fixed_texts_are_those_that_decoding_gives(make, ids, context, skip):
+    tokenizer = make()
+    ids, context = ([i % tokenizer.vocab_size for i in each] for each in (ids, context))
+    options = {"skip_special_tokens": skip, "context": context}
+    fast, _ = stream(tokenizer, ids, **options)
+    slow, _ = stream(Decoding(tokenizer), ids, **options)
+    # When bytes that are no text come out depends on the length of the window, so `text_ends` may differ.
+    assert fast.text == slow.text
+
+
+@given(TEXT, TEXT)
+@pytest.mark.parametrize("make", [byte_level, unigram, byte_fallback])
+def test_fixed_texts_of_encoded_text(make, prompt, text):
+    tokenizer = make()
+    context, ids = (tokenizer.encode(each, add_special_tokens=False) for each in (prompt, text))
+    fast, _ = stream(tokenizer, ids, context=context[-6:])
+    slow, _ = stream(Decoding(tokenizer), ids, context=context[-6:])
+    assert (fast.text, fast.text_ends) == (slow.text, slow.text_ends)
+
+
 @given(TEXT, TEXT)
 @pytest.mark.parametrize("make", [byte_level, unigram, byte_fallback])
 def test_text_goes_on_from_the_prompt(make, prompt, text):

@@ -25,7 +25,7 @@ from cadenza.errors import (
 from cadenza.prompts import parse_prompts
 from cadenza.sampling_params import SamplingParams
 from cadenza.step_watch import watch_steps
-from cadenza.transport import MAX_MESSAGE_BYTES
+from cadenza.transport import MAX_REQUEST_BYTES
 from cadenza.v1 import generation_pb2 as pb
 from tests.helpers.scripted_server import STOPPED, Script, event, responses_to, start
 
@@ -176,7 +176,7 @@ async def test_one_failing_prompt_leaves_the_others(client):
 
 
 async def test_a_request_too_large_to_be_sent_ends_alone(client, script, monkeypatch):
-    monkeypatch.setattr("cadenza.session.MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr("cadenza.session.MAX_REQUEST_BYTES", 1000)
     with pytest.raises(
         InvalidRequestError, match=r"^prompt 1: the request has 20\d\d bytes, .* 1000 at most$"
     ) as caught:
@@ -195,7 +195,7 @@ async def test_a_request_that_ends_without_its_last_response_is_an_error(client)
 async def test_each_prompt_that_ends_is_reported(client):
     """Also one that the server refuses, one that is never sent because it is too large, and one that fails."""
     seen = []
-    prompts = parse_prompts(["a b", "bad", "x" * (MAX_MESSAGE_BYTES + 1), "vanish", "slow c"])
+    prompts = parse_prompts(["a b", "bad", "x" * (MAX_REQUEST_BYTES + 1), "vanish", "slow c"])
     with pytest.raises(InvalidRequestError, match="prompt 1"):
         await client._run(prompts, None, True, seen.append)
     assert sorted((each.prompt[:6], each.finished, len(each.outputs)) for each in seen) == [

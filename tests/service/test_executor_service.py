@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from cadenza.slices import Work
 from cadenza.v1 import admin_pb2, admin_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.service import servicer
@@ -270,9 +271,12 @@ async def test_a_silent_scheduler_that_reads_nothing_loses_the_executor(monkeypa
     async with fake_executor(silence_s=0.3) as fake:
         silent = await fake.open(1, "A")
         text = "x" * 3_000_000
-        monkeypatch.setattr(
-            servicer, "result_to_wire", lambda result, epoch, incarnation: pb.StepResult(error_message=text)
-        )
+
+        def response(result: object, epoch: int, incarnation: int) -> Work[pb.ExecuteResponse]:
+            yield
+            return pb.ExecuteResponse(result=pb.StepResult(error_message=text))
+
+        monkeypatch.setattr(servicer, "response_in_slices", response)
         for step_id in (1, 2, 3):
             await silent.plan(step_id)
         async with asyncio.timeout(10):

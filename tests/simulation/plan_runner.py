@@ -159,6 +159,11 @@ class PlanRunner:
         model, number = self.model, admitted.slot
         _require(0 <= number < model.num_slots and number not in self.slots, f"slot {number} is not free")
         tokens, blocks = list(admitted.token_ids), list(admitted.block_ids)
+        if (source := admitted.source) is not None:
+            of = self._slot(source.slot)
+            _require(source.num_tokens <= of.num_prompt, f"slot {number}: output of its source")
+            _require(blocks[: source.num_blocks] == of.blocks[: source.num_blocks], f"slot {number}: other blocks")
+            tokens = of.tokens[: source.num_tokens] + tokens
         _require(1 <= admitted.num_prompt_tokens <= len(tokens) <= model.max_model_len, f"slot {number}: bad length")
         _require(admitted.num_computed_tokens < len(tokens), f"slot {number} has nothing to compute")
         _require(all(0 <= block < model.num_device_blocks for block in blocks), f"slot {number}: bad block")

@@ -78,7 +78,7 @@ class Simulation:
         seed: int = 0,
     ) -> None:
         """`prompts` makes token ids, so that the prefix cache finds shared prefixes; None: no prompts share a prefix,
-        and the cache is off. `placement`: None for the service's policy. `seed` seeds the executors' noise and the order
+        and the cache is off. `placement`: None for the service's policy. `seed` seeds the noise and the order
         of equal executors. Raises LoadTestError for options that do not fit the executors or each other.
         """
         if not fleet:

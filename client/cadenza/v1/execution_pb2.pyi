@@ -838,23 +838,24 @@ class AdmittedSequence(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """A free slot."""
     num_prompt_tokens: _builtins.int
-    """Number of them that are prompt tokens."""
+    """Number of tokens that are prompt tokens."""
     num_computed_tokens: _builtins.int
-    """Number of them whose KV is in the blocks already; less than num_tokens."""
+    """Number of tokens whose KV is in the blocks already; less than all."""
     adapter_index: _builtins.int
     """LoRA adapter; 0: none. Reserved: later wave."""
     held: _builtins.bool
     """Held from the start: excluded from decode_ready until resumed."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """All token ids so far, prompt and output; [num_tokens], one or more."""
+        """All token ids so far, prompt and output, one or more; with a source, those after the source's."""
 
     @_builtins.property
     def block_tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
-        """Block table, one list per KV group."""
+        """Block table, one list per KV group; with a source, the blocks after the source's."""
 
     @_builtins.property
     def sampling(self) -> _types_pb2.SequenceSampling:
@@ -867,6 +868,12 @@ class AdmittedSequence(_message.Message):
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbeddingSpan]:
         """Positions at which embeddings replace tokens. Reserved: later wave."""
+
+    @_builtins.property
+    def source(self) -> Global___PrefixSource:
+        """The slot that has its first tokens already: a sample or beam of the same prompt. Absent: token_ids and block_tables
+        are complete.
+        """
 
     def __init__(
         self,
@@ -881,14 +888,47 @@ class AdmittedSequence(_message.Message):
         held: _builtins.bool = ...,
         grammar: _types_pb2.GrammarSpec | None = ...,
         embeddings: _abc.Iterable[Global___EmbeddingSpan] | None = ...,
+        source: Global___PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index", "block_tables", b"block_tables", "embeddings", b"embeddings", "grammar", b"grammar", "held", b"held", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index", "block_tables", b"block_tables", "embeddings", b"embeddings", "grammar", b"grammar", "held", b"held", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "slot", b"slot", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AdmittedSequence: _TypeAlias = AdmittedSequence  # noqa: Y015
+
+@_typing.final
+class PrefixSource(_message.Message):
+    """PrefixSource names a slot from which an admitted sequence takes its first tokens and blocks, so that the prompt of
+    many samples travels once. The slot stays as it is.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """A slot that is admitted, by an earlier plan or earlier in this one, and that this plan does not release."""
+    num_tokens: _builtins.int
+    """Number of its first token ids to take; all are prompt tokens of the source."""
+    num_blocks: _builtins.int
+    """Number of the first blocks of its table to take, in KV group 0."""
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
 
 @_typing.final
 class BlockTable(_message.Message):

@@ -1050,7 +1050,7 @@ class DetokenizeRequest(_message.Message):
     """Omit special tokens; default true."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids, each below the vocabulary size; at most 1,048,576."""
+        """Token ids, each below the vocabulary size; at most 131,072."""
 
     def __init__(
         self,

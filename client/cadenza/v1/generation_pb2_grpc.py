@@ -28,7 +28,7 @@ if _version_not_supported:
 class GenerationServiceStub(object):
     """GenerationService serves completions. Errors are gRPC statuses with google.rpc details: INVALID_ARGUMENT with
     BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full, NOT_FOUND, ALREADY_EXISTS,
-    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message has at most 64 MiB.
+    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most 1.5 MiB.
     """
 
     def __init__(self, channel):
@@ -77,7 +77,7 @@ class GenerationServiceStub(object):
 class GenerationServiceServicer(object):
     """GenerationService serves completions. Errors are gRPC statuses with google.rpc details: INVALID_ARGUMENT with
     BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full, NOT_FOUND, ALREADY_EXISTS,
-    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message has at most 64 MiB.
+    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most 1.5 MiB.
     """
 
     def Generate(self, request, context):
@@ -180,7 +180,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 class GenerationService(object):
     """GenerationService serves completions. Errors are gRPC statuses with google.rpc details: INVALID_ARGUMENT with
     BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full, NOT_FOUND, ALREADY_EXISTS,
-    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message has at most 64 MiB.
+    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most 1.5 MiB.
     """
 
     @staticmethod

@@ -29,7 +29,7 @@ GRPC_VERSION: str
 class GenerationServiceStub:
     """GenerationService serves completions. Errors are gRPC statuses with google.rpc details: INVALID_ARGUMENT with
     BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full, NOT_FOUND, ALREADY_EXISTS,
-    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message has at most 64 MiB.
+    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most 1.5 MiB.
     """
 
     @_typing.overload
@@ -59,7 +59,7 @@ class GenerationServiceStub:
 class GenerationServiceAsyncStub(GenerationServiceStub):
     """GenerationService serves completions. Errors are gRPC statuses with google.rpc details: INVALID_ARGUMENT with
     BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full, NOT_FOUND, ALREADY_EXISTS,
-    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message has at most 64 MiB.
+    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most 1.5 MiB.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -85,7 +85,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """GenerationService serves completions. Errors are gRPC statuses with google.rpc details: INVALID_ARGUMENT with
     BadRequest field paths, RESOURCE_EXHAUSTED with RetryInfo when the queue is full, NOT_FOUND, ALREADY_EXISTS,
-    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message has at most 64 MiB.
+    FAILED_PRECONDITION, UNAVAILABLE; see docs/errors.md. A message of a client has at most 1.5 MiB.
     """
 
     @_abc_1.abstractmethod

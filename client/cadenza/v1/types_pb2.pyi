@@ -288,7 +288,7 @@ class SamplingParams(_message.Message):
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the output where they first appear; matched across token boundaries. At most 128, each of 1 to
-        1,024 characters.
+        256 characters.
         """
 
     @_builtins.property
@@ -297,11 +297,11 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these token ids, each below the vocabulary size; each -100 to 100; at most 16,384 entries."""
+        """Added to the logits of these token ids, each below the vocabulary size; each -100 to 100; at most 2,048 entries."""
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Only these token ids may be chosen, each below the vocabulary size; at most 262,144; empty: all."""
+        """Only these token ids may be chosen, each below the vocabulary size; at most 131,072; empty: all."""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -653,7 +653,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 @_typing.final
 class PromptPart(_message.Message):
     """PromptPart is one part of a prompt. Parts are joined in order. A prompt has at least one token, and in all at most
-    16,777,216 characters of text and 4,194,304 token ids, before truncation.
+    1,048,576 characters of text and 131,072 token ids, and as many of its texts, before truncation.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -709,7 +709,7 @@ class Chat(_message.Message):
     """Continue the last message instead of answering it; default false."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """The turns so far; 1 to 4,096."""
+        """The turns so far; 1 to 512."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, KeysView
 
 from scheduler_svc.core.errors import InvariantError
@@ -11,6 +11,7 @@ from scheduler_svc.core.lanes.batching_state import BatchingState
 from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.lanes.slot_pool import SlotPool
+from scheduler_svc.core.lanes.stored_tokens import fill_of, num_reserved_blocks, num_stored_tokens
 from scheduler_svc.core.lanes.turnover import Turnover
 from scheduler_svc.core.memory.block_manager import BlockManager
 from scheduler_svc.core.memory.rates import MeasuredRates
@@ -71,7 +72,7 @@ class Lane:
         self.swapped: dict[Sequence, None] = {}
         """Sequences whose KV is in the host pool."""
         self._known: set[Sequence] = set()
-        self._num_with_stop_id: Counter[int] = Counter()
+        self._num_with_stop_id: dict[int, int] = {}
         self.reset_session()
 
     def reset_session(self) -> None:
@@ -167,8 +168,11 @@ class Lane:
             self._known.discard(sequence)
             self._drop_stop_ids(sequence.group.stop_ids)
 
-    def start_running(self, sequence: Sequence) -> None:
-        """Give a waiting sequence a slot; the caller allocates its blocks."""
+    def start_running(self, sequence: Sequence, *, prefills: bool = True) -> None:
+        """Give a waiting sequence a slot; the caller allocates its blocks.
+
+        Without `prefills` it is not added to the sequences that prefill, for a caller that knows whether it will.
+        """
         sequence.change_state(SequenceState.RUNNING)
         slot = self.slots.take()
         sequence.slot = sequence.last_slot = slot
@@ -176,17 +180,21 @@ class Lane:
         self.append_at[slot] = sequence.token_ids.append
         self.discarding_slots.discard(slot)
         self._vacated.pop(slot, None)
-        self.swapped.pop(sequence, None)
+        if self.swapped:
+            self.swapped.pop(sequence, None)
         if sequence not in self._known and not sequence.is_beam:
             self._known.add(sequence)
-            self._num_with_stop_id.update(sequence.group.stop_ids)
+            counts = self._num_with_stop_id
+            for stop_id in sequence.group.stop_ids:
+                counts[stop_id] = counts.get(stop_id, 0) + 1
         self.running.add(sequence)
-        if not (sequence.awaits_fork or sequence.is_spare_beam):
+        if prefills and not (sequence.awaits_fork or sequence.is_spare_beam):
             self.prefilling.add(sequence)
 
     def start_decoding(self, sequence: Sequence) -> None:
         """Add a sequence to the decode batch, from the next step on."""
-        self.prefilling.discard(sequence)
+        if len(self.prefilling):
+            self.prefilling.discard(sequence)
         self.decode_batch.join(sequence)
 
     def stop_running(self, sequence: Sequence, *, keeps_blocks: bool = False, invalid_kv: bool = False) -> None:
@@ -199,10 +207,10 @@ class Lane:
         else:
             self.prefilling.discard(sequence)
         self.running.remove(sequence)
-        self.pending_copy_on_write.pop(sequence, None)
-        self.resuming.pop(sequence, None)
         if len(sequence.group.sequences) > 1:
+            self.pending_copy_on_write.pop(sequence, None)
             self._release_shared(sequence)
+        self.resuming.pop(sequence, None)
         slot = held_slot(sequence)
         if sequence.described:
             self.slots.release(slot)
@@ -292,27 +300,25 @@ class Lane:
     @property
     def num_reserved_tokens(self) -> int:
         """Token slots that running sequences hold in blocks beyond those of their tokens."""
-        num_blocks = sum(map(self.blocks.num_reserved, self.running))
-        num_blocks += sum(len(group.reserved_blocks) for group in self._groups)
+        num_blocks = num_reserved_blocks(self.blocks, self.running, self.prefilling, self.decode_batch)
         return num_blocks * self.spec.block_size
 
     def num_distinct_tokens(self, sequences: Collection[Sequence]) -> int:
         """Number of tokens whose KV the blocks of these running sequences store; shared blocks count once."""
-        fill: dict[int, int] = {}
-        size = self.spec.block_size
-        for sequence in sequences:
-            num_computed = sequence.num_computed_tokens
-            for block_id in sequence.block_ids[: self.blocks.num_blocks_for(num_computed)]:
-                fill[block_id] = max(fill.get(block_id, 0), min(size, num_computed))
-                num_computed -= size
-        return sum(fill.values())
+        return sum(fill_of(sequences, self.spec.block_size).values())
 
     @property
     def num_stored_tokens(self) -> int:
         """Number of tokens whose KV the pool stores for running sequences."""
-        if self.blocks.num_shared_refs:
-            return self.num_distinct_tokens(self.running.sequences)
-        return sum(sequence.num_computed_tokens for sequence in self.running)
+        return num_stored_tokens(self.blocks, self.running, self.prefilling, self.decode_batch)
+
+    @property
+    def num_running_groups(self) -> int:
+        """Number of groups with a sequence that runs, or whose last results are awaited."""
+        several = self.running.shared_groups.keys()
+        num_alone = len(self.running) - sum(self.running.shared_groups.values())
+        finishing = {sequence.group for sequence in self.finishing}
+        return num_alone + len(several | finishing)
 
     def update_rates(self, step: PlannedStep, result: StepResult) -> None:
         """Update the measured rates with a result's timings."""
@@ -360,3 +366,14 @@ class Lane:
                 raise InvariantError(f"sequence {sequence.sequence_id} runs without anything to compute")
         if not prefilling.issubset(self.running):
             raise InvariantError("a sequence prefills that is not running")
+        self._check_figures(reserved)
+
+    def _check_figures(self, reserved: list[int]) -> None:
+        """Check what is counted by change against the running sequences and their blocks."""
+        if self.num_stored_tokens != self.num_distinct_tokens(self.running.sequences):
+            raise InvariantError("the stored tokens are miscounted")
+        num_reserved = sum(map(self.blocks.num_reserved, self.running)) + len(reserved)
+        if self.num_reserved_tokens != num_reserved * self.spec.block_size:
+            raise InvariantError("the reserved blocks are miscounted")
+        if self.num_running_groups != len(self._groups | {sequence.group for sequence in self.finishing}):
+            raise InvariantError("the running groups are miscounted")

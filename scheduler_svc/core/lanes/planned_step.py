@@ -9,7 +9,7 @@ from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import StepPlan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """Tokens of a sequence outside the decode batch: of a prompt, of a beam, or recomputed ones.
 

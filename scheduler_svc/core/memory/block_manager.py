@@ -7,7 +7,6 @@ free the blocks of sequences that finish.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Ids
@@ -15,13 +14,10 @@ from collections.abc import Sequence as Ids
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.memory.block_moves import Moves
 from scheduler_svc.core.memory.block_tiers import BlockTiers
-from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix, Parent, PrefixCounts, host_place
+from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix, Parent, PrefixCounts, pack_blocks
+from scheduler_svc.core.memory.prefix_lookups import PrefixLookups, root_of
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.sequences.sequence import Sequence
-
-_NO_ADAPTER = 0
-_MAX_CHAINS = 64
-"""Maximum number of remembered lookups of waiting sequences: only the next ones in order are looked up."""
 
 
 class BlockManager:
@@ -45,10 +41,9 @@ class BlockManager:
         self.block_size = block_size
         self.prefix_counts = prefix_counts or PrefixCounts()
         self._num_watermark_blocks = int(watermark * num_blocks)
-        self._chains: dict[int, list[int]] = {}
-        """By sequence id: the nodes found by its last lookup."""
         self.caching = caching
         self._tiers = BlockTiers(num_blocks, num_host_blocks, block_size, rates)
+        self._lookups = PrefixLookups(self._tiers, block_size)
         self.pool = self._tiers.device
         self.host_pool = self._tiers.host
 
@@ -104,23 +99,15 @@ class BlockManager:
         """
         if not self.caching or not _may_hit(sequence):
             return NO_PREFIX
-        size, cache, counts = self.block_size, self._tiers.cache, self.pool.ref_counts
-        nodes = self._chain(sequence)
-        places = list(map(cache.place, nodes))
-        swap_outs = self._tiers.moves.swap_outs
-        if swap_outs:
-            # Blocks that this plan swaps out cannot be swapped in by it too.
-            moving = (index for index, place in enumerate(places) if host_place(place) in swap_outs)
-            del places[next(moving, len(places)) :]
-        num_used = self._tiers.num_worth_using(places)
-        used = places[:num_used]
-        return CachedPrefix(
-            nodes=tuple(nodes[:num_used]),
-            num_tokens=num_used * size,
-            num_queried=len(sequence.token_ids),
-            num_idle=sum(place >= 0 and counts[place] == 0 for place in used),
-            num_host=sum(place < 0 for place in used),
-        )
+        return self._lookups.find(sequence)
+
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Number of tokens of the prefix that `find_cached_prefix` returns; 0 without a prefix cache."""
+        return self._lookups.num_tokens(sequence) if self.caching and _may_hit(sequence) else 0
+
+    def forget_lookup(self, sequence: Sequence) -> None:
+        """Forget what is remembered of the lookups of a sequence that does not wait here any more."""
+        self._lookups.forget(sequence)
 
     def device_blocks_of(self, found: CachedPrefix) -> list[int]:
         """The device blocks of a found prefix."""
@@ -150,28 +137,9 @@ class BlockManager:
 
     def invalidate(self, sequence: Sequence) -> None:
         """Remove the whole prefix of a sequence with invalid KV from the cache, including blocks that others cached."""
-        for node in self._chain(sequence) if self.caching else ():
+        for node in self._lookups.nodes_of(sequence) if self.caching else ():
             self._tiers.remove_node(node)
-        self._chains.pop(sequence.sequence_id, None)
-
-    def _chain(self, sequence: Sequence) -> list[int]:
-        """The nodes of its longest cached prefix, without the last token.
-
-        Starts from the nodes of its last lookup, since a waiting sequence looks up in every step.
-        """
-        size, token_ids, cache = self.block_size, sequence.token_ids, self._tiers.cache
-        nodes = list(itertools.takewhile(cache.__contains__, self._chains.pop(sequence.sequence_id, ())))
-        parent: Parent = nodes[-1] if nodes else _root(sequence)
-        for start in range(len(nodes) * size, len(token_ids) - size, size):
-            node = cache.find(parent, tuple(token_ids[start : start + size]))
-            if node is None:
-                break
-            nodes.append(node)
-            parent = node
-        if len(self._chains) == _MAX_CHAINS:
-            self._chains.clear()
-        self._chains[sequence.sequence_id] = nodes
-        return nodes
+        self._lookups.forget(sequence)
 
     def cache_full_blocks(self, sequence: Sequence) -> None:
         """Add its full and computed blocks to the cache; no-op if its request opted out.
@@ -181,6 +149,8 @@ class BlockManager:
         """
         if not self.caching or not sequence.block_ids or not sequence.group.spec.uses_prefix_cache:
             return
+        if sequence.sample_index:
+            _follow_first_sample(sequence, self.block_size)
         size, token_ids, block_ids = self.block_size, sequence.token_ids, sequence.block_ids
         # A token's KV is certain once another token follows: an executor does not compute the KV of a stop token.
         num_full = min(sequence.num_computed_tokens, len(token_ids) - 1) // size
@@ -191,9 +161,8 @@ class BlockManager:
         if node is not None and node not in cache:
             # Its chain consisted of another sequence's blocks and was evicted: children of it would be unreachable.
             first, node = 0, None
-        parent: Parent = _root(sequence) if node is None else node
-        for index in range(first, num_full):
-            content = tuple(token_ids[index * size : (index + 1) * size])
+        parent: Parent = root_of(sequence) if node is None else node
+        for index, content in enumerate(pack_blocks(token_ids, first, num_full, size), first):
             node = cache.find(parent, content)
             if node is None:
                 # If the block is cached under another node, that node is unreachable: a lookup would have found it.
@@ -222,7 +191,8 @@ class BlockManager:
                 f"sequence {sequence.sequence_id} needs {num_blocks} blocks, not those that it is given"
             )
         _clear(sequence)
-        self._chains.pop(sequence.sequence_id, None)
+        if self.caching:
+            self._lookups.forget(sequence)
         if found and num_found:
             sequence.block_ids = self._tiers.take_cached(found.nodes, num_new)
             sequence.num_cached_blocks, sequence.cache_node = num_found, found.nodes[-1]
@@ -242,8 +212,7 @@ class BlockManager:
         if child.block_ids or child.host_block_ids or num_blocks > len(source.block_ids):
             raise InvariantError(f"sequence {child.sequence_id} cannot share {num_blocks} blocks")
         child.block_ids = source.block_ids[:num_blocks]
-        for block_id in child.block_ids:
-            self.pool.share(block_id)
+        self.pool.share_all(child.block_ids)
         cache, node, num_cached = self._tiers.cache, source.cache_node, source.num_cached_blocks
         while node is not None and num_cached > num_tokens // self.block_size:
             node = cache.parent_node(node)
@@ -257,6 +226,11 @@ class BlockManager:
             return False
         block_id = sequence.block_ids[index]
         return self.pool.ref_counts[block_id] > 1 or block_id in self.pool.cached
+
+    def shares_unfilled(self, sequence: Sequence) -> bool:
+        """Whether it shares a block that it has not filled: shared blocks are the first ones of its table."""
+        index = sequence.num_computed_tokens // self.block_size
+        return index < len(sequence.block_ids) and self.pool.ref_counts[sequence.block_ids[index]] > 1
 
     def make_writable(self, sequence: Sequence) -> int:
         """Copy-on-write of the block for its next token; returns the block that it has there now.
@@ -289,7 +263,8 @@ class BlockManager:
             self.cache_full_blocks(sequence)
         # Last first, so that a block is evicted before its parent.
         self._tiers.drop(sequence.block_ids[::-1])
-        self._tiers.drop_host(sequence.host_block_ids)
+        if sequence.host_block_ids:
+            self._tiers.drop_host(sequence.host_block_ids)
         _clear(sequence)
 
     def num_reserved(self, sequence: Sequence) -> int:
@@ -369,11 +344,6 @@ class BlockManager:
         self._tiers.check_integrity(on_device, on_hosts)
 
 
-def _root(sequence: Sequence) -> tuple[str, bytes, int]:
-    spec = sequence.group.spec
-    return spec.tenant, spec.cache_salt, _NO_ADAPTER
-
-
 def _may_hit(sequence: Sequence) -> bool:
     return sequence.group.spec.uses_prefix_cache and not sequence.needs_prompt_logprobs
 
@@ -383,3 +353,13 @@ def _clear(sequence: Sequence) -> None:
     sequence.block_ids = []
     sequence.host_block_ids = []
     sequence.num_cached_blocks, sequence.cache_node = 0, None
+
+
+def _follow_first_sample(sequence: Sequence, block_size: int) -> None:
+    """Take over the cached blocks of its group's first sequence, if they are also its own: nothing is looked up."""
+    first = next(iter(sequence.group.sequences), None)
+    if first is None or first.cache_node is None or first.num_cached_blocks <= sequence.num_cached_blocks:
+        return
+    count = first.num_cached_blocks
+    if count * block_size <= first.num_prompt_tokens and first.block_ids[:count] == sequence.block_ids[:count]:
+        sequence.num_cached_blocks, sequence.cache_node = count, first.cache_node

@@ -50,11 +50,6 @@ class PendingMoves:
         """Whether nothing is recorded."""
         return not (self.swap_outs or self.copies or self.swap_ins or self.kept_sources or self.quarantined)
 
-    @property
-    def writes_device_blocks(self) -> bool:
-        """Whether a move of this plan writes to a device block."""
-        return bool(self.copies or self.swap_ins)
-
     def copy(self, source: int, destination: int) -> None:
         """Copy the content that `source` has when the plan computes."""
         host_block_id = self.swap_ins.get(source)

@@ -21,6 +21,8 @@ class BlockPool:
         """Cached blocks, each with the prefix cache node whose KV it stores."""
         self.num_shared_refs = 0
         """Blocks saved by sharing: holders beyond the first of each block."""
+        self.num_idle_changes = 0
+        """Grows whenever a block becomes idle or is idle no longer."""
         # Popped from the end: the block freed last is used first, while it is warm in the cache.
         self._unused = list(range(num_blocks - 1, -1, -1))
         # The least recently used comes first. A plain dict would scan over the entries removed from its front.
@@ -59,13 +61,31 @@ class BlockPool:
             self.num_shared_refs += 1
         elif block_id in self._idle:
             del self._idle[block_id]
+            self.num_idle_changes += 1
         else:
             raise InvariantError(f"block {block_id} is unused and cannot be shared")
         self.ref_counts[block_id] = count + 1
 
+    def share_all(self, block_ids: Iterable[int]) -> None:
+        """Add a holder to each of these blocks, held or idle: as `share`, in a third of the time."""
+        counts, idle, num_shared, num_idle = self.ref_counts, self._idle, 0, len(self._idle)
+        for block_id in block_ids:
+            count = counts[block_id]
+            if count:
+                num_shared += 1
+            elif block_id in idle:
+                del idle[block_id]
+            else:
+                raise InvariantError(f"block {block_id} is unused and cannot be shared")
+            counts[block_id] = count + 1
+        self.num_shared_refs += num_shared
+        if len(idle) != num_idle:
+            self.num_idle_changes += 1
+
     def drop(self, block_ids: Iterable[int]) -> None:
         """Remove one holder from each block; a block without holders is idle if it is cached, else unused."""
         counts, unused, cached = self.ref_counts, self._unused, self.cached
+        num_idle = len(self._idle)
         for block_id in block_ids:
             count = counts[block_id] - 1
             if count < 0:
@@ -77,6 +97,8 @@ class BlockPool:
                 self._idle[block_id] = None
             else:
                 unused.append(block_id)
+        if len(self._idle) != num_idle:
+            self.num_idle_changes += 1
 
     def cache(self, block_id: int, node: int) -> None:
         """Mark a held block as cached under a node."""
@@ -89,12 +111,14 @@ class BlockPool:
         node = self.cached.pop(block_id)
         if self.ref_counts[block_id] == 0:
             del self._idle[block_id]
+            self.num_idle_changes += 1
             self._unused.append(block_id)
         return node
 
     def evict(self) -> tuple[int, int]:
         """Make the least recently used idle block unused; returns the block and its node."""
         block_id, _ = self._idle.popitem(last=False)
+        self.num_idle_changes += 1
         self._unused.append(block_id)
         return block_id, self.cached.pop(block_id)
 

@@ -53,7 +53,8 @@ class BlockTiers:
     def drop(self, block_ids: Iterable[int]) -> None:
         """Remove a holder from each device block; keeps this plan's copy sources, cancels moves to freed blocks."""
         moves, counts = self.moves, self.device.ref_counts
-        if not moves.writes_device_blocks:
+        if not (moves.copies or moves.swap_ins):
+            # No move of this plan writes to a device block.
             self.device.drop(block_ids)
             return
         for block_id in block_ids:
@@ -113,8 +114,18 @@ class BlockTiers:
 
         Raises InvariantError if too few are free, or if this plan swaps one of them out.
         """
-        places = [self.cache.place(node) for node in nodes]
+        try:
+            places = self.cache.places(nodes)
+        except KeyError as exc:
+            raise InvariantError(f"node {exc} has left the prefix cache") from exc
         counts, swap_outs = self.device.ref_counts, self.moves.swap_outs
+        if min(places, default=0) >= 0:
+            # Nothing is on the host. There may be 8,192 blocks: no Python call for each.
+            num_idle = list(map(counts.__getitem__, places)).count(0)
+            if num_idle + num_new > self.device.num_free:
+                raise InvariantError(f"{len(nodes)} cached blocks cannot be used, {self.device.num_free} are free")
+            self.device.share_all(places)
+            return places + self.take(num_new)
         num_host = sum(place < 0 for place in places)
         num_idle = sum(place >= 0 and counts[place] == 0 for place in places)
         too_many = num_idle + num_host + num_new > self.device.num_free
@@ -139,13 +150,15 @@ class BlockTiers:
 
     def num_worth_using(self, places: list[int]) -> int:
         """Length of the prefix of `places` that saves the most time, given the cost of swapping in."""
-        rates = self._rates
-        if rates is None or not any(place < 0 for place in places):
+        costs = None if self._rates is None else self._rates.costs
+        if costs is None or min(places, default=0) >= 0:
             return len(places)
+        ns_per_token, ns_per_block = costs
+        size = self._block_size
         best = num_host = 0
         for index, place in enumerate(places, 1):
             num_host += place < 0
-            if not num_host or rates.swap_in_is_cheaper((index - best) * self._block_size, num_host):
+            if not num_host or num_host * ns_per_block < (index - best) * size * ns_per_token:
                 best, num_host = index, 0
         return best
 

@@ -9,7 +9,9 @@ never reused, in place of parent hashes.
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Iterable
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 from scheduler_svc.core.errors import InvariantError
@@ -18,6 +20,8 @@ Root = tuple[str, bytes, int]
 """Tenant, cache salt and adapter index: only chains with the same root share blocks."""
 Parent = int | Root
 """The predecessor of a block of tokens: another node, or a root."""
+_MAX_CHANGES = 16_384
+"""Maximum number of remembered changes; beyond it the older half is dropped."""
 
 
 @dataclass(slots=True)
@@ -65,14 +69,27 @@ def host_place(host_block_id: int) -> int:
     return ~host_block_id
 
 
+def pack_blocks(token_ids: Ids[int], first: int, last: int, size: int) -> list[bytes]:
+    """The contents of the blocks `first` to `last - 1` of a sequence: `size` token ids each, of 4 bytes."""
+    count, width = (last - first) * size, 4 * size
+    packed = struct.pack(f"{count}I", *token_ids[first * size : last * size])
+    return [packed[start : start + width] for start in range(0, 4 * count, width)]
+
+
 class PrefixCache:
-    """Nodes by parent and tokens, each with its place: a device block id, or a negative number for a host block."""
+    """Nodes by parent and tokens, each with its place: a device block id, or a negative number for a host block.
+
+    The tokens of a node are bytes, as `pack_blocks` returns them.
+    """
 
     def __init__(self) -> None:
-        self._nodes: dict[tuple[Parent, tuple[int, ...]], int] = {}
-        self._keys: dict[int, tuple[Parent, tuple[int, ...]]] = {}
+        self._nodes: dict[tuple[Parent, bytes], int] = {}
+        self._keys: dict[int, tuple[Parent, bytes]] = {}
         self._places: dict[int, int] = {}
         self._last_node = 0
+        self._changed: list[int] = []
+        """The nodes removed or moved last, the latest at the end."""
+        self._num_dropped_changes = 0
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -89,14 +106,36 @@ class PrefixCache:
         """The nodes with this id or a later one, the latest first."""
         return list(itertools.takewhile(lambda node: node >= first, reversed(self._keys)))
 
-    def find(self, parent: Parent, token_ids: tuple[int, ...]) -> int | None:
-        """The node of these tokens after that parent."""
-        return self._nodes.get((parent, token_ids))
+    @property
+    def num_changes(self) -> int:
+        """Number of nodes removed or moved so far."""
+        return self._num_dropped_changes + len(self._changed)
 
-    def add(self, parent: Parent, token_ids: tuple[int, ...], place: int) -> int:
+    def changed_since(self, num_changes: int) -> list[int] | None:
+        """The nodes removed or moved after the first `num_changes` changes; None if they are not known any more."""
+        first = num_changes - self._num_dropped_changes
+        return self._changed[first:] if first >= 0 else None
+
+    def find(self, parent: Parent, content: bytes) -> int | None:
+        """The node of these tokens after that parent."""
+        return self._nodes.get((parent, content))
+
+    def follow(self, parent: Parent, contents: Iterable[bytes]) -> list[int]:
+        """The nodes of these blocks, one after the other, after that parent, up to the first that is not cached."""
+        found: list[int] = []
+        get = self._nodes.get
+        for content in contents:
+            node = get((parent, content))
+            if node is None:
+                break
+            found.append(node)
+            parent = node
+        return found
+
+    def add(self, parent: Parent, content: bytes, place: int) -> int:
         """Add a new node; returns its id."""
         self._last_node = node = self._last_node + 1
-        key = parent, token_ids
+        key = parent, content
         self._nodes[key] = node
         self._keys[node] = key
         self._places[node] = place
@@ -109,9 +148,14 @@ class PrefixCache:
             raise InvariantError(f"node {node} has left the prefix cache")
         return place
 
+    def places(self, nodes: Iterable[int]) -> list[int]:
+        """The places of present nodes."""
+        return list(map(self._places.__getitem__, nodes))
+
     def put(self, node: int, place: int) -> None:
         """Record that the node's KV has moved."""
         self._places[node] = place
+        self._note_change(node)
 
     def parent_node(self, node: int) -> int | None:
         """The node's parent, which may itself be removed; None for a first node or a removed one."""
@@ -127,6 +171,14 @@ class PrefixCache:
         """Remove a node. Its descendants stay, unreachable, until their blocks are evicted too."""
         del self._nodes[self._keys.pop(node)]
         del self._places[node]
+        self._note_change(node)
+
+    def _note_change(self, node: int) -> None:
+        changed = self._changed
+        changed.append(node)
+        if len(changed) == _MAX_CHANGES:
+            self._num_dropped_changes += _MAX_CHANGES // 2
+            del changed[: _MAX_CHANGES // 2]
 
     def check_integrity(self, places: Iterable[tuple[int, int]]) -> None:
         """Check that these (node, place) pairs are exactly what is cached; raises InvariantError."""

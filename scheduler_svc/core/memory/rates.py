@@ -81,6 +81,12 @@ class MeasuredRates:
         num_blocks, ns = self._moves.point
         return ns / num_blocks
 
+    @property
+    def costs(self) -> tuple[float, float] | None:
+        """`ns_per_token` and `ns_per_block`; None before both are measured."""
+        ns_per_token, ns_per_block = self.ns_per_token, self.ns_per_block
+        return None if ns_per_token is None or ns_per_block is None else (ns_per_token, ns_per_block)
+
     def swap_is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
         """Whether moving blocks out and back takes less time than recomputing the tokens."""
         return self._cheaper(num_tokens, 2 * num_blocks)
@@ -95,9 +101,10 @@ class MeasuredRates:
         return self._line
 
     def _cheaper(self, num_tokens: int, num_moves: int) -> bool:
-        ns_per_token, ns_per_block = self.ns_per_token, self.ns_per_block
-        if ns_per_token is None or ns_per_block is None:
+        costs = self.costs
+        if costs is None:
             return True
+        ns_per_token, ns_per_block = costs
         return num_moves * ns_per_block < num_tokens * ns_per_token
 
 

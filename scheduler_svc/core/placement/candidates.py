@@ -67,11 +67,14 @@ def check_fits_one(
     spec: RequestSpec, executors: Iterable[ExecutorSpec], count: int, *, has_output: bool = False
 ) -> None:
     """Raise RequestRejectedError if no single executor can run the request; the message is that of the nearest one."""
-    found = max(
-        (misfit(spec, executor, count, has_output=has_output) for executor in executors), key=lambda each: each[0]
-    )
-    if found[0] < len(_CHECKS):
-        raise RequestRejectedError(found[1], found[2])
+    reasons = []
+    for executor in executors:
+        reason = misfit(spec, executor, count, has_output=has_output)
+        if reason[0] == len(_CHECKS):
+            return
+        reasons.append(reason)
+    _, field, message = max(reasons, key=lambda each: each[0])
+    raise RequestRejectedError(field, message)
 
 
 def count_field(spec: RequestSpec) -> str:

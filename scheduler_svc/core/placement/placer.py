@@ -10,7 +10,6 @@ is expected to serve it sooner.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from itertools import islice
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
@@ -23,8 +22,8 @@ from scheduler_svc.core.types import SequenceState
 
 MAX_PASS_OVER_S = 1.0
 """For how long after its arrival a lane with room for the head of the queue may pass it over."""
-_MAX_PLACED = 16
-"""Most groups that are placed at once: each looks up the prefix caches of all lanes."""
+_MAX_LOOKED_UP = 65_536
+"""Tokens, times lanes, whose lookup ends the placements of one plan: the rest are placed by the next plans."""
 
 
 class Placer:
@@ -114,8 +113,11 @@ class Placer:
 
     def place(self, now: float) -> None:
         """Place the next groups that are not placed yet."""
-        for group in list(islice(self._unplaced, _MAX_PLACED)):
+        num_looked_up = 0
+        while self._unplaced and num_looked_up < _MAX_LOOKED_UP:
+            group = next(iter(self._unplaced))
             del self._unplaced[group]
+            num_looked_up += len(self._lanes) * max(1, _num_tokens(group))
             found = self._choice(group, now)
             if found is None:
                 self._stranded[group] = None
@@ -240,7 +242,7 @@ class Placer:
         found = hits.get(lane.executor_id)
         if found is None:
             first = next((each for each in group.waiting_sequences if each.state is SequenceState.WAITING), None)
-            found = 0 if first is None else lane.blocks.find_cached_prefix(first).num_tokens
+            found = 0 if first is None else lane.blocks.num_cached_tokens(first)
             hits[lane.executor_id] = found
         return found
 

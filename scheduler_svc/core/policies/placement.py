@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 
-MAX_EXCESS = 8
+MAX_EXCESS = 32
 """Sequences that a lane may have more than the least busy one, and still get a group for its cached prefix …"""
 MAX_EXCESS_SHARE = 0.5
 """… or this share of the least busy lane's sequences, if that is more."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Protocol
 
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
@@ -22,7 +23,18 @@ _NATURAL_FINISHES = frozenset(
     {FinishDetail.EOS, FinishDetail.STOP_TOKEN, FinishDetail.STOP_STRING, FinishDetail.MAX_TOKENS}
 )
 _MAX_TENANTS = 10_000
-"""Maximum number of counters kept; beyond it, counters without effect are dropped."""
+"""Minimum number of counters above which those without effect are dropped."""
+_tenant = attrgetter("group.spec.tenant")
+
+
+class WaitingSubqueues(Container[str], Protocol):
+    """The names of the subqueues with waiting groups."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    @property
+    def first(self) -> str | None:
+        """The one that goes first; its rank is the smallest."""
 
 
 class OrderPolicy(Protocol):
@@ -35,7 +47,7 @@ class OrderPolicy(Protocol):
         """The name of a group's subqueue."""
 
     def rank(self, subqueue: str) -> float:
-        """The current rank of a subqueue: the smallest goes first."""
+        """The current rank of a subqueue: the smallest goes first. It never falls while the subqueue has groups."""
 
     def key(self, group: SequenceGroup) -> OrderKey:
         """A group's sort key in its subqueue: the smallest goes first. Keys are unique."""
@@ -43,7 +55,7 @@ class OrderPolicy(Protocol):
     def level(self, group: SequenceGroup) -> int:
         """A group's preemption level: a group may preempt groups of a larger level, never of its own."""
 
-    def on_arrival(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
+    def on_arrival(self, group: SequenceGroup, waiting_subqueues: WaitingSubqueues) -> None:
         """A group is about to be queued; `waiting_subqueues` are the current ones."""
 
     def on_admission(self, group: SequenceGroup) -> None:
@@ -77,7 +89,7 @@ class FcfsOrder:
         """One level: no group preempts another."""
         return 0
 
-    def on_arrival(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
+    def on_arrival(self, group: SequenceGroup, waiting_subqueues: WaitingSubqueues) -> None:
         """Not used."""
 
     def on_admission(self, group: SequenceGroup) -> None:
@@ -115,7 +127,7 @@ class ShortestFirstOrder(FcfsOrder):
         """The output length predicted at arrival, then the arrival number."""
         return (self._expected[group], group.arrival_number)
 
-    def on_arrival(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
+    def on_arrival(self, group: SequenceGroup, waiting_subqueues: WaitingSubqueues) -> None:
         """Predict the output length, once, so that the key never changes."""
         if group in self._expected:
             return
@@ -142,6 +154,8 @@ class FairOrder(FcfsOrder):
         self._weights = dict(weights or {})
         self._served: dict[str, float] = {}
         self._last_subqueue = ""
+        self._max_counters = _MAX_TENANTS
+        """Number of counters beyond which those without effect are dropped, so that it is done rarely."""
 
     def subqueue(self, group: SequenceGroup) -> str:
         """One subqueue per tenant."""
@@ -151,14 +165,19 @@ class FairOrder(FcfsOrder):
         """The tenant's served cost divided by its weight."""
         return self._served.get(subqueue, 0.0)
 
-    def on_arrival(self, group: SequenceGroup, waiting_subqueues: Iterable[str]) -> None:
+    def on_arrival(self, group: SequenceGroup, waiting_subqueues: WaitingSubqueues) -> None:
         """Lift the counter of a tenant without waiting groups."""
-        tenant, others = group.spec.tenant, list(waiting_subqueues)
-        if tenant not in others:
-            least = min(map(self.rank, others), default=self.rank(self._last_subqueue))
-            if len(self._served) > _MAX_TENANTS:  # a lower counter is lifted on return anyway
-                self._served = {name: cost for name, cost in self._served.items() if cost > least or name in others}
-            self._served[tenant] = max(self.rank(tenant), least)
+        tenant = group.spec.tenant
+        if tenant in waiting_subqueues:
+            return
+        first = waiting_subqueues.first
+        least = self.rank(self._last_subqueue if first is None else first)
+        if len(self._served) > self._max_counters:
+            waiting = set(waiting_subqueues)
+            # A lower counter is lifted on return anyway.
+            self._served = {name: cost for name, cost in self._served.items() if cost > least or name in waiting}
+            self._max_counters = max(_MAX_TENANTS, 2 * len(self._served))
+        self._served[tenant] = max(self.rank(tenant), least)
 
     def on_admission(self, group: SequenceGroup) -> None:
         """Charge the prompt's tokens."""
@@ -167,7 +186,7 @@ class FairOrder(FcfsOrder):
 
     def on_tokens(self, sequences: Iterable[Sequence]) -> None:
         """Charge each tenant's output tokens."""
-        for tenant, count in Counter(sequence.group.spec.tenant for sequence in sequences).items():
+        for tenant, count in Counter(map(_tenant, sequences)).items():
             self._charge(tenant, OUTPUT_TOKEN_COST * count)
 
     def _charge(self, tenant: str, cost: float) -> None:

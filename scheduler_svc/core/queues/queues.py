@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.queues.orders import FcfsOrder, OrderKey, OrderPolicy
+from scheduler_svc.core.queues.subqueues import Subqueues
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 
 _arrival_number = attrgetter("arrival_number")
@@ -20,7 +21,7 @@ class WaitingQueue:
     def __init__(self, policy: OrderPolicy, max_wait_s: float | None = None) -> None:
         self._policy = policy
         self.max_wait_s = max_wait_s
-        self._subqueues: dict[str, list[SequenceGroup]] = {}
+        self._subqueues = Subqueues(policy)
         self._by_arrival: list[SequenceGroup] = []
 
     def __len__(self) -> int:
@@ -51,31 +52,28 @@ class WaitingQueue:
         oldest = self.oldest
         if oldest is None or self.is_overdue(oldest, now):
             return oldest
-        return self._subqueues[min(self._subqueues, key=self._subqueue_key)][0]
+        return self._subqueues.head
 
     def add(self, group: SequenceGroup, *, again: bool = False) -> None:
         """Insert a group at its place; `again`: it ran before."""
         if not again:
             self._policy.on_arrival(group, self._subqueues)
-        insort(self._subqueues.setdefault(self._policy.subqueue(group), []), group, key=self._policy.key)
-        insort(self._by_arrival, group, key=_arrival_number)
+        self._subqueues.add(group)
+        by_arrival = self._by_arrival
+        if not by_arrival or by_arrival[-1].arrival_number < group.arrival_number:
+            by_arrival.append(group)
+        else:
+            insort(by_arrival, group, key=_arrival_number)
         group.queued = True
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove a group; raises InvariantError if it is not queued."""
-        name = self._policy.subqueue(group)
-        subqueue = self._subqueues.get(name, [])
-        index = bisect_left(subqueue, self._policy.key(group), key=self._policy.key)
-        if index == len(subqueue) or subqueue[index] is not group:
+        if not self._subqueues.remove(group):
             raise InvariantError(f"request {group.spec.request_id} is not in the waiting queue")
-        del subqueue[index]
-        if not subqueue:
-            del self._subqueues[name]
-        del self._by_arrival[bisect_left(self._by_arrival, group.arrival_number, key=_arrival_number)]
+        by_arrival = self._by_arrival
+        is_oldest = by_arrival[0] is group
+        del by_arrival[0 if is_oldest else bisect_left(by_arrival, group.arrival_number, key=_arrival_number)]
         group.queued = False
-
-    def _subqueue_key(self, subqueue: str) -> tuple[float, OrderKey]:
-        return self._policy.rank(subqueue), self._policy.key(self._subqueues[subqueue][0])
 
 
 class RunningQueue:
@@ -84,6 +82,8 @@ class RunningQueue:
     def __init__(self, policy: OrderPolicy) -> None:
         self._policy = policy
         self.sequences: list[Sequence] = []
+        self.shared_groups: dict[SequenceGroup, int] = {}
+        """Groups of several sequences, each with the number of those that are here."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -104,9 +104,16 @@ class RunningQueue:
         return (1.0, self._policy.rank(self._policy.subqueue(group)), *sequence.order_key)
 
     def add(self, sequence: Sequence) -> None:
-        """Insert a sequence; its key is fixed from now on."""
-        sequence.order_key = self._key(sequence)
-        insort(self.sequences, sequence, key=_order_key)
+        """Insert a sequence; its key is that of its group, which never changes, and its index."""
+        group, sequences = sequence.group, self.sequences
+        key = sequence.order_key or (*self._policy.key(group), sequence.sample_index)
+        sequence.order_key = key
+        if not sequences or sequences[-1].order_key < key:
+            sequences.append(sequence)
+        else:
+            insort(sequences, sequence, key=_order_key)
+        if len(group.sequences) > 1:
+            self.shared_groups[group] = self.shared_groups.get(group, 0) + 1
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence; raises InvariantError if it is not here."""
@@ -115,11 +122,19 @@ class RunningQueue:
 
     def discard(self, sequence: Sequence) -> bool:
         """Remove a sequence if it is here; returns whether it was."""
-        index = bisect_left(self.sequences, sequence.order_key, key=_order_key)
-        if index == len(self.sequences) or self.sequences[index] is not sequence:
+        sequences = self.sequences
+        if sequences and sequences[0] is sequence:
+            index = 0
+        else:
+            index = bisect_left(sequences, sequence.order_key, key=_order_key)
+        if index == len(sequences) or sequences[index] is not sequence:
             return False
-        del self.sequences[index]
+        del sequences[index]
+        if sequence.group in self.shared_groups:
+            self._count_out(sequence.group)
         return True
 
-    def _key(self, sequence: Sequence) -> OrderKey:
-        return (*self._policy.key(sequence.group), sequence.sample_index)
+    def _count_out(self, group: SequenceGroup) -> None:
+        self.shared_groups[group] -= 1
+        if not self.shared_groups[group]:
+            del self.shared_groups[group]

@@ -25,6 +25,8 @@ class DecodeBatch:
         self.slots: list[int] = []
         """Slots of the members, ascending."""
         self._block_size = block_size
+        self._offset_sum = 0
+        """Sum of the members' differences between num_steps and their computed tokens, which stay as they are."""
         self._block_calendar: _Calendar = defaultdict(dict)
         self._last_token_calendar: _Calendar = defaultdict(dict)
 
@@ -33,19 +35,45 @@ class DecodeBatch:
 
     def join(self, sequence: Sequence) -> None:
         """Add a running sequence with exactly one token without KV, not its last; it decodes from the next step."""
-        if sequence.num_uncomputed_tokens != 1 or sequence.fully_planned:
+        num_computed, num_planned = sequence.num_computed_tokens, sequence.num_planned_tokens
+        if num_planned != num_computed + 1 or num_planned >= sequence.max_len:
             raise InvariantError(f"sequence {sequence.sequence_id} is not ready to decode")
+        num_steps = self.num_steps
         insort(self.slots, held_slot(sequence))
         sequence.attach_step_counter(self)
-        self._block_calendar[self._needs_block_at(sequence)][sequence] = None
-        self._last_token_calendar[self._last_token_at(sequence)][sequence] = None
+        self._offset_sum += num_steps - num_computed
+        self._block_calendar[num_steps + len(sequence.block_ids) * self._block_size - num_computed][sequence] = None
+        self._last_token_calendar[num_steps + sequence.max_len - num_planned][sequence] = None
 
     def leave(self, sequence: Sequence) -> None:
         """Remove a member; it keeps its counts."""
-        _unschedule(self._block_calendar, self._needs_block_at(sequence), sequence)
-        _unschedule(self._last_token_calendar, self._last_token_at(sequence), sequence)
+        num_computed, num_steps = sequence.num_computed_tokens, self.num_steps
+        _unschedule(
+            self._block_calendar, num_steps + len(sequence.block_ids) * self._block_size - num_computed, sequence
+        )
+        _unschedule(self._last_token_calendar, num_steps + sequence.max_len - num_computed - 1, sequence)
+        self._offset_sum -= num_steps - num_computed
         del self.slots[bisect_left(self.slots, held_slot(sequence))]
         sequence.detach_step_counter()
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """The members' computed tokens in all."""
+        return len(self.slots) * self.num_steps - self._offset_sum
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Number of blocks that the members hold beyond those of their tokens."""
+        size, num_blocks = self._block_size, 0
+        for step_number, members in self._block_calendar.items():
+            num_left = step_number - self.num_steps
+            if num_left < size:
+                continue
+            num_blocks += num_left // size * len(members)
+            if num_left % size == 0:
+                # A confirmed token without KV counts as well, and needs one of these blocks.
+                num_blocks -= sum(sequence.num_pending == 0 for sequence in members)
+        return num_blocks
 
     @property
     def needing_blocks(self) -> list[Sequence]:
@@ -77,6 +105,8 @@ class DecodeBatch:
         for calendar in (self._block_calendar, self._last_token_calendar):
             if sum(map(len, calendar.values())) != len(sequences):
                 raise InvariantError("a calendar holds a sequence that is not a member")
+        if self.num_computed_tokens != sum(sequence.num_computed_tokens for sequence in sequences):
+            raise InvariantError("the computed tokens of the decode batch are miscounted")
 
     def _needs_block_at(self, sequence: Sequence) -> int:
         """The value of num_steps at which its blocks are full."""

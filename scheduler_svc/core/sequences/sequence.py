@@ -28,6 +28,7 @@ _TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.SWAPPED: frozenset({SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.FINISHED: frozenset(),
 }
+_EOS = Finish(FinishDetail.EOS)
 _ADMISSIBLE = (SequenceState.WAITING, SequenceState.SWAPPED)
 _BOUND = (SequenceState.RUNNING, SequenceState.SWAPPED)
 
@@ -52,6 +53,7 @@ class Sequence:
         "finish",
         "group",
         "host_block_ids",
+        "is_beam",
         "kv_source",
         "last_slot",
         "length_detail",
@@ -75,6 +77,8 @@ class Sequence:
         self.sequence_id = sequence_id
         self.group = group
         self.sample_index = sample_index
+        self.is_beam = spec.beams is not None
+        """Whether it belongs to a beam search, which chooses its tokens."""
         self.order_key: tuple[float, ...] = ()
         """Sort key in the running queue."""
         self.state = SequenceState.WAITING
@@ -127,12 +131,15 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """Number of tokens that plans in flight will sample."""
-        return self.num_planned_tokens - len(self.token_ids)
+        counter, num_known = self._step_counter, len(self.token_ids)
+        if counter is None:
+            return self._num_planned - num_known
+        return counter.num_steps - self._step_offset + 1 - num_known
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Number of tokens whose KV no plan computes yet; 1 while it decodes."""
-        return self.num_planned_tokens - self.num_computed_tokens
+        return self._num_planned - self._num_computed if self._step_counter is None else 1
 
     @property
     def fully_planned(self) -> bool:
@@ -145,11 +152,6 @@ class Sequence:
         return self._step_counter is not None
 
     @property
-    def is_beam(self) -> bool:
-        """Whether it belongs to a beam search, which chooses its tokens."""
-        return self.group.beam_search is not None
-
-    @property
     def awaits_fork(self) -> bool:
         """Whether it waits for its group's first sequence to compute the shared prompt."""
         return self.sample_index > 0 and not self.group.forked
@@ -157,11 +159,15 @@ class Sequence:
     @property
     def is_spare_beam(self) -> bool:
         """Whether it is a beam sequence without a current beam: it keeps a slot for a later one."""
-        return self.is_beam and self.group.forked and self not in self.group.beams
+        group = self.group
+        return group.beam_search is not None and group.forked and self not in group.beams
 
     @property
     def may_compute(self) -> bool:
         """Whether it may compute tokens: the KV of all tokens before them is there."""
+        group = self.group
+        if group.forked and group.beam_search is None:
+            return self.kv_source is None
         return self.kv_source is None and not (self.awaits_fork or self.is_spare_beam)
 
     def schedule(self, num_tokens: int) -> bool:
@@ -206,8 +212,10 @@ class Sequence:
 
     def detach_step_counter(self) -> None:
         """Stop following the counter and keep the counts."""
-        self._num_computed, self._num_planned = self.num_computed_tokens, self.num_planned_tokens
-        self._step_counter = None
+        if self._step_counter is not None:
+            self._num_computed = num_computed = self._step_counter.num_steps - self._step_offset
+            self._num_planned = num_computed + 1
+            self._step_counter = None
 
     def forget_executor_state(self) -> None:
         """Reset after the loss of the executor: slot, blocks and pending tokens are gone."""
@@ -250,8 +258,9 @@ class Sequence:
     @property
     def needs_prompt_logprobs(self) -> bool:
         """Whether it is its group's first sequence and some requested prompt logprobs are still unknown."""
-        wanted = self.sample_index == 0 and self.group.spec.sampling.num_prompt_logprobs is not None
-        return wanted and self.prompt_logprobs_end < self.num_prompt_tokens
+        if self.group.spec.sampling.num_prompt_logprobs is None:
+            return False
+        return self.sample_index == 0 and self.prompt_logprobs_end < self.num_prompt_tokens
 
     def admitted_sampling(self) -> Sampling:
         """The sampling parameters for the executor at admission; known prompt logprobs are not requested again."""
@@ -287,7 +296,7 @@ class Sequence:
         if token_id not in self.group.stop_ids or self.num_output_tokens < spec.sampling.min_tokens:
             return None
         if token_id in spec.eos_token_ids:
-            return Finish(FinishDetail.EOS)
+            return _EOS
         return Finish(FinishDetail.STOP_TOKEN, stop_token_id=token_id)
 
 
@@ -380,6 +389,8 @@ class SequenceGroup:
     @property
     def finished(self) -> bool:
         """Whether all of its sequences have finished."""
+        if len(self.sequences) == 1:
+            return self.sequences[0].state is SequenceState.FINISHED
         return all(sequence.state is SequenceState.FINISHED for sequence in self.sequences)
 
     def release_sequences(self) -> None:
@@ -409,7 +420,7 @@ class SequenceGroup:
     @property
     def has_all_results(self) -> bool:
         """Whether no plan in flight still returns tokens or candidates for its waiting sequences."""
-        return not self.num_pending_candidates and not any(sequence.num_pending for sequence in self.waiting_sequences)
+        return not (self.num_pending_candidates or [each for each in self.waiting_sequences if each.num_pending])
 
     @property
     def can_admit_partially(self) -> bool:
@@ -424,4 +435,6 @@ class SequenceGroup:
     @property
     def swapped(self) -> bool:
         """Whether one of its sequences is swapped out."""
+        if len(self.sequences) == 1:
+            return self.sequences[0].state is SequenceState.SWAPPED
         return any(sequence.state is SequenceState.SWAPPED for sequence in self.sequences)

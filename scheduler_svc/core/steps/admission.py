@@ -15,6 +15,7 @@ from scheduler_svc.core.steps.allocation import Allocation, allocations_of, have
 from scheduler_svc.core.steps.beam_scheduling import finish_early
 from scheduler_svc.core.steps.budget import StepBudget
 from scheduler_svc.core.steps.chunks import plan_chunk
+from scheduler_svc.core.steps.plain_admission import admit_plain
 from scheduler_svc.core.types import Finish, FinishDetail, SequenceState
 
 
@@ -26,17 +27,24 @@ def admit(
     memory_is_full, num_joined = False, 0
     passed: set[SequenceGroup] = set()
     while num_joined < num_admissible and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:
-        alone = not len(lane.running)
+        alone = not lane.running.sequences
         memory_is_full = not lane.blocks.can_take(1, alone=alone)
         if memory_is_full or (group := next(requests.placer.heads(lane, step.planned_at, passed), None)) is None:
             break
-        is_free = requests.is_free_for(group, lane) and not any(each.group is group for each in step.swapped_out)
+        is_free = requests.is_free_for(group, lane) and not (
+            step.swapped_out and any(each.group is group for each in step.swapped_out)
+        )
         if not requests.placer.is_own(group, lane):
             if not is_free or not _take_over(requests, lane, group, num_free_slots):
                 passed.add(group)
                 continue
         elif not is_free:
             break
+        planned = admit_plain(requests, lane, step, budget, group, alone=alone)
+        if planned is not None:
+            num_joined += 1
+            fully_planned += planned
+            continue
         if _finish_oversized(requests, lane, group):
             continue
         allocations = allocations_of(requests, lane, group)
@@ -63,7 +71,7 @@ def admit(
 
 
 def _num_free_slots(lane: Lane) -> int:
-    return min(lane.spec.max_num_seqs - len(lane.running), lane.slots.num_free)
+    return min(lane.spec.max_num_seqs - len(lane.running.sequences), lane.slots.num_free)
 
 
 def _finish_oversized(requests: RequestTable, lane: Lane, group: SequenceGroup) -> bool:

@@ -8,7 +8,7 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.steps.budget import StepBudget
-from scheduler_svc.core.types import AdmittedSequence
+from scheduler_svc.core.types import AdmittedSequence, PrefixSource
 
 
 def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequence) -> list[Sequence]:
@@ -19,7 +19,7 @@ def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequ
     if sequence.suspected is not None and not step.is_trial:
         num_tokens = min(num_tokens, max(0, sequence.suspected.start - sequence.num_computed_tokens))
     if siblings and num_tokens == sequence.num_uncomputed_tokens:
-        values = (len(sequence.token_ids) + group.spec.sampling.num_values) * len(siblings)
+        values = group.spec.sampling.num_values * len(siblings)  # The prompt is the source's.
         if budget.num_sequences <= len(siblings) or not budget.take_values(values):
             num_tokens -= 1  # The fork does not fit the budget of this step.
     if num_tokens == 0 or not _describe_once(lane, step, budget, sequence):
@@ -100,7 +100,8 @@ def _fork(lane: Lane, step: PlannedStep, source: Sequence, siblings: list[Sequen
     for sibling in siblings:
         sibling.fork(source)
         known = sibling.block_ids[:num_full] if num_computed % size else sibling.block_ids
-        _describe(step, sibling, known, min(num_full * size, num_computed - 1))
+        prefix = _prefix_source(lane, step, sibling, known)
+        _describe(step, sibling, known, min(num_full * size, num_computed - 1), prefix)
         slot = held_slot(sibling)
         step.plan.fork_source_slots.append(held_slot(source))
         step.plan.fork_slots.append(slot)
@@ -118,24 +119,48 @@ def _describe_once(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: 
     """Add a sequence's description to the plan unless the executor has it; False if the plan has no budget for it."""
     if sequence.described:
         return True
-    if not budget.take_values(len(sequence.token_ids) + sequence.group.spec.sampling.num_values):
+    source = _prefix_source(lane, step, sequence, sequence.block_ids)
+    num_sent = len(sequence.token_ids) + len(sequence.block_ids)
+    if source is not None:
+        num_sent -= source.num_tokens + source.num_blocks
+    if not budget.take_values(num_sent + sequence.group.spec.sampling.num_values):
         return False
-    _describe(step, sequence, sequence.block_ids, sequence.num_computed_tokens)
+    _describe(step, sequence, sequence.block_ids, sequence.num_computed_tokens, source)
     return True
 
 
-def _describe(step: PlannedStep, sequence: Sequence, block_ids: list[int], num_computed_tokens: int) -> None:
+def _prefix_source(lane: Lane, step: PlannedStep, sequence: Sequence, block_ids: list[int]) -> PrefixSource | None:
+    """A described sequence of the same group: the executor takes the prompt, and shared blocks, from its slot."""
+    source = next((each for each in sequence.group.sequences if each.described and each is not sequence), None)
+    if source is None:
+        return None
+    slot, num_tokens = held_slot(source), source.num_prompt_tokens
+    # Blocks that this plan appends come after its admissions.
+    num_blocks = min(num_tokens // lane.spec.block_size, len(source.block_ids) - step.plan.append_slots.count(slot))
+    if block_ids[:num_blocks] != source.block_ids[:num_blocks]:
+        num_blocks = 0
+    return PrefixSource(slot, num_tokens, num_blocks)
+
+
+def _describe(
+    step: PlannedStep,
+    sequence: Sequence,
+    block_ids: list[int],
+    num_computed_tokens: int,
+    source: PrefixSource | None,
+) -> None:
     sequence.described = True
     step.described.append(sequence)
     step.plan.admitted.append(
         AdmittedSequence(
             slot=held_slot(sequence),
-            token_ids=tuple(sequence.token_ids),
+            token_ids=tuple(sequence.token_ids[source.num_tokens :] if source else sequence.token_ids),
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_computed_tokens=num_computed_tokens,
             block_ids=tuple(block_ids),
             sampling=sequence.admitted_sampling(),
             sample_index=sequence.sample_index,
             held=_is_held(sequence),
+            source=source,
         )
     )

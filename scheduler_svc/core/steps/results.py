@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Collection
+from itertools import compress
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
@@ -53,13 +54,14 @@ def _check_errors(step: PlannedStep, result: StepResult) -> None:
 
 def _check_samples(lane: Lane, expected: list[int], slots: list[int], result: StepResult) -> None:
     """Check a result in which some scheduled slots sampled no token: only finished sequences may lack one."""
-    counts = result.num_tokens or [1] * len(slots)
+    counts = result.num_tokens
     reported, sampling = set(slots), set(expected)
     if len(reported) != len(slots) or not reported <= sampling:
         raise InvariantError(f"step {result.step_id}: tokens of slots {slots}, not of {expected}")
-    if len(counts) != len(slots) or sum(counts) != len(result.token_ids) or any(n > 1 for n in counts):
+    num_sampled = sum(counts) if counts else len(slots)
+    if len(counts) not in (0, len(slots)) or num_sampled != len(result.token_ids) or max(counts, default=0) > 1:
         raise InvariantError(f"step {result.step_id}: token counts do not add up")
-    with_token = {slot for slot, count in zip(slots, counts, strict=True) if count}
+    with_token = set(compress(slots, counts)) if counts else reported
     for slot in sampling - with_token - set(result.error_slots) - result.candidates.keys():
         if _sequence_at(lane, slot).state is not SequenceState.FINISHED:
             raise InvariantError(f"step {result.step_id}: slot {slot} sampled nothing although it has not finished")
@@ -149,8 +151,11 @@ def _finish_stopped(requests: RequestTable, lane: Lane, sequences: list[Sequence
     stop_ids = lane.stop_ids
     if stop_ids.isdisjoint(token_ids):
         return
-    for sequence, token_id in zip(sequences, token_ids, strict=True):
-        if token_id in stop_ids and (finish := sequence.check_stop(token_id)) is not None:
+    # Found before the first of them finishes: stop ids that no other sequence has leave `stop_ids` with it.
+    for sequence, token_id in list(
+        compress(zip(sequences, token_ids, strict=True), map(stop_ids.__contains__, token_ids))
+    ):
+        if (finish := sequence.check_stop(token_id)) is not None:
             requests.finish(sequence, finish)
 
 

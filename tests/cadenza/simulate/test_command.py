@@ -62,6 +62,16 @@ def test_a_result_like_that_of_a_load_test(
     assert (tmp_path / "csv" / "requests.csv").exists()
 
 
+def test_the_placement_policy_is_in_the_result_and_is_repeated(costs: str, tmp_path: Path) -> None:
+    first, again, other = (str(tmp_path / name) for name in ("first.json", "again.json", "other.json"))
+    load = [*SMALL, "--request-rate", "100", "--executors", "2"]
+    assert run(["simulate", "--executor", costs, *load, "--placement", "sglang", "--output", first]) == 0
+    assert run(["simulate", "--rerun", first, "--output", again]) == 0
+    assert run(["simulate", "--rerun", first, "--placement", "round-robin", "--output", other]) == 0
+    assert [read(path).server["placement"] for path in (first, again, other)] == ["sglang", "sglang", "round-robin"]
+    assert run(["simulate", "--executor", costs, *load, "--placement", "best"]) == 2
+
+
 def test_the_environment_counts_as_for_the_services(
     costs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,18 +243,53 @@ def test_several_executors_lose_nothing() -> None:
     made._core.check_integrity()
 
 
-def test_xx() -> None:
-    two = [profile(COSTS, **TIGHT)] * 2
-    with pytest.raises(LoadTestError, match="--preemption swap"):
-        simulation([], two, config=options(preemption="swap"))
-    with pytest.raises(LoadTestError, match="same block_size"):
-        simulation([], [profile(block_size=8), profile(block_size=16)])
-    with pytest.raises(LoadTestError, match="may grow to 96 tokens"):
-        simulate([(0.0, shape(0, 50, 50))], [profile(COSTS, **{**TIGHT, "num_blocks": 20})] * 2)
-    with pytest.raises(LoadTestError, match="several samples or beams and was preempted"):
-        simulate([(0.0, shape(i, 20, 20, n=3)) for i in range(6)], two)
+@pytest.mark.slow
+@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
+def test_several_executors_of_different_sizes_lose_nothing(preemption: str) -> None:
+    """Block sizes differ, samples and beams are preempted, and the small pool cannot hold every request to its end."""
+    schedule = random_schedule(4, 200, rate=300.0, longest=40)
+    sizes = ({"block_size": 4, "num_blocks": 14}, {"block_size": 8, "num_blocks": 16}, {"block_size": 4})
+    fleet = [
+        profile({**COSTS, "moved_block_us": 30.0}, OVERHEADS, num_host_blocks=16, **{**TIGHT, **each}) for each in sizes
+    ]
+    made = simulation(schedule, fleet, config=options(preemption=preemption), keep_gaps=True, prompts=Prompts(4))
+    outcome = made.run()
+    assert set(outcome.requests.error) <= {"", "INVALID_ARGUMENT", "SKIPPED"}
+    assert outcome.num_preemptions > 0
+    assert outcome.requests.num_preemptions.sum() == outcome.num_preemptions
+    check_rows(outcome.requests, schedule)
+    made._core.check_integrity()
+    assert not made._core.groups
+    assert [lane.counts.last_step_id for lane in made._core.lanes.values()] == [
+        lane.num_applied for lane in made._lanes
+    ]
+
+
+def test_a_request_that_outgrows_its_pool_goes_on_in_a_larger_one_that_was_idle() -> None:
+    small = profile(COSTS, **{**TIGHT, "num_blocks": 5}, name="small")
+    outcome = simulate([(0.0, shape(0, 8, 40))], [small, profile(COSTS, **TIGHT)], placement="round-robin")
+    (row,) = table(outcome.requests)
+    assert row["num_output_tokens"] == 40
+    assert row["num_preemptions"] == 1
+    assert set(outcome.steps.executor.tolist()) == {0, 1}
+
+
+def test_an_idle_executor_takes_over_what_waits_for_another() -> None:
+    """Both have one slot. The second request waits for the executor that seems free sooner, but is not."""
+    one_slot = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
+    schedule = [(0.0, shape(0, 8, 400)), (0.0, shape(1, 8, 20)), (0.001, shape(2, 8, 20)), (0.002, shape(3, 8, 20))]
+    fleet = [profile({"step_us": 1000.0}, **one_slot)] * 2
+    taken = simulate(schedule, fleet).requests
+    stays = simulate(schedule, fleet, placement="round-robin").requests
+    assert taken.last_s[1:].max() < 0.08  # one after the other on one executor, 20 steps each
+    assert stays.last_s[2] > 0.4  # behind the long one
+
+
+def test_options_that_do_not_fit_an_executor_are_refused() -> None:
     with pytest.raises(LoadTestError, match="executor toy: max_num_batched_tokens"):
         simulation([], profile(max_num_seqs=8), config=options(max_num_batched_tokens=4))
+    with pytest.raises(LoadTestError, match="at least one is needed"):
+        simulation([], [])
 
 
 def test_a_prompt_whose_last_token_is_left_over_has_a_first_token_too() -> None:

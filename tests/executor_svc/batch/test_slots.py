@@ -9,7 +9,7 @@ import pytest
 
 from executor_svc.batch.ragged import SlotLists
 from executor_svc.batch.slots import Slots
-from executor_svc.plan.plan import BlockMoves, InvalidPlan, SlotColumns, StepPlan
+from executor_svc.plan.plan import BlockMoves, InvalidPlan, PrefixSource, SlotColumns, StepPlan
 from executor_svc.plan.sampling import SequenceSampling
 from tests.helpers.fake_executor import LIMITS
 from tests.helpers.plans import columns, ints, plan, run, scheduled, sequence
@@ -198,6 +198,49 @@ def test_forks_count_among_the_rows_of_a_step() -> None:
     step = plan(admitted=twins, scheduled=scheduled((0, 1, True)), forks=columns(*((slot, 0) for slot in range(1, 9))))
     with pytest.raises(InvalidPlan, match="forks: 9 slots would sample: over max_num_seqs 8"):
         run(slots, step, [])
+
+
+def with_source(slot: int, *source: int, tokens: tuple[int, ...] = (), blocks: tuple[int, ...] = ()) -> StepPlan:
+    """A plan that admits a sequence of two prompt tokens with a source: slot, number of tokens, number of blocks."""
+    return plan(admitted=(sequence(slot, list(tokens), list(blocks), prompt=2, source=PrefixSource(*source)),))
+
+
+def test_a_sequence_takes_its_first_tokens_and_blocks_from_its_source() -> None:
+    slots = Slots(LIMITS)
+    slots.apply(plan(admitted=(sequence(1, [5, 6, 9], [3, 2], 0, prompt=2),)))
+    complete = slots.apply(with_source(4, 1, 2, 1, tokens=(8,), blocks=(7,)))
+    (whole,) = complete.admitted
+    assert (whole.token_ids.tolist(), whole.block_ids.tolist(), whole.source) == ([5, 6, 8], [3, 7], None)
+    assert slots.token_ids[4, :3].tolist() == [5, 6, 8]
+    assert slots.block_tables[4, :2].tolist() == [3, 7]
+    assert (slots.num_tokens[4], slots.num_blocks[4], slots.num_prompt_tokens[4]) == (3, 2, 2)
+
+
+def test_a_source_may_come_in_the_same_plan_and_its_slot_may_be_used_again_later() -> None:
+    slots = Slots(LIMITS)
+    first = sequence(1, [5, 6], [3], 0)
+    slots.apply(plan(admitted=(first, *with_source(4, 1, 2, 1).admitted)))
+    slots.apply(plan(released_slots=ints(1), admitted=(sequence(1, [8], [9], 0),)))
+    assert slots.token_ids[4, :2].tolist() == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("step", "problem"),
+    [
+        (with_source(4, 2, 1, 0), "slot 2 is not admitted"),
+        (with_source(4, 99, 1, 0), "slot 99 is out of range"),
+        (with_source(4, 1, 3, 0, tokens=(1,)), "source 1 has 2 prompt tokens and 1 blocks, not 3 and 0"),
+        (with_source(4, 1, 2, 2), "source 1 has 2 prompt tokens and 1 blocks, not 2 and 2"),
+        (with_source(4, 1, 0, 0), "slot 4 has 0 tokens"),
+        (with_source(4, 4, 1, 0), "slot 4 is not admitted"),
+    ],
+    ids=["free", "no slot", "output of the source", "too many blocks", "no tokens", "itself"],
+)
+def test_a_wrong_source_is_named(step: StepPlan, problem: str) -> None:
+    slots = Slots(LIMITS)
+    slots.apply(plan(admitted=(sequence(1, [5, 6, 7], [3], 0, prompt=2),)))
+    with pytest.raises(InvalidPlan, match=problem):
+        slots.apply(step)
 
 
 def test_candidates_wait_for_a_given_token() -> None:

@@ -19,7 +19,7 @@ from executor_svc.gpu.kernels.slots.commit import IDLE
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.gpu.slot_changes import Applied
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.plan import AdmittedSequence, Limits, ScheduledTokens, SlotError, StepPlan
+from executor_svc.plan.plan import AdmittedSequence, Limits, PrefixSource, ScheduledTokens, SlotError, StepPlan
 from executor_svc.plan.sampling import SequenceSampling
 from tests.helpers.plans import columns, ints, plan, scheduled, sequence
 
@@ -178,9 +178,18 @@ class History:
         for source in sources:
             num_tokens = int(slots.num_tokens[source])
             if free and num_tokens <= LIMITS.max_model_len and self.chance(0.2):
-                admitted.append(self._sequence(free[0], slots.token_ids[source, :num_tokens].astype(np.int64)))
+                fork = self._sequence(free[0], slots.token_ids[source, :num_tokens].astype(np.int64))
+                admitted.append(self._with_source(fork, step, slots, source) if self.chance(0.7) else fork)
                 pairs.append((free.pop(0), source))
         return replace(step, admitted=tuple(admitted), forks=columns(*pairs))
+
+    def _with_source(self, fork: AdmittedSequence, step: StepPlan, slots: Slots, source: int) -> AdmittedSequence:
+        """The same tokens: some of the prompt, and perhaps blocks, from the source's slot."""
+        num_tokens = self.below(1 + int(slots.num_prompt_tokens[source]))
+        # Blocks that the plan appends come after its admissions.
+        num_known = int(slots.num_blocks[source]) - int(np.count_nonzero(step.appends.slots == source))
+        num_blocks = self.below(1 + min(num_known, LIMITS.max_blocks_per_seq - len(fork.block_ids)))
+        return replace(fork, token_ids=fork.token_ids[num_tokens:], source=PrefixSource(source, num_tokens, num_blocks))
 
     # ------------------------------------------------------------ a step
 
@@ -192,14 +201,14 @@ class History:
 
     def step(self, step: StepPlan) -> Applied:
         """Run a plan on the truth and on the device."""
-        self.truth.apply(step)
+        complete = self.truth.apply(step)
         actual = self.truth.schedule(step)
         planned = actual
         if self.host is not self.truth:
-            self.host.apply(step)
+            complete = self.host.apply(step)
             planned = self.host.schedule(step)
         sizes = self._sizes(planned)
-        applied = self.slots.apply(step)
+        applied = self.slots.apply(complete)
         inputs = self.slots.build(planned, sizes)
         self._check_inputs(inputs, planned, actual)
         if self.behind:

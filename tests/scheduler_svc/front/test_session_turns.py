@@ -15,6 +15,7 @@ from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.types import Finish, FinishDetail, PromptLogprobs, RequestSpec, Sampling
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import MAX_CHUNK_BYTES, RequestReader
+from scheduler_svc.front import session as front_session
 from scheduler_svc.front.session import Session, _Entry
 from scheduler_svc.plan_loop.ports import EngineRequest
 
@@ -52,15 +53,20 @@ def add(opened: Session, request_id: str, *, prompt_logprobs: int = 0) -> LiveRe
     part = types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[5]))
     entry = _Entry(opened, request_fields(pb.GenerateRequest(request_id=request_id, prompt=[part])))
     entry.reader = RequestReader(live)
-    live.subscribe(entry.on_outputs)
+    live.subscribe(entry)
     opened._entries[request_id] = entry
     opened.mark(entry)
     return live
 
 
+async def next_message(opened: Session) -> pb.SessionResponse | None:
+    raw = await opened._collect()
+    return None if raw is None else pb.SessionResponse.FromString(raw)
+
+
 async def messages_of(opened: Session) -> list[pb.SessionResponse]:
     messages: list[pb.SessionResponse] = []
-    while (message := await opened._collect()) is not None:
+    while (message := await next_message(opened)) is not None:
         messages.append(message)
     return messages
 
@@ -74,12 +80,12 @@ async def test_a_backlog_of_prompt_logprobs_delays_no_other_request() -> None:
     add(opened, "large", prompt_logprobs=NUM_PROMPT_TOKENS)
     for index in range(50):
         add(opened, str(index))
-    first = await opened._collect()
+    first = await next_message(opened)
     assert first is not None
     assert set(ids_of(first)) == {"large", *map(str, range(50))}
     # An output that comes while the backlog is being sent is in the next message.
     add(opened, "late")
-    second = await opened._collect()
+    second = await next_message(opened)
     assert second is not None
     assert set(ids_of(second)) == {"late", "large"}
 
@@ -118,7 +124,7 @@ async def test_large_backlogs_share_a_message_alike() -> None:
     for name in "abcd":
         add(opened, name, prompt_logprobs=NUM_PROMPT_TOKENS)
     sizes: dict[str, int] = {}
-    for message in (await opened._collect(), await opened._collect()):
+    for message in (await next_message(opened), await next_message(opened)):
         assert message is not None
         for event in message.events:
             sizes[event.request_id] = sizes.get(event.request_id, 0) + event.ByteSize()
@@ -131,7 +137,7 @@ async def test_errors_leave_room_for_outputs() -> None:
     for index in range(900):
         opened._report(f"{index}" + "x" * 4000, RequestRejectedError("prompt", "is empty"), done=True)
     add(opened, "served")
-    assert "served" in ids_of(await opened._collect())
+    assert "served" in ids_of(await next_message(opened))
 
 
 async def test_the_event_loop_runs_other_tasks_while_a_large_message_is_made() -> None:
@@ -146,7 +152,7 @@ async def test_the_event_loop_runs_other_tasks_while_a_large_message_is_made() -
             num_pauses += 1
 
     other = asyncio.create_task(count_pauses())
-    message = await opened._collect()
+    message = await next_message(opened)
     other.cancel()
     assert message is not None
     assert len(message.events) >= 16
@@ -163,7 +169,11 @@ async def test_a_session_reads_no_further_while_a_thousand_outputs_wait(monkeypa
             num_read += 1
             yield str(num_read)
 
-    monkeypatch.setattr(opened, "_handle", lambda name: add(opened, name))
+    async def no_long_fields(_: object) -> None:
+        """No request is long."""
+
+    monkeypatch.setattr(front_session, "_long_fields", no_long_fields)
+    monkeypatch.setattr(opened, "_handle", lambda name, _: add(opened, name))
     reading = asyncio.create_task(opened._read(requests()))
     for _ in range(5):
         await asyncio.sleep(0)

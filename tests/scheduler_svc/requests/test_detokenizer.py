@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from scheduler_svc.plan_loop.ports import StopMatch
 from scheduler_svc.requests.detokenizer import TextStream
+from scheduler_svc.requests.tokenizer import Tokenizer
 from tests.helpers.toy_tokenizers import byte_fallback, byte_level, unigram
 
 TOKENIZER = byte_level()
@@ -71,11 +75,44 @@ def test_cost_per_token_does_not_grow():
             lengths.append(len(token_ids))
             return TOKENIZER.decode(token_ids)
 
+        def fixed_text(self, token_id):
+            return None
+
     stream = TextStream(Counting())
     ids = ids_of("Hello, world! 你好，世界。 " * 100)
     stream.push(ids)
     assert max(lengths) <= 16
     assert len(lengths) < 1.5 * len(ids)
+
+
+def test_most_tokens_need_no_decoding(monkeypatch):
+    ids = ids_of("Hello, world! The quick brown fox jumps over the lazy dog. " * 20)
+    TextStream(TOKENIZER).push(ids)  # finds the texts of these tokens
+    decoded = []
+    monkeypatch.setattr(TOKENIZER, "decode", lambda ids, **options: decoded.append(ids) or "H")
+    TextStream(TOKENIZER).push(ids)
+    assert len(decoded) == 1, "the first token's, which may lose a leading space"
+
+
+def test_tokens_whose_text_depends_on_others_have_none_of_their_own():
+    whole, part = ids_of("a")[0], byte_ids("é".encode())[0]
+    assert [TOKENIZER.fixed_text(each) for each in (whole, part, 1, 10**6)] == ["a", None, None, None]
+    fallback = byte_fallback()
+    names = ["\u2581one", "o", "<0x41>", "</s>"]
+    ids = [fallback._inner.convert_tokens_to_ids(name) for name in names]
+    # Bytes that are no text spoil those beside them.
+    assert [fallback.fixed_text(each) for each in ids] == [" one", "o", None, None]
+    assert unigram().fixed_text(unigram()._inner.convert_tokens_to_ids("\u2581")) == " "
+
+
+def test_an_unknown_decoder_has_no_fixed_texts():
+    raw = RawTokenizer(models.WordPiece({"a": 0, "##b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    raw.decoder = decoders.WordPiece()
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw), "toy-wordpiece")
+    assert [tokenizer.fixed_text(each) for each in range(3)] == [None] * 3
+    stream = TextStream(tokenizer)
+    stream.push([0, 1, 0])
+    assert stream.text == "ab a"
 
 
 def test_special_tokens():

@@ -7,7 +7,7 @@ import grpc
 from cadenza.loadtest.live import LiveRequest
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.targets.cadenza import INCOMPLETE, TOO_LARGE, CadenzaTarget, take_response
-from cadenza.transport import MAX_MESSAGE_BYTES
+from cadenza.transport import MAX_REQUEST_BYTES
 
 
 class GenerateTarget(CadenzaTarget):
@@ -18,7 +18,7 @@ class GenerateTarget(CadenzaTarget):
     async def run(self, shape: RequestShape, prompt: list[int] | str, live: LiveRequest) -> None:
         """See Target."""
         request = self._request(shape, prompt, live)
-        if request.ByteSize() > MAX_MESSAGE_BYTES:
+        if request.ByteSize() > MAX_REQUEST_BYTES:
             live.failed(TOO_LARGE)
             return
         stub = self._stubs[next(self._turns)]

@@ -12,7 +12,7 @@ from cadenza.loadtest.live import CANCELLED, LiveRequest
 from cadenza.loadtest.requests import RequestShape
 from cadenza.loadtest.target import Clock, ServerFacts
 from cadenza.loadtest.targets.cadenza import INCOMPLETE, TOO_LARGE, CadenzaTarget, code_name, take_response
-from cadenza.transport import MAX_MESSAGE_BYTES
+from cadenza.transport import MAX_REQUEST_BYTES
 from cadenza.v1 import generation_pb2
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class SessionTarget(CadenzaTarget):
     async def run(self, shape: RequestShape, prompt: list[int] | str, live: LiveRequest) -> None:
         """See Target."""
         request = self._request(shape, prompt, live)
-        if request.ByteSize() + _ENVELOPE_BYTES > MAX_MESSAGE_BYTES:
+        if request.ByteSize() + _ENVELOPE_BYTES > MAX_REQUEST_BYTES:
             live.failed(TOO_LARGE)
             return
         place = next(self._turns)

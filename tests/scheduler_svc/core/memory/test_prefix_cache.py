@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.memory import prefix_lookups
 from scheduler_svc.core.memory.block_manager import BlockManager
 from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix
 from scheduler_svc.core.memory.rates import MeasuredRates
@@ -14,8 +15,8 @@ from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import RequestSpec, Sampling
 
 SIZE = 4
-# Python's hashes of x and x + 2**61 - 1 are equal.
-ALIKE = 2**61 - 1
+ALIKE = 2**31
+"""Two ids with this difference differ in one bit, the highest of the four bytes of an id."""
 
 
 _IDS = itertools.count(1)
@@ -84,10 +85,9 @@ def test_the_last_token_is_always_computed(num_tokens: int, expected: int) -> No
     assert num_found(blocks, list(range(num_tokens))) == expected
 
 
-def test_tokens_of_equal_hash_are_distinguished() -> None:
+def test_tokens_that_differ_in_one_bit_are_distinguished() -> None:
     blocks = manager()
     prompt, alike = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5 + ALIKE, 6, 7, 8, 9]
-    assert hash(tuple(prompt)) == hash(tuple(alike))
     assert enter(blocks, prompt)[1].num_tokens == 0
     assert enter(blocks, alike)[1].num_tokens == 4
     first, second = blocks.find_cached_prefix(make(prompt)), blocks.find_cached_prefix(make(alike))
@@ -331,3 +331,40 @@ def test_what_left_the_cache_since_it_was_found_is_refused() -> None:
     with pytest.raises(InvariantError, match="has left the prefix cache"):
         blocks.allocate(late, 9, found=found)
     assert late.block_ids == []
+
+
+def test_a_lookup_without_a_change_is_the_last_one() -> None:
+    """Also while other sequences come, are cached and are evicted: the chain of 500 blocks is not walked."""
+    blocks = manager(num_blocks=520)
+    long_prompt = list(range(500 * SIZE + 1))
+    holder, _ = enter(blocks, long_prompt)
+    waiting = make(long_prompt)
+    found = blocks.find_cached_prefix(waiting)
+    assert blocks.num_cached_tokens(waiting) == found.num_tokens == 500 * SIZE
+    for first in range(0, 4000, 10):
+        other, _ = enter(blocks, list(range(9000 + first, 9000 + first + 9)))
+        blocks.free(other)
+        assert blocks.find_cached_prefix(waiting).nodes is found.nodes
+    assert blocks.find_cached_prefix(waiting) is blocks.find_cached_prefix(waiting)
+    blocks.free(holder)
+    assert blocks.find_cached_prefix(waiting).num_idle == 500
+    blocks.take(30)  # evicts the end of the chain
+    assert 460 * SIZE < blocks.num_cached_tokens(waiting) < 500 * SIZE
+
+
+def test_the_lookups_used_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_lookups, "_MAX_LOOKUPS", 3)
+    monkeypatch.setattr(prefix_lookups, "_MAX_NODES", 8)
+    blocks = manager()
+    enter(blocks, list(range(13)))
+    one, two, three, four = (make(list(range(length))) for length in (13, 13, 13, 5))
+    first = blocks.find_cached_prefix(one)
+    blocks.find_cached_prefix(two)
+    assert blocks.find_cached_prefix(one) is first
+    blocks.find_cached_prefix(three)  # nine nodes in all: the second one, used least recently, is dropped
+    assert blocks.find_cached_prefix(one) is first
+    again = blocks.find_cached_prefix(four)
+    assert blocks.find_cached_prefix(three).num_blocks == 3
+    assert blocks.find_cached_prefix(four) is again
+    assert len(blocks._lookups._lookups) <= 3
+    assert blocks._lookups._num_nodes == sum(len(each.nodes) for each in blocks._lookups._lookups.values()) <= 8

@@ -1,0 +1,216 @@
+"""Clients that receive output as fast as they can: lean readers over the stubs, and the product's own client.
+
+A lean reader counts the tokens of each message and does nothing else with them: what a fast client can get.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from benchmarks.common.rows import BenchmarkError
+from cadenza import AsyncClient, SamplingParams
+from cadenza.transport import channel_options
+from cadenza.v1 import generation_pb2 as pb
+from cadenza.v1 import generation_pb2_grpc, types_pb2
+
+VOCAB_SIZE = 2048
+"""That of the demo model, whose tokenizer is used."""
+PROMPT_TOKENS = 16
+
+
+@dataclass
+class Load:
+    """Requests that all begin at once, and what has come of them."""
+
+    num_requests: int
+    output_tokens: int
+    text: bool
+    num_tokens: int = 0
+    num_messages: int = 0
+    num_chars: int = 0
+    server_ttft_s: list[float] = field(default_factory=list)
+    """From arrival to first token, by the server's stamps, of each request that has ended."""
+    on_tokens: Callable[[int], None] | None = None
+    """Called with the number of tokens of each message."""
+
+    def prompt(self, index: int) -> list[int]:
+        """A prompt of its own."""
+        return [300 + (index * 7 + place) % (VOCAB_SIZE - 300) for place in range(PROMPT_TOKENS)]
+
+    def request(self, index: int) -> pb.GenerateRequest:
+        """One request, whose id has the length of those that `AsyncClient` draws."""
+        return pb.GenerateRequest(
+            request_id=f"{index:032d}",
+            prompt=[types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=self.prompt(index)))],
+            sampling_params=types_pb2.SamplingParams(
+                max_tokens=self.output_tokens, temperature=0.8, ignore_eos=True, detokenize=self.text
+            ),
+        )
+
+    def take(self, response: pb.GenerateResponse) -> int:
+        """Count a response's tokens."""
+        count = 0
+        for output in response.outputs:
+            count += len(output.token_ids)
+            self.num_chars += len(output.text)
+        self.num_tokens += count
+        if response.HasField("stats"):
+            self.server_ttft_s.append(response.stats.first_token_ns / 1e9)
+        return count
+
+    def received(self, count: int) -> None:
+        """A message with so many tokens has come."""
+        self.num_messages += 1
+        if self.on_tokens is not None:
+            self.on_tokens(count)
+
+    def check(self) -> None:
+        """Raise BenchmarkError unless every token has come."""
+        if self.num_tokens != self.num_requests * self.output_tokens:
+            raise BenchmarkError(f"{self.num_tokens} tokens came, which is not what was requested")
+        if self.text and not self.num_chars:
+            raise BenchmarkError("no text came")
+
+
+async def over_sessions(target: str, load: Load, num_sessions: int) -> None:
+    """Read all requests over Session streams, each with a connection of its own."""
+    async with asyncio.TaskGroup() as group:
+        for place in range(num_sessions):
+            group.create_task(_session(target, load, range(place, load.num_requests, num_sessions)))
+
+
+async def over_streams(target: str, load: Load) -> None:
+    """Read each request over a Generate stream; all of them share a connection."""
+    async with _stub(target) as stub, asyncio.TaskGroup() as group:
+        for index in range(load.num_requests):
+            group.create_task(_stream(stub, load, index))
+
+
+async def by_client_streams(target: str, load: Load) -> None:
+    """Read each request with `AsyncClient.stream`."""
+    params = _params(load)
+
+    async def read(client: AsyncClient, index: int) -> None:
+        async for delta in client.stream(load.prompt(index), params):
+            count = sum(len(sample.token_ids) for sample in delta.outputs)
+            load.num_tokens += count
+            load.num_chars += sum(len(sample.text) for sample in delta.outputs)
+            load.received(count)
+
+    async with AsyncClient(target) as client, asyncio.TaskGroup() as group:
+        for index in range(load.num_requests):
+            group.create_task(read(client, index))
+
+
+async def by_client_generate(target: str, load: Load) -> None:
+    """Run all requests with `AsyncClient.generate`: one Session, which brings finished results only."""
+    async with AsyncClient(target) as client:
+        results = await client.generate([load.prompt(index) for index in range(load.num_requests)], _params(load))
+    for result in results:
+        load.num_tokens += len(result.outputs[0].token_ids)
+        load.num_chars += len(result.outputs[0].text)
+        load.received(len(result.outputs[0].token_ids))
+
+
+async def arriving(target: str, load: Load, rate: float, *, streams: bool) -> list[float]:
+    """Send requests at a steady rate while others run; returns the seconds from sending to the first token of each."""
+    async with _stub(target) as stub:
+        return await (_arriving_streams if streams else _arriving_session)(stub, load, rate)
+
+
+async def _arriving_streams(stub: Any, load: Load, rate: float) -> list[float]:
+    times: list[float] = []
+
+    async def read(index: int) -> None:
+        sent_s = time.perf_counter()
+        call, is_first = stub.Generate(load.request(index)), True
+        while (response := await call.read()) is not grpc.aio.EOF:
+            if load.take(response) and is_first:
+                times.append(time.perf_counter() - sent_s)
+                is_first = False
+
+    async with asyncio.TaskGroup() as group:
+        async for index in _paced(load.num_requests, rate):
+            group.create_task(read(index))
+    return times
+
+
+async def _arriving_session(stub: Any, load: Load, rate: float) -> list[float]:
+    call, sent_at, times = stub.Session(), dict[str, float](), list[float]()
+
+    async def write() -> None:
+        async for index in _paced(load.num_requests, rate):
+            request = load.request(index)
+            sent_at[request.request_id] = time.perf_counter()
+            await call.write(pb.SessionRequest(generate=request))
+        await call.done_writing()
+
+    writing = asyncio.create_task(write())
+    while (message := await call.read()) is not grpc.aio.EOF:
+        now = time.perf_counter()
+        for event in message.events:
+            _check(event)
+            if load.take(event.response) and (sent_s := sent_at.pop(event.request_id, None)) is not None:
+                times.append(now - sent_s)
+    await writing
+    return times
+
+
+async def _paced(count: int, rate: float) -> AsyncIterator[int]:
+    start = time.perf_counter()
+    for index in range(count):
+        await asyncio.sleep(start + index / rate - time.perf_counter())
+        yield index
+
+
+async def _session(target: str, load: Load, indexes: range) -> None:
+    async with _stub(target) as stub:
+        call = stub.Session()
+
+        async def write() -> None:
+            for index in indexes:
+                await call.write(pb.SessionRequest(generate=load.request(index)))
+            await call.done_writing()
+
+        writing = asyncio.create_task(write())
+        while (message := await call.read()) is not grpc.aio.EOF:
+            count = 0
+            for event in message.events:
+                response = event.response
+                for output in response.outputs:
+                    count += len(output.token_ids)
+                    load.num_chars += len(output.text)
+                if event.done:
+                    _check(event)
+            load.num_tokens += count
+            load.received(count)
+        await writing
+
+
+async def _stream(stub: Any, load: Load, index: int) -> None:
+    call = stub.Generate(load.request(index))
+    while (response := await call.read()) is not grpc.aio.EOF:
+        load.received(load.take(response))
+
+
+def _check(event: pb.SessionEvent) -> None:
+    if event.HasField("error"):
+        raise BenchmarkError(f"request {event.request_id}: {event.error.message}")
+
+
+@asynccontextmanager
+async def _stub(target: str) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(target, options=channel_options()) as channel:
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        yield stub
+
+
+def _params(load: Load) -> SamplingParams:
+    return SamplingParams(max_tokens=load.output_tokens, temperature=0.8, ignore_eos=True, detokenize=load.text)

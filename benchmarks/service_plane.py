@@ -1,0 +1,270 @@
+"""What does the service's front take? Output tokens/s, the overhead of a step, and the TTFT that it adds.
+
+Scheduler and executor run as processes, the executor simulated, and the client in this one, which shares the machine's
+cores with them. CPU time per token is measured beside the speed, as other load disturbs it less. Groups of rows:
+
+session, sessions8, streams: a lean reader over one Session, eight Sessions, a Generate stream for each request, steps
+    that take no time, without text and with it.
+generate, client_streams: the same with `AsyncClient.generate` and `AsyncClient.stream`.
+overhead: a step's time beyond the modelled one, two plans in flight, over one Session and over Generate streams.
+ttft: the time to the first token at a steady rate of requests; steps take no time, so all of it is added.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.common.benchmark import Benchmark, positive, positive_number, progress
+from benchmarks.common.checkpoints import DEMO_MODEL
+from benchmarks.common.other_load import OtherLoad, wait_quiet
+from benchmarks.common.plane_clients import (
+    PROMPT_TOKENS,
+    VOCAB_SIZE,
+    Load,
+    arriving,
+    by_client_generate,
+    by_client_streams,
+    over_sessions,
+    over_streams,
+)
+from benchmarks.common.rows import BenchmarkError, Row, make_row
+from benchmarks.common.service_process import cpu_s, service_process
+from benchmarks.common.stats import percentile
+
+NAME = "service_plane"
+_OUTPUT_TOKENS = {1: 2000, 64: 512, 512: 256, 2000: 128}
+"""Output tokens of each request, by the number of requests; other numbers as the next smaller one."""
+_MAX_RUNNING = 2048
+_SKIPPED_STEPS, _TIMED_STEPS = 40, 200
+_MAX_TOKENS = 2048
+_TTFT_TOKENS = 32
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Running services."""
+
+    target: str
+    scheduler: int
+    executor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row: what it is, and how a repeat of it is measured on services with steps of `step_us`."""
+
+    params: Mapping[str, object]
+    measure: Callable[[Services], Awaitable[Metrics]]
+    step_us: float = 0.0
+
+
+Reader = Callable[[str, Load], Awaitable[None]]
+_READERS: dict[str, Reader] = {
+    "session": lambda target, load: over_sessions(target, load, 1),
+    "sessions8": lambda target, load: over_sessions(target, load, 8),
+    "streams": over_streams,
+    "generate": by_client_generate,
+    "client_streams": by_client_streams,
+}
+GROUPS = (*_READERS, "overhead", "ttft")
+
+
+async def tokens_per_s(services: Services, read: Reader, load: Load) -> Metrics:
+    """Read a load to its end: speed, and CPU time per token of each process."""
+    pids = {"scheduler": services.scheduler, "executor": services.executor}
+    before = {name: cpu_s(pid) for name, pid in pids.items()}
+    client_s, start = time.process_time(), time.perf_counter()
+    await read(services.target, load)
+    wall_s, client_s = time.perf_counter() - start, time.process_time() - client_s
+    load.check()
+    count = load.num_tokens
+    return {
+        "tokens_per_s": count / wall_s,
+        **{f"{name}_cpu_us_per_token": 1e6 * (cpu_s(pid) - before[name]) / count for name, pid in pids.items()},
+        "client_cpu_us_per_token": 1e6 * client_s / count,
+        "tokens_per_message": count / load.num_messages,
+    }
+
+
+async def step_overhead(services: Services, running: int, step_us: float, read: Reader) -> Metrics:
+    """Time of a step beyond the modelled one while `running` requests decode."""
+    times: list[float] = []
+    load = Load(running, _SKIPPED_STEPS + _TIMED_STEPS + 20, text=False)
+    num_tokens, bounds = 0, [_SKIPPED_STEPS * running, (_SKIPPED_STEPS + _TIMED_STEPS) * running]
+
+    def on_tokens(count: int) -> None:
+        nonlocal num_tokens
+        num_tokens += count
+        while bounds and num_tokens >= bounds[0]:
+            bounds.pop(0)
+            times.append(time.perf_counter())
+
+    load.on_tokens = on_tokens
+    await read(services.target, load)
+    load.check()
+    step_s = (times[1] - times[0]) / _TIMED_STEPS
+    return {"overhead_us": 1e6 * step_s - step_us, "overhead_percent": 100 * (1e6 * step_s / step_us - 1)}
+
+
+async def ttft(services: Services, rate: float, count: int, *, streams: bool) -> Metrics:
+    """Times to the first token, all of them added by the service, its wire and the client."""
+    load = Load(count, _TTFT_TOKENS, text=False)
+    times = await arriving(services.target, load, rate, streams=streams)
+    load.check()
+    if len(times) != count:
+        raise BenchmarkError(f"{len(times)} first tokens of {count} requests")
+    return {
+        f"{name}_p{percent}_ms": 1e3 * percentile(each, percent)
+        for name, each in (("ttft", times), ("server_ttft", load.server_ttft_s))
+        for percent in (50, 99)
+    }
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """The rows of the chosen groups."""
+    for group in options.groups:
+        if group == "overhead":
+            for step_ms in options.step_ms:
+                for running in options.batches:
+                    for over in ("session", "streams"):
+                        yield _overhead_case(running, step_ms, over)
+        elif group == "ttft":
+            for streams in (False, True):
+                yield _ttft_case(options, streams=streams)
+        else:
+            for count in options.requests:
+                for text in [each == "on" for each in options.detokenize]:
+                    yield _speed_case(group, count, options.output_tokens, text=text)
+
+
+def _speed_case(group: str, count: int, length: int | None, *, text: bool) -> Case:
+    length = length or _OUTPUT_TOKENS[max(each for each in _OUTPUT_TOKENS if each <= count)]
+    params = {"group": group, "requests": count, "output_tokens": length, "detokenize": text}
+    return Case(params, lambda services: tokens_per_s(services, _READERS[group], Load(count, length, text)))
+
+
+def _overhead_case(running: int, step_ms: float, over: str) -> Case:
+    step_us = 1000 * step_ms
+    params = {"group": "overhead", "over": over, "requests": running, "step_ms": step_ms, "timed_steps": _TIMED_STEPS}
+    return Case(params, lambda services: step_overhead(services, running, step_us, _READERS[over]), step_us)
+
+
+def _ttft_case(options: argparse.Namespace, *, streams: bool) -> Case:
+    count = max(1, round(options.rate * options.ttft_s))
+    params = {"group": "ttft", "rate": options.rate, "requests": count, "over": "streams" if streams else "session"}
+    return Case(params, lambda services: ttft(services, options.rate, count, streams=streams))
+
+
+async def measure(services: Services, case: Case, repeats: int) -> tuple[list[Metrics], list[float]]:
+    """All repeats of a case; also the cores that other processes used during each."""
+    found, other_cores = [], []
+    for _ in range(repeats):
+        with OtherLoad() as other:
+            found.append(await case.measure(services))
+        other_cores.append(other.cores)
+    return found, other_cores
+
+
+@contextlib.asynccontextmanager
+async def _services(step_us: float) -> AsyncIterator[Services]:
+    with tempfile.TemporaryDirectory() as folder:
+        costs = Path(folder) / "costs.json"
+        costs.write_text(json.dumps({"step_us": step_us}))
+        executor = (
+            *("--simulate", str(costs) if step_us else "instant", "--simulate-vocab-size", str(VOCAB_SIZE)),
+            *("--max-num-seqs", str(_MAX_RUNNING), "--max-num-batched-tokens", "8192"),
+            *("--max-model-len", str(_MAX_TOKENS + PROMPT_TOKENS)),
+        )
+        scheduler = ("--tokenizer", str(DEMO_MODEL), "--max-queued-requests", str(2 * _MAX_RUNNING))
+        async with (
+            service_process("executor_svc", *executor) as (executor_pid, address),
+            service_process("scheduler_svc", "--executor", address, *scheduler) as (scheduler_pid, target),
+        ):
+            warm_up = Load(64, 32, text=True)
+            await over_sessions(target, warm_up, 1)
+            await over_streams(target, warm_up)
+            yield Services(target, scheduler_pid, executor_pid)
+
+
+def _run(options: argparse.Namespace) -> Iterator[Row]:
+    wait_quiet(options.quiet_wait_s)
+    for step_us, together in itertools.groupby(cases(options), lambda case: case.step_us):
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            stack = contextlib.AsyncExitStack()
+            services = runner.run(stack.enter_async_context(_services(step_us)))
+            try:
+                for case in together:
+                    progress(f"{NAME}: {_title(case.params)}")
+                    repeats, other_cores = runner.run(measure(services, case, options.repeats))
+                    yield make_row(
+                        NAME, seed=options.seed, params=case.params, repeats=repeats, other_cores=other_cores
+                    )
+            finally:
+                runner.run(stack.aclose())
+
+
+def _title(params: Mapping[str, object]) -> str:
+    if params["group"] == "overhead":
+        return f"overhead: {params['requests']} running, steps of {params['step_ms']} ms, over {params['over']}"
+    if params["group"] == "ttft":
+        return f"ttft: {params['rate']} requests/s over {params['over']}"
+    return f"{params['group']}: {params['requests']} requests, {'text' if params['detokenize'] else 'token ids'}"
+
+
+def _describe(row: Row) -> str:
+    found, title = row.medians, _title(row.params)
+    if "overhead_us" in found:
+        return f"{title}: {found['overhead_us']:.0f} us a step, {found['overhead_percent']:.1f}%"
+    if "ttft_p50_ms" in found:
+        return (
+            f"{title}: p50 {found['ttft_p50_ms']:.2f} ms, p99 {found['ttft_p99_ms']:.2f} ms; from arrival to the first "
+            f"token in the scheduler {found['server_ttft_p50_ms']:.2f} and {found['server_ttft_p99_ms']:.2f} ms"
+        )
+    cpu = ", ".join(f"{name} {found[f'{name}_cpu_us_per_token']:.1f}" for name in ("scheduler", "executor", "client"))
+    return (
+        f"{title}: {found['tokens_per_s']:.0f} output tokens/s, {found['tokens_per_message']:.1f} in a message; "
+        f"us of CPU time a token: {cpu}"
+    )
+
+
+def _listed(kind: Callable[[str], object], allowed: Sequence[str] = ()) -> Callable[[str], list[object]]:
+    def parse(text: str) -> list[object]:
+        parts = text.split(",")
+        unknown = [part for part in parts if allowed and part not in allowed]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(allowed)}")
+        return [kind(part) for part in parts]
+
+    return parse
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--groups", type=_listed(str, GROUPS), default=list(GROUPS), help=f"any of {','.join(GROUPS)} (default all)"
+    )
+    parser.add_argument(
+        "--requests", type=_listed(positive), default=list(_OUTPUT_TOKENS), help="default 1,64,512,2000"
+    )
+    parser.add_argument(
+        "--output-tokens", type=positive, help="of each request (default: fewer, the more requests there are)"
+    )
+    parser.add_argument("--detokenize", type=_listed(str, ("off", "on")), default=["off", "on"], help="default off,on")
+    parser.add_argument("--batches", type=_listed(positive), default=[64, 256, 1024], help="default 64,256,1024")
+    parser.add_argument("--step-ms", type=_listed(positive_number), default=[5.0, 1.0], help="default 5,1")
+    parser.add_argument("--rate", type=positive_number, default=100.0, help="requests/s of ttft (default 100)")
+    parser.add_argument("--ttft-s", type=positive_number, default=4.0, help="seconds of ttft (default 4)")
+
+
+BENCHMARK = Benchmark(NAME, "what does the service's front take?", _add_options, _run, _describe)

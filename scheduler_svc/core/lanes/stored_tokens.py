@@ -1,0 +1,74 @@
+"""Counts of a lane's memory figures, without a walk over the blocks of all running sequences.
+
+Sequences in the decode batch are counted by the batch. Of the others there are few: those that prefill, beams, and
+samples before their fork. A shared block counts once. Where all holders of a block have filled it, the pool's count of
+holders is enough; a group that shares a block that is not full yet is walked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from scheduler_svc.core.memory.block_manager import BlockManager
+from scheduler_svc.core.queues.queues import RunningQueue
+from scheduler_svc.core.sequences.decode_batch import DecodeBatch
+from scheduler_svc.core.sequences.sequence import Sequence
+
+
+def num_stored_tokens(
+    blocks: BlockManager, running: RunningQueue, prefilling: RunningQueue, decode_batch: DecodeBatch
+) -> int:
+    """Number of tokens whose KV the blocks of the running sequences store; shared blocks count once.
+
+    To be called between plans.
+    """
+    outside = _outside_decode_batch(running, prefilling)
+    num_stored = decode_batch.num_computed_tokens + sum(sequence.num_computed_tokens for sequence in outside)
+    if not blocks.num_shared_refs:
+        return num_stored
+    size, ref_counts = blocks.block_size, blocks.pool.ref_counts
+    num_stored -= size * blocks.num_shared_refs
+    walked = [
+        sequence
+        for group in running.shared_groups
+        if any(map(blocks.shares_unfilled, group.running))
+        for sequence in group.running
+    ]
+    num_holders = Counter(block_id for sequence in walked for block_id in sequence.block_ids)
+    fill = fill_of(walked, size)
+    num_stored -= sum(sequence.num_computed_tokens for sequence in walked)
+    for block_id, count in num_holders.items():
+        num_others = ref_counts[block_id] - count
+        num_stored += size * (ref_counts[block_id] - 1)
+        # Another holder has filled the block.
+        num_stored += fill.get(block_id, 0) if not num_others else -size * (num_others - 1)
+    return num_stored
+
+
+def num_reserved_blocks(
+    blocks: BlockManager, running: RunningQueue, prefilling: RunningQueue, decode_batch: DecodeBatch
+) -> int:
+    """Number of blocks that running sequences hold beyond those of their tokens."""
+    num_blocks = decode_batch.num_reserved_blocks
+    num_blocks += sum(map(blocks.num_reserved, _outside_decode_batch(running, prefilling)))
+    return num_blocks + sum(len(group.reserved_blocks) for group in running.shared_groups)
+
+
+def fill_of(sequences: Iterable[Sequence], block_size: int) -> dict[int, int]:
+    """By block: the number of tokens whose KV it stores for these sequences."""
+    fill: dict[int, int] = {}
+    for sequence in sequences:
+        num_computed = sequence.num_computed_tokens
+        for block_id in sequence.block_ids[: -(-num_computed // block_size)]:
+            fill[block_id] = max(fill.get(block_id, 0), min(block_size, num_computed))
+            num_computed -= block_size
+    return fill
+
+
+def _outside_decode_batch(running: RunningQueue, prefilling: RunningQueue) -> Collection[Sequence]:
+    """The running sequences that are not in the decode batch."""
+    outside = dict.fromkeys(prefilling)
+    for group in running.shared_groups:
+        outside.update((sequence, None) for sequence in group.running if not sequence.is_decoding)
+    return outside.keys()

@@ -1,0 +1,56 @@
+"""What a request that joins and ends costs the core, in calls of Python functions: other load does not change it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from benchmarks.common import core_load
+from benchmarks.common.scheduler_load import Case
+
+NUM_STEPS = 20
+
+
+class Calls:
+    """Counts calls while it is active."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+        self.count += event == "call"
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        former = sys.getprofile()
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(former)
+
+
+@pytest.mark.parametrize(("prefix_cache", "most"), [(False, 185), (True, 245)])
+def test_a_request_that_joins_and_ends_takes_few_calls(prefix_cache: bool, most: int) -> None:
+    """Adding, planning and applying; what the step itself takes is spread over ten requests. Without the work that
+    decision 0026 records there were 266 and 311."""
+    case = Case(200, 0.05, prefix_cache, context_len=40)
+    core = core_load.empty_core(case, NUM_STEPS)
+    core_load.start(core, case.prompts(0))
+    churn = core_load._Churn(case, 0)
+    core_load._plan(core)
+    calls = Calls()
+    for _ in range(NUM_STEPS):
+        calls.count = 0
+        with calls.counting():
+            churn.join(core)
+            core_load._plan(core)
+        result = churn.result(core)
+        with calls.counting():
+            core_load._apply(core, result)
+    assert calls.count / case.num_changing <= most

@@ -1,0 +1,56 @@
+"""The benchmark of the front: which rows a choice of groups has, and a short run of each kind of row."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import service_plane
+from benchmarks.__main__ import main
+from benchmarks.common.command import command_parser
+
+
+def titles(*arguments: str) -> list[str]:
+    options = command_parser(service_plane.BENCHMARK).parse_args(arguments)
+    return [service_plane._title(case.params) for case in service_plane.cases(options)]
+
+
+def test_the_rows_of_the_chosen_groups() -> None:
+    assert titles("--groups", "session,ttft", "--requests", "1,64", "--detokenize", "off") == [
+        "session: 1 requests, token ids",
+        "session: 64 requests, token ids",
+        "ttft: 100.0 requests/s over session",
+        "ttft: 100.0 requests/s over streams",
+    ]
+    assert titles("--groups", "overhead", "--batches", "64", "--step-ms", "5") == [
+        "overhead: 64 running, steps of 5.0 ms, over session",
+        "overhead: 64 running, steps of 5.0 ms, over streams",
+    ]
+    assert len(titles()) == 5 * 4 * 2 + 2 * 3 * 2 + 2
+
+
+def test_an_unknown_group_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["service_plane", "--groups", "session,seance"])
+    assert "seance: not among session," in capsys.readouterr().err
+
+
+def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (
+        *("--requests", "3", "--output-tokens", "20", "--detokenize", "on", "--repeats", "1"),
+        *("--batches", "4", "--step-ms", "2", "--ttft-s", "0.2", "--quiet-wait-s", "0"),
+    )
+    assert main(["service_plane", *arguments, "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["params"]["group"] for row in rows] == [
+        *("session", "sessions8", "streams", "generate", "client_streams"),
+        *("overhead", "overhead", "ttft", "ttft"),
+    ]
+    for row in rows[:5]:
+        assert row["medians"]["tokens_per_s"] > 0
+        assert row["medians"]["tokens_per_message"] >= 1
+    # The kernel counts CPU time in ticks of 10 ms.
+    assert sum(row["medians"]["scheduler_cpu_us_per_token"] for row in rows[:5]) > 0
+    assert all(row["medians"]["overhead_us"] > -2000 for row in rows[5:7])
+    assert all(0 < row["medians"]["server_ttft_p50_ms"] <= row["medians"]["ttft_p50_ms"] for row in rows[7:])

@@ -1,0 +1,91 @@
+"""Long plans and results are converted in slices, on both sides: the same messages, and little work between pauses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cadenza.slices import SLICE_ITEMS, run_at_once
+from cadenza.v1 import execution_pb2 as pb
+from executor_svc.plan import plan as p
+from executor_svc.service.convert import plan_in_slices, response_in_slices
+from scheduler_svc.core.types import AdmittedSequence, PrefixSource, StepPlan
+from scheduler_svc.executors.convert import request_in_slices, result_in_slices
+from tests.helpers.core_sampling import core_sampling
+
+LONG = tuple(range(8 * SLICE_ITEMS))
+ALLOWED = tuple(range(4 * SLICE_ITEMS))
+
+
+def sequence(slot: int, token_ids: tuple[int, ...], **fields: Any) -> AdmittedSequence:
+    sampling = core_sampling(**({"allowed_token_ids": ALLOWED} if slot == 0 else {}))
+    return AdmittedSequence(slot, token_ids, len(LONG), 0, tuple(range(64)), sampling, slot, **fields)
+
+
+def long_plan() -> StepPlan:
+    """A long prompt, and samples that take it from its slot."""
+    siblings = [sequence(slot, (), source=PrefixSource(0, len(LONG), 60)) for slot in range(1, 40)]
+    return StepPlan(7, 0, admitted=[sequence(0, LONG), *siblings])
+
+
+def test_a_plan_is_filled_in_slices() -> None:
+    request = run_at_once(request_in_slices(long_plan(), 3))
+    assert (request.plan.step_id, request.plan.epoch, len(request.plan.admitted)) == (7, 3, 40)
+    first, second = request.plan.admitted[0], request.plan.admitted[1]
+    assert tuple(first.token_ids) == LONG
+    assert tuple(first.sampling.allowed_token_ids) == ALLOWED
+    assert not first.HasField("source")
+    assert (len(second.token_ids), second.source) == (0, pb.PrefixSource(slot=0, num_tokens=len(LONG), num_blocks=60))
+    assert list(second.block_tables[0].block_ids) == [60, 61, 62, 63]
+    # The long lists alone are twelve slices.
+    assert sum(1 for _ in request_in_slices(long_plan(), 3)) >= 12
+
+
+def test_a_short_plan_is_filled_without_a_pause() -> None:
+    plan = StepPlan(7, 0, admitted=[sequence(1, (1, 2, 3))], released_slots=[4])
+    assert list(request_in_slices(plan, 3)) == []
+
+
+def test_a_plan_is_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = pb.ExecuteRequest.FromString(run_at_once(request_in_slices(long_plan(), 3)).SerializeToString())
+    read = []
+    fromiter = np.fromiter
+    monkeypatch.setattr(np, "fromiter", lambda values, kind, count: read.append(count) or fromiter(values, kind, count))
+    counts: list[int] = []
+    work = plan_in_slices(request.plan)
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            plan = end.value
+            break
+        counts.append(sum(read))
+        read.clear()
+    assert max(*counts, sum(read)) <= 2 * SLICE_ITEMS
+    assert plan.admitted[0].token_ids.tolist() == list(LONG)
+    assert plan.admitted[0].sampling.allowed_token_ids.tolist() == list(ALLOWED)
+    assert plan.admitted[1].source == p.PrefixSource(0, len(LONG), 60)
+
+
+def test_prompt_logprobs_travel_in_slices() -> None:
+    num_tokens, num_top = 4096, 20
+    entry = p.SlotLogprobs(
+        slot=2,
+        start=1,
+        chosen_logprobs=np.linspace(-9, 0, num_tokens, dtype=np.float32),
+        chosen_ranks=np.arange(1, num_tokens + 1),
+        num_top=num_top,
+        top_token_ids=np.arange(num_tokens * num_top),
+        top_logprobs=np.linspace(-9, 0, num_tokens * num_top, dtype=np.float32),
+    )
+    result = p.StepResult(5, p.StepStatus.OK, prompt_logprobs=(entry,))
+    num_values = num_tokens * num_top
+    response = run_at_once(response_in_slices(result, 3, 4))
+    assert len(list(response_in_slices(result, 3, 4))) >= num_values // SLICE_ITEMS
+    read = run_at_once(result_in_slices(response.result)).prompt_logprobs[2]
+    assert len(list(result_in_slices(response.result))) >= num_values // SLICE_ITEMS
+    assert read.top_token_ids.tolist() == entry.top_token_ids.tolist()  # type: ignore[attr-defined]
+    assert np.array_equal(np.array(read.top_logprobs, np.float32), entry.top_logprobs)
+    assert (read.start, len(read.logprobs), read.num_top) == (1, num_tokens, num_top)

@@ -1,0 +1,88 @@
+"""No request, legal or not, holds an event loop for long: a fuzz of requests against both services as processes.
+
+The bound is far above what `python -m benchmarks loop_lag` measures, since the machine may be busy: it finds a callback
+whose work grows with the request. What one slice may handle is asserted in the tests of each conversion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from benchmarks.common.loop_cases import AFTER, Case, generate, ids
+from benchmarks.common.loop_watch import BOUNDS_MS
+from benchmarks.loop_lag import VOCAB_SIZE, send, services
+from cadenza.transport import channel_options
+from cadenza.v1 import generation_pb2 as pb
+from cadenza.v1 import types_pb2
+from tests.helpers.toy_tokenizers import hf_byte_level
+
+MAX_CPU_MS = 100
+"""A callback takes at most 5 ms on an idle machine. Before requests were handled in slices, 4M ids took 600 ms."""
+NUM_REQUESTS = 80
+
+
+def draw(rng: random.Random) -> Case:
+    """Any request: short or long, within the limits or far beyond, or no request at all."""
+
+    def size(most: int) -> int:
+        return int(most ** rng.random())
+
+    part = ids(rng, 8, VOCAB_SIZE)
+    text = types_pb2.PromptPart(text="fox " * size(300_000))
+    turns = [types_pb2.ChatMessage(role="user", content="hi " * size(3000)) for _ in range(size(2000))]
+    several = {"n": rng.randint(2, 64), "temperature": 1.0}
+    kinds: list[Callable[[], tuple[str, bytes]]] = [
+        lambda: ("Generate", generate(ids(rng, size(500_000), VOCAB_SIZE))),
+        lambda: ("Generate", generate(ids(rng, size(131_072), VOCAB_SIZE), **several)),
+        lambda: ("Generate", generate(ids(rng, size(9000), VOCAB_SIZE), beam_width=rng.randint(2, 64), max_tokens=3)),
+        lambda: ("Generate", generate(ids(rng, size(9000), VOCAB_SIZE), prompt_logprobs=rng.randint(0, 20))),
+        lambda: ("Generate", generate(part, logit_bias=dict.fromkeys(range(size(60_000)), 1.5))),
+        lambda: ("Generate", generate(part, allowed_token_ids=range(size(VOCAB_SIZE)))),
+        lambda: ("Generate", generate(part, stop=["a" * size(1000) for _ in range(size(2000))], max_tokens=9)),
+        lambda: ("Generate", generate(part, bad_words=["fox " * size(60) for _ in range(size(300))])),
+        lambda: ("Generate", generate(text)),
+        lambda: ("Generate", generate(types_pb2.PromptPart(chat=types_pb2.Chat(messages=turns)))),
+        lambda: ("Tokenize", pb.TokenizeRequest(prompt=[text]).SerializeToString()),
+        lambda: ("Detokenize", pb.DetokenizeRequest(token_ids=range(size(VOCAB_SIZE))).SerializeToString()),
+        lambda: ("Generate", pb.GenerateRequest(prompt=[types_pb2.PromptPart()] * size(3_000_000)).SerializeToString()),
+        lambda: ("Generate", rng.randbytes(size(3_000_000))),
+    ]
+    method, message = rng.choice(kinds)()
+    return Case(method, method, [message])
+
+
+async def test_a_fuzz_of_requests_holds_no_loop(tmp_path: Path) -> None:
+    hf_byte_level().save_pretrained(tmp_path)
+    rng = random.Random(20)
+    requests = iter([draw(rng) for _ in range(NUM_REQUESTS)])
+    async with (
+        services(str(tmp_path)) as watches,
+        grpc.aio.insecure_channel(watches[0].address, options=channel_options()) as channel,
+    ):
+
+        async def client() -> list[str]:
+            return [status for case in requests for status in await send(channel, case)]
+
+        for watch in watches:
+            await watch.report()  # without what the start took
+        statuses = [status for found in await asyncio.gather(*(client() for _ in range(4))) for status in found]
+        await send(channel, AFTER)
+        reports = [await watch.report() for watch in watches]
+    for name, report in zip(("scheduler", "executor"), reports, strict=True):
+        print(name, histogram(report))
+        assert report["cpu_ms"] < MAX_CPU_MS, f"{name}: p100 is {report['cpu_ms']:.1f} ms, in {report['longest']}"
+    assert {"OK", "INVALID_ARGUMENT"} <= set(statuses) <= {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+    assert len(statuses) == NUM_REQUESTS
+
+
+def histogram(report: dict[str, Any]) -> str:
+    """Callbacks by CPU time, and the longest."""
+    names = [*(f"to {bound:g} ms" for bound in BOUNDS_MS), "longer"]
+    counts = ", ".join(f"{name}: {count}" for name, count in zip(names, report["histogram"], strict=True) if count)
+    return f"callbacks by CPU time: {counts}; p100 {report['cpu_ms']:.1f} ms ({report['longest']})"

@@ -123,8 +123,8 @@ SEEDED_BUGS = (
     ),
     SeededBug(
         "the head of the queue waits for its own lane for ever",
-        "scheduler_svc.core.placement.placer", "Placer.heads",
-        "if is_overdue and head not in passed", "if False",
+        "scheduler_svc.core.placement.placer", "Placer._rebalances",
+        "return self._policy is not None and self._policy.rebalances", "return False",
     ),
     SeededBug(
         "step ids count over all executors",

@@ -164,7 +164,8 @@ class Placer:
         """Whether a lane stops at a group that it has no room for, rather than passing it over."""
         if self._is_active:
             return group.placed_on == lane.executor_id
-        return self._holder(group) in (None, lane)
+        # A batch takes a group that is swapped out on another lane without its KV.
+        return len(self._lanes) == 1 or self._holder(group) in (None, lane)
 
     def wakes_at(self, now: float) -> float | None:
         """When a lane without work may find a group; None: not by the passing of time."""

@@ -137,7 +137,7 @@ class Placer:
             found = self._in_order(lane, head, passed) if len(self._lanes) > 1 else own
             yield from () if found is None else (found,)
             return
-        is_overdue = self._rebalances and now - head.arrival >= MAX_PASS_OVER_S
+        is_overdue = self._rebalances and head.arrival + MAX_PASS_OVER_S <= now
         if is_overdue and head not in passed and self._may_move(head, lane):
             yield head
         own = self.own_head(lane, now)

@@ -173,3 +173,15 @@ def test_round_robin() -> None:
         bench.step()
     bench.run()
     assert [bench.ran_on[f"r{index}"] for index in range(6)] == [[0], [1], [2], [0], [1], [2]]
+
+
+def test_an_idle_lane_that_wakes_for_the_head_of_the_queue_takes_it() -> None:
+    bench = FleetBench(SMALL, SMALL)
+    bench.now = 0.021
+    bench.add("head")
+    assert not bench.plan(1), "it waits for the other one, which is expected to be as fast"
+    due = bench.core.wakes_at(1, bench.now)
+    assert due is not None
+    assert due - bench.now < MAX_PASS_OVER_S, "as floats"
+    bench.now = due
+    assert bench.plan(1)

@@ -35,10 +35,11 @@ DIST ?= dist
 BENCH_ARGS ?=
 BENCH_GPU_ARGS ?=
 EXPERIMENTS_ARGS ?=
-# `make chaos`: number of faults, seed, executor (simulated or cpu), and a history to repeat.
+# `make chaos`: number of faults, seed, executor (simulated or cpu), numbers of executors, and a history to repeat.
 N ?= 1000
 SEED ?= 1
 EXECUTOR ?= simulated
+EXECUTORS ?= 1 2 4
 REPLAY ?=
 CHAOS_ARGS ?=
 
@@ -57,8 +58,14 @@ demo: $(VENV)/.installed-run ## start both services on the embedded model on the
 test: $(VENV)/.installed-dev ## the whole test suite; PYTEST_ARGS='-k name -x' passes options, TEST_WORKERS=0 is for debuggers
 	@$(PY) $(PYTEST) tests $(PYTEST_ARGS)
 
-chaos: $(VENV)/.installed-dev ## faults on real services for up to an hour; N=1000 SEED=1 EXECUTOR=cpu, or REPLAY=history.jsonl
-	@$(PY) -m tests.chaos $(if $(REPLAY),--replay $(REPLAY),--faults $(N) --seed $(SEED) --executor $(EXECUTOR)) $(CHAOS_ARGS)
+chaos: $(VENV)/.installed-dev ## faults on real services, for up to an hour each on 1, 2 and 4 executors; N=1000 SEED=1 EXECUTORS=2 EXECUTOR=cpu, or REPLAY=history.jsonl
+ifeq ($(REPLAY),)
+	@for count in $(EXECUTORS); do \
+	  $(PY) -m tests.chaos --faults $(N) --seed $(SEED) --executor $(EXECUTOR) --executors $$count $(CHAOS_ARGS) || exit; \
+	done
+else
+	@$(PY) -m tests.chaos --replay $(REPLAY) $(CHAOS_ARGS)
+endif
 
 check: check-format check-lint check-types check-imports check-protos check-tests ## read-only: format, lint, types, imports, protos, fast tests
 

@@ -2,8 +2,8 @@
 
 Prefix-heavy chat traffic (`common.chat_traffic`) in virtual time. The policies are the scheduler's own two, and those
 of llm-d's and SGLang's routers (`cadenza.simulate.placement`). The load is a share of CAPACITY, the sessions that an
-executor serves a second under round robin. `--tokens` adds the output tokens/s of 1, 2 and 4 executors under more
-requests than they can serve at once. Nothing here depends on the machine or on what else runs on it.
+executor serves a second under round robin. `--tokens` measures instead the output tokens/s of 1, 2 and 4 executors
+under more requests than they can serve at once. Nothing here depends on the machine or on what else runs on it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ their queues grow."""
 LOADS = (0.6, 0.75, 0.9)
 EXECUTOR = published_profile(A100_40GB, LLAMA_3_1_8B, max_num_seqs=256, max_num_batched_tokens=2048)
 _PERCENTILES = (50, 95, 99)
-_TOKENS_REQUESTS = 4096
+_TOKENS_REQUESTS = 2048
+"""For each executor, so that the end, when few requests are left, weighs the same."""
 
 
 def serve(placement: PlacementName, num_executors: int, sessions_per_s: float, seed: int, chat: Chat) -> Outcome:
@@ -67,7 +68,7 @@ def tokens_per_s(num_executors: int, seed: int) -> float:
     """Output tokens per second of virtual time while all requests are sent at once."""
     settings = make_settings(
         {
-            "num_requests": _TOKENS_REQUESTS,
+            "num_requests": _TOKENS_REQUESTS * num_executors,
             "input_len": "exponential:128:1:1024",
             "output_len": "exponential:128:1:1024",
             "request_rate": float("inf"),
@@ -81,6 +82,9 @@ def tokens_per_s(num_executors: int, seed: int) -> float:
 def _run(options: argparse.Namespace) -> Iterator[Row]:
     seeds = range(options.seed, options.seed + options.repeats)
     chat = Chat(num_system_prompts=options.system_prompts)
+    if options.tokens:
+        yield from _token_rows(options.seed, seeds)
+        return
     for num_executors in options.executors:
         for load in options.loads:
             for policy in options.policies:
@@ -97,11 +101,14 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
                     "sessions_per_s": load * CAPACITY * num_executors,
                 }
                 yield make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=[])
-    for num_executors in (1, 2, 4) if options.tokens else ():
+
+
+def _token_rows(first_seed: int, seeds: range) -> Iterator[Row]:
+    for num_executors in (1, 2, 4):
         progress(f"{NAME}: tokens of {num_executors} executors")
         repeats = [{"output_tokens_per_s": tokens_per_s(num_executors, seed)} for seed in seeds]
-        params = {"what": "tokens", "executors": num_executors, "requests": _TOKENS_REQUESTS}
-        yield make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=[])
+        params = {"what": "tokens", "executors": num_executors, "requests": _TOKENS_REQUESTS * num_executors}
+        yield make_row(NAME, seed=first_seed, params=params, repeats=repeats, other_cores=[])
 
 
 def _describe(row: Row) -> str:
@@ -122,7 +129,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policies", nargs="+", choices=PLACEMENTS, default=PLACEMENTS, help="(default all)")
     parser.add_argument("--system-prompts", type=positive, default=32, help="number of system prompts (default 32)")
-    parser.add_argument("--tokens", action="store_true", help="also the tokens/s of 1, 2 and 4 executors")
+    parser.add_argument("--tokens", action="store_true", help="instead the tokens/s of 1, 2 and 4 executors")
 
 
 BENCHMARK = Benchmark(

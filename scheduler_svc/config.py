@@ -181,6 +181,12 @@ class SchedulerConfig(ServiceSettings):
         "the host pool, if that has free blocks (--num-cpu-blocks); auto: the cheaper one by measured rates.",
         json_schema_extra=about("Scheduling"),
     )
+    placement: Literal["expected-time", "round-robin"] = Field(
+        "expected-time",
+        description="Where a request runs, if there are several executors; expected-time: where its first token is "
+        "expected first, by cached prefix, queue, free memory and measured rates; round-robin: each executor in turn.",
+        json_schema_extra=about("Scheduling"),
+    )
     allow_fingerprint_change: bool = Field(
         False,
         description="Let unfinished requests go on when an executor comes back with another numerics fingerprint, as "

@@ -162,6 +162,11 @@ class LLMOptions(TypedDict, total=False):
     """What happens to the KV of a preempted request; recompute: it is computed again; swap: it moves to the host pool,
     if that has free blocks (--num-cpu-blocks); auto: the cheaper one by measured rates. [default: recompute]"""
 
+    placement: Literal["expected-time", "round-robin"] | None
+    """Where a request runs, if there are several executors; expected-time: where its first token is expected first, by
+    cached prefix, queue, free memory and measured rates; round-robin: each executor in turn. [default:
+    expected-time]"""
+
     allow_fingerprint_change: bool | None
     """Let unfinished requests go on when an executor comes back with another numerics fingerprint, as after a change of
     threads or weights, though their later tokens may differ; otherwise they end with FAILED_PRECONDITION. [default:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scheduler_svc.config import SchedulerConfig, read_weights
 from scheduler_svc.core.policies.batching import BatchingPolicy, ContinuousBatching, StaticBatching
+from scheduler_svc.core.policies.placement import ExpectedTime, RoundRobin
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, OrderPolicy, PriorityOrder, ShortestFirstOrder
 
@@ -17,6 +18,7 @@ def policies_from_options(config: SchedulerConfig) -> Policies:
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         prefix_caching=config.enable_prefix_caching,
         preemption=config.preemption,
+        placement=RoundRobin() if config.placement == "round-robin" else ExpectedTime(),
     )
 
 

@@ -292,7 +292,7 @@ class Session:
 
 async def _long_fields(request: pb.SessionRequest | Unreadable) -> RequestFields | None:
     """The fields of a long request, converted in slices; None for a short one, and for one over a limit."""
-    if isinstance(request, Unreadable) or not convert.is_long(request.generate):
+    if not isinstance(request, pb.SessionRequest) or not convert.is_long(request.generate):
         return None
     await asyncio.sleep(0)  # Parsing it was a slice of its own.
     try:

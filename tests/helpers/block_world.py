@@ -44,6 +44,7 @@ class Row:
     cache_node: int | None = None
     needs_prompt_logprobs: bool = False
     is_beam: bool = False
+    sample_index: int = 0
 
     def kv(self, position: int) -> tuple[str, bytes, tuple[int, ...]]:
         spec = self.group.spec

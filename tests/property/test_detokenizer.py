@@ -91,7 +91,8 @@ def test_fixed_texts_are_those_that_decoding_gives(make, ids, context, skip):
     options = {"skip_special_tokens": skip, "context": context}
     fast, _ = stream(tokenizer, ids, **options)
     slow, _ = stream(Decoding(tokenizer), ids, **options)
-    assert (fast.text, fast.text_ends) == (slow.text, slow.text_ends)
+    # When bytes that are no text come out depends on the length of the window, so `text_ends` may differ.
+    assert fast.text == slow.text
 
 
 @given(TEXT, TEXT)

@@ -121,7 +121,7 @@ async def test_a_slow_reader_gets_few_messages_and_holds_nobody_up(w):
 async def test_requests_with_much_output_take_turns(w, monkeypatch):
     """All end in the same step, the one with the most output first; none waits for another's last message."""
     monkeypatch.setattr("scheduler_svc.front.session.MAX_CHUNK_BYTES", 8000)
-    monkeypatch.setattr("scheduler_svc.front.session._TURN_BYTES", 500)
+    monkeypatch.setattr("scheduler_svc.front.session.TURN_BYTES", 500)
     final = {"output_mode": pb.OUTPUT_MODE_FINAL, "max_tokens": 100}
     w.executor.going.clear()
     before = w.stub.Generate(request())

@@ -151,7 +151,7 @@ def _check_sample(world: World, client: Client, index: int, seen: SampleSeen, nu
     if client.entry.stop:
         _check_text(client, seen)
     detail = seen.finish.detail if seen.finish is not None else None
-    if len(world.numerics) > 1:
+    if world.numerics != {0}:
         _check_drawn(client, index, seen, numerics)
         return
     wholes = [

@@ -267,6 +267,9 @@ class Faults:
             seed = catalogue()[client.index].spec.sampling.seed
             self._happened("poison", 5.0, f"seed {seed}")
             world.poison = seed, int(number * 30) % 5
+            if len(world.hosts) > 1 and int(number * 1000) % 2:
+                # So late that its requests have moved.
+                world.poison_stays_s = 1.2
 
     def _pause(self, number: float) -> None:
         world, seconds = self._world, 0.01 + 1.5 * number

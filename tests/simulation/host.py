@@ -20,6 +20,9 @@ from tests.simulation.real_runner import RealRunner
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
+_MOST_POISON_DEATHS = 25
+"""A request that kills executors is found after fewer deaths: those that halve the suspects, and three alone."""
+
 
 class Host:
     """One address, and what runs there."""
@@ -180,10 +183,10 @@ class Host:
         )
         if held or admitted:
             world.counts["poison deaths"] += 1
-            # With several executors sometimes so late that its requests move.
-            longest_s = 0.2 if len(world.hosts) == 1 else 1.5
-            self.later(0.1 + longest_s * world.rng.random(), self.start_if_dead)
-            self.touch(2.0)
+            if world.counts["poison deaths"] > _MOST_POISON_DEATHS:
+                world.fail(PlanError(f"a request has killed {world.counts['poison deaths']} executors and goes on"))
+            self.later(world.poison_stays_s + 0.2 * world.rng.random(), self.start_if_dead)
+            self.touch(world.poison_stays_s + 1.0)
         return held or admitted
 
 

@@ -125,7 +125,7 @@ class LaneFaults:
             host.note("removed")
             world.counts["removed executors"] += 1
         except LastExecutorError as exc:
-            if any(not each.address.fenced for each in present):
+            if any(not each.address.fenced and (each.lane is not None or host.lane is None) for each in present):
                 world.fail(exc)
             if host.member is not None:
                 world.engine.executors.resume(target)

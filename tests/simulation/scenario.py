@@ -28,7 +28,7 @@ LANE_FAULT_KINDS = (
     "join", "drained executor", "drained and removed", "removed", "gone", "other list", "other model", "network",
 )  # fmt: skip
 """Faults of histories with several executors."""
-_WEIGHTS = {"cut": 6, "kill": 6, "failed step": 3, "other limits": 4, "fenced": 0.4, "poison": 0.8, "silence": 0.7,
+_WEIGHTS = {"cut": 6, "kill": 6, "failed step": 3, "other limits": 4, "fenced": 0.4, "poison": 1.2, "silence": 0.7,
             "hang": 1.5, "watchdog": 1.0, "unusable limits": 0.6, "other numerics": 1.0,
             "non-finite": 2.5, "join": 2.0, "drained executor": 3.0, "drained and removed": 2.0, "gone": 3.0,
             "other list": 2.0}  # fmt: skip

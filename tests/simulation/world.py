@@ -43,6 +43,8 @@ class World:
         self.numerics: set[int] = set()
         self.poison: tuple[int, int] | None = None
         """The seed of the request that kills its executor, and after how many output tokens."""
+        self.poison_stays_s = 0.1
+        """For how long an executor that it has killed stays away, at least."""
         self.paused_s = 0.0
         """How long the scheduler was late, over all of its pauses."""
         self.changed_at = loop.time()

@@ -212,7 +212,7 @@ class BlockManager:
         if child.block_ids or child.host_block_ids or num_blocks > len(source.block_ids):
             raise InvariantError(f"sequence {child.sequence_id} cannot share {num_blocks} blocks")
         child.block_ids = source.block_ids[:num_blocks]
-        self.pool.share_held(child.block_ids)
+        self.pool.share_all(child.block_ids)
         cache, node, num_cached = self._tiers.cache, source.cache_node, source.num_cached_blocks
         while node is not None and num_cached > num_tokens // self.block_size:
             node = cache.parent_node(node)

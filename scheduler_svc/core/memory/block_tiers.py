@@ -114,8 +114,18 @@ class BlockTiers:
 
         Raises InvariantError if too few are free, or if this plan swaps one of them out.
         """
-        places = [self.cache.place(node) for node in nodes]
+        try:
+            places = self.cache.places(nodes)
+        except KeyError as exc:
+            raise InvariantError(f"node {exc} has left the prefix cache") from exc
         counts, swap_outs = self.device.ref_counts, self.moves.swap_outs
+        if min(places, default=0) >= 0:
+            # Nothing is on the host. There may be 8,192 blocks: no Python call for each.
+            num_idle = list(map(counts.__getitem__, places)).count(0)
+            if num_idle + num_new > self.device.num_free:
+                raise InvariantError(f"{len(nodes)} cached blocks cannot be used, {self.device.num_free} are free")
+            self.device.share_all(places)
+            return places + self.take(num_new)
         num_host = sum(place < 0 for place in places)
         num_idle = sum(place >= 0 and counts[place] == 0 for place in places)
         too_many = num_idle + num_host + num_new > self.device.num_free

@@ -64,6 +64,10 @@ class LettersDecoder:
         """Return the text of one token."""
         return _LETTERS[token_id % len(_LETTERS)]
 
+    def fixed_text(self, token_id: int) -> str:
+        """Return the text that a token adds after any other."""
+        return self.token_text(token_id)
+
 
 @cache
 def catalogue() -> list[Entry]:

@@ -300,6 +300,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "loadtest_clock",
         "loop_lag",
         "placement",
+        "placement_cost",
         "scheduler_cost",
         "service_plane",
         "serving_burst",

@@ -21,15 +21,13 @@ _LONGEST_S = 2.6
 """Some faults last longer than the 2 s after which silence is noticed, and none much longer."""
 CHOSEN = {
     1: (
-        "kill executor", "executor link: cut", "client disconnects", "cancel", "kill scheduler", "executor link: halve",
-        "clock jump", "client link: repeat", "deadline", "client half-open", "executor link: repeat", "client leaves",
-        "client link: cut", "client link: halve",
+        "kill executor", "executor link: cut", "client disconnects", "kill scheduler", "executor link: halve",
+        "clock jump", "client link: repeat", "deadline", "client half-open", "full disk",
     ),
     2: (
-        "executor drains", "kill executor", "executor joins and leaves", "executor link: drop",
-        "list of executors changes", "one executor stops, one drains", "full disk", "executor is removed and added",
-        "changed executor", "all executors die", "kill scheduler", "executor out of memory", "two executors die",
-        "executor link: stall",
+        "executor drains", "kill executor", "executor joins and leaves", "list of executors changes", "client leaves",
+        "one executor stops, one drains", "executor is removed and added", "changed executor", "all executors die",
+        "kill scheduler", "executor link: stall",
     ),
 }  # fmt: skip
 """By number of executors."""
@@ -48,13 +46,13 @@ def short_schedule(num_executors: int) -> list[Fault]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("num_executors", CHOSEN)
-async def test_fourteen_faults_break_no_promise(tmp_path: Path, num_executors: int) -> None:
+async def test_a_few_faults_break_no_promise(tmp_path: Path, num_executors: int) -> None:
     options = RunOptions(SEED, "simulated", 200, num_executors, num_clients=10, num_prompts=1, slack_s=3)
     report = await run_chaos(tmp_path, short_schedule(num_executors), options)
     assert not report.violations, "\n".join(report.violations)
     assert report.by_kind == dict.fromkeys(sorted(CHOSEN[num_executors]), 1)
     assert report.counts["requests"] > 20
-    assert report.figures["health_not_serving_changes"] >= 2
+    assert report.figures["health_not_serving_changes"] >= 1
 
 
 def test_a_schedule_follows_from_its_seed_and_has_every_kind() -> None:

@@ -50,16 +50,16 @@ def check_client(world: World, client: Client) -> None:
 
 
 def _check_refusal(world: World, client: Client) -> None:
-    """Only what does not fit is refused for good; when nothing can be served any more, everything is."""
+    """Only what fits no executor is refused for good; when nothing can be served any more, everything is."""
     if not isinstance(client.refusal, RequestRejectedError):
         _require(world.fenced or client.deadline is not None, f"refused: {client.refusal!r}")
         return
     spec = client.spec
-    fits = all(
+    fits = any(
         len(spec.prompt_token_ids) + 1 <= limits.max_model_len
         and spec.num_sequences <= limits.max_num_seqs
         and len(spec.prompt_token_ids) // limits.block_size + spec.num_sequences <= limits.num_blocks
-        for limits in world.specs()
+        for limits in client.refused_by
     )
     _require(not fits, f"refused although it fits: {client.refusal}")
 

@@ -12,7 +12,7 @@ from scheduler_svc.core.errors import (
     RequestExistsError,
     RequestRejectedError,
 )
-from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, TokenLogprobs
+from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestSpec, TokenLogprobs
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import Chunk, RequestReader
 from scheduler_svc.plan_loop.ports import EngineRequest
@@ -53,6 +53,8 @@ class Client:
         """The error that the request ended with."""
         self.refusal: Exception | None = None
         """The error that it was refused with."""
+        self.refused_by: list[ExecutorSpec] = []
+        """The limits of all executors at that moment."""
         self.deadline: float | None = None
         self.aborted_at: float | None = None
         """When it has ended its request, by a call or by going away."""
@@ -87,6 +89,7 @@ class Client:
                 return engine.submit(request)
             except RequestRejectedError as exc:
                 self.refusal = exc
+                self.refused_by = [lane.spec for lane in world.core.lanes.values()]
                 return None
             except (QueueFullError, DrainingError) as exc:
                 world.counts[f"turned away: {type(exc).__name__}"] += 1

@@ -104,7 +104,7 @@ def draw_scenario(seed: int) -> Scenario:
     models = _draw_models(rng)
     duration_s = rng.choice([0.2, 0.5, 1.0])
     stem = rng.randrange(NUM_STEMS)
-    num_clients = rng.choice([3, 5, 6, 8] if len(models) == 1 else [4, 6, 8, 12])
+    num_clients = rng.choice([3, 5, 6, 8] if len(models) == 1 else [3, 4, 6, 9])
     clients = tuple(_draw_client(rng, f"r{number}", duration_s, stem) for number in range(num_clients))
     return Scenario(
         seed=seed,

@@ -80,8 +80,9 @@ class Placer:
         None: all lanes may have changed.
         """
         for lane_id, queue in self._queues.items():
-            # A single lane that is left takes its groups from the queue of all.
-            if executor_id in (None, lane_id) or not self._is_active:
+            # A single lane that is left takes its groups from the queue of all, and others may take those of a drain.
+            lane = self._lanes.get(lane_id)
+            if executor_id in (None, lane_id) or not self._is_active or (lane is not None and lane.draining):
                 for group in list(queue):
                     self._withdraw(group)
                     self._unplaced[group] = None
@@ -208,6 +209,9 @@ class Placer:
             # Nothing can ever hold it: the largest pool finishes it, as far as its tokens go.
             able = [max(self._open_lanes() or self._lanes.values(), key=lambda lane: lane.spec.num_blocks)]
         candidates = [self._candidate(group, lane) for lane in able if lane.is_open and not lane.draining]
+        if not candidates and group.lane_id is not None and (former := self._lanes.get(group.lane_id)) in able:
+            # What no other lane can hold ends on the draining one, where it ran.
+            candidates = [self._candidate(group, former)] if former.is_open else []
         return self._policy.choose(group, candidates, now) if candidates else None
 
     def _holder(self, group: SequenceGroup, *, swapped: bool = True) -> Lane | None:

@@ -116,5 +116,5 @@ def _num_finishes(candidate: Candidate) -> float:
     num_new = candidate.num_queued_tokens + candidate.num_tokens - candidate.num_hit_tokens
     num_short = lane.blocks.num_blocks_for(num_new) - lane.blocks.num_free
     if num_short > 0 and num_running:
-        num_missing = max(num_missing, num_short * num_running / (lane.spec.num_blocks - lane.blocks.num_free))
+        num_missing = max(num_missing, num_short * num_running / max(1, lane.spec.num_blocks - lane.blocks.num_free))
     return max(0.0, num_missing)

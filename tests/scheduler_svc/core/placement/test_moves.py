@@ -123,6 +123,22 @@ def test_a_single_draining_executor_ends_what_it_has_and_begins_nothing() -> Non
     bench.run()
 
 
+def test_what_a_draining_executor_preempts_and_no_other_can_hold_ends_there() -> None:
+    bench = FleetBench(spec(num_blocks=12), spec(max_model_len=20))
+    for name in ("a", "b"):
+        bench.add(name, 8, 30, seed=ord(name))
+    bench.step()
+    bench.core.drain_executor(0, True, bench.now)
+    bench.add("new", 30)
+    for _ in range(200):
+        bench.step()
+    assert set(bench.core.groups) == {("", "new")}
+    assert bench.core.num_preemptions
+    bench.join(SMALL)
+    bench.run()
+    assert bench.ran_on["new"] == [2]
+
+
 def test_what_no_other_can_hold_finishes_on_the_draining_one() -> None:
     bench = FleetBench(SMALL, spec(num_blocks=4))
     bench.add("large", 60, 20)

@@ -59,6 +59,9 @@ ALLOWED: dict[str, Outcome] = {
     ),
     "past its deadline": outcome(part(2, "deadline", "abort"), timeout_s=1.0),
     "a deadline that the clock has moved": outcome(part(2, "deadline", "abort"), "clock jump", timeout_s=50.0),
+    "past its deadline within a character": outcome(
+        change(part(2, "deadline", "abort"), "text", "a\ufffd"), timeout_s=1.0
+    ),
     "one sample ended, the other was cancelled": outcome(
         change(part(4, "aborted", "abort"), "finish", "aborted"), "cancel"
     ),
@@ -94,6 +97,10 @@ BROKEN: dict[str, tuple[Callable[[], Outcome], str]] = {
     ),
     "a part whose text is no part": (
         lambda: outcome(change(part(2, None, None), "text", "b"), "leave", finished=False),
+        "not a part of",
+    ),
+    "text that differs within a character": (
+        lambda: outcome(change(part(2, None, None), "text", "a\ufffd"), "leave", finished=False),
         "not a part of",
     ),
     "a finished sample of a part that differs": (

@@ -196,6 +196,8 @@ class MoveWatch:
         """Look at the present state; stable_s: for so long nothing has happened to the scheduler or an executor."""
         world, now = self._world, self._world.loop.time()
         leaving = [lane for lane in world.core.lanes.values() if lane.draining or not lane.is_open]
+        if any(host.alive and host.process.hanging for host in world.hosts):
+            leaving = []  # What hangs has a session, and takes nothing.
         self._leaving_since = {lane: self._leaving_since.get(lane, now) for lane in leaving}
         for lane in leaving:
             if min(stable_s, now - self._leaving_since[lane]) < MOVED_S:

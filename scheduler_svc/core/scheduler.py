@@ -172,10 +172,14 @@ class Scheduler:
     def drain_executor(self, executor_id: int, draining: bool, now: float) -> None:
         """Start or end the drain of one executor: its next plans move its requests to others that can go on with them.
 
-        It takes no more; requests that no other open executor can hold finish there. See `Lane.is_empty`.
+        It takes no more; requests that no other open executor can hold finish there. See `holds_nothing`.
         """
         self.lanes[executor_id].draining = draining
         self._requests.placer.on_lane_changed(executor_id)
+
+    def holds_nothing(self, executor_id: int) -> bool:
+        """Whether nothing runs on an executor, is swapped out there or is to go on there, and no plan is in flight."""
+        return self.lanes[executor_id].is_empty and not self._requests.placer.num_placed(executor_id)
 
     def remove_executor(self, executor_id: int, now: float) -> StepOutputs:
         """Forget an executor: its KV is given up, its requests go on elsewhere; `stranded` names those that cannot."""

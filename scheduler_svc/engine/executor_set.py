@@ -403,4 +403,4 @@ class ExecutorSet:
 
     def _is_empty(self, member: ExecutorMember) -> bool:
         lane = member.loop.lane
-        return member.loop.leaving or lane is None or lane.is_empty
+        return member.loop.leaving or lane is None or self._core.holds_nothing(lane.executor_id)

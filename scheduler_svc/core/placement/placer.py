@@ -104,6 +104,10 @@ class Placer:
         """Number of groups that wait for this lane; with one lane all."""
         if not self._is_active:
             return len(self._waiting)
+        return self.num_placed(executor_id)
+
+    def num_placed(self, executor_id: int) -> int:
+        """Number of groups that are placed on this lane."""
         return len(self._queues.get(executor_id, ()))
 
     @property

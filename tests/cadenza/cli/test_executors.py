@@ -89,7 +89,8 @@ def executors(server):
     loop.run(started.stop(0))
 
 
-def test_the_list_has_a_line_for_each_executor_and_the_reason_of_a_refusal(executors, capsys):
+def test_the_list_has_a_line_for_each_executor_and_the_reason_of_a_refusal(executors, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     assert executors("list") == 0
     head, first, second, reason = capsys.readouterr().out.splitlines()
     assert head.split()[:5] == ["executor", "state", "device", "KV", "blocks"]

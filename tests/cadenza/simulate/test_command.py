@@ -159,7 +159,7 @@ def test_the_picture_of_capacities(tmp_path: Path) -> None:
         (["--executor", "none.json"], "--executor none.json: no such file"),
         (["--executors", "1,x"], "--executors 1,x: must be different numbers from 1 to 1024"),
         (["--executors", "2,2"], "--executors 2,2: must be different numbers"),
-        (["--executors", "2", "--preemption", "swap"], "--preemption swap: several executors share one queue"),
+        (["--executors", "2", "--placement", "nearest"], "--placement nearest: must be one of expected-time"),
         (["--find-max-rate"], "--find-max-rate needs --slo"),
         (["--batching", "often"], "batching"),
         (["--max-num-seqs", "0"], "max_num_seqs"),

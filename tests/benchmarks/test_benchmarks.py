@@ -295,6 +295,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "cpu_serving",
         "exactness_cost",
         "executor_loss",
+        "executor_scaling",
         "journal",
         "loadtest_agreement",
         "loadtest_clock",

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cadenza.plan_log import PlanLogReader
+from cadenza.slices import Work
+from cadenza.v1 import execution_pb2, types_pb2
 from cadenza.v1 import generation_pb2 as pb
-from cadenza.v1 import types_pb2
 from scheduler_svc.core.types import StepPlan
 from scheduler_svc.executors import client as executor_client
-from scheduler_svc.executors.convert import step_plan
+from scheduler_svc.executors.convert import request_in_slices
 from scheduler_svc.recording import plan_log
 from scheduler_svc.replay import __main__ as replay
 from tests.checkpoints import make_llama
@@ -218,16 +218,16 @@ async def test_malformed_plans_cost_no_token(
     expected = await undisturbed(executor)
     num_plans, spoiled = 0, []
 
-    def malformed(plan: StepPlan, epoch: int) -> Message:
+    def malformed(plan: StepPlan, epoch: int) -> Work[execution_pb2.ExecuteRequest]:
         nonlocal num_plans
         num_plans += 1
-        message = step_plan(plan, epoch)
+        request = yield from request_in_slices(plan, epoch)
         if num_plans % 8 == 0 and len(spoiled) < len(KINDS):
             spoiled.append(KINDS[len(spoiled)])
-            spoil(message, spoiled[-1])
-        return message
+            spoil(request.plan, spoiled[-1])
+        return request
 
-    monkeypatch.setattr(executor_client, "step_plan", malformed)
+    monkeypatch.setattr(executor_client, "request_in_slices", malformed)
     async with services(executor) as running:
         health = Health(running)
         assert await answers(running) == expected

@@ -86,15 +86,18 @@ async def output(client: AsyncClient) -> list[int]:
 async def test_output_waits_for_an_executor_of_its_numerics(model: Path) -> None:
     """The number of threads is a part of the fingerprint, so neither stream can go on at the other executor."""
     async with asyncio.timeout(100), services(model, ONE, TWO) as (executors, client):
-        admin, undisturbed = AdminServiceStub(client.channel), []
-        streams = []
-        for other in reversed(executors):
-            # A drain moves nothing here: no other executor can go on with the first stream.
-            await admin.DrainExecutor(pb.DrainExecutorRequest(target=other.address, timeout_s=0))
-            undisturbed.append(await output(client))
-            streams.append(Stream(client))
-            await streams[-1].begun.wait()
-            await admin.ResumeExecutor(pb.ResumeExecutorRequest(target=other.address))
+        admin = AdminServiceStub(client.channel)
+        undisturbed, streams = [], []
+        for starts_stream in (False, True):
+            for other in reversed(executors):
+                # A drain moves nothing here: no other executor can go on with the first stream.
+                await admin.DrainExecutor(pb.DrainExecutorRequest(target=other.address, timeout_s=0))
+                if starts_stream:
+                    streams.append(Stream(client))
+                    await streams[-1].begun.wait()
+                else:
+                    undisturbed.append(await output(client))
+                await admin.ResumeExecutor(pb.ResumeExecutorRequest(target=other.address))
         assert [each.num_running for each in (await client.server_info()).executors] == [1, 1]
         await executors[0].kill()
         waiting, other_stream = streams

@@ -98,6 +98,7 @@ class Service:
     async def start(self) -> str:
         """Bind and listen; health is NOT_SERVING and calls get UNAVAILABLE. Returns the address; raises OSError."""
         address = bind(self._server, self._config.listen, default_port=SCHEDULER_PORT)
+        self._front.address = address
         await self._server.start()
         return address
 

@@ -54,19 +54,20 @@ def fingerprint(vocab_size: int, *, fast: bool = False) -> Fingerprint:
     """Return the fingerprint: equal for all simulated executors of one vocabulary size and mode, on every machine.
 
     `fast`: do not promise the same tokens, though they are: so schedulers treat them as those of a fast executor.
+    The weights are the same in both modes.
     """
     name = f"simulated {hashing.VERSION}"
-    digest = hashlib.sha256(f"{name} {vocab_size}{' fast' if fast else ''}".encode()).digest()
+    weights_digest = hashlib.sha256(f"{name} {vocab_size}".encode()).digest()
     return Fingerprint(
         mode="fast" if fast else "exact",
-        weights_digest=digest,
+        weights_digest=weights_digest,
         dtype=_DTYPE,
         kv_dtype=_DTYPE,
         kernels=name,
         isa="any",
         num_threads=1,
         versions=(name,),
-        digest=digest,
+        digest=hashlib.sha256(f"{name} {vocab_size} fast".encode()).digest() if fast else weights_digest,
     )
 
 

@@ -9,6 +9,10 @@ from scheduler_svc.plan_loop.clock import Timer
 from scheduler_svc.plan_loop.plan_loop import PlanLoop
 from scheduler_svc.plan_loop.ports import ExecutorPort
 
+_REFUSED_FOR_S = 5.0
+"""A refusal is repeated at least so often while it is true: a refused executor is described again every second, and a
+lease that ends is waited for 2 s."""
+
 
 class UnknownExecutorError(Exception):
     """There is no executor at this address."""
@@ -37,11 +41,13 @@ class ExecutorMember:
     """Whether it has had a session, and serves the same model as the others."""
     draining: bool = False
     refusal: str = ""
-    """Why it cannot be used although it answers."""
+    """Why it could not be used although it answered, when it last did; empty: it has been used since."""
+    refused_at: float = 0.0
+    """When that was last so, in seconds on the clock."""
     error: Exception | None = None
     """The error behind `refusal`."""
     fenced: bool = False
-    """Whether another scheduler has it: no session is opened any more."""
+    """Whether the reason of the last refusal is that another scheduler holds it."""
     lost_at: float | None = None
     """When its last session ended, in seconds on the clock; None: it has one, or had none."""
     moves_at: float = 0.0
@@ -65,6 +71,19 @@ class ExecutorMember:
     def is_live(self) -> bool:
         """Whether it has a session."""
         return self.loop.connected
+
+    def accept(self) -> None:
+        """Record that a session is open."""
+        self.refusal, self.error, self.fenced = "", None, False
+        self.lost_at, self.given_up = None, False
+
+    def refuse(self, error: Exception, now: float, *, fenced: bool) -> None:
+        """Record that it answers and cannot be used; `fenced`: because another scheduler holds it."""
+        self.refusal, self.error, self.fenced, self.refused_at = str(error), error, fenced, now
+
+    def is_refused(self, now: float) -> bool:
+        """Whether the refusal is still true: it is not known of a process that has died since."""
+        return bool(self.refusal) and now < self.refused_at + _REFUSED_FOR_S
 
     def cancel_timer(self) -> None:
         """Stop the timer."""

@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.lanes.planned_step import PlannedStep
@@ -25,8 +24,9 @@ from scheduler_svc.engine.executor_member import (
     LastExecutorError,
     UnknownExecutorError,
 )
+from scheduler_svc.engine.executor_set_listener import ExecutorSetListener
 from scheduler_svc.engine.lane_views import lane_load, num_held
-from scheduler_svc.engine.served_executors import ModelListener, ServedExecutors
+from scheduler_svc.engine.served_executors import ServedExecutors
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.plan_loop import AdoptModel, PlanLoop
 from scheduler_svc.plan_loop.ports import (
@@ -44,30 +44,8 @@ _LOG = logging.getLogger(__name__)
 MOVE_AFTER_S = 0.5
 """Requests of a lost executor move this long after the end of its session: later than a session that is opened again
 (0.2 s), earlier than a process that is started again."""
-
-
-class ExecutorSetListener(ModelListener, Protocol):
-    """Receives the events of all executors; called on the event loop, never concurrently."""
-
-    def on_outputs(self, outputs: StepOutputs) -> None:
-        """Samples have new tokens or have finished."""
-
-    def on_planned(self, step: PlannedStep) -> None:
-        """A step was planned and will be sent next."""
-
-    def on_applied(
-        self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float
-    ) -> Callable[[], None] | None:
-        """As in PlanLoopListener."""
-
-    def on_session_ended(self, executor_id: int) -> None:
-        """The plans in flight of this executor are lost."""
-
-    def on_failed(self, error: Exception) -> None:
-        """No executor can ever be used again, or a loop crashed."""
-
-    def report_health(self) -> None:
-        """`can_serve` may have changed."""
+HELD_RETRY_S = 1.0
+"""Time until an executor that another scheduler holds is described again."""
 
 
 class ExecutorSet:
@@ -219,10 +197,11 @@ class ExecutorSet:
 
     def states(self) -> list[ExecutorState]:
         """The state of each executor."""
+        now = self._clock.monotonic()
         return [
             member.loop.state(
                 draining=member.draining,
-                refusal=member.refusal,
+                refusal=member.refusal if member.is_refused(now) else "",
                 load=lane_load(self._core, member.loop.lane) if member.loop.lane is not None else Load(),
             )
             for member in self._present
@@ -266,8 +245,7 @@ class ExecutorSet:
     def on_connected(self, executor_id: int) -> None:
         """An executor serves."""
         member = self._members[executor_id]
-        member.refusal, member.error = "", None
-        member.lost_at, member.given_up = None, False
+        member.accept()
         member.cancel_timer()
         if member.draining:
             self._core.drain_executor(executor_id, True, self._clock.monotonic())
@@ -302,7 +280,7 @@ class ExecutorSet:
                 "executor %s cannot be used: %s; requests %s",
                 member.target, error, "go to the others" if self.can_serve else "wait",
             )  # fmt: skip
-        member.refusal, member.error = str(error), error
+        member.refuse(error, self._clock.monotonic(), fenced=False)
         refused = [each.error for each in self._present if each.error is not None]
         if not self.started.is_set() and len(refused) == len(self._present):
             self.start_error = refused[0]
@@ -318,22 +296,38 @@ class ExecutorSet:
         member.task = asyncio.create_task(self._run(member), name=f"executor {member.index}")
 
     async def _run(self, member: ExecutorMember) -> None:
+        held_at: float | None = None
         try:
-            await member.loop.run()
-        except ExecutorFencedError as exc:
-            member.fenced, member.refusal, member.error = True, str(exc), exc
-            if all(each.fenced for each in self._present):
-                self._listener.on_failed(exc)
-                return
-            _LOG.error("executor %s: %s; another scheduler uses it, and this one leaves it alone", member.target, exc)
-            member.moves_at = self._clock.monotonic()
-            self._on_change()
+            while True:
+                try:
+                    await member.loop.run(held_at)
+                except ExecutorFencedError as exc:
+                    held_at = self._clock.monotonic()
+                    if not self._may_retry_held(member, exc, held_at):
+                        self._listener.on_failed(exc)
+                        return
+                await self._clock.sleep(HELD_RETRY_S)
         except Exception as exc:
             if self.started.is_set():
                 self._listener.on_failed(exc)
             else:
                 self.start_error = exc
                 self.started.set()
+
+    def _may_retry_held(self, member: ExecutorMember, error: ExecutorFencedError, now: float) -> bool:
+        """Whether to go on without an executor that another scheduler holds: False if all are held."""
+        was_held = member.fenced
+        member.refuse(error, now, fenced=True)
+        if all(each.fenced and each.is_refused(now) for each in self._present):
+            return False
+        if not was_held:
+            _LOG.error(
+                "executor %s: %s; another scheduler uses it, and this one tries again every second",
+                member.target, error,
+            )  # fmt: skip
+            member.moves_at = now
+            self._on_change()
+        return True
 
     def _find(self, target: str) -> ExecutorMember:
         for member in self._present:

@@ -39,7 +39,7 @@ def lane_load(core: Scheduler, lane: Lane) -> Load:
     stored, reserved = lane.num_stored_tokens, lane.num_reserved_tokens
     return Load(
         num_waiting=core.num_waiting(lane.executor_id),
-        num_running=len({sequence.group for sequence in (*lane.running, *lane.finishing)}),
+        num_running=lane.num_running_groups,
         num_swapped=len({sequence.group for sequence in lane.swapped}),
         num_device_blocks=lane.spec.num_blocks,
         num_used_device_blocks=used,

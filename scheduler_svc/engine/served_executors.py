@@ -70,6 +70,7 @@ class ServedExecutors:
 
     async def check(self, member: ExecutorMember, model: ModelDescription) -> AdoptModel:
         """Prepare for an executor with this description; see PlanLoopListener.check_model."""
+        self._check_is_other_process(member, model)
         if self._served is None or not self._replaces(member, model):
             self._check_join(member, model)
             return partial(self._adopt_join, member, model)
@@ -88,6 +89,19 @@ class ServedExecutors:
         self._listener.on_stranded(
             f"the executor at {member.target} was removed, and no other has the numerics or features for it"
         )
+
+    def _check_is_other_process(self, member: ExecutorMember, model: ModelDescription) -> None:
+        """Raise ModelRefusedError if another member has a session with this process, opens one, or had one just now.
+
+        The process has a second name then, and a session by that name would end the first one.
+        """
+        lately = self._clock.monotonic() - CHANGE_AFTER_S
+        for other in self._members.values():
+            has_it = other.loop.claimed == model.incarnation
+            lost_it = other.lost_at is not None and other.lost_at > lately and not other.loop.leaving
+            had_it = lost_it and other.loop.model is not None and other.loop.model.incarnation == model.incarnation
+            if other is not member and (has_it or had_it):
+                raise ModelRefusedError(f"it is the executor at {other.target}")
 
     def _others(self, member: ExecutorMember) -> list[ExecutorMember]:
         return [other for other in self._members.values() if other is not member and other.accepted]

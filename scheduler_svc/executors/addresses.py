@@ -10,6 +10,7 @@ from cadenza.transport import EXECUTOR_PORT, format_address, parse_address
 _DNS, _FILE = "dns:///", "file:"
 _MAX_CHARS = 300
 """More than a DNS name (253) and a port have."""
+_THIS_MACHINE = {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"}
 
 
 def executor_address(text: str) -> str:
@@ -20,7 +21,20 @@ def executor_address(text: str) -> str:
         raise ValueError(f"has {len(text)} characters; at most {_MAX_CHARS} are allowed")
     if not text.strip().isprintable():
         raise ValueError(f"{text!r} is not HOST:PORT: it must hold no control characters")
-    return format_address(*parse_address(text, default_port=EXECUTOR_PORT))
+    return format_address(*_host_and_port(text))
+
+
+def is_same_listener(target: str, listen: str) -> bool:
+    """Whether an executor's address is the one at which this process listens, by what the two texts say."""
+    (host, port), (own_host, own_port) = _host_and_port(target), _host_and_port(listen)
+    return port == own_port and (host == own_host or {host, own_host} <= _THIS_MACHINE)
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, port = parse_address(text, default_port=EXECUTOR_PORT)
+    if port == 0:
+        raise ValueError(f"{text!r} is not HOST:PORT of an executor: the port must be 1 to 65535")
+    return host, port
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +60,7 @@ def executor_entries(entries: Iterable[str]) -> ExecutorEntries:
     files: list[str] = []
     for entry in entries:
         if entry.startswith(_DNS):
-            names.append(parse_address(entry.removeprefix(_DNS), default_port=EXECUTOR_PORT))
+            names.append(_host_and_port(entry.removeprefix(_DNS)))
         elif entry.startswith(_FILE):
             files.append(entry.removeprefix(_FILE))
             if not files[-1]:

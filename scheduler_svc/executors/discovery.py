@@ -22,6 +22,7 @@ from scheduler_svc.executors.addresses import ExecutorEntries, addresses_in
 _LOG = logging.getLogger(__name__)
 RESOLVE_S = 5.0
 """Time between two resolutions of a name, whatever its time to live is: the standard library does not report it."""
+_LIST = "the list"
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Gives the addresses of a name; raises OSError."""
@@ -83,7 +84,8 @@ class Discovery:
         self._read_files()
         self._apply()
         self._follow()
-        _LOG.info("the list of executors was read again: %s", ", ".join(self._listed) or "none is known")
+        if not any(self._problems.get(source) for source in (_LIST, *entries.files)):
+            _LOG.info("the list of executors was read again: %s", ", ".join(self._listed) or "none is known")
 
     async def stop(self) -> None:
         """Follow the list no more."""
@@ -145,7 +147,11 @@ class Discovery:
         for path in entries.files:
             found += self._read.get(path, ())
         if not found:
+            # Names are resolved later, and a file that cannot be read was reported.
+            if not (entries.names or any(self._problems.get(path) for path in entries.files)):
+                self._report(_LIST, "is empty")
             return
+        self._report(_LIST, "")
         before, self._listed = self._listed, dict.fromkeys(found)
         for target in self._listed:
             if target not in before:

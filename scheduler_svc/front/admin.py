@@ -13,7 +13,7 @@ from scheduler_svc.convert import admin as convert
 from scheduler_svc.convert.errors import NotServingError
 from scheduler_svc.convert.limits import check_limits, check_request_id
 from scheduler_svc.core.errors import RequestRejectedError, UnknownRequestError
-from scheduler_svc.executors.addresses import executor_address
+from scheduler_svc.executors.addresses import executor_address, is_same_listener
 from scheduler_svc.front.front import Front, abort_with
 
 _T = TypeVar("_T")
@@ -72,7 +72,10 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         """Add an executor; returns before it has answered."""
         try:
             self._front.check_serving()
-            self._front.engine.executors.add(_target(request))
+            target = _target(request)
+            if is_same_listener(target, self._front.address):
+                raise RequestRejectedError("target", f"{target} is this scheduler's own address, not an executor's")
+            self._front.engine.executors.add(target)
         except Exception as exc:
             await abort_with(context, exc)
         return pb.AddExecutorResponse()

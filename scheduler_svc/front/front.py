@@ -31,6 +31,8 @@ class Front:
         self.engine = engine
         self.config = config
         self.version = version
+        self.address = ""
+        """Where the service listens; set before it takes calls."""
         self._builder: RequestBuilder | None = None
         self.turns = StreamTurns()
         """Of the Generate streams."""

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
 
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.types import ExecutorSpec
 from scheduler_svc.plan_loop.ports import ModelDescription
 
 
@@ -76,6 +78,25 @@ def promised_numerics(model: ModelDescription, *, allows_other_numerics: bool) -
     if allows_other_numerics or not model.is_exact:
         return b""
     return hashlib.sha256(model.fingerprint).digest()
+
+
+def executor_spec(model: ModelDescription, config: SchedulerConfig) -> ExecutorSpec:
+    """The executor's limits, lowered by this scheduler's options."""
+    return ExecutorSpec(
+        block_size=model.block_size,
+        num_blocks=model.num_device_blocks,
+        num_slots=model.num_slots,
+        max_num_seqs=min(config.max_num_seqs or model.max_num_seqs, model.max_num_seqs),
+        max_num_batched_tokens=min(
+            config.max_num_batched_tokens or model.max_num_batched_tokens, model.max_num_batched_tokens
+        ),
+        max_model_len=min(config.max_model_len or model.max_model_len, model.max_model_len),
+        watermark=config.watermark,
+        num_host_blocks=model.num_host_blocks if model.can_swap else 0,
+        shares_prefixes=model.shares_prefixes,
+        numerics=promised_numerics(model, allows_other_numerics=config.allow_fingerprint_change),
+        lacks=lacking_features(model),
+    )
 
 
 def _weights(model: ModelDescription) -> str:

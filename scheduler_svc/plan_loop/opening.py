@@ -25,13 +25,17 @@ RENEWED_S = 1.0
 """A holder that was heard later than this after the first refusal is alive: what a dead one sent arrives earlier."""
 
 
-async def open_session(executor: ExecutorPort, clock: Clock, epoch: int) -> tuple[PlanStream, int]:
+async def open_session(
+    executor: ExecutorPort, clock: Clock, epoch: int, held_at: float | None = None
+) -> tuple[PlanStream, int]:
     """Open a session with this epoch, or with the next one that the executor names; returns the session and its epoch.
 
     Waits while another scheduler holds the executor. Raises ExecutorFencedError if that one is alive,
     ExecutorLostError.
+
+    held_at: when it was last found alive. It is so at once if it was heard later than that, and the log has it already.
     """
-    refused_at: float | None = None
+    refused_at = None if held_at is None else held_at - RENEWED_S
     while True:
         tried_at = clock.monotonic()
         try:
@@ -40,7 +44,7 @@ async def open_session(executor: ExecutorPort, clock: Clock, epoch: int) -> tupl
             if refused_at is None:
                 refused_at = clock.monotonic()
                 _LOG.warning("executor %s: %s; waiting for the end of its lease", executor.target, exc)
-            elif tried_at - exc.silent_s > refused_at + RENEWED_S:
+            if tried_at - exc.silent_s > refused_at + RENEWED_S:
                 raise ExecutorFencedError(str(exc)) from exc
         await clock.sleep(RETRY_S)
 

@@ -21,9 +21,9 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler, check_limits
-from scheduler_svc.core.types import ExecutorSpec, SessionEnd, StepResult, StepStatus
+from scheduler_svc.core.types import SessionEnd, StepResult, StepStatus
 from scheduler_svc.plan_loop.clock import Clock
-from scheduler_svc.plan_loop.fleet_model import lacking_features, promised_numerics
+from scheduler_svc.plan_loop.fleet_model import executor_spec
 from scheduler_svc.plan_loop.model_change import ModelRefusedError
 from scheduler_svc.plan_loop.opening import open_session
 from scheduler_svc.plan_loop.pacing import StepPacer
@@ -125,6 +125,8 @@ class PlanLoop:
         self._ending = asyncio.Event()
         self.model: ModelDescription | None = None
         """The executor's description; None before its first session."""
+        self.claimed: int | None = None
+        """The incarnation with which it has a session, or is about to open one."""
         self.connected = False
         self.idle = False
         """Whether it waits for something to plan."""
@@ -182,21 +184,27 @@ class PlanLoop:
         self._end_reason = reason
         self._ending.set()
 
-    async def run(self) -> None:
-        """Keep a session open, again and again; raises ExecutorFencedError."""
+    async def run(self, held_at: float | None = None) -> None:
+        """Keep a session open, again and again; raises ExecutorFencedError.
+
+        held_at: when that was last raised, if the executor was not used since.
+        """
         while True:
             try:
-                await self._session()
+                await self._session(held_at)
             except ExecutorFencedError:
                 raise
             except ExecutorLostError as exc:
                 _LOG.warning("executor %s: no session: %s", self.target, exc)
+            finally:
+                self.claimed = None
+            held_at = None
             await self._clock.sleep(_RECONNECT_S)
 
-    async def _session(self) -> None:
+    async def _session(self, held_at: float | None) -> None:
         """Open a session and run it until it breaks; raises ExecutorLostError if none can be opened."""
         model, adopt = await self._describe_until_accepted()
-        stream, self._epoch = await open_session(self._executor, self._clock, self._epoch + 1)
+        stream, self._epoch = await open_session(self._executor, self._clock, self._epoch + 1, held_at)
         try:
             if stream.opened.incarnation != model.incarnation:
                 raise ExecutorLostError("another executor took its place while the session was opened")
@@ -277,6 +285,7 @@ class PlanLoop:
                 if self.model is not None:
                     raise
                 self._listener.on_refused(self._executor_id, exc)
+            self.claimed = None
             await self._clock.sleep(_REFUSED_S)
 
     async def _check_model(self, model: ModelDescription) -> Callable[[], None]:
@@ -284,8 +293,9 @@ class PlanLoop:
 
         Nothing has changed yet if it raises, or if no session can be opened.
         """
-        spec = _executor_spec(model, self._config)
+        spec = executor_spec(model, self._config)
         check_limits(spec)
+        self.claimed = model.incarnation
         adopt_model = await self._listener.check_model(self._executor_id, model)
 
         def adopt() -> None:
@@ -372,22 +382,3 @@ class PlanLoop:
         record = self._listener.on_applied(step, result, outputs, now)
         if record is not None:
             self._undelivered.append(record)
-
-
-def _executor_spec(model: ModelDescription, config: SchedulerConfig) -> ExecutorSpec:
-    """The executor's limits, lowered by this scheduler's options."""
-    return ExecutorSpec(
-        block_size=model.block_size,
-        num_blocks=model.num_device_blocks,
-        num_slots=model.num_slots,
-        max_num_seqs=min(config.max_num_seqs or model.max_num_seqs, model.max_num_seqs),
-        max_num_batched_tokens=min(
-            config.max_num_batched_tokens or model.max_num_batched_tokens, model.max_num_batched_tokens
-        ),
-        max_model_len=min(config.max_model_len or model.max_model_len, model.max_model_len),
-        watermark=config.watermark,
-        num_host_blocks=model.num_host_blocks if model.can_swap else 0,
-        shares_prefixes=model.shares_prefixes,
-        numerics=promised_numerics(model, allows_other_numerics=config.allow_fingerprint_change),
-        lacks=lacking_features(model),
-    )

@@ -75,7 +75,7 @@ class ExecutorStoppedError(ExecutorLostError):
 
 
 class ExecutorFencedError(ExecutorLostError):
-    """Another scheduler, or a newer process of this one, has the executor: this one must stop and open no session."""
+    """Another scheduler, or a newer process of this one, has the executor: this one must not use it."""
 
 
 class StaleEpochError(ExecutorLostError):

@@ -131,6 +131,7 @@ async def test_executors_are_added_drained_and_removed_by_calls(executors: list[
             (admin.AddExecutor, pb.AddExecutorRequest(target=one), codes.ALREADY_EXISTS),
             (admin.AddExecutor, pb.AddExecutorRequest(target="a:b"), codes.INVALID_ARGUMENT),
             (admin.AddExecutor, pb.AddExecutorRequest(), codes.INVALID_ARGUMENT),
+            (admin.AddExecutor, pb.AddExecutorRequest(target=front.address), codes.INVALID_ARGUMENT),
             (admin.DrainExecutor, pb.DrainExecutorRequest(target=two), codes.NOT_FOUND),
             (admin.DrainExecutor, pb.DrainExecutorRequest(target=one, timeout_s=-1), codes.INVALID_ARGUMENT),
             (admin.ResumeExecutor, pb.ResumeExecutorRequest(target=two), codes.NOT_FOUND),

@@ -44,6 +44,7 @@ class FleetExecutor(ChangingExecutor):
         self.fences = False
         """While set, it refuses every session, as if another scheduler that is alive held it."""
         self.num_sent = 0
+        self.num_opened = 0
         self.is_closed = False
 
     def die(self, *, stopped: bool = False) -> None:
@@ -67,6 +68,7 @@ class FleetExecutor(ChangingExecutor):
         await self.goes_on.wait()
         if self.fences:
             raise ExecutorFencedError("another scheduler holds it")
+        self.num_opened += 1
         stream: Any = await super().open(epoch)
         send, results = stream.send, stream.results
 
@@ -96,7 +98,7 @@ class FleetWorld:
         self.core, self._record = stack.enter_context(recorded_core(config))
         self.engine = Engine(config, self.core, self.clock, connect=self._connect)
         self.executors = [
-            FleetExecutor(self.clock, f"e:{index}", replace(MODEL, incarnation=100 * index + 1, **changes))
+            FleetExecutor(self.clock, f"e:{index}", replace(MODEL, **{"incarnation": 100 * index + 1, **changes}))
             for index, changes in enumerate(models)
         ]
         self.live: dict[str, LiveRequest] = {}

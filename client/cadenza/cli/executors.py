@@ -116,6 +116,8 @@ def _checked(address: str) -> str:
     """The address in the form in which the scheduler knows it."""
     from cadenza.transport import EXECUTOR_PORT, format_address, parse_address
 
+    if not address.strip():
+        raise OptionError("executor: must be HOST:PORT")
     try:
         return format_address(*parse_address(address, default_port=EXECUTOR_PORT))
     except ValueError as error:

@@ -129,6 +129,12 @@ def test_each_command_is_one_call(executors, server, capsys, arguments, call, ou
         assert (code, out, err) == (1, "", "cadenza: there is no executor [::1]:50052\n")
 
 
+def test_an_empty_address_is_refused(executors, server, capsys):
+    assert executors("add", "") == 2
+    assert capsys.readouterr().err == "cadenza: executor: must be HOST:PORT\n"
+    assert server.calls == []
+
+
 def test_requests_that_are_left_are_a_failure(executors, server, capsys):
     server.num_remaining = 1
     assert executors("drain", FIRST, "--timeout-s", "0.5") == 1

@@ -107,6 +107,8 @@ def test_fingerprints_differ_by_vocabulary_and_mode_alone() -> None:
     assert (fingerprint(50).mode, fingerprint(50, fast=True).mode) == ("exact", "fast")
     assert fingerprint(50).digest != fingerprint(50, fast=True).digest
     assert fingerprint(50).digest != fingerprint(51).digest
+    assert fingerprint(50).weights_digest == fingerprint(50, fast=True).weights_digest
+    assert fingerprint(50).weights_digest != fingerprint(51).weights_digest
 
 
 def test_a_sequence_depends_on_all_its_parts() -> None:

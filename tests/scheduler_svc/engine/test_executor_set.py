@@ -357,6 +357,61 @@ async def test_an_executor_that_another_scheduler_has_does_not_stop_the_service(
         assert world.engine.fenced.is_set()
 
 
+async def test_an_executor_serves_again_when_the_other_scheduler_has_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    async with fleet() as world:
+        world.executors[0].fences = True
+        world.executors[0].break_off()
+        await world.clock.advance(4.0)
+        assert world.executors[0].num_described >= 4
+        assert world.state(0).refusal == "another scheduler holds it"
+        assert sum("tries again every second" in record.message for record in caplog.records) == 1
+        world.executors[0].fences = False
+        await world.clock.advance(1.1)
+        assert (world.state(0).connected, world.state(0).refusal) == (True, "")
+        world.submit_mix()
+        await world.run()
+        world.check_tokens()
+        assert world.executors[0].num_sent > 0
+
+
+async def test_an_executor_that_died_while_another_scheduler_had_it_is_not_held_any_more() -> None:
+    async with fleet() as world:
+        world.executors[0].fences = True
+        world.executors[0].break_off()
+        await world.clock.advance(2.0)
+        world.executors[0].die()
+        await world.clock.advance(6.0)
+        assert world.state(0).refusal == ""
+        world.executors[1].fences = True
+        world.executors[1].break_off()
+        await world.clock.advance(2.0)
+        assert world.engine.failure is None, "the other one may come back free"
+        world.executors[0].come_back()
+        await world.clock.advance(2.0)
+        assert isinstance(world.engine.failure, ExecutorFencedError)
+
+
+@pytest.mark.parametrize("at_start", [True, False], ids=["at the start", "added later"])
+async def test_a_second_name_of_an_executor_is_refused(at_start: bool) -> None:
+    same = [{}, {"incarnation": 1}, {}]
+    async with fleet(models=same, dead=[] if at_start else [1]) as world:
+        world.submit_mix(max_tokens=60)
+        await world.clock.advance(8.5 * STEP_S)
+        world.executors[1].alive.set()
+        for _ in range(5):
+            # A session that is opened again is no chance for the second name either.
+            world.executors[0].break_off()
+            await world.clock.advance(0.9)
+        assert world.state(1).refusal == "it is the executor at e:0"
+        assert world.executors[1].num_described >= 4
+        assert world.executors[1].num_opened == 0
+        await world.run()
+        world.check_tokens()
+        await world.engine.executors.remove("e:0")
+        await world.clock.advance(1.1)
+        assert (world.state(1).connected, world.state(1).refusal) == (True, "")
+
+
 async def test_limits_that_contradict_the_options_stop_the_service_only_if_all_have_them() -> None:
     async with fleet(models=[{"max_num_batched_tokens": 3}, {}]) as world:
         assert world.engine.healthy

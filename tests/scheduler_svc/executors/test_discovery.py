@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
 
 from scheduler_svc.engine.executor_member import ExecutorExistsError, UnknownExecutorError
-from scheduler_svc.executors.addresses import executor_entries
+from scheduler_svc.executors.addresses import executor_address, executor_entries, is_same_listener
 from scheduler_svc.executors.discovery import RESOLVE_S, Discovery, resolve_name
 
 
@@ -164,6 +165,58 @@ async def test_a_file_has_an_address_on_each_line(tmp_path: Path, caplog: pytest
     await settle()
     assert executors.targets == ["c:3", "d:4"]
     await discovery.stop()
+
+
+async def test_a_list_that_changes_nothing_is_not_reported_as_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "executors"
+    path.write_text("a:1\n")
+    executors = FakeExecutors()
+    discovery = await started(executors, f"file:{path}")
+    caplog.set_level(logging.INFO)
+
+    def messages_of(*entries: str) -> list[str]:
+        caplog.clear()
+        discovery.reload(executor_entries(entries))
+        return [record.message for record in caplog.records]
+
+    stay = "the executors stay as they are"
+    assert messages_of(f"file:{path}") == ["the list of executors was read again: a:1"]
+    assert messages_of() == [f"executors of the list: it is empty; {stay}"]
+    assert messages_of() == []
+    path.unlink()
+    assert messages_of(f"file:{path}") == [f"executors of {path}: it cannot be read: No such file or directory; {stay}"]
+    assert messages_of(f"file:{path}") == []
+    assert executors.calls == ["add a:1"]
+    assert messages_of("a:1") == ["the list of executors was read again: a:1"]
+    assert messages_of() == [f"executors of the list: it is empty; {stay}"], "it is empty again"
+    await discovery.stop()
+
+
+@pytest.mark.parametrize("entry", ["a:0", ":0", "dns:///a:0", "", " "])
+def test_an_address_that_cannot_work_is_refused(entry: str) -> None:
+    with pytest.raises(ValueError, match=r"HOST:PORT of an executor"):
+        executor_entries([entry])
+    if not entry.startswith("dns"):
+        with pytest.raises(ValueError, match=r"HOST:PORT of an executor"):
+            executor_address(entry)
+
+
+@pytest.mark.parametrize(
+    ("target", "listen", "same"),
+    [
+        ("127.0.0.1:7", "127.0.0.1:7", True),
+        ("localhost:7", "0.0.0.0:7", True),
+        ("[::1]:7", "[::]:7", True),
+        ("10.0.0.1:7", "10.0.0.1:7", True),
+        ("127.0.0.1:8", "127.0.0.1:7", False),
+        ("10.0.0.2:7", "10.0.0.1:7", False),
+        ("10.0.0.2:7", "0.0.0.0:7", False),
+    ],
+)
+def test_the_address_of_the_scheduler_itself_is_known(target: str, listen: str, same: bool) -> None:
+    assert is_same_listener(target, listen) is same
 
 
 async def test_the_system_resolves_a_name() -> None:

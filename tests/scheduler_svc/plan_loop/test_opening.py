@@ -56,12 +56,14 @@ def executor() -> ContestedExecutor:
     return ContestedExecutor(FakeClock())
 
 
-async def opened_after(executor: ContestedExecutor, limit_s: float = 10.0) -> tuple[float, int]:
+async def opened_after(
+    executor: ContestedExecutor, limit_s: float = 10.0, held_at: float | None = None
+) -> tuple[float, int]:
     """Seconds until a session opened with epoch 1 was open, and its epoch; raises as open_session does."""
     clock = executor.clock
     assert isinstance(clock, FakeClock)
     began = clock.monotonic()
-    opening = asyncio.create_task(open_session(executor, clock, 1))
+    opening = asyncio.create_task(open_session(executor, clock, 1, held_at))
     await clock.advance(0)
     while not opening.done() and clock.monotonic() - began < limit_s:
         await clock.advance(0.01)
@@ -112,6 +114,19 @@ async def test_a_live_holder_fences(executor: ContestedExecutor) -> None:
     with pytest.raises(ExecutorFencedError, match=r"^scheduler X holds this executor$"):
         await opened_after(executor)
     assert 1.0 < executor.clock.monotonic() - began < 2.0
+
+
+async def test_a_known_holder_is_refused_at_its_first_message_and_not_logged_again(
+    executor: ContestedExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = executor.clock.monotonic()
+    executor.heard_at = [now - 0.3]
+    with pytest.raises(ExecutorFencedError):
+        await opened_after(executor, held_at=now - 1.0)
+    assert executor.epochs == [1]
+    waited_s, _ = await opened_after(executor, held_at=now - 0.1)
+    assert waited_s < LEASE_S
+    assert not caplog.records
 
 
 async def test_a_late_end_of_a_lease_is_no_sign_of_life(executor: ContestedExecutor) -> None:

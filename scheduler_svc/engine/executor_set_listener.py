@@ -1,0 +1,35 @@
+"""What the executor set reports: the events of all executors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.types import StepResult
+from scheduler_svc.engine.served_executors import ModelListener
+
+
+class ExecutorSetListener(ModelListener, Protocol):
+    """Receives the events of all executors; called on the event loop, never concurrently."""
+
+    def on_outputs(self, outputs: StepOutputs) -> None:
+        """Samples have new tokens or have finished."""
+
+    def on_planned(self, step: PlannedStep) -> None:
+        """A step was planned and will be sent next."""
+
+    def on_applied(
+        self, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float
+    ) -> Callable[[], None] | None:
+        """As in PlanLoopListener."""
+
+    def on_session_ended(self, executor_id: int) -> None:
+        """The plans in flight of this executor are lost."""
+
+    def on_failed(self, error: Exception) -> None:
+        """No executor can ever be used again, or a loop crashed."""
+
+    def report_health(self) -> None:
+        """`can_serve` may have changed."""

@@ -1,4 +1,4 @@
-"""`cadenza executors` against a server that has two executors and does what it is told."""
+"""`cadenza executors` against a server that has two executors and does what it is asked to."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from scheduler_svc.core.errors import (
     RequestRejectedError,
     UnknownRequestError,
 )
-from scheduler_svc.engine.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
+from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from scheduler_svc.engine.journal import JournalUnavailableError
 
 _LOG = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cadenza.transport import format_address
-from scheduler_svc.engine.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
+from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from scheduler_svc.executors.addresses import ExecutorEntries, addresses_in
 
 _LOG = logging.getLogger(__name__)

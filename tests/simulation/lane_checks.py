@@ -10,7 +10,7 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.placement.placer import MAX_PASS_OVER_S
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import SequenceState
-from scheduler_svc.engine.executor_member import ExecutorMember
+from scheduler_svc.engine.fleet.executor_member import ExecutorMember
 from tests.simulation.catalogue import catalogue
 from tests.simulation.process import ExecutorProcess, Session
 

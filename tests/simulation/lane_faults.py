@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza.v1.types_pb2 import NumericsFingerprint
-from scheduler_svc.engine.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
+from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from tests.simulation.host import Host
 from tests.simulation.lane_checks import Violation
 from tests.simulation.scenario import Fault, draw_peer

@@ -144,22 +144,22 @@ SEEDED_BUGS = (
     ),
     SeededBug(
         "a lost executor is waited for although others serve",
-        "scheduler_svc.engine.executor_set", "ExecutorSet._move_requests",
+        "scheduler_svc.engine.fleet.executor_set", "ExecutorSet._move_requests",
         "self._give_up(member)", "pass",
     ),
     SeededBug(
         "executors without work are not woken for requests that may move",
-        "scheduler_svc.engine.executor_set", "ExecutorSet._wake_idle",
+        "scheduler_svc.engine.fleet.executor_set", "ExecutorSet._wake_idle",
         "if member.loop.idle:", "if False:",
     ),
     SeededBug(
         "the service counts as unhealthy when one of its executors is lost",
-        "scheduler_svc.engine.executor_set", "ExecutorSet.can_serve",
+        "scheduler_svc.engine.fleet.executor_set", "ExecutorSet.can_serve",
         "return any(", "return all(",
     ),
     SeededBug(
         "an executor with another model joins",
-        "scheduler_svc.engine.served_executors", "ServedExecutors._why_unlike",
+        "scheduler_svc.engine.fleet.served_executors", "ServedExecutors._why_unlike",
         "if reason := why_other_model(served, model):", "if reason := '':",
     ),
 )  # fmt: skip

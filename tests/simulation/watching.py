@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from scheduler_svc.engine.served_executors import CHANGE_AFTER_S
+from scheduler_svc.engine.fleet.served_executors import CHANGE_AFTER_S
 from scheduler_svc.plan_loop.progress import NUM_FIRST_STEPS
 from tests.simulation.host import Host
 from tests.simulation.lane_checks import MoveWatch, Violation, check_models

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.engine.executor_member import ExecutorExistsError, UnknownExecutorError
+from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, UnknownExecutorError
 from scheduler_svc.executors.addresses import executor_address, executor_entries, is_same_listener
 from scheduler_svc.executors.discovery import RESOLVE_S, Discovery, resolve_name
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.engine.executor_member import ExecutorMember
+from scheduler_svc.engine.fleet.executor_member import ExecutorMember
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.fleet_model import fleet_model, why_other_model
 from scheduler_svc.plan_loop.model_change import ModelChange, ModelRefusedError, model_change

@@ -8,7 +8,7 @@ from typing import Protocol
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.types import StepResult
-from scheduler_svc.engine.served_executors import ModelListener
+from scheduler_svc.engine.fleet.served_executors import ModelListener
 
 
 class ExecutorSetListener(ModelListener, Protocol):

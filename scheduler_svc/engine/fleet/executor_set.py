@@ -17,16 +17,16 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import StepResult
-from scheduler_svc.engine.changes import Changes
-from scheduler_svc.engine.executor_member import (
+from scheduler_svc.engine.fleet.changes import Changes
+from scheduler_svc.engine.fleet.executor_member import (
     ExecutorExistsError,
     ExecutorMember,
     LastExecutorError,
     UnknownExecutorError,
 )
-from scheduler_svc.engine.executor_set_listener import ExecutorSetListener
+from scheduler_svc.engine.fleet.listener import ExecutorSetListener
+from scheduler_svc.engine.fleet.served_executors import ServedExecutors
 from scheduler_svc.engine.lane_views import lane_load, num_held
-from scheduler_svc.engine.served_executors import ServedExecutors
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.plan_loop import AdoptModel, PlanLoop
 from scheduler_svc.plan_loop.ports import (

@@ -23,6 +23,9 @@ _MAX_SHORT_LIST = SLICE_ITEMS
 """
 _MAX_LISTS = 1024
 """Most lists of one kind: of words, or of moves, appends and block tables by KV group."""
+_MAX_ADMITTED = 16_384
+"""Most sequences that a plan admits: 2 MiB hold no more with sampling parameters. A garbage collection would hold the
+loop for 45 ms for a million objects."""
 _MAX_NAMED = 10
 """Maximum reserved fields that an error names."""
 
@@ -146,6 +149,7 @@ def _admitted_in_slices(
     messages: Sequence[pb.AdmittedSequence], reserved: list[str]
 ) -> Work[tuple[p.AdmittedSequence, ...]]:
     """Read admissions, with a pause after each slice of numbers and sequences."""
+    _check_count("admitted", messages, _MAX_ADMITTED)
     admitted, num_items = [], 0
     for message in messages:
         admitted.append((yield from _admitted(message, reserved)))

@@ -204,11 +204,12 @@ def test_each_long_list_is_read_in_slices(plan: pb.StepPlan, num_lists: int) -> 
     [
         (pb.StepPlan(swap_in=[{}] * 1025), "swap_in: 1025 entries; at most 1024 are allowed"),
         (pb.StepPlan(appends=[{}] * 1025), "appends: 1025 entries"),
+        (pb.StepPlan(admitted=[{}] * 16_385), "admitted: 16385 entries; at most 16384 are allowed"),
         (pb.StepPlan(admitted=[{"block_tables": [{}] * 1025}]), "block_tables: 1025 entries"),
         (pb.StepPlan(admitted=[{"sampling": {"bad_words": [{}] * 1025}}]), "bad_words: 1025 entries"),
         (pb.StepPlan(admitted=[{"sampling": {"stop_token_ids": _MANY}}]), "stop_token_ids: 81920 entries"),
     ],
-    ids=["moves", "appends", "block tables", "bad words", "stop ids"],
+    ids=["moves", "appends", "sequences", "block tables", "bad words", "stop ids"],
 )
 def test_more_lists_than_a_plan_can_have_are_refused(plan: pb.StepPlan, reason: str) -> None:
     with pytest.raises(InvalidPlan, match=reason):

@@ -130,11 +130,11 @@ class CountingParser:
 @pytest.mark.parametrize(
     "body",
     [
-        UNKNOWN * 700_000,
+        (b"\x9a\x06" + with_length(b"x" * 30)) * 60_000,
         pb.StepPlan(released_slots=[5] * 2_000_000).SerializeToString(),
-        b"\x22\x00" * 1_000_000,
+        (b"\x22" + with_length(UNKNOWN * 10)) * 60_000,
     ],
-    ids=["unknown fields", "one list", "empty lists"],
+    ids=["unknown fields", "one list", "many lists"],
 )
 def test_no_call_parses_more_than_a_piece(body: bytes) -> None:
     parser = CountingParser()
@@ -160,6 +160,13 @@ def test_no_call_parses_more_than_a_piece(body: bytes) -> None:
 def test_another_long_message_is_an_error(raw: bytes) -> None:
     with pytest.raises(DecodeError):
         run_at_once(request_in_slices(raw))
+
+
+@pytest.mark.parametrize("fields", [UNKNOWN, b"\x3a\x00"], ids=["unknown", "sequences"])
+def test_a_long_plan_of_too_many_fields_is_an_error(fields: bytes) -> None:
+    assert run_at_once(request_in_slices(_PLAN_TAG + with_length(fields * 65_536))).HasField("plan")
+    with pytest.raises(DecodeError, match="it has over 65536 fields"):
+        run_at_once(request_in_slices(_PLAN_TAG + with_length(fields * 65_537)))
 
 
 def test_the_length_of_a_long_opening_is_named() -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import grpc
 
 from cadenza.stop_signals import StopSignals
-from cadenza.transport import EXECUTOR_PORT, bind, server_options
+from cadenza.transport import EXECUTOR_PORT, bind
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.plan.description import Description
 from executor_svc.service.servicer import add_services
-from executor_svc.service.unreadable import UnreadableMessages
+from executor_svc.service.unreadable import limited_server
 from executor_svc.worker.watchdog import StepWatchdog
 from executor_svc.worker.worker import Executor, Worker
 
@@ -76,7 +76,7 @@ async def serve(config: ExecutorConfig, report: Callable[[str], None]) -> tuple[
     """
     signals = StopSignals()
     signals.install()
-    server = grpc.aio.server(interceptors=[UnreadableMessages()], options=server_options())
+    server = limited_server()
     try:
         # Before the model is loaded, so that a port in use is reported at once; connections wait until the server
         # starts.

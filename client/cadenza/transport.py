@@ -23,6 +23,11 @@ MAX_REQUEST_BYTES = 1536 * 1024
 """Limit of a client's message to a scheduler, which refuses a longer one by itself, before it parses it."""
 MAX_RECEIVED_BYTES = 2 * 1024 * 1024
 """Limit of what gRPC accepts from a client: a longer message ends its stream. Copying it would hold the event loop."""
+MAX_PLAN_BYTES = 2 * 1024 * 1024
+"""Limit of what gRPC accepts on an executor, where only plans are long. The largest plan that a scheduler sends has 1.7
+MB: 256 Ki numbers of 4 bytes in its admissions, and changes of 4,096 slots and 32,768 blocks."""
+MAX_SHORT_BYTES = 64 * 1024
+"""Limit of all other messages to an executor."""
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """The key of a serialized google.rpc.Status in the trailing metadata of a call."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +18,14 @@ from executor_svc.plan.sampling import SequenceSampling
 
 _SEQUENCE_ITEMS = 128
 """The work of reading one sequence, in numbers that take as long: 40 us (measured)."""
+_MAX_SHORT_LIST = SLICE_ITEMS
+"""Most numbers in each list of a sequence's sampling parameters that is read in one call; requests have 2,048 at most.
+"""
+_MAX_LISTS = 1024
+"""Most lists of one kind: of words, or of moves, appends and block tables by KV group."""
+_MAX_ADMITTED = 16_384
+"""Most sequences that a plan admits: 2 MiB hold no more with sampling parameters. A garbage collection would hold the
+loop for 45 ms for a million objects."""
 _MAX_NAMED = 10
 """Maximum reserved fields that an error names."""
 
@@ -60,28 +68,22 @@ def plan_in_slices(message: pb.StepPlan) -> Work[p.StepPlan]:
         reserved.append("drafts")
     if message.transfers:
         reserved.append("transfers")
-    scheduled = message.scheduled
-    _same_length("scheduled", scheduled.slots, scheduled.num_tokens, scheduled.samples)
     admitted = yield from _admitted_in_slices(message.admitted, reserved)
     return p.StepPlan(
         step_id=message.step_id,
         epoch=message.epoch,
-        released_slots=_ints(message.released_slots),
-        swap_out=_moves("swap_out", message.swap_out, reserved),
-        copies=_moves("copies", message.copies, reserved),
-        swap_in=_moves("swap_in", message.swap_in, reserved),
+        released_slots=(yield from _ints_in_slices(message.released_slots)),
+        swap_out=(yield from _moves("swap_out", message.swap_out, reserved)),
+        copies=(yield from _moves("copies", message.copies, reserved)),
+        swap_in=(yield from _moves("swap_in", message.swap_in, reserved)),
         admitted=admitted,
-        appends=_appends(message.appends, reserved),
-        held_slots=_ints(message.held_slots),
-        resumed_slots=_ints(message.resumed_slots),
-        given=_slot_columns("given", message.given.slots, message.given.token_ids),
+        appends=(yield from _appends(message.appends, reserved)),
+        held_slots=(yield from _ints_in_slices(message.held_slots)),
+        resumed_slots=(yield from _ints_in_slices(message.resumed_slots)),
+        given=(yield from _slot_columns("given", message.given.slots, message.given.token_ids)),
         decode_ready=message.decode_ready,
-        scheduled=p.ScheduledTokens(
-            _ints(scheduled.slots),
-            _ints(scheduled.num_tokens),
-            np.fromiter(scheduled.samples, np.bool_, len(scheduled.samples)),
-        ),
-        forks=_slot_columns("forks", message.forks.slots, message.forks.source_slots),
+        scheduled=(yield from _scheduled(message.scheduled)),
+        forks=(yield from _slot_columns("forks", message.forks.slots, message.forks.source_slots)),
         debug_digest=message.debug_digest,
         announces_start=message.announces_start,
         # Each once and only some of them: a list of millions would be the error message.
@@ -89,61 +91,79 @@ def plan_in_slices(message: pb.StepPlan) -> Work[p.StepPlan]:
     )
 
 
-def _slot_columns(part: str, slots: Any, values: Any) -> p.SlotColumns:
+def _scheduled(message: pb.ScheduledTokens) -> Work[p.ScheduledTokens]:
+    _same_length("scheduled", message.slots, message.num_tokens, message.samples)
+    slots = yield from _ints_in_slices(message.slots)
+    num_tokens = yield from _ints_in_slices(message.num_tokens)
+    samples = yield from _ints_in_slices(message.samples)
+    return p.ScheduledTokens(slots, num_tokens, samples.astype(np.bool_))
+
+
+def _slot_columns(part: str, slots: Any, values: Any) -> Work[p.SlotColumns]:
     _same_length(part, slots, values)
-    return p.SlotColumns(_ints(slots), _ints(values))
+    return p.SlotColumns((yield from _ints_in_slices(slots)), (yield from _ints_in_slices(values)))
 
 
-def _first_group(part: str, groups: Iterable[int], reserved: list[str]) -> None:
+def _first_group(part: str, groups: Sequence[int], reserved: list[str]) -> None:
     """Add KV groups other than 0, which only hybrid models have, to the reserved fields."""
     reserved.extend(f"{part}.kv_group {group}" for group in groups if group)
 
 
-def _moves(part: str, messages: Sequence[pb.BlockMoves], reserved: list[str]) -> p.BlockMoves:
+def _check_count(part: str, lists: Sequence[Any], limit: int = _MAX_LISTS) -> None:
+    """Raise InvalidPlan for more lists, or numbers, than one call should read."""
+    if len(lists) > limit:
+        raise InvalidPlan(f"{part}: {len(lists)} entries; at most {limit} are allowed")
+
+
+def _moves(part: str, messages: Sequence[pb.BlockMoves], reserved: list[str]) -> Work[p.BlockMoves]:
     if not messages:
         return p.BlockMoves()
-    _first_group(part, (message.kv_group for message in messages), reserved)
+    _check_count(part, messages)
+    _first_group(part, [message.kv_group for message in messages], reserved)
     for message in messages:
         _same_length(part, message.sources, message.destinations)
-    return p.BlockMoves(
-        np.concatenate([_ints(message.sources) for message in messages]),
-        np.concatenate([_ints(message.destinations) for message in messages]),
-    )
+    sources = yield from _joined([message.sources for message in messages])
+    return p.BlockMoves(sources, (yield from _joined([message.destinations for message in messages])))
 
 
-def _appends(messages: Sequence[pb.BlockAppends], reserved: list[str]) -> p.SlotColumns:
+def _appends(messages: Sequence[pb.BlockAppends], reserved: list[str]) -> Work[p.SlotColumns]:
     if not messages:
         return p.SlotColumns()
-    _first_group("appends", (message.kv_group for message in messages), reserved)
+    _check_count("appends", messages)
+    _first_group("appends", [message.kv_group for message in messages], reserved)
     for message in messages:
         _same_length("appends", message.slots, message.block_ids)
-    return p.SlotColumns(
-        np.concatenate([_ints(message.slots) for message in messages]),
-        np.concatenate([_ints(message.block_ids) for message in messages]),
-    )
+    slots = yield from _joined([message.slots for message in messages])
+    return p.SlotColumns(slots, (yield from _joined([message.block_ids for message in messages])))
+
+
+def _joined(fields: Sequence[Any]) -> Work[IntArray]:
+    """Return packed repeated fields, one after the other."""
+    parts = []
+    for field in fields:
+        parts.append((yield from _ints_in_slices(field)))
+    return np.concatenate(parts)
 
 
 def _admitted_in_slices(
     messages: Sequence[pb.AdmittedSequence], reserved: list[str]
 ) -> Work[tuple[p.AdmittedSequence, ...]]:
     """Read admissions, with a pause after each slice of numbers and sequences."""
+    _check_count("admitted", messages, _MAX_ADMITTED)
     admitted, num_items = [], 0
     for message in messages:
-        token_ids = yield from _ints_in_slices(message.token_ids)
-        allowed_ids = yield from _ints_in_slices(message.sampling.allowed_token_ids)
-        admitted.append(_admitted(message, token_ids, allowed_ids, reserved))
-        num_items += _SEQUENCE_ITEMS + len(token_ids) + len(admitted[-1].block_ids)
+        admitted.append((yield from _admitted(message, reserved)))
+        num_items += _SEQUENCE_ITEMS + len(admitted[-1].token_ids) + len(admitted[-1].block_ids)
         if num_items > SLICE_ITEMS:
             num_items = 0
             yield
     return tuple(admitted)
 
 
-def _admitted(
-    message: pb.AdmittedSequence, token_ids: IntArray, allowed_ids: IntArray, reserved: list[str]
-) -> p.AdmittedSequence:
+def _admitted(message: pb.AdmittedSequence, reserved: list[str]) -> Work[p.AdmittedSequence]:
     tables = message.block_tables
-    _first_group("block_tables", (table.kv_group for table in tables), reserved)
+    _check_count("block_tables", tables)
+    _first_group("block_tables", [table.kv_group for table in tables], reserved)
     if len({table.kv_group for table in tables}) < len(tables):
         raise InvalidPlan(f"admitted: slot {message.slot} has several block tables in one KV group")
     if message.HasField("grammar"):
@@ -152,11 +172,11 @@ def _admitted(
         reserved.append("embeddings")
     return p.AdmittedSequence(
         slot=message.slot,
-        token_ids=token_ids,
+        token_ids=(yield from _ints_in_slices(message.token_ids)),
         num_prompt_tokens=message.num_prompt_tokens,
         num_computed_tokens=message.num_computed_tokens,
-        block_ids=_ints(tables[0].block_ids if tables else ()),
-        sampling=sampling_from_wire(message.sampling, allowed_ids),
+        block_ids=(yield from _ints_in_slices(tables[0].block_ids if tables else ())),
+        sampling=(yield from _sampling_in_slices(message.sampling)),
         held=message.held,
         adapter_index=message.adapter_index,
         source=_source(message.source) if message.HasField("source") else None,
@@ -167,20 +187,37 @@ def _source(message: pb.PrefixSource) -> p.PrefixSource:
     return p.PrefixSource(message.slot, message.num_tokens, message.num_blocks)
 
 
-def sampling_from_wire(message: types_pb2.SequenceSampling, allowed_ids: IntArray | None = None) -> SequenceSampling:
-    """Read every field that is set, by its name in the table; other fields are off.
+def sampling_from_wire(message: types_pb2.SequenceSampling) -> SequenceSampling:
+    """Read every field that is set, by its name in the table; other fields are off."""
+    return run_at_once(_sampling_in_slices(message))
 
-    allowed_ids: the allowed token ids, where they were read already.
-    """
+
+def _sampling_in_slices(message: types_pb2.SequenceSampling) -> Work[SequenceSampling]:
+    """Read every field that is set, with a pause after each slice of a long list; raises InvalidPlan."""
     _same_length("biases", message.bias_token_ids, message.biases)
-    values = {
-        field.name: _READERS.get(field.name, _number)(value)
-        for field, value in message.ListFields()
-        if allowed_ids is None or field.name != "allowed_token_ids"
-    }
-    if allowed_ids is not None:
-        values["allowed_token_ids"] = allowed_ids
+    values: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.name == "allowed_token_ids":
+            values[field.name] = yield from _ints_in_slices(value)
+        elif field.name == "bad_words":
+            values[field.name] = yield from _words_in_slices(value)
+        else:
+            if field.is_repeated:
+                _check_count(field.name, value, _MAX_SHORT_LIST)
+            values[field.name] = _READERS.get(field.name, _number)(value)
     return SequenceSampling(**values)
+
+
+def _words_in_slices(messages: Sequence[types_pb2.TokenIds]) -> Work[tuple[IntArray, ...]]:
+    _check_count("bad_words", messages)
+    words, num_items = [], 0
+    for message in messages:
+        words.append((yield from _ints_in_slices(message.ids)))
+        num_items += len(words[-1])
+        if num_items > SLICE_ITEMS:
+            num_items = 0
+            yield
+    return tuple(words)
 
 
 def _number(value: Any) -> Any:
@@ -191,8 +228,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "stop_token_ids": _ints,
     "bias_token_ids": _ints,
     "biases": _floats,
-    "allowed_token_ids": _ints,
-    "bad_words": lambda words: tuple(_ints(word.ids) for word in words),
 }
 
 

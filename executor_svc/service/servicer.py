@@ -28,6 +28,7 @@ from executor_svc.plan.description import Description
 from executor_svc.plan.plan import InvalidPlan, StepPlan, StepResult
 from executor_svc.service.convert import description_to_wire, plan_in_slices, response_in_slices
 from executor_svc.service.lease import Lease, Leases, Refusal
+from executor_svc.service.pieces import request_in_slices
 from executor_svc.worker.worker import Activity, RejectedPlan, Session, Worker
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ _Outgoing = StepResult | _EndOfPlans | _Announcement | pb.ExecuteResponse
 
 
 class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
-    """Serves one worker to one scheduler at a time."""
+    """Serves one worker to one scheduler at a time. Its server is a `limited_server`: plan streams yield bytes."""
 
     def __init__(self, worker: Worker, description: Description, heartbeat_s: float, silence_s: float) -> None:
         self._worker = worker
@@ -86,8 +87,8 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         """Reserved."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "UnloadAdapter: LoRA adapters are not built yet")
 
-    async def Execute(  # type: ignore[override]  # the stub's type knows generators only, not handlers that write
-        self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: _Context
+    async def Execute(  # type: ignore[override]  # messages as bytes; the stub's type knows no handlers that write
+        self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> None:
         """Open a session, then answer plans in order until the scheduler half-closes or a newer stream fences it."""
         lease: Lease | None = None
@@ -126,7 +127,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             await asyncio.wait((lease.serving,), timeout=_LAST_RESULTS_S)
             lease.end(refusal)
 
-    async def _opening(self, requests: AsyncIterator[pb.ExecuteRequest]) -> pb.OpenSession:
+    async def _opening(self, requests: AsyncIterator[bytes]) -> pb.OpenSession:
         """Return the opening message; raises Refusal for another one, or if none comes: streams must not pile up."""
         try:
             async with asyncio.timeout(self._silence_s):
@@ -135,7 +136,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             message = f"no session was opened for {self._silence_s:g} s"
             raise Refusal(grpc.StatusCode.UNAVAILABLE, message) from exc
 
-    async def _serve(self, lease: Lease, requests: AsyncIterator[pb.ExecuteRequest], context: _Context) -> None:
+    async def _serve(self, lease: Lease, requests: AsyncIterator[bytes], context: _Context) -> None:
         """Serve one session, from its opening to the last result."""
         outbox: asyncio.Queue[_Outgoing] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -187,18 +188,19 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
     async def _read(
         self,
         session: Session,
-        requests: AsyncIterator[pb.ExecuteRequest],
+        requests: AsyncIterator[bytes],
         outbox: asyncio.Queue[_Outgoing],
         lease: Lease,
     ) -> None:
         """Queue plans until the scheduler half-closes."""
         num_plans, problem = 0, ""
         try:
-            async for request in requests:
+            async for raw in requests:
                 lease.renew()
+                received_ns = time.monotonic_ns()
+                request = await run_in_slices(request_in_slices(raw))
                 kind = request.WhichOneof("message")
                 if kind == "plan":
-                    received_ns = time.monotonic_ns()
                     num_plans += 1
                     if session.num_unanswered + outbox.qsize() > _MAX_WAITING:
                         message = f"over {_MAX_WAITING} plans or results wait: the scheduler does not read"
@@ -282,10 +284,11 @@ def resident_bytes() -> int:
     return int(_process.memory_info().rss)
 
 
-async def _first(requests: AsyncIterator[pb.ExecuteRequest]) -> pb.OpenSession:
+async def _first(requests: AsyncIterator[bytes]) -> pb.OpenSession:
     """Return the opening message; raises Refusal if the stream begins with another one."""
     try:
-        async for request in requests:
+        async for raw in requests:
+            request = await run_in_slices(request_in_slices(raw))
             if request.WhichOneof("message") == "open":
                 return request.open
             break

@@ -27,6 +27,9 @@ from executor_svc.simulated.token_choice import best_candidates, choose, prompt_
 class SimulatedStepExecutor:
     """The real slots and plan checks, over digests in place of keys and values."""
 
+    start_trace = None
+    """A simulated step has nothing to trace."""
+
     def __init__(
         self,
         limits: Limits,
@@ -58,10 +61,6 @@ class SimulatedStepExecutor:
     def is_lost(self, exc: Exception) -> bool:
         """Return whether an injected fault has cost this process its device, which it does not have."""
         return isinstance(exc, InjectedDeviceError)
-
-    def start_trace(self) -> Callable[[], bytes]:
-        """Raise NotImplementedError: a simulated step has no trace."""
-        raise NotImplementedError("a simulated executor has nothing to trace")
 
     def launch(self, plan: StepPlan, received_ns: int) -> Finished:
         """As in `worker.Executor`; the step is done when this returns."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from executor_svc.plan.plan import InvalidPlan, Limits, StepPlan, StepResult, StepStatus, StepTimings
-from executor_svc.worker.trace_requests import TraceRequests
+from executor_svc.worker.trace_requests import StartTrace, TraceRequests
 
 _log = logging.getLogger(__name__)
 
@@ -64,10 +64,11 @@ class Executor(Protocol):
         """Return whether this error of a step means that this process has lost the device."""
         ...
 
-    def start_trace(self) -> Callable[[], bytes]:
-        """Start to trace steps; return a function that stops and returns the trace: Chrome's format, gzip.
+    @property
+    def start_trace(self) -> StartTrace | None:
+        """Starts to trace steps: returns a function that stops and returns the trace, Chrome's format, gzip.
 
-        Raises NotImplementedError for an executor that cannot be traced.
+        None for an executor that cannot be traced.
         """
         ...
 
@@ -259,7 +260,12 @@ class Worker:
         return Activity(running[0], time.monotonic_ns() - running[1], queued)
 
     def trace(self, num_steps: int) -> Future[bytes]:
-        """Request a trace of the next steps, as `trace_requests.TraceRequests.request` does."""
+        """Request a trace of the next steps, as `trace_requests.TraceRequests.request` does; the executor is built.
+
+        Raises NotImplementedError for an executor that cannot be traced.
+        """
+        if self.ready.result().start_trace is None:
+            raise NotImplementedError("a simulated executor has nothing to trace")
         return self._tracing.request(num_steps)
 
     def _run(self) -> None:
@@ -279,7 +285,8 @@ class Worker:
                 begun.clear()
                 self._open(executor, item.last_completed_step_id)
             elif isinstance(item, _Step):
-                self._tracing.before_step(executor.start_trace)
+                if executor.start_trace is not None:
+                    self._tracing.before_step(executor.start_trace)
                 begun.append(self._begin(executor, item))
             else:
                 self._answer(item.step, self._finish(executor, item))

@@ -1,8 +1,7 @@
 """Reads messages without protobuf: the sizes of their parts before they are parsed, and what is wrong with others.
 
 Of a message that protobuf rejects it finds the string that is not UTF-8, and the request id. Protobuf reports neither.
-Format: https://protobuf.dev/programming-guides/encoding/. A field is a varint of number and
-wire type, then its content; strings, bytes and messages have a length prefix.
+The encoding: `cadenza.wire`. Too many fields count as bytes that cannot be read.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from cadenza.wire import UnparsableError, after_number, varint
+
 _MAX_FIELDS = 1000
 """Limit on the number of fields read, because the search runs on the event loop: 2 ms at most (measured)."""
 _MAX_SIZED = 4096
@@ -27,10 +28,6 @@ _MIN_NESTED_BYTES = 64
 _TEXT, _LIST = "text", "list"
 _Kinds = dict[int, Any]
 """By field number: _TEXT, _LIST, or the kinds of a nested message."""
-
-
-class _UnparsableError(Exception):
-    """The bytes are not a protocol buffer, or have too many fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class Sizes:
 def sizes_of(raw: bytes, message: type[Message]) -> Sizes:
     """The sizes of a message's parts, without parsing it. What cannot be read, or is too much, counts as others."""
     reader = _SizeReader(raw)
-    with contextlib.suppress(_UnparsableError, IndexError):
+    with contextlib.suppress(UnparsableError, IndexError):
         reader.read(0, len(raw), _kinds(message.DESCRIPTOR))
     return Sizes(reader.texts, reader.lists, len(raw) - reader.texts - reader.lists)
 
@@ -74,19 +71,19 @@ class _SizeReader:
         self.lists = 0
 
     def read(self, at: int, end: int, kinds: _Kinds) -> None:
-        """Add the fields from one offset to another; raises _UnparsableError, IndexError."""
+        """Add the fields from one offset to another; raises UnparsableError, IndexError."""
         raw = self._raw
         while at < end:
             self._num_left -= 1
             if self._num_left < 0:
-                raise _UnparsableError
-            tag, at = (raw[at], at + 1) if raw[at] < 0x80 else _varint(raw, at)
+                raise UnparsableError
+            tag, at = (raw[at], at + 1) if raw[at] < 0x80 else varint(raw, at)
             if tag & 7 != 2:
-                at = _after(raw, at, tag & 7)
+                at = after_number(raw, at, tag & 7)
                 continue
-            length, at = (raw[at], at + 1) if raw[at] < 0x80 else _varint(raw, at)
+            length, at = (raw[at], at + 1) if raw[at] < 0x80 else varint(raw, at)
             if length > end - at:
-                raise _UnparsableError
+                raise UnparsableError
             kind = kinds.get(tag >> 3)
             if kind is _TEXT:
                 self.texts += length
@@ -97,20 +94,11 @@ class _SizeReader:
             at += length
 
 
-def _after(raw: bytes, at: int, wire_type: int) -> int:
-    """The offset after a number of this wire type."""
-    if wire_type == 0:
-        return _varint(raw, at)[1]
-    if wire_type in (1, 5):
-        return at + (8 if wire_type == 1 else 4)
-    raise _UnparsableError
-
-
 def path_of_bad_string(raw: bytes, message: type[Message]) -> str:
     """Path of the first string that is not UTF-8 in a message of this type; empty if none is found."""
     try:
         return _Reader().bad_string(raw, message.DESCRIPTOR, "")
-    except _UnparsableError:
+    except UnparsableError:
         return ""
 
 
@@ -121,7 +109,7 @@ def string_at(raw: bytes, *numbers: int) -> str:
         for number in numbers:
             content = next((content for found, content in reader.fields(content) if found == number), b"")
         return content.decode()
-    except (_UnparsableError, UnicodeDecodeError):
+    except (UnparsableError, UnicodeDecodeError):
         return ""
 
 
@@ -153,26 +141,16 @@ class _Reader:
         while at < len(raw):
             self._num_left -= 1
             if self._num_left < 0:
-                raise _UnparsableError
-            tag, at = _varint(raw, at)
+                raise UnparsableError
+            tag, at = varint(raw, at)
             if tag & 7 != 2:
-                at = _after(raw, at, tag & 7)
+                at = after_number(raw, at, tag & 7)
                 continue
-            length, at = _varint(raw, at)
+            length, at = varint(raw, at)
             if length > len(raw) - at:
-                raise _UnparsableError
+                raise UnparsableError
             yield tag >> 3, raw[at : at + length]
             at += length
-
-
-def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """The varint at this offset, and the offset after it."""
-    value = 0
-    for index, byte in enumerate(raw[at : at + 10]):
-        value |= (byte & 0x7F) << (7 * index)
-        if byte < 0x80:
-            return value, at + index + 1
-    raise _UnparsableError
 
 
 def _is_utf8(content: bytes) -> bool:

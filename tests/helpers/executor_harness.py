@@ -13,13 +13,14 @@ from typing import Any
 
 import grpc
 
-from cadenza.transport import bind, channel_options, server_options
+from cadenza.transport import bind, channel_options
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import execution_pb2_grpc, types_pb2
 from executor_svc.app import build_executor
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.description import Description
 from executor_svc.service.servicer import ExecutorServices, add_services
+from executor_svc.service.unreadable import limited_server
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.worker import Worker
 from tests.helpers.fake_executor import LIMITS, CountingRunner, RecordingPools
@@ -127,7 +128,7 @@ async def served(
     worker: Worker, description: Description, silence_s: float = 60.0, heartbeat_s: float = 0.02
 ) -> AsyncIterator[tuple[grpc.aio.Channel, ExecutorServices]]:
     """silence_s: the streams of these tests send no heartbeats."""
-    server = grpc.aio.server(options=server_options())
+    server = limited_server()
     address = bind(server, "127.0.0.1:0", default_port=0)
     services = await add_services(server, worker, description, heartbeat_s=heartbeat_s, silence_s=silence_s)
     await server.start()

@@ -12,12 +12,13 @@ from typing import Any
 
 import grpc
 
-from cadenza.transport import bind, channel_options, server_options
+from cadenza.transport import bind, channel_options
 from cadenza.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from executor_svc.app import build_executor
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.description import Description
 from executor_svc.service.servicer import add_services
+from executor_svc.service.unreadable import limited_server
 from executor_svc.worker.worker import Worker
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
@@ -35,7 +36,7 @@ async def executor_service(
     worker = Worker(lambda: gate.before(build_executor(config, described)))
     worker.start()
     await asyncio.wrap_future(worker.ready)
-    server = grpc.aio.server(options=server_options())
+    server = limited_server()
     address = bind(server, config.listen, default_port=0)
     await add_services(server, worker, described.result())
     await server.start()

@@ -18,8 +18,19 @@ from cadenza.slices import Work
 from cadenza.v1 import admin_pb2, admin_pb2_grpc
 from cadenza.v1 import execution_pb2 as pb
 from executor_svc.service import servicer
+from executor_svc.simulated.executor import SimulatedStepExecutor
 from executor_svc.worker.step import StepExecutor
-from tests.helpers.executor_harness import INCARNATION, Harness, Stream, admit, fake_executor, scheduled
+from executor_svc.worker.worker import Worker
+from tests.helpers.executor_harness import (
+    INCARNATION,
+    Harness,
+    Stream,
+    admit,
+    fake_description,
+    fake_executor,
+    scheduled,
+    served,
+)
 from tests.helpers.fake_executor import LIMITS
 
 
@@ -92,6 +103,18 @@ async def test_a_trace_on_request(fake: Harness) -> None:
             refused = error if error.code() is grpc.StatusCode.FAILED_PRECONDITION else None
     assert "a trace is being recorded already" in str(refused.details())
     waiting.cancel()
+
+
+async def test_a_simulated_executor_has_no_trace_even_while_it_is_idle() -> None:
+    worker = Worker(lambda: SimulatedStepExecutor(LIMITS))
+    worker.start()
+    await asyncio.wrap_future(worker.ready)
+    async with served(worker, fake_description()) as (channel, _):
+        admin = admin_pb2_grpc.ExecutorAdminServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="a simulated executor has nothing to trace") as caught:
+            await admin.Profile(admin_pb2.ProfileRequest(num_steps=1), timeout=20)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert await asyncio.to_thread(worker.stop, 20)
 
 
 async def test_memory_is_reported_at_the_opening_and_by_heartbeats(

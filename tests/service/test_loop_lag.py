@@ -1,4 +1,4 @@
-"""No request, legal or not, holds an event loop for long: a fuzz of requests against both services as processes.
+"""No request, legal or not, holds an event loop for long: fuzzes of requests against both services as processes.
 
 The bound is far above what `python -m benchmarks loop_lag` measures, since the machine may be busy: it finds a callback
 whose work grows with the request. What one slice may handle is asserted in the tests of each conversion.
@@ -16,15 +16,19 @@ import grpc
 
 from benchmarks.common.loop_cases import AFTER, Case, generate, ids
 from benchmarks.common.loop_watch import BOUNDS_MS
-from benchmarks.loop_lag import VOCAB_SIZE, send, services
+from benchmarks.loop_lag import VOCAB_SIZE, send, services, watched
 from cadenza.transport import channel_options
+from cadenza.v1 import execution_pb2 as execution
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from tests.helpers.toy_tokenizers import hf_byte_level
 
 MAX_CPU_MS = 100
 """A callback takes at most 5 ms on an idle machine. Before requests were handled in slices, 4M ids took 600 ms."""
+MAX_EXECUTOR_CPU_MS = 25
+"""The same of messages straight to an executor: before plans were parsed in pieces, 60 MB took 333 ms."""
 NUM_REQUESTS = 80
+EXECUTE = "/cadenza.v1.ExecutionService/Execute"
 
 
 def draw(rng: random.Random) -> Case:
@@ -79,6 +83,76 @@ async def test_a_fuzz_of_requests_holds_no_loop(tmp_path: Path) -> None:
         assert report["cpu_ms"] < MAX_CPU_MS, f"{name}: p100 is {report['cpu_ms']:.1f} ms, in {report['longest']}"
     assert {"OK", "INVALID_ARGUMENT"} <= set(statuses) <= {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
     assert len(statuses) == NUM_REQUESTS
+
+
+def draw_for_executor(rng: random.Random, number: int) -> tuple[str, list[bytes]]:
+    """A method of the executor and its messages: a plan of any size, or what is none."""
+
+    def size(most: int) -> int:
+        return int(most ** (0.5 + rng.random() / 2))
+
+    def plan(**parts: Any) -> bytes:
+        return execution.ExecuteRequest(plan={"step_id": 1 + number, "epoch": 1 + number, **parts}).SerializeToString()
+
+    def moves(count: int) -> list[dict[str, Any]]:
+        return [{"sources": range(count), "destinations": range(count)}]
+
+    unknown = b"\x98\x06\x01"
+    kinds: list[Callable[[], bytes]] = [
+        lambda: unknown * size(20_000_000),
+        lambda: plan(released_slots=[5] * size(2_000_000)),
+        lambda: plan(swap_out=moves(size(300_000))),
+        lambda: plan(swap_in=[{}] * size(1_000_000)),
+        lambda: plan(admitted=[{}] * size(1_000_000)),
+        lambda: plan(admitted=[{"token_ids": range(size(600_000)), "num_prompt_tokens": 5}]),
+        lambda: plan(admitted=[{"block_tables": [{}] * size(1_000_000)}]),
+        lambda: plan(admitted=[{"sampling": {"bad_words": [{"ids": [5]}] * size(500_000)}}]),
+        lambda: plan(admitted=[{"sampling": {"stop_token_ids": [5] * size(2_000_000)}}]),
+        lambda: plan(held_slots=range(size(600_000)), forks={"slots": [5] * 9, "source_slots": [5] * 9}),
+        lambda: rng.randbytes(size(3_000_000)),
+    ]
+    message = rng.choice(kinds)()
+    opening = execution.OpenSession(scheduler_id="A", epoch=1 + number, protocol_version=1)
+    return rng.choice(
+        [
+            (EXECUTE, [execution.ExecuteRequest(open=opening).SerializeToString(), message]),
+            (EXECUTE, [execution.ExecuteRequest(open=opening).SerializeToString(), message]),
+            (EXECUTE, [message]),
+            ("/cadenza.v1.ExecutionService/Describe", [message]),
+            ("/cadenza.v1.ExecutorAdminService/Profile", [message]),
+            ("/grpc.health.v1.Health/Check", [message]),
+        ]
+    )
+
+
+async def send_to_executor(channel: grpc.aio.Channel, method: str, messages: list[bytes]) -> str:
+    """The status with which the call ends."""
+    try:
+        if method == EXECUTE:
+            async for _ in channel.stream_stream(method)(iter(messages), timeout=60):
+                pass
+        else:
+            await channel.unary_unary(method)(messages[0], timeout=60)
+    except grpc.aio.AioRpcError as exc:
+        return exc.code().name
+    return "OK"
+
+
+async def test_a_fuzz_of_messages_to_an_executor_holds_no_loop(tmp_path: Path) -> None:
+    rng = random.Random(21)
+    options = ("--simulate", "instant", "--num-gpu-blocks", "1000")
+    async with (
+        watched("executor_svc", tmp_path / "executor", *options) as watch,
+        grpc.aio.insecure_channel(watch.address, options=channel_options()) as channel,
+    ):
+        await watch.report()  # without what the start took
+        drawn = (draw_for_executor(rng, number) for number in range(NUM_REQUESTS))
+        statuses = {await send_to_executor(channel, method, messages) for method, messages in drawn}
+        await send_to_executor(channel, "/cadenza.v1.ExecutionService/Describe", [b""])
+        report = await watch.report()
+    print("executor", histogram(report))
+    assert report["cpu_ms"] < MAX_EXECUTOR_CPU_MS, f"p100 is {report['cpu_ms']:.1f} ms, in {report['longest']}"
+    assert {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"} <= statuses
 
 
 def histogram(report: dict[str, Any]) -> str:

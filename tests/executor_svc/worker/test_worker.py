@@ -177,14 +177,10 @@ def test_a_trace_that_was_given_up_makes_room_for_another(rig: Rig) -> None:
     rig.result()
 
 
-def test_what_cannot_be_traced_says_so() -> None:
+def test_what_cannot_be_traced_says_so_without_a_step() -> None:
     worker = Worker(lambda: SimulatedStepExecutor(LIMITS))
     worker.start()
     worker.ready.result(10)
-    session, opened = worker.open_session(1, lambda _: None)
-    opened.result(10)
-    traced = worker.trace(1)
-    worker.submit(session, StepPlan(1, 1), time.monotonic_ns())
     with pytest.raises(NotImplementedError, match="a simulated executor"):
-        traced.result(10)
+        worker.trace(1)
     assert worker.stop(10)

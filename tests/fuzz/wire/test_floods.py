@@ -69,12 +69,12 @@ async def test_a_scheduler_that_sends_plans_and_never_reads_loses_its_session() 
     """Every plan has an answer, also those over max_inflight_plans: they must not pile up."""
     worker, context, num_sent = Worker(lambda: StepExecutor(CountingRunner(), RecordingPools(), LIMITS)), Unread(), 0
 
-    async def requests() -> AsyncIterator[pb.ExecuteRequest]:
+    async def requests() -> AsyncIterator[bytes]:
         nonlocal num_sent
-        yield pb.ExecuteRequest(open=pb.OpenSession(scheduler_id="A", epoch=1, protocol_version=1))
+        yield pb.ExecuteRequest(open=pb.OpenSession(scheduler_id="A", epoch=1, protocol_version=1)).SerializeToString()
         while True:
             num_sent += 1
-            yield pb.ExecuteRequest(plan=pb.StepPlan(step_id=num_sent, epoch=1))
+            yield pb.ExecuteRequest(plan=pb.StepPlan(step_id=num_sent, epoch=1)).SerializeToString()
             await asyncio.sleep(0)
 
     worker.start()

@@ -15,7 +15,7 @@ from executor_svc.simulated.build import build_simulated
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.types import AdmittedSequence, StepPlan
 from scheduler_svc.executors.convert import model_description, step_plan
-from scheduler_svc.plan_loop.plan_loop import _executor_spec
+from scheduler_svc.plan_loop.fleet_model import executor_spec
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.core_sampling import core_sampling
 
@@ -156,7 +156,7 @@ def test_what_is_not_announced_is_not_there(feature: pb.ExecutorFeature.ValueTyp
 
 def narrowed(**changes: Any) -> tuple[ModelDescription, Any]:
     model = dataclasses.replace(model_description(described(num_cpu_blocks=6)), **changes)
-    return model, _executor_spec(model, SchedulerConfig(executor="127.0.0.1:1"))
+    return model, executor_spec(model, SchedulerConfig(executor="127.0.0.1:1"))
 
 
 def test_a_lane_knows_host_pool_block_size_and_sharing() -> None:

@@ -17,12 +17,14 @@ def test_the_description_of_the_first_sequence_always_fits() -> None:
 
 @pytest.mark.slow
 def test_descriptions_that_would_make_a_plan_too_large_wait_for_the_next() -> None:
-    bench = Bench()
-    half = (*range(VOCAB_SIZE),) * (MAX_ADMITTED_VALUES // 2 // VOCAB_SIZE - 1)
-    for name in ("a", "b", "c"):
-        bench.add(name, 2, max_tokens=1, stop_token_ids=half)
+    stop_ids = (*range(VOCAB_SIZE),) * (16_000 // VOCAB_SIZE)
+    fitting = MAX_ADMITTED_VALUES // (len(stop_ids) + 2)
+    names = [f"r{index}" for index in range(fitting + 1)]
+    bench = Bench(max_num_seqs=len(names), num_slots=len(names), max_num_batched_tokens=3 * len(names))
+    for name in names:
+        bench.add(name, 2, max_tokens=1, stop_token_ids=stop_ids)
     plans = [bench.plan(), bench.plan()]
-    assert [len(plan.admitted) for plan in plans if plan is not None] == [2, 1]
-    assert bench.order == ["a", "b", "c"]
+    assert [len(plan.admitted) for plan in plans if plan is not None] == [fitting, 1]
+    assert bench.order == names
     bench.run()
     assert all(len(tokens) == 1 for tokens in bench.tokens.values())

@@ -83,8 +83,8 @@ def test_an_executor_that_is_killed_seven_times_in_a_row_costs_no_token(up: Up) 
         for _ in range(NUM_KILLS):
             wait_for_step(client, incarnations)
             # A few tokens more: a request that is tried alone in each of three deaths would be taken for their cause.
-            num_tokens = client.server_info().load.num_output_tokens
-            until(lambda least=num_tokens + 6 * len(PROMPTS): client.server_info().load.num_output_tokens >= least)
+            least = client.server_info().load.num_output_tokens + 6 * len(PROMPTS)
+            until(lambda least=least: client.server_info().load.num_output_tokens >= least)
             assert client.server_info().load.num_running == len(PROMPTS)
             os.kill(up.service("executor_svc").pid, signal.SIGKILL)
         for tokens, stream in zip(found, streams, strict=True):

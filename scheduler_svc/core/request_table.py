@@ -96,16 +96,20 @@ class RequestTable:
         self.waiting.add(group)
         self.placer.on_queued(group)
 
+    def lane_of(self, group: SequenceGroup) -> Lane | None:
+        """The lane that runs a group, or ran it last; None: it has never run, or its executor was removed."""
+        return None if group.lane_id is None else self.lanes.get(group.lane_id)
+
     def is_free_for(self, group: SequenceGroup, lane: Lane) -> bool:
         """Whether a lane may admit a group now: no plan in flight returns anything for it, no other lane runs it."""
         if not group.has_all_results:
             return False
-        former = self.lanes.get(group.lane_id) if group.lane_id is not None else None
+        former = self.lane_of(group)
         return former is None or former is lane or not former.holds(group, swapped=False)
 
     def bind(self, group: SequenceGroup, lane: Lane) -> None:
         """Record that a group is about to run on a lane, which is from now on the one that holds what it holds."""
-        former = self.lanes.get(group.lane_id) if group.lane_id is not None else None
+        former = self.lane_of(group)
         if former is not None and former is not lane:
             for sequence in group.sequences:
                 former.forget(sequence)
@@ -167,8 +171,9 @@ class RequestTable:
     def finish(self, sequence: Sequence, finish: Finish, *, report: bool = True) -> None:
         """Finish a sequence in any state and free what it holds; without `report` no output is made for the engine."""
         group = sequence.group
-        if group.lane_id in self.lanes:
-            self.lanes[group.lane_id].drop(sequence)
+        lane = self.lane_of(group)
+        if lane is not None:
+            lane.drop(sequence)
         sequence.change_state(SequenceState.FINISHED)
         sequence.finish = finish
         if group.queued and not group.waiting_sequences:

@@ -1,4 +1,4 @@
-"""Whether the scheduler's health tells the truth: a watch beside what the run itself knows about the services."""
+"""Whether the scheduler reports its health as it is: a watch beside what the run itself knows about the services."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
@@ -22,8 +23,6 @@ _LOGITS_PROCESSORS = frozenset(
         "biases",
     }
 )
-_CHECKS = ("length", "count", "blocks")
-"""The checks of `misfit`, in their order."""
 
 
 def needed_features(spec: RequestSpec) -> frozenset[str]:
@@ -40,41 +39,47 @@ def needed_features(spec: RequestSpec) -> frozenset[str]:
     return frozenset(needed)
 
 
-def misfit(spec: RequestSpec, executor: ExecutorSpec, count: int, *, has_output: bool = False) -> tuple[int, str, str]:
-    """Why an executor with these limits can never run a request: (number of the failed check, field, message).
+class Misfit(NamedTuple):
+    """Why an executor with certain limits can never run a request."""
+
+    check: int
+    """The number of the check that failed; an executor that fails a later one comes nearer."""
+    field: str
+    message: str
+
+
+def _misfit(spec: RequestSpec, executor: ExecutorSpec, count: int, *, has_output: bool) -> Misfit | None:
+    """Check a request against one executor's limits; None if it can run it.
 
     `count`: its sequences that must run together. With output the lengths are not checked: planning ends samples that
-    are too long. The number is 3, with empty texts, if it can run it.
+    are too long.
     """
     num_prompt = len(spec.prompt_token_ids)
     if num_prompt + 1 > executor.max_model_len and not has_output:
-        return (
-            0,
-            "prompt",
-            f"{num_prompt} prompt tokens and one of output exceed max_model_len = {executor.max_model_len}",
-        )
+        longest = executor.max_model_len
+        return Misfit(0, "prompt", f"{num_prompt} prompt tokens and one of output exceed max_model_len = {longest}")
     if count > executor.max_num_seqs:
-        return 1, count_field(spec), f"{count} sequences exceed max_num_seqs = {executor.max_num_seqs}"
+        return Misfit(1, count_field(spec), f"{count} sequences exceed max_num_seqs = {executor.max_num_seqs}")
     needed = num_prompt // executor.block_size + count
     if needed > executor.num_blocks and not has_output:
         needs = f"{num_prompt} prompt tokens and {f'{count} sequences' if count > 1 else 'one of output'}"
         size, most = executor.block_size, executor.num_blocks
-        return 2, "prompt", f"{needs} need {needed} KV blocks of {size} tokens; the pool has {most}"
-    return len(_CHECKS), "", ""
+        return Misfit(2, "prompt", f"{needs} need {needed} KV blocks of {size} tokens; the pool has {most}")
+    return None
 
 
 def check_fits_one(
     spec: RequestSpec, executors: Iterable[ExecutorSpec], count: int, *, has_output: bool = False
 ) -> None:
     """Raise RequestRejectedError if no single executor can run the request; the message is that of the nearest one."""
-    reasons = []
+    found: list[Misfit] = []
     for executor in executors:
-        reason = misfit(spec, executor, count, has_output=has_output)
-        if reason[0] == len(_CHECKS):
+        misfit = _misfit(spec, executor, count, has_output=has_output)
+        if misfit is None:
             return
-        reasons.append(reason)
-    _, field, message = max(reasons, key=lambda each: each[0])
-    raise RequestRejectedError(field, message)
+        found.append(misfit)
+    nearest = max(found, key=lambda each: each.check)
+    raise RequestRejectedError(nearest.field, nearest.message)
 
 
 def count_field(spec: RequestSpec) -> str:

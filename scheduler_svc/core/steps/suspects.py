@@ -158,7 +158,7 @@ def _clear(requests: RequestTable, group: SequenceGroup) -> None:
 def _release(requests: RequestTable, sequence: Sequence) -> None:
     """Let a sequence go on like all others: the executor held it until plans named it."""
     sequence.suspected = None
-    lane = requests.lanes.get(sequence.group.lane_id) if sequence.group.lane_id is not None else None
+    lane = requests.lane_of(sequence.group)
     if lane is None or sequence.slot is None or sequence.is_beam or not sequence.group.forked:
         return
     if sequence.described:

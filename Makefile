@@ -67,7 +67,7 @@ else
 	@$(PY) -m tests.chaos --replay $(REPLAY) $(CHAOS_ARGS)
 endif
 
-check: check-format check-lint check-types check-imports check-protos check-tests ## read-only: format, lint, types, imports, protos, fast tests
+check: check-format check-lint check-types check-imports check-protos $(if $(WITHOUT_TESTS),,check-tests) ## read-only: format, lint, types, imports, protos, fast tests; WITHOUT_TESTS=1: no tests
 
 check-format: $(VENV)/.installed-dev
 	@echo "== format"; $(BIN)/ruff format --check .

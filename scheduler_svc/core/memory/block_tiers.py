@@ -45,7 +45,7 @@ class BlockTiers:
         return self.device.take(count)
 
     def take_host(self, count: int) -> list[int]:
-        """Take host blocks: unused ones, then the idle ones used least recently; InvariantError if there are too few."""
+        """Take host blocks: unused ones, then the least recently used idle ones; raises InvariantError if too few."""
         num_unused = min(count, self.host.num_unused)
         taken = self.host.take(num_unused)
         for _ in range(min(count - num_unused, self.host.num_idle)):

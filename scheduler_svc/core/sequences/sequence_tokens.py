@@ -53,9 +53,9 @@ class SequenceTokens:
         return len(self.output_ids)
 
     @property
-    def token_ids(self) -> Ids[int]:
-        """All confirmed tokens; a copy of the prompt if there is output. See `tokens` for a few of them."""
-        return [*self.prompt_ids, *self.output_ids] if self.output_ids else self.prompt_ids
+    def token_ids(self) -> tuple[int, ...]:
+        """All confirmed tokens; copied if there is output. See `tokens` for a few of them."""
+        return (*self.prompt_ids, *self.output_ids) if self.output_ids else self.prompt_ids
 
     def tokens(self, start: int, stop: int) -> Ids[int]:
         """The confirmed tokens `start` to `stop - 1`."""

@@ -155,7 +155,7 @@ def _describe(
     step.plan.admitted.append(
         AdmittedSequence(
             slot=held_slot(sequence),
-            token_ids=tuple(sequence.output_ids if source else sequence.token_ids),
+            token_ids=tuple(sequence.output_ids) if source else sequence.token_ids,
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_computed_tokens=num_computed_tokens,
             block_ids=tuple(block_ids),

@@ -124,8 +124,11 @@ def _best_source(sequence: Sequence, sources: list[Sequence], size: int) -> tupl
     Samples are assumed to differ from their first token on, so any source is as good as another.
     """
     best, most = None, 0
+    num_full = (sequence.num_tokens - 1) // size
     for source in sources if sequence.is_beam else sources[:1]:
-        limit = (min(sequence.num_tokens, source.num_tokens) - 1) // size
+        if most == num_full:
+            break  # Beams of one length come back together, so the first source may have all of them.
+        limit = min(num_full, (source.num_tokens - 1) // size)
         common = min(limit, sequence.num_prompt_tokens // size)
         if sequence.is_beam and limit > most:
             common = _num_common_blocks(sequence, source, common, limit, size)

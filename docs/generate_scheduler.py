@@ -143,7 +143,7 @@ def _pool(lane: Lane) -> list[list[object]]:
     for sequence in lane.running:
         for index, block_id in enumerate(sequence.block_ids):
             holders.setdefault(block_id, []).append(f"{name_of(sequence)}[{index}]")
-    counts = lane.blocks.pool.ref_counts
+    counts = lane.blocks.pool.num_holders
     rows: list[list[object]] = [["block", *range(len(counts))], ["ref count", *counts]]
     rows.append(["holder", *("+".join(holders.get(block_id, ["-"])) for block_id in range(len(counts)))])
     return rows
@@ -205,7 +205,8 @@ def beams() -> str:
 
 def _held(lane: Lane, sequence: Sequence) -> tuple[str, str]:
     """A block table and its ref counts."""
-    return str(sequence.block_ids), str([lane.blocks.pool.ref_counts[block_id] for block_id in sequence.block_ids])
+    counts = lane.blocks.pool.num_holders
+    return str(sequence.block_ids), str([counts[block_id] for block_id in sequence.block_ids])
 
 
 # --- prefix cache ----------------------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ def prefix_cache() -> str:
         if requests and (number < 3 or not run.core.groups):
             run.add(*requests.pop(0))
         step = run.step()
-        found = [f"{name_of(joined)}: {joined.num_hit_tokens} of {len(joined.token_ids)}" for joined in step.joined]
+        found = [f"{name_of(joined)}: {joined.num_hit_tokens} of {joined.num_tokens}" for joined in step.joined]
         batch = [name_of(holder) for slot in sorted(step.slots) if (holder := run.lane.sequence_at[slot])]
         moves = step.plan.swapped_out, step.plan.swapped_in
         pools = run.lane.blocks.pool, run.lane.blocks.host_pool
@@ -246,7 +247,7 @@ def prefix_cache() -> str:
 
 def _map(pool: BlockPool) -> str:
     """A character for each block: its ref count, c if it is cached without holders, a dot if it is unused."""
-    counts = enumerate(pool.ref_counts)
+    counts = enumerate(pool.num_holders)
     return "".join(str(count) if count else "c" if block_id in pool.cached else "." for block_id, count in counts)
 
 

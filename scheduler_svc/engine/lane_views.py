@@ -72,19 +72,18 @@ def block_tables(core: Scheduler, key: RequestKey) -> list[SequenceBlockTable] |
     if group is None:
         return None
     lane = None if group.lane_id is None else core.lanes[group.lane_id]
-    return [_block_table(lane, each) for each in group.sequences if each.state is not SequenceState.FINISHED]
+    counts = ([], []) if lane is None else (lane.blocks.pool.num_holders, lane.blocks.host_pool.num_holders)
+    return [_block_table(counts, each) for each in group.sequences if each.state is not SequenceState.FINISHED]
 
 
-def _block_table(lane: Lane | None, sequence: Sequence) -> SequenceBlockTable:
+def _block_table(counts: tuple[list[int], list[int]], sequence: Sequence) -> SequenceBlockTable:
+    """A sequence's block table; `counts`: by device block and by host block, the number of holders."""
     swapped = sequence.state is SequenceState.SWAPPED
     block_ids = sequence.host_block_ids if swapped else sequence.block_ids
-    ref_counts: list[int] = []
-    if lane is not None:
-        ref_counts = (lane.blocks.host_pool if swapped else lane.blocks.pool).ref_counts
     return SequenceBlockTable(
         sample_index=sequence.sample_index,
         block_ids=tuple(block_ids),
-        ref_counts=tuple(ref_counts[block_id] for block_id in block_ids),
+        ref_counts=tuple(map(counts[swapped].__getitem__, block_ids)),
         num_computed_tokens=sequence.num_computed_tokens,
         swapped=swapped,
     )

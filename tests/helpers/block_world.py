@@ -14,6 +14,7 @@ from itertools import cycle
 from scheduler_svc.core.memory.block_manager import BlockManager
 from scheduler_svc.core.memory.prefix_cache import NO_PREFIX
 from scheduler_svc.core.memory.rates import MeasuredRates
+from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 from scheduler_svc.core.types import RequestSpec, Sampling
 
 STOP = 9
@@ -45,6 +46,18 @@ class Row:
     needs_prompt_logprobs: bool = False
     is_beam: bool = False
     sample_index: int = 0
+    shared_blocks: SharedBlocks | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.group.spec.prompt_token_ids)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        return self.token_ids[start:stop]
 
     def kv(self, position: int) -> tuple[str, bytes, tuple[int, ...]]:
         spec = self.group.spec
@@ -196,7 +209,7 @@ class World:
         source = sources[pick % len(sources)]
         num_blocks = min(source.num_written, len(source.token_ids)) // self.size
         child = self._make_row(source.group, [*source.token_ids[: num_blocks * self.size], token_id])
-        self.blocks.allocate(child, len(child.token_ids), shared=source.block_ids[:num_blocks])
+        self.blocks.allocate(child, len(child.token_ids), source=source, num_shared=num_blocks)
         child.num_computed_tokens = child.num_written = num_blocks * self.size
         self.running.append(child)
 
@@ -324,7 +337,8 @@ class World:
         self.blocks.check_integrity(self.running + self.swapped)
         holders = Counter(block_id for row in self.running for block_id in row.block_ids)
         assert len(holders) + self.blocks.num_free <= self.num_blocks
-        assert all(self.blocks.pool.ref_counts[block_id] >= count for block_id, count in holders.items())
+        num_holders = self.blocks.pool.num_holders
+        assert all(num_holders[block_id] >= count for block_id, count in holders.items())
         assert self.blocks.num_used_host == len({block_id for row in self.swapped for block_id in row.host_block_ids})
         assert (self.blocks.prefix_counts.num_queried, self.blocks.prefix_counts.num_hits) == (
             self.num_queries,
@@ -345,7 +359,7 @@ class World:
         """Between plans nothing but tables holds blocks."""
         holders = Counter(block_id for row in self.running for block_id in row.block_ids)
         assert self.blocks.num_free == self.num_blocks - len(holders)
-        assert self.blocks.pool.ref_counts == [holders[block_id] for block_id in range(self.num_blocks)]
+        assert self.blocks.pool.num_holders == [holders[block_id] for block_id in range(self.num_blocks)]
         assert self.blocks.num_shared_refs == holders.total() - len(holders)
         assert self.blocks.host_pool.num_free == self.num_host_blocks - self.blocks.num_used_host
 

@@ -31,7 +31,7 @@ def lane_states(lane: Lane) -> list[SlotState]:
 
 def _told(lane: Lane, sequence: Sequence) -> SlotState:
     """Of a fork the executor lacks the blocks that it does not write to yet; of a beam the token that it is given."""
-    block_ids, token_ids = sequence.block_ids, sequence.token_ids
+    block_ids, token_ids = sequence.block_ids, list(sequence.token_ids)
     if lane.pending_copy_on_write.get(sequence):
         block_ids = block_ids[: sequence.num_computed_tokens // lane.spec.block_size]
     if sequence.group in lane.due_beam_groups and sequence in sequence.group.due_beams:

@@ -45,18 +45,18 @@ SEEDED_BUGS = (
     ),
     SeededBug(
         "tokens that a lost session would have sampled are waited for",
-        "scheduler_svc.core.sequences.sequence", "Sequence.drop_pending_tokens",
-        "self._num_planned = len(self.token_ids)", "pass",
+        "scheduler_svc.core.sequences.sequence_tokens", "SequenceTokens.drop_pending_tokens",
+        "self._num_planned = self.num_tokens", "pass",
     ),
     SeededBug(
         "a host block that is swapped in is a target of the same plan's swap-outs",
         "scheduler_svc.core.memory.block_tiers", "BlockTiers.quarantine",
-        "if host_block_id not in self.moves.quarantined:", "if False:",
+        "if block_id not in self.moves.quarantined]", "if False]",
     ),
     SeededBug(
         "the KV of a token that is not computed yet is cached",
         "scheduler_svc.core.memory.block_manager", "BlockManager.cache_full_blocks",
-        "min(sequence.num_computed_tokens, len(token_ids) - 1)", "len(token_ids)",
+        "min(sequence.num_computed_tokens, sequence.num_tokens - 1)", "sequence.num_tokens",
     ),
     SeededBug(
         "a shared block is written without a copy",

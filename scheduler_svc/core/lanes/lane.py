@@ -107,7 +107,7 @@ class Lane:
         None once these results are in: a sequence that has ended is not kept.
         """
         self.append_at: list[Callable[[int], None]] = [
-            _discard if sequence is None else sequence.token_ids.append for sequence in self.sequence_at
+            _discard if sequence is None else sequence.output_ids.append for sequence in self.sequence_at
         ]
         """By slot: the function that takes a sampled token."""
         self.discarding_slots: set[int] = set()
@@ -123,7 +123,7 @@ class Lane:
         sequence.apply_max_model_len(self.spec.max_model_len)
         if sequence.fully_planned:
             return sequence.length_detail
-        if self.blocks.num_blocks_for(len(sequence.token_ids)) > self.spec.num_blocks:
+        if self.blocks.num_blocks_for(sequence.num_tokens) > self.spec.num_blocks:
             return FinishDetail.KV_CAPACITY
         return None
 
@@ -177,7 +177,7 @@ class Lane:
         slot = self.slots.take()
         sequence.slot = sequence.last_slot = slot
         self.sequence_at[slot] = sequence
-        self.append_at[slot] = sequence.token_ids.append
+        self.append_at[slot] = sequence.output_ids.append
         self.discarding_slots.discard(slot)
         self._vacated.pop(slot, None)
         if self.swapped:

@@ -7,13 +7,14 @@ holders is enough; a group that shares a block that is not full yet is walked.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
 
 from scheduler_svc.core.memory.block_manager import BlockManager
+from scheduler_svc.core.memory.block_tables import count_holders, device_tables, shared_of
 from scheduler_svc.core.queues.queues import RunningQueue
 from scheduler_svc.core.sequences.decode_batch import DecodeBatch
 from scheduler_svc.core.sequences.sequence import Sequence
+from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 
 
 def num_stored_tokens(
@@ -35,10 +36,13 @@ def num_stored_tokens(
         if any(map(blocks.shares_unfilled, group.running))
         for sequence in group.running
     ]
-    num_holders = Counter(block_id for sequence in walked for block_id in sequence.block_ids)
+    if not walked:
+        return num_stored
+    tables = device_tables(walked)
     fill = fill_of(walked, size)
     num_stored -= sum(sequence.num_computed_tokens for sequence in walked)
-    for block_id, count in num_holders.items():
+    num_stored += size * sum((each.num_holders - 1) * len(each.block_ids) for each in shared_of(tables))
+    for block_id, count in count_holders(tables).items():
         num_others = ref_counts[block_id] - count
         num_stored += size * (ref_counts[block_id] - 1)
         # Another holder has filled the block.
@@ -58,12 +62,24 @@ def num_reserved_blocks(
 def fill_of(sequences: Iterable[Sequence], block_size: int) -> dict[int, int]:
     """By block: the number of tokens whose KV it stores for these sequences."""
     fill: dict[int, int] = {}
+    filled: dict[SharedBlocks, int] = {}
     for sequence in sequences:
-        num_computed = sequence.num_computed_tokens
-        for block_id in sequence.block_ids[: -(-num_computed // block_size)]:
-            fill[block_id] = max(fill.get(block_id, 0), min(block_size, num_computed))
-            num_computed -= block_size
+        num_computed, shared, first = sequence.num_computed_tokens, sequence.shared_blocks, 0
+        if shared is not None:
+            filled[shared] = max(filled.get(shared, 0), num_computed)
+            first = len(shared.block_ids)
+            num_computed -= first * block_size
+        _add_fill(fill, sequence.block_ids[first:], num_computed, block_size)
+    for shared, num_computed in filled.items():
+        _add_fill(fill, shared.block_ids, num_computed, block_size)
     return fill
+
+
+def _add_fill(fill: dict[int, int], block_ids: list[int], num_tokens: int, block_size: int) -> None:
+    """Add blocks, of which the first `num_tokens` tokens are stored, to what `fill_of` returns."""
+    for block_id in block_ids[: max(0, -(-num_tokens // block_size))]:
+        fill[block_id] = max(fill.get(block_id, 0), min(block_size, num_tokens))
+        num_tokens -= block_size
 
 
 def _outside_decode_batch(running: RunningQueue, prefilling: RunningQueue) -> Collection[Sequence]:

@@ -13,11 +13,24 @@ from collections.abc import Sequence as Ids
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.memory.block_moves import Moves
+from scheduler_svc.core.memory.block_tables import (
+    check_table,
+    clear_tables,
+    count_holders,
+    device_tables,
+    distinct_blocks,
+    have_same_blocks,
+    hold_moved,
+    host_tables,
+    is_shared_by_group,
+    shared_of,
+)
 from scheduler_svc.core.memory.block_tiers import BlockTiers
 from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix, Parent, PrefixCounts, pack_blocks
 from scheduler_svc.core.memory.prefix_lookups import PrefixLookups, root_of
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.sequences.sequence import Sequence
+from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 
 
 class BlockManager:
@@ -64,7 +77,7 @@ class BlockManager:
 
     @property
     def num_shared_refs(self) -> int:
-        """Number of device blocks saved by sharing: holders beyond the first of each block."""
+        """Number of device blocks saved by sharing: sequences beyond the first of each block."""
         return self.pool.num_shared_refs
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -128,12 +141,14 @@ class BlockManager:
 
     def writes_only_own(self, sequence: Sequence) -> bool:
         """Whether no other holder has a block that the KV of its remaining tokens goes to."""
-        remaining = sequence.block_ids[sequence.num_computed_tokens // self.block_size :]
-        return all(self.pool.ref_counts[block_id] == 1 for block_id in remaining)
+        first = sequence.num_computed_tokens // self.block_size
+        if is_shared_by_group(sequence, first):
+            return False
+        return all(self.pool.ref_counts[block_id] == 1 for block_id in sequence.block_ids[first:])
 
     def num_missing(self, sequence: Sequence) -> int:
         """Number of blocks that it lacks for its tokens."""
-        return max(0, self.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_ids))
+        return max(0, self.num_blocks_for(sequence.num_tokens) - len(sequence.block_ids))
 
     def invalidate(self, sequence: Sequence) -> None:
         """Remove the whole prefix of a sequence with invalid KV from the cache, including blocks that others cached."""
@@ -151,9 +166,9 @@ class BlockManager:
             return
         if sequence.sample_index:
             _follow_first_sample(sequence, self.block_size)
-        size, token_ids, block_ids = self.block_size, sequence.token_ids, sequence.block_ids
+        size, block_ids = self.block_size, sequence.block_ids
         # A token's KV is certain once another token follows: an executor does not compute the KV of a stop token.
-        num_full = min(sequence.num_computed_tokens, len(token_ids) - 1) // size
+        num_full = min(sequence.num_computed_tokens, sequence.num_tokens - 1) // size
         first, node = sequence.num_cached_blocks, sequence.cache_node
         if num_full <= first:
             return
@@ -162,7 +177,7 @@ class BlockManager:
             # Its chain consisted of another sequence's blocks and was evicted: children of it would be unreachable.
             first, node = 0, None
         parent: Parent = root_of(sequence) if node is None else node
-        for index, content in enumerate(pack_blocks(token_ids, first, num_full, size), first):
+        for index, content in enumerate(pack_blocks(sequence.tokens(first * size, num_full * size), size), first):
             node = cache.find(parent, content)
             if node is None:
                 # If the block is cached under another node, that node is unreachable: a lookup would have found it.
@@ -173,24 +188,30 @@ class BlockManager:
         sequence.num_cached_blocks, sequence.cache_node = num_full, node
 
     def allocate(
-        self, sequence: Sequence, num_tokens: int, *, found: CachedPrefix | None = None, shared: Ids[int] = ()
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        *,
+        found: CachedPrefix | None = None,
+        source: Sequence | None = None,
+        num_shared: int = 0,
     ) -> None:
         """Allocate the blocks of the first `num_tokens` tokens to a sequence without blocks.
 
-        The first blocks come from `found`, the result of `find_cached_prefix`, or from `shared`: device blocks that
-        other sequences of its group hold. Raises InvariantError if too few are free, or if the sequence has blocks
-        already.
+        The first blocks come from `found`, the result of `find_cached_prefix`, or are the first `num_shared` of
+        `source`, another sequence of its group. Raises InvariantError if too few are free, or if the sequence has
+        blocks already.
         """
         if sequence.block_ids or sequence.host_block_ids:
             raise InvariantError(f"sequence {sequence.sequence_id} has blocks already")
         num_blocks = self.num_blocks_for(num_tokens)
         num_found = found.num_blocks if found else 0
-        num_new = num_blocks - num_found - len(shared)
-        if num_new < 0 or (shared and num_found):
+        num_new = num_blocks - num_found - num_shared
+        if num_new < 0 or (num_shared and num_found):
             raise InvariantError(
                 f"sequence {sequence.sequence_id} needs {num_blocks} blocks, not those that it is given"
             )
-        _clear(sequence)
+        clear_tables(sequence)
         if self.caching:
             self._lookups.forget(sequence)
         if found and num_found:
@@ -198,9 +219,9 @@ class BlockManager:
             sequence.num_cached_blocks, sequence.cache_node = num_found, found.nodes[-1]
         else:
             taken = self._tiers.take(num_new)
-            for block_id in shared:
-                self.pool.share(block_id)
-            sequence.block_ids = [*shared, *taken]
+            if source is not None and num_shared:
+                self._share(source, sequence, num_shared)
+            sequence.block_ids += taken
         if found:
             self.prefix_counts.num_queried += found.num_queried
             self.prefix_counts.num_hits += found.num_tokens
@@ -211,26 +232,57 @@ class BlockManager:
         num_blocks = self.num_blocks_for(num_tokens)
         if child.block_ids or child.host_block_ids or num_blocks > len(source.block_ids):
             raise InvariantError(f"sequence {child.sequence_id} cannot share {num_blocks} blocks")
-        child.block_ids = source.block_ids[:num_blocks]
-        self.pool.share_all(child.block_ids)
+        self._share(source, child, num_blocks)
         cache, node, num_cached = self._tiers.cache, source.cache_node, source.num_cached_blocks
         while node is not None and num_cached > num_tokens // self.block_size:
             node = cache.parent_node(node)
             num_cached -= 1
         child.cache_node, child.num_cached_blocks = node, num_cached if node is not None else 0
 
+    def _share(self, source: Sequence, child: Sequence, num_blocks: int) -> None:
+        """Let a child without blocks hold the first `num_blocks` blocks of `source`.
+
+        The full blocks of the prompt among them are counted once for all that share them: nothing writes to them after
+        the fork, so they stay together.
+        """
+        child.block_ids = table = source.block_ids[:num_blocks]
+        num_prompt = min(num_blocks, source.num_prompt_tokens // self.block_size)
+        if source.shared_blocks is None and num_prompt:
+            source.shared_blocks = self.pool.start_sharing(table[:num_prompt])
+        shared = source.shared_blocks
+        if shared is None or len(shared.block_ids) > num_blocks:
+            self.pool.share_all(table)
+        else:
+            self.pool.join(shared)
+            self.pool.share_all(table[len(shared.block_ids) :])
+            child.shared_blocks = shared
+
+    def _stop_sharing(self, sequence: Sequence, shared: SharedBlocks) -> None:
+        """Count a sequence as a holder of its own of all its blocks, like the rest of its group."""
+        self.pool.share_all(shared.block_ids)
+        if self.pool.leave(shared):
+            self.pool.drop(shared.block_ids)
+        sequence.shared_blocks = None
+
     def writes_shared(self, sequence: Sequence) -> bool:
         """Whether the block for the KV of its next token is shared with other holders or cached."""
         index = sequence.num_computed_tokens // self.block_size
         if index >= len(sequence.block_ids):
             return False
-        block_id = sequence.block_ids[index]
-        return self.pool.ref_counts[block_id] > 1 or block_id in self.pool.cached
+        return self.num_other_holders(sequence) > 0 or sequence.block_ids[index] in self.pool.cached
+
+    def num_other_holders(self, sequence: Sequence) -> int:
+        """Number of other holders of the block for the KV of its next token, which it has."""
+        index = sequence.num_computed_tokens // self.block_size
+        num_others = self.pool.ref_counts[sequence.block_ids[index]] - 1
+        if is_shared_by_group(sequence, index) and sequence.shared_blocks is not None:
+            num_others += sequence.shared_blocks.num_holders - 1
+        return num_others
 
     def shares_unfilled(self, sequence: Sequence) -> bool:
         """Whether it shares a block that it has not filled: shared blocks are the first ones of its table."""
         index = sequence.num_computed_tokens // self.block_size
-        return index < len(sequence.block_ids) and self.pool.ref_counts[sequence.block_ids[index]] > 1
+        return index < len(sequence.block_ids) and self.num_other_holders(sequence) > 0
 
     def make_writable(self, sequence: Sequence) -> int:
         """Copy-on-write of the block for its next token; returns the block that it has there now.
@@ -241,6 +293,9 @@ class BlockManager:
         index = sequence.num_computed_tokens // self.block_size
         if index >= len(sequence.block_ids):
             raise InvariantError(f"sequence {sequence.sequence_id} has no block for its next token")
+        shared = sequence.shared_blocks
+        if shared is not None and index < len(shared.block_ids):
+            self._stop_sharing(sequence, shared)
         block_id = sequence.block_ids[index]
         if self.pool.ref_counts[block_id] == 1:
             self._tiers.uncache(block_id)
@@ -261,20 +316,20 @@ class BlockManager:
                 self._tiers.uncache(block_id)
         else:
             self.cache_full_blocks(sequence)
-        # Last first, so that a block is evicted before its parent.
-        self._tiers.drop(sequence.block_ids[::-1])
         if sequence.host_block_ids:
-            self._tiers.drop_host(sequence.host_block_ids)
-        _clear(sequence)
+            self._tiers.drop_host_table(sequence.host_block_ids, sequence.shared_blocks)
+        else:
+            self._tiers.drop_table(sequence.block_ids, sequence.shared_blocks)
+        clear_tables(sequence)
 
     def num_reserved(self, sequence: Sequence) -> int:
         """Number of blocks that it holds beyond those of its computed and known tokens."""
-        present = max(sequence.num_computed_tokens, len(sequence.token_ids))
+        present = max(sequence.num_computed_tokens, sequence.num_tokens)
         return max(0, len(sequence.block_ids) - self.num_blocks_for(present))
 
     def num_to_swap(self, sequences: Iterable[Sequence]) -> int:
         """Number of distinct device blocks of these sequences."""
-        return len({block_id for sequence in sequences for block_id in sequence.block_ids})
+        return len(distinct_blocks(device_tables(sequences)))
 
     def swap_out(self, sequences: Collection[Sequence]) -> bool:
         """Move all their blocks to the host pool, shared ones once; False without any change if they do not fit.
@@ -282,43 +337,39 @@ class BlockManager:
         Also False if the plan being made swaps one of the blocks in.
         """
         tiers = self._tiers
-        block_ids = dict.fromkeys(block_id for sequence in sequences for block_id in sequence.block_ids)
+        block_ids = distinct_blocks(device_tables(sequences))
         if len(block_ids) > tiers.host.num_free or not tiers.moves.swap_ins.keys().isdisjoint(block_ids):
             return False
-        host_of = {block_id: tiers.take_host() for block_id in block_ids}
-        for block_id, host_block_id in host_of.items():
-            tiers.moves.swap_out(block_id, host_block_id)
-        for sequence in sequences:
-            moved = [host_of[block_id] for block_id in sequence.block_ids]
-            for host_block_id in moved:
-                tiers.host.share(host_block_id)
-            tiers.drop(sequence.block_ids[::-1])
-            _clear(sequence)
-            sequence.host_block_ids = moved
+        host_of = dict(zip(block_ids, tiers.take_host(len(block_ids)), strict=True))
+        tiers.moves.swap_out_all(host_of)
+        shared_of: dict[SharedBlocks, SharedBlocks] = {}
+        for sequence, table in zip(sequences, device_tables(sequences), strict=True):
+            moved = hold_moved(tiers.host, host_of, table, shared_of)
+            tiers.drop_table(*table)
+            clear_tables(sequence)
+            sequence.host_block_ids, sequence.shared_blocks = moved
         tiers.host.drop(host_of.values())
         return True
 
     def num_to_swap_in(self, sequences: Iterable[Sequence]) -> int:
         """Number of distinct host blocks of these sequences."""
-        return len({block_id for sequence in sequences for block_id in sequence.host_block_ids})
+        return len(distinct_blocks(host_tables(sequences)))
 
     def swap_in(self, sequences: Collection[Sequence]) -> None:
         """Move all their blocks back; raises InvariantError if too few are free, or if this plan swaps them out."""
         tiers = self._tiers
-        host_ids = dict.fromkeys(block_id for sequence in sequences for block_id in sequence.host_block_ids)
+        host_ids = distinct_blocks(host_tables(sequences))
         if not tiers.moves.swap_outs.keys().isdisjoint(host_ids):
             raise InvariantError("blocks would be swapped out and in by one plan")
         device_of = dict(zip(host_ids, tiers.take(len(host_ids)), strict=True))
-        for host_block_id, block_id in device_of.items():
-            tiers.quarantine(host_block_id)
-            tiers.moves.swap_in(host_block_id, block_id)
-        for sequence in sequences:
-            moved = [device_of[host_block_id] for host_block_id in sequence.host_block_ids]
-            for block_id in moved:
-                tiers.device.share(block_id)
-            tiers.drop_host(sequence.host_block_ids)
-            _clear(sequence)
-            sequence.block_ids = moved
+        tiers.quarantine(device_of)
+        tiers.moves.swap_in_all(device_of)
+        shared_of: dict[SharedBlocks, SharedBlocks] = {}
+        for sequence, table in zip(sequences, host_tables(sequences), strict=True):
+            moved = hold_moved(tiers.device, device_of, table, shared_of)
+            tiers.drop_host_table(*table)
+            clear_tables(sequence)
+            sequence.block_ids, sequence.shared_blocks = moved
         tiers.device.drop(device_of.values())
 
     def take_moves(self) -> Moves:
@@ -329,30 +380,21 @@ class BlockManager:
         """Check that the tables of `holders`, all sequences with blocks, and `reserved` account for every block."""
         moves = self._tiers.moves
         on_device, on_hosts = Counter([*moves.kept_sources, *reserved]), Counter(moves.quarantined.keys())
+        holders = list(holders)
         for sequence in holders:
-            table, host_table = sequence.block_ids, sequence.host_block_ids
-            if len(set(table)) != len(table) or len(set(host_table)) != len(host_table):
-                raise InvariantError(f"sequence {sequence.sequence_id} holds a block twice")
-            if table and host_table:
-                raise InvariantError(f"sequence {sequence.sequence_id} is both swapped out and not")
-            if self.num_blocks_for(sequence.num_computed_tokens) > len(table or host_table):
-                raise InvariantError(f"sequence {sequence.sequence_id} has KV outside of its blocks")
-            if sequence.num_cached_blocks > len(table):
-                raise InvariantError(f"sequence {sequence.sequence_id} has more cached blocks than blocks")
-            on_device.update(table)
-            on_hosts.update(host_table)
+            check_table(sequence, self.num_blocks_for(sequence.num_computed_tokens))
+        for pool, counts, tables in (
+            (self.pool, on_device, device_tables(each for each in holders if each.block_ids)),
+            (self.host_pool, on_hosts, host_tables(each for each in holders if each.host_block_ids)),
+        ):
+            counts.update(count_holders(tables))
+            if shared_of(tables) != {shared: shared.num_holders for shared in pool.shared}:
+                raise InvariantError("the sequences that share blocks are miscounted")
         self._tiers.check_integrity(on_device, on_hosts)
 
 
 def _may_hit(sequence: Sequence) -> bool:
     return sequence.group.spec.uses_prefix_cache and not sequence.needs_prompt_logprobs
-
-
-def _clear(sequence: Sequence) -> None:
-    """Empty its block tables."""
-    sequence.block_ids = []
-    sequence.host_block_ids = []
-    sequence.num_cached_blocks, sequence.cache_node = 0, None
 
 
 def _follow_first_sample(sequence: Sequence, block_size: int) -> None:
@@ -361,5 +403,5 @@ def _follow_first_sample(sequence: Sequence, block_size: int) -> None:
     if first is None or first.cache_node is None or first.num_cached_blocks <= sequence.num_cached_blocks:
         return
     count = first.num_cached_blocks
-    if count * block_size <= first.num_prompt_tokens and first.block_ids[:count] == sequence.block_ids[:count]:
+    if count * block_size <= first.num_prompt_tokens and have_same_blocks(first, sequence, count):
         sequence.num_cached_blocks, sequence.cache_node = count, first.cache_node

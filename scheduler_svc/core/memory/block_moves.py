@@ -66,6 +66,18 @@ class PendingMoves:
             raise InvariantError(f"block {block_id} would be swapped in and out by one plan")
         self.swap_outs[host_block_id] = self.copies.get(block_id, block_id)
 
+    def swap_out_all(self, host_of: dict[int, int]) -> None:
+        """Swap device blocks out, given with their host blocks: none of them is swapped in by this plan."""
+        if self.copies:
+            for block_id, host_block_id in host_of.items():
+                self.swap_out(block_id, host_block_id)
+        else:
+            self.swap_outs.update(zip(host_of.values(), host_of.keys(), strict=True))
+
+    def swap_in_all(self, device_of: dict[int, int]) -> None:
+        """Swap host blocks in, given with their device blocks: none of them is swapped out by this plan."""
+        self.swap_ins.update(zip(device_of.values(), device_of.keys(), strict=True))
+
     def swap_in(self, host_block_id: int, block_id: int) -> None:
         """Swap a host block in; raises InvariantError if this plan swaps it out."""
         if host_block_id in self.swap_outs:

@@ -6,21 +6,26 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 
 
 class BlockPool:
     """Block ids 0 to num_blocks - 1.
 
-    Each block has one or more holders, or is *idle* (cached without holders), or is unused.
+    Each block has one or more holders, or is *idle* (cached without holders), or is unused. Blocks that a group shares
+    have one holder for all of its sequences.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
+        """By block, the number of its holders, where a group that shares it counts as one. See `num_holders`."""
+        self.shared: dict[SharedBlocks, None] = {}
+        """The blocks that groups share."""
         self.cached: dict[int, int] = {}
         """Cached blocks, each with the prefix cache node whose KV it stores."""
         self.num_shared_refs = 0
-        """Blocks saved by sharing: holders beyond the first of each block."""
+        """Blocks saved by sharing: sequences beyond the first of each block."""
         self.num_idle_changes = 0
         """Grows whenever a block becomes idle or is idle no longer."""
         # Popped from the end: the block freed last is used first, while it is warm in the cache.
@@ -82,6 +87,35 @@ class BlockPool:
         if len(idle) != num_idle:
             self.num_idle_changes += 1
 
+    def start_sharing(self, block_ids: list[int]) -> SharedBlocks:
+        """Let a group share blocks of which its caller is a holder, as the first of the group's."""
+        shared = SharedBlocks(block_ids)
+        self.shared[shared] = None
+        return shared
+
+    def join(self, shared: SharedBlocks) -> None:
+        """Add a sequence to those that share blocks."""
+        shared.num_holders += 1
+        self.num_shared_refs += len(shared.block_ids)
+
+    def leave(self, shared: SharedBlocks) -> bool:
+        """Remove a sequence from those that share blocks; True for the last one, which must then drop the blocks."""
+        shared.num_holders -= 1
+        if shared.num_holders:
+            self.num_shared_refs -= len(shared.block_ids)
+            return False
+        del self.shared[shared]
+        return True
+
+    @property
+    def num_holders(self) -> list[int]:
+        """By block, the number of its holders, where each sequence of a group counts."""
+        counts = self.ref_counts.copy()
+        for shared in self.shared:
+            for block_id in shared.block_ids:
+                counts[block_id] += shared.num_holders - 1
+        return counts
+
     def drop(self, block_ids: Iterable[int]) -> None:
         """Remove one holder from each block; a block without holders is idle if it is cached, else unused."""
         counts, unused, cached = self.ref_counts, self._unused, self.cached
@@ -134,5 +168,5 @@ class BlockPool:
                 raise InvariantError(f"block {block_id}: ref count {count}, idle: {block_id in self._idle}")
             if (block_id in unused) != (count == 0 and block_id not in self.cached):
                 raise InvariantError(f"block {block_id}: ref count {count}, unused: {block_id in unused}")
-        if self.num_shared_refs != sum(count - 1 for count in self.ref_counts if count):
+        if self.num_shared_refs != sum(count - 1 for count in self.num_holders if count):
             raise InvariantError(f"{self.num_shared_refs} shared references do not match the ref counts")

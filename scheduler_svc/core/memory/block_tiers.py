@@ -13,6 +13,7 @@ from scheduler_svc.core.memory.block_moves import NO_MOVES, Moves, PendingMoves
 from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.prefix_cache import PrefixCache, host_place
 from scheduler_svc.core.memory.rates import MeasuredRates
+from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 
 
 class BlockTiers:
@@ -43,12 +44,15 @@ class BlockTiers:
             self._evict(num_short)
         return self.device.take(count)
 
-    def take_host(self) -> int:
-        """Take a host block: an unused one, else the least recently used idle one."""
-        if not self.host.num_unused and self.host.num_idle:
+    def take_host(self, count: int) -> list[int]:
+        """Take host blocks: unused ones, then the least recently used idle ones; raises InvariantError if too few."""
+        num_unused = min(count, self.host.num_unused)
+        taken = self.host.take(num_unused)
+        for _ in range(min(count - num_unused, self.host.num_idle)):
             _, node = self.host.evict()
             self.cache.remove(node)
-        return self.host.take(1)[0]
+            taken += self.host.take(1)
+        return taken + self.host.take(count - len(taken))
 
     def drop(self, block_ids: Iterable[int]) -> None:
         """Remove a holder from each device block; keeps this plan's copy sources, cancels moves to freed blocks."""
@@ -65,10 +69,29 @@ class BlockTiers:
             if counts[block_id] == 0 and moves.cancel(block_id):
                 self.uncache(block_id)
 
-    def drop_host(self, host_block_ids: list[int]) -> None:
-        """Remove a holder from each host block; cancels swap-outs to freed ones."""
+    def drop_table(self, block_ids: list[int], shared: SharedBlocks | None) -> None:
+        """Remove a sequence from the holders of its device blocks; `shared`: those that its group counts as one.
+
+        The last block goes first, so that it is evicted before its parent.
+        """
+        if shared is None:
+            self.drop(block_ids[::-1])
+            return
+        self.drop(block_ids[len(shared.block_ids) :][::-1])
+        if self.device.leave(shared):
+            self.drop(shared.block_ids[::-1])
+
+    def drop_host_table(self, host_block_ids: list[int], shared: SharedBlocks | None) -> None:
+        """Remove a sequence from the holders of its host blocks; cancels swap-outs to freed ones."""
+        if shared is not None:
+            if self.host.leave(shared):
+                self._drop_host(shared.block_ids)
+            host_block_ids = host_block_ids[len(shared.block_ids) :]
+        self._drop_host(host_block_ids)
+
+    def _drop_host(self, host_block_ids: list[int]) -> None:
         self.host.drop(host_block_ids)
-        for host_block_id in host_block_ids:
+        for host_block_id in host_block_ids if self.moves.swap_outs else ():
             if self.host.ref_counts[host_block_id] == 0:
                 self.moves.swap_outs.pop(host_block_id, None)
 
@@ -94,11 +117,11 @@ class BlockTiers:
         for node in dict.fromkeys(nodes):
             self.remove_node(node)
 
-    def quarantine(self, host_block_id: int) -> None:
-        """Hold a host block that this plan reads until the plan is complete."""
-        if host_block_id not in self.moves.quarantined:
-            self.moves.quarantined[host_block_id] = None
-            self.host.share(host_block_id)
+    def quarantine(self, host_block_ids: Iterable[int]) -> None:
+        """Hold host blocks that this plan reads until the plan is complete."""
+        more = [block_id for block_id in host_block_ids if block_id not in self.moves.quarantined]
+        self.moves.quarantined.update(dict.fromkeys(more))
+        self.host.share_all(more)
 
     def take_moves(self) -> Moves:
         """Close the plan: return its moves and release the blocks that were kept for it."""
@@ -136,7 +159,7 @@ class BlockTiers:
             if place >= 0:
                 self.device.share(place)
             else:
-                self.quarantine(host_place(place))
+                self.quarantine((host_place(place),))
         taken = self.take(num_host + num_new)
         brought = iter(taken)
         for index, place in enumerate(places):
@@ -180,7 +203,7 @@ class BlockTiers:
         for _ in range(count):
             block_id, node = self.device.evict()
             if keeps and self.host.num_free and self.cache.is_reachable(node):
-                host_block_id = self.take_host()
+                (host_block_id,) = self.take_host(1)
                 self.moves.swap_out(block_id, host_block_id)
                 self.cache.put(node, host_place(host_block_id))
                 self.host.cache(host_block_id, node)

@@ -69,10 +69,10 @@ def host_place(host_block_id: int) -> int:
     return ~host_block_id
 
 
-def pack_blocks(token_ids: Ids[int], first: int, last: int, size: int) -> list[bytes]:
-    """The contents of the blocks `first` to `last - 1` of a sequence: `size` token ids each, of 4 bytes."""
-    count, width = (last - first) * size, 4 * size
-    packed = struct.pack(f"{count}I", *token_ids[first * size : last * size])
+def pack_blocks(token_ids: Ids[int], size: int) -> list[bytes]:
+    """The contents of full blocks with these tokens: `size` token ids each, of 4 bytes."""
+    count, width = len(token_ids), 4 * size
+    packed = struct.pack(f"{count}I", *token_ids)
     return [packed[start : start + width] for start in range(0, 4 * count, width)]
 
 

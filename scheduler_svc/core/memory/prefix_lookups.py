@@ -54,7 +54,7 @@ class PrefixLookups:
 
     def find(self, sequence: Sequence) -> CachedPrefix:
         """The longest cached prefix that is worth using, as BlockManager.find_cached_prefix states."""
-        lookup, num_queried = self._refresh(sequence), len(sequence.token_ids)
+        lookup, num_queried = self._refresh(sequence), sequence.num_tokens
         found, num_idle_changes = lookup.found, self._tiers.device.num_idle_changes
         if found is not None:
             if lookup.num_idle_changes != num_idle_changes:
@@ -115,7 +115,7 @@ class PrefixLookups:
         num_before = len(lookup.nodes)
         if lookup.num_changes != cache.num_changes:
             self._take_changes(lookup)
-        if len(lookup.nodes) < (len(sequence.token_ids) - 1) // self._block_size:
+        if len(lookup.nodes) < (sequence.num_tokens - 1) // self._block_size:
             self._extend(lookup, sequence)
         if sequence.is_beam and sequence.num_output_tokens:
             # Not remembered: the tokens of a beam are replaced by those of another one.
@@ -161,13 +161,13 @@ class PrefixLookups:
 
     def _extend(self, lookup: _Lookup, sequence: Sequence) -> None:
         """Follow the chain from its end, without the last token, which is computed in any case."""
-        cache, size, token_ids, nodes = self._tiers.cache, self._block_size, sequence.token_ids, lookup.nodes
+        cache, size, nodes = self._tiers.cache, self._block_size, lookup.nodes
         parent: Parent = nodes[-1] if nodes else root_of(sequence)
-        first, num_blocks, num_before = len(nodes), (len(token_ids) - 1) // size, len(nodes)
+        first, num_blocks, num_before = len(nodes), (sequence.num_tokens - 1) // size, len(nodes)
         piece = 1
         while first < num_blocks:
             last = min(first + piece, num_blocks)
-            more = cache.follow(parent, pack_blocks(token_ids, first, last, size))
+            more = cache.follow(parent, pack_blocks(sequence.tokens(first * size, last * size), size))
             nodes += more
             if len(more) < last - first:
                 break

@@ -110,7 +110,7 @@ def holds_present_tokens(lane: Lane, group: SequenceGroup) -> bool:
         return False
     unfinished = [sequence for sequence in group.sequences if sequence.state is not SequenceState.FINISHED]
     count = 1 if group.forked and group.beam_search is None else len(unfinished)
-    longest = max((len(sequence.token_ids) for sequence in unfinished), default=0)
+    longest = max((sequence.num_tokens for sequence in unfinished), default=0)
     num_blocks = -(-longest // spec.block_size)
     if not group.forked:
         num_blocks = len(group.spec.prompt_token_ids) // spec.block_size + count

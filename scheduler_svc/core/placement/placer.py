@@ -305,6 +305,4 @@ class Placer:
 
 def _num_tokens(group: SequenceGroup) -> int:
     """Number of tokens whose KV its waiting sequences need: of each one that has output, else of the prompt."""
-    return sum(
-        len(sequence.token_ids) for sequence in group.waiting_sequences if sequence.state is SequenceState.WAITING
-    )
+    return sum(sequence.num_tokens for sequence in group.waiting_sequences if sequence.state is SequenceState.WAITING)

@@ -63,7 +63,7 @@ class ContinuousBatching:
 
     def num_reserved_tokens(self, sequence: Sequence) -> int:
         """The tokens that it has; blocks are appended as it grows."""
-        return len(sequence.token_ids)
+        return sequence.num_tokens
 
     def wakes_at(self, lane: Lane, waiting: WaitingQueue, now: float) -> float | None:
         """None: steps of running sequences trigger planning."""

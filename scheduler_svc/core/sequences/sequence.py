@@ -1,17 +1,13 @@
-"""Sequences and sequence groups: identity, tokens, state.
-
-A sequence has *confirmed* tokens, seen in a result, and *pending* ones, to be sampled by plans in flight. Steps
-compute its KV until all of its tokens but the newest are covered; prefill, decode and recompute all follow this rule.
-While it is in the decode batch, its counts follow from the batch's step counter.
-"""
+"""Sequences and sequence groups: identity, state, blocks, and what a group shares."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.sequences.beams import BeamSearch
+from scheduler_svc.core.sequences.sequence_tokens import SequenceTokens
+from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 from scheduler_svc.core.types import (
     Candidates,
     Finish,
@@ -33,20 +29,10 @@ _ADMISSIBLE = (SequenceState.WAITING, SequenceState.SWAPPED)
 _BOUND = (SequenceState.RUNNING, SequenceState.SWAPPED)
 
 
-class StepCounter(Protocol):
-    """Counts steps; a sequence that follows it computes one token per step."""
-
-    num_steps: int
-
-
-class Sequence:
-    """One sample or beam of a request. Counts are in tokens."""
+class Sequence(SequenceTokens):
+    """One sample or beam of a request."""
 
     __slots__ = (
-        "_num_computed",
-        "_num_planned",
-        "_step_counter",
-        "_step_offset",
         "block_ids",
         "cache_node",
         "described",
@@ -60,20 +46,20 @@ class Sequence:
         "max_len",
         "num_cached_blocks",
         "num_hit_tokens",
-        "num_prompt_tokens",
         "order_key",
         "prompt_logprobs_end",
         "requested_prompt_logprobs",
         "sample_index",
         "sequence_id",
+        "shared_blocks",
         "slot",
         "state",
         "suspected",
-        "token_ids",
     )
 
     def __init__(self, sequence_id: int, group: SequenceGroup, sample_index: int) -> None:
         spec = group.spec
+        super().__init__(spec.prompt_token_ids)
         self.sequence_id = sequence_id
         self.group = group
         self.sample_index = sample_index
@@ -83,12 +69,6 @@ class Sequence:
         """Sort key in the running queue."""
         self.state = SequenceState.WAITING
         self.finish: Finish | None = None
-        self.token_ids: list[int] = list(spec.prompt_token_ids)
-        self.num_prompt_tokens = len(spec.prompt_token_ids)
-        self._num_computed = 0
-        self._num_planned = len(spec.prompt_token_ids)
-        self._step_counter: StepCounter | None = None
-        self._step_offset = 0
         self.slot: int | None = None
         self.last_slot: int | None = None
         """The slot that it has or had last: late tokens of a preempted sequence arrive for this slot."""
@@ -99,6 +79,8 @@ class Sequence:
         self.block_ids: list[int] = []
         self.host_block_ids: list[int] = []
         """Blocks of its KV while it is swapped out."""
+        self.shared_blocks: SharedBlocks | None = None
+        """The first blocks of its table, on the device or the host, if other sequences of its group share them."""
         self.num_cached_blocks = 0
         """Number of leading blocks that are in the prefix cache, or were hits."""
         self.cache_node: int | None = None
@@ -114,42 +96,9 @@ class Sequence:
         self.max_len, self.length_detail = group.length_limit(group.max_model_len)
 
     @property
-    def num_output_tokens(self) -> int:
-        """Confirmed output tokens."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Number of tokens whose KV is computed, or will be by plans in flight."""
-        return self._num_computed if self._step_counter is None else self._step_counter.num_steps - self._step_offset
-
-    @property
-    def num_planned_tokens(self) -> int:
-        """Number of confirmed and pending tokens."""
-        return self._num_planned if self._step_counter is None else self._step_counter.num_steps - self._step_offset + 1
-
-    @property
-    def num_pending(self) -> int:
-        """Number of tokens that plans in flight will sample."""
-        counter, num_known = self._step_counter, len(self.token_ids)
-        if counter is None:
-            return self._num_planned - num_known
-        return counter.num_steps - self._step_offset + 1 - num_known
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """Number of tokens whose KV no plan computes yet; 1 while it decodes."""
-        return self._num_planned - self._num_computed if self._step_counter is None else 1
-
-    @property
     def fully_planned(self) -> bool:
         """Whether its maximum number of tokens is planned, so that nothing is left to compute."""
         return self.num_planned_tokens >= self.max_len
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether it is in the decode batch and follows its step counter."""
-        return self._step_counter is not None
 
     @property
     def awaits_fork(self) -> bool:
@@ -177,10 +126,6 @@ class Sequence:
         self._num_planned += samples and not self.is_beam
         return samples
 
-    def mark_computed(self, num_tokens: int) -> None:
-        """Count the KV of its first `num_tokens` tokens as computed: shared blocks have it, or will have it."""
-        self._num_computed = num_tokens
-
     @property
     def num_present_tokens(self) -> int:
         """Number of computed tokens whose KV is there, without KV that its kv_source has yet to compute."""
@@ -194,51 +139,24 @@ class Sequence:
             self._num_computed = self.num_present_tokens
             self.kv_source = None
 
-    def fork(self, source: Sequence) -> None:
-        """Take over the counts of `source`: both sample from the same logits row in this step."""
-        self._num_computed = source._num_computed
-        self._num_planned = source._num_planned
-
-    def set_output(self, output: list[int]) -> None:
-        """Replace the output tokens, for a new beam; the KV of the last one is not computed yet."""
-        self.token_ids[self.num_prompt_tokens :] = output
-        self._num_planned = len(self.token_ids)
-        self._num_computed = self._num_planned - 1
-
-    def attach_step_counter(self, counter: StepCounter) -> None:
-        """Follow the decode batch's counter: one computed token per step."""
-        self._step_offset = counter.num_steps - self._num_computed
-        self._step_counter = counter
-
-    def detach_step_counter(self) -> None:
-        """Stop following the counter and keep the counts."""
-        if self._step_counter is not None:
-            self._num_computed = num_computed = self._step_counter.num_steps - self._step_offset
-            self._num_planned = num_computed + 1
-            self._step_counter = None
-
     def forget_executor_state(self) -> None:
         """Reset after the loss of the executor: slot, blocks and pending tokens are gone."""
         self.roll_back(0)
         self.slot = None
         self.group.reserved_blocks = []
-        self.block_ids, self.host_block_ids = [], []
+        self.block_ids, self.host_block_ids, self.shared_blocks = [], [], None
 
     def roll_back(self, num_computed: int) -> None:
         """Reset after the end of a session: KV of the first `num_computed` tokens and the blocks stay."""
         self._step_counter = None
-        self._num_computed, self._num_planned = num_computed, len(self.token_ids)
+        self._num_computed, self._num_planned = num_computed, self.num_tokens
         self.described = False
         self.num_cached_blocks, self.cache_node = 0, None
 
     def recompute_last_token(self) -> None:
         """Let a beam compute its last token again after a preemption, because its candidates are unknown."""
         if self.is_beam:
-            self._num_computed = min(self._num_computed, len(self.token_ids) - 1)
-
-    def drop_pending_tokens(self) -> None:
-        """Drop pending tokens: plans in flight will not sample them."""
-        self._num_planned = len(self.token_ids)
+            self._num_computed = min(self._num_computed, self.num_tokens - 1)
 
     def finish_after_planned(self, detail: FinishDetail) -> None:
         """Lower the maximum length to the tokens planned so far; the sequence finishes with `detail`."""

@@ -124,7 +124,7 @@ def _send_on(requests: RequestTable, lane: Lane, group: SequenceGroup) -> bool:
 
 def _take_over(requests: RequestTable, lane: Lane, group: SequenceGroup, num_free_slots: int) -> bool:
     """Take a group over from another lane, unless this lane has no room for it now; its swapped KV is given up."""
-    num_blocks = sum(lane.blocks.num_blocks_for(len(sequence.token_ids)) for sequence in group.waiting_sequences)
+    num_blocks = sum(lane.blocks.num_blocks_for(sequence.num_tokens) for sequence in group.waiting_sequences)
     if group.swapped and not lane.blocks.can_take(num_blocks, alone=not len(lane.running)):
         return False
     requests.drop_swapped(group)
@@ -160,6 +160,6 @@ def _allocate(lane: Lane, step: PlannedStep, allocations: list[Allocation]) -> N
             lane.blocks.share_blocks(source, sequence, sequence.num_prompt_tokens)
             sequence.block_ids += lane.blocks.take(allocation.num_to_take)
         else:
-            lane.blocks.allocate(sequence, allocation.num_tokens, shared=source.block_ids[: allocation.num_shared])
+            lane.blocks.allocate(sequence, allocation.num_tokens, source=source, num_shared=allocation.num_shared)
             sequence.mark_computed(allocation.num_shared * lane.spec.block_size)
             sequence.kv_source = source

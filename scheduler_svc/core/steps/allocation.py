@@ -67,7 +67,7 @@ def _swap_in_allocations(lane: Lane, swapped: list[Sequence]) -> list[Allocation
     allocations: list[Allocation] = []
     writers: Counter[int] = Counter()
     for sequence in swapped:
-        num_tokens = 0 if sequence.is_spare_beam else len(sequence.token_ids)
+        num_tokens = 0 if sequence.is_spare_beam else sequence.num_tokens
         host_block_ids = sequence.host_block_ids
         num_more = max(0, lane.blocks.num_blocks_for(num_tokens) - len(host_block_ids))
         index = sequence.num_computed_tokens // lane.spec.block_size
@@ -124,21 +124,24 @@ def _best_source(sequence: Sequence, sources: list[Sequence], size: int) -> tupl
     Samples are assumed to differ from their first token on, so any source is as good as another.
     """
     best, most = None, 0
+    num_full = (sequence.num_tokens - 1) // size
     for source in sources if sequence.is_beam else sources[:1]:
-        limit = (min(len(sequence.token_ids), len(source.token_ids)) - 1) // size
+        if most == num_full:
+            break  # Beams of one length come back together, so the first source may have all of them.
+        limit = min(num_full, (source.num_tokens - 1) // size)
         common = min(limit, sequence.num_prompt_tokens // size)
         if sequence.is_beam and limit > most:
-            common = _num_common_blocks(sequence.token_ids, source.token_ids, common, limit, size)
+            common = _num_common_blocks(sequence, source, common, limit, size)
         if common > most:
             best, most = source, common
     return best, most
 
 
-def _num_common_blocks(left: list[int], right: list[int], least: int, most: int, size: int) -> int:
+def _num_common_blocks(left: Sequence, right: Sequence, least: int, most: int, size: int) -> int:
     """Number of leading full blocks with equal tokens, from `least` to `most`: bisection over slice comparisons."""
     while least < most:
         middle = (least + most + 1) // 2
-        if left[least * size : middle * size] == right[least * size : middle * size]:
+        if left.tokens(least * size, middle * size) == right.tokens(least * size, middle * size):
             least = middle
         else:
             most = middle - 1
@@ -154,4 +157,4 @@ def _num_reserved_tokens(requests: RequestTable, lane: Lane, sequence: Sequence)
     others = len(sequence.group.sequences) - 1
     if sequence.is_beam or (others and lane.blocks.num_blocks_for(wanted) * (others + 1) > lane.spec.num_blocks):
         wanted = 0
-    return max(len(sequence.token_ids), min(wanted, lane.spec.num_blocks * lane.spec.block_size))
+    return max(sequence.num_tokens, min(wanted, lane.spec.num_blocks * lane.spec.block_size))

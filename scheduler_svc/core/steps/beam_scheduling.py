@@ -81,9 +81,6 @@ def _advance_search(requests: RequestTable, lane: Lane, group: SequenceGroup) ->
 def _reorder(lane: Lane, group: SequenceGroup, beams: list[Sequence], pairs: list[tuple[int, int]]) -> None:
     """Replace the running beams by their continuations, given as (index of the parent, new token), best first."""
     parents = [beams[index] for index, _ in pairs]
-    outputs = [
-        [*parent.token_ids[parent.num_prompt_tokens :], pair[1]] for parent, pair in zip(parents, pairs, strict=True)
-    ]
     others = [sequence for sequence in group.sequences if sequence not in parents]
     children: list[Sequence] = []
     for sequence in others:
@@ -94,9 +91,11 @@ def _reorder(lane: Lane, group: SequenceGroup, beams: list[Sequence], pairs: lis
         if parent in children:
             child = others.pop()
             lane.blocks.share_blocks(parent, child, parent.num_computed_tokens)
+            child.set_output(parent.output_ids)
         children.append(child)
-    for child, output in zip(children, outputs, strict=True):
-        child.set_output(output)
+    # Only now: the first child of a parent is the parent, and the others continue its former output.
+    for child, (_, token_id) in zip(children, pairs, strict=True):
+        child.append_output(token_id)
     for sequence in others:
         sequence.reset_computed_tokens()
     group.beams, group.forked = children, True
@@ -111,7 +110,7 @@ def _end_description(lane: Lane, sequence: Sequence) -> None:
 
 
 def _outputs(beams: Iterable[Sequence]) -> list[list[int]]:
-    return [beam.token_ids[beam.num_prompt_tokens :] for beam in beams]
+    return [beam.output_ids for beam in beams]
 
 
 def _finish(requests: RequestTable, group: SequenceGroup, found: list[Hypothesis], otherwise: Finish) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 MAX_ADMITTED_VALUES = 256 * 1024
 """Maximum numbers in all admissions of one plan: an executor parses so many in 1.4 ms (docs/decisions/0025)."""
 
-MAX_GROUP_TOKENS = 512 * 1024
-"""Maximum prompt tokens of all sequences of a group together, since each keeps a list of them, and holds their blocks:
-adding, planning and ending so many take under 5 ms each (docs/decisions/0025)."""
+MAX_GROUP_TOKENS = 2 * 1024 * 1024
+"""Maximum prompt tokens of all sequences of a group together, since each has a table of the blocks that they share:
+adding, planning, swapping and ending so many take under 5 ms each (docs/decisions/0025)."""
 
 
 @dataclass(slots=True)

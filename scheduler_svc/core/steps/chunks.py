@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
+from scheduler_svc.core.memory.block_tables import have_same_blocks
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.steps.budget import StepBudget
 from scheduler_svc.core.types import AdmittedSequence, PrefixSource
@@ -38,7 +39,7 @@ def plan_beams(lane: Lane, step: PlannedStep, budget: StepBudget, groups: Iterab
         for beam in group.due_beams:
             if beam.described:
                 step.plan.given_slots.append(held_slot(beam))
-                step.plan.given_token_ids.append(beam.token_ids[-1])
+                step.plan.given_token_ids.append(beam.output_ids[-1])
             elif not _describe_once(lane, step, budget, beam):
                 break
             budget.spend(1)
@@ -100,7 +101,7 @@ def _fork(lane: Lane, step: PlannedStep, source: Sequence, siblings: list[Sequen
     for sibling in siblings:
         sibling.fork(source)
         known = sibling.block_ids[:num_full] if num_computed % size else sibling.block_ids
-        prefix = _prefix_source(lane, step, sibling, known)
+        prefix = _prefix_source(lane, step, sibling)
         _describe(step, sibling, known, min(num_full * size, num_computed - 1), prefix)
         slot = held_slot(sibling)
         step.plan.fork_source_slots.append(held_slot(source))
@@ -119,8 +120,8 @@ def _describe_once(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: 
     """Add a sequence's description to the plan unless the executor has it; False if the plan has no budget for it."""
     if sequence.described:
         return True
-    source = _prefix_source(lane, step, sequence, sequence.block_ids)
-    num_sent = len(sequence.token_ids) + len(sequence.block_ids)
+    source = _prefix_source(lane, step, sequence)
+    num_sent = sequence.num_tokens + len(sequence.block_ids)
     if source is not None:
         num_sent -= source.num_tokens + source.num_blocks
     if not budget.take_values(num_sent + sequence.group.spec.sampling.num_values):
@@ -129,7 +130,7 @@ def _describe_once(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: 
     return True
 
 
-def _prefix_source(lane: Lane, step: PlannedStep, sequence: Sequence, block_ids: list[int]) -> PrefixSource | None:
+def _prefix_source(lane: Lane, step: PlannedStep, sequence: Sequence) -> PrefixSource | None:
     """A described sequence of the same group: the executor takes the prompt, and shared blocks, from its slot."""
     source = next((each for each in sequence.group.sequences if each.described and each is not sequence), None)
     if source is None:
@@ -137,7 +138,7 @@ def _prefix_source(lane: Lane, step: PlannedStep, sequence: Sequence, block_ids:
     slot, num_tokens = held_slot(source), source.num_prompt_tokens
     # Blocks that this plan appends come after its admissions.
     num_blocks = min(num_tokens // lane.spec.block_size, len(source.block_ids) - step.plan.append_slots.count(slot))
-    if block_ids[:num_blocks] != source.block_ids[:num_blocks]:
+    if not have_same_blocks(sequence, source, num_blocks):
         num_blocks = 0
     return PrefixSource(slot, num_tokens, num_blocks)
 
@@ -154,7 +155,7 @@ def _describe(
     step.plan.admitted.append(
         AdmittedSequence(
             slot=held_slot(sequence),
-            token_ids=tuple(sequence.token_ids[source.num_tokens :] if source else sequence.token_ids),
+            token_ids=tuple(sequence.output_ids) if source else sequence.token_ids,
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_computed_tokens=num_computed_tokens,
             block_ids=tuple(block_ids),

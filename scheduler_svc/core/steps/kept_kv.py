@@ -91,7 +91,7 @@ def _num_certain(lane: Lane, sequence: Sequence, num_computed: int, offsets: dic
     """Number of its leading tokens whose KV is certain to be there."""
     if sequence.is_beam:
         # Its candidates are lost: it computes its newest token again.
-        num_computed = min(num_computed, len(sequence.token_ids) - 1)
+        num_computed = min(num_computed, sequence.num_tokens - 1)
     size = lane.spec.block_size
     for index, block_id in enumerate(sequence.block_ids[: lane.blocks.num_blocks_for(num_computed)]):
         if block_id in offsets:

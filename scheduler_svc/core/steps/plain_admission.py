@@ -33,7 +33,7 @@ def admit_plain(
         return None
     blocks, spec = lane.blocks, lane.spec
     wanted = requests.policies.batching.num_reserved_tokens(sequence)
-    num_tokens = max(len(sequence.token_ids), min(wanted, spec.num_blocks * spec.block_size))
+    num_tokens = max(sequence.num_tokens, min(wanted, spec.num_blocks * spec.block_size))
     found = blocks.find_cached_prefix(sequence)
     if not blocks.can_take(found.num_to_take(blocks.num_blocks_for(num_tokens)), alone=alone):
         return None

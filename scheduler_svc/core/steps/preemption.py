@@ -8,6 +8,7 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, held_slot
+from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 from scheduler_svc.core.steps.allocation import allocations_of, have_blocks
 from scheduler_svc.core.steps.beam_scheduling import finish_early
 from scheduler_svc.core.types import Finish, FinishDetail
@@ -66,6 +67,7 @@ class _VictimSet:
         self._ref_counts = lane.blocks.pool.ref_counts
         self._kept = kept
         self._holders: Counter[int] = Counter()
+        self._sharers: Counter[SharedBlocks] = Counter()
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence, and those that are preempted together with it."""
@@ -73,7 +75,12 @@ class _VictimSet:
             if member in self.sequences:
                 continue
             self.sequences[member] = None
-            for block_id in member.block_ids:
+            shared, first = member.shared_blocks, 0
+            if shared is not None:
+                self._sharers[shared] += 1
+                if self._sharers[shared] < shared.num_holders:
+                    first = len(shared.block_ids)  # The pool counts them once for all that share them.
+            for block_id in member.block_ids[first:]:
                 self._holders[block_id] += 1
                 last = self._holders[block_id] == self._ref_counts[block_id]
                 self.num_freed += last and block_id not in self._kept
@@ -100,7 +107,7 @@ def _num_needed_for(lane: Lane, beams: list[Sequence], sharers: list[Sequence]) 
     for sequence in sharers:
         if lane.blocks.writes_shared(sequence):
             block_id = sequence.block_ids[sequence.num_computed_tokens // lane.spec.block_size]
-            shared[block_id] = lane.blocks.pool.ref_counts[block_id] - 1
+            shared[block_id] = lane.blocks.num_other_holders(sequence)
     return len(_beams_needing_blocks(lane, beams)) + sum(shared.values())
 
 

@@ -104,7 +104,7 @@ def take_result(requests: RequestTable, lane: Lane, step: PlannedStep, result: S
         outputs.logprobs[_sequence_at(lane, slot)] = logprobs
     requests.policies.order.on_tokens(sequences)
     _finish_stopped(requests, lane, sequences, token_ids)
-    for sequence in [sequence for sequence in lane.finishing if len(sequence.token_ids) >= sequence.max_len]:
+    for sequence in [sequence for sequence in lane.finishing if sequence.num_tokens >= sequence.max_len]:
         requests.finish(sequence, Finish(sequence.length_detail))
     for slot, error in zip(result.error_slots, result.errors, strict=True):
         _finish_failed(requests, lane, _sequence_at(lane, slot), error)
@@ -167,7 +167,7 @@ def context_lens(lane: Lane, step: PlannedStep, *, applied: Collection[Sequence]
     found = {chunk.sequence: chunk.context_len for chunk in step.chunks}
     for slot in step.decode_slots:
         sequence = _sequence_at(lane, slot)
-        found[sequence] = len(sequence.token_ids) - 1 - (sequence in applied)
+        found[sequence] = sequence.num_tokens - 1 - (sequence in applied)
     return found
 
 

@@ -15,7 +15,7 @@ from tests.helpers.core_bench import Bench
 
 def holders(bench: Bench, request_id: str) -> list[int]:
     """How many sequences hold each block of the first sample."""
-    counts = bench.lane.blocks.pool.ref_counts
+    counts = bench.lane.blocks.pool.num_holders
     return [counts[block_id] for block_id in bench.sequences(request_id)[0].block_ids]
 
 

@@ -82,7 +82,7 @@ def test_back_in_the_device_pool_they_share_as_before() -> None:
     push_out(bench)
     while bench.sequences("r")[0].slot is None:
         bench.step(depth=1)
-    counts = bench.lane.blocks.pool.ref_counts
+    counts = bench.lane.blocks.pool.num_holders
     assert [counts[block_id] for block_id in bench.sequences("r")[0].block_ids[:4]] == [3] * 4
 
 

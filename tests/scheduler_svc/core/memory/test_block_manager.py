@@ -125,7 +125,7 @@ def test_a_cached_block_leaves_the_cache_before_its_only_holder_writes_to_it() -
     blocks = manager(caching=True)
     source = make(9, 9)
     blocks.allocate(source, 9)
-    source.token_ids.append(7)
+    source.output_ids.append(7)
     child = make(7, 6)
     blocks.share_blocks(source, child, 6)
     blocks.free(source)
@@ -142,7 +142,7 @@ def test_a_fork_inherits_what_is_cached_as_far_as_it_goes() -> None:
     blocks = manager(caching=True)
     source = make(9, 9)
     blocks.allocate(source, 9)
-    source.token_ids.append(7)
+    source.output_ids.append(7)
     blocks.cache_full_blocks(source)
     for num_tokens, expected in ((9, 2), (8, 2), (7, 1), (3, 0)):
         child = make(9)
@@ -212,7 +212,7 @@ def test_swapping_out_evicts_cached_host_blocks() -> None:
     blocks = manager(num_blocks=2, num_host_blocks=2, caching=True)
     source = make(8, 8)
     blocks.allocate(source, 8)
-    source.token_ids.append(7)
+    source.output_ids.append(7)
     blocks.free(source)
     blocks.take(1)
     blocks.take_moves()
@@ -262,8 +262,8 @@ def test_allocating_beside_others_of_a_group_shares_their_first_blocks() -> None
     blocks = manager()
     source, mate = make(9, 8), make(9)
     blocks.allocate(source, 9)
-    blocks.allocate(mate, 9, shared=source.block_ids[:2])
+    blocks.allocate(mate, 9, source=source, num_shared=2)
     assert mate.block_ids[:2] == source.block_ids[:2]
     assert (mate.block_ids[2] != source.block_ids[2], blocks.num_shared_refs) == (True, 2)
     with pytest.raises(InvariantError, match="not those that it is given"):
-        blocks.allocate(make(4), 4, shared=source.block_ids)
+        blocks.allocate(make(4), 4, source=source, num_shared=3)

@@ -38,7 +38,7 @@ def enter(blocks: BlockManager, token_ids: list[int], **fields: object) -> tuple
     found = blocks.find_cached_prefix(sequence)
     blocks.allocate(sequence, len(token_ids) + 1, found=found)
     sequence.schedule(len(token_ids))
-    sequence.token_ids.append(0)
+    sequence.output_ids.append(0)
     blocks.cache_full_blocks(sequence)
     return sequence, found
 
@@ -144,7 +144,7 @@ def test_without_caching_nothing_is_kept() -> None:
 def test_a_token_is_cached_only_when_another_came_after_it() -> None:
     blocks = manager()
     sequence, _ = enter(blocks, list(range(6)))  # and token 0
-    sequence.token_ids.append(5)  # a stop token, whose KV the plan in flight will not compute
+    sequence.output_ids.append(5)  # a stop token, whose KV the plan in flight will not compute
     sequence.schedule(2)
     blocks.free(sequence)
     assert num_found(blocks, [*range(6), 0, 5, 8]) == 4
@@ -167,7 +167,7 @@ def test_a_content_that_is_cached_keeps_its_first_block() -> None:
     for sequence in (one, two):
         blocks.allocate(sequence, 10)
         sequence.schedule(9)
-        sequence.token_ids.append(0)
+        sequence.output_ids.append(0)
     blocks.cache_full_blocks(one)
     blocks.cache_full_blocks(two)
     assert two.num_cached_blocks == 2
@@ -222,7 +222,7 @@ def test_a_chain_that_was_evicted_elsewhere_is_registered_anew() -> None:
     for sequence in (one, two):
         blocks.allocate(sequence, 10)
         sequence.schedule(9)
-        sequence.token_ids += [1, 1, 1, 1]
+        sequence.output_ids += [1, 1, 1, 1]
     blocks.cache_full_blocks(one)
     blocks.cache_full_blocks(two)  # its chain is that of the first
     blocks.free(one)
@@ -291,11 +291,11 @@ def test_blocks_out_of_reach_are_not_worth_a_move() -> None:
     for sequence in (one, two):
         blocks.allocate(sequence, 10)
         sequence.schedule(9)
-        sequence.token_ids.append(1)
+        sequence.output_ids.append(1)
     blocks.cache_full_blocks(one)
     blocks.cache_full_blocks(two)
     two.schedule(1)
-    two.token_ids += [1] * 3
+    two.output_ids += [1] * 3
     two.schedule(2)
     blocks.cache_full_blocks(two)  # its third block hangs from the second of the other
     blocks.free(one, invalid_kv=True)

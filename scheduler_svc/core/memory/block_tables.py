@@ -1,0 +1,110 @@
+"""Block tables of sequences, and what the sequences of a group share of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.memory.block_pool import BlockPool
+from scheduler_svc.core.sequences.sequence import Sequence
+from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
+
+Table = tuple[list[int], SharedBlocks | None]
+"""The block ids of a sequence in one pool, and the first of them, which its group shares."""
+
+
+def device_tables(sequences: Iterable[Sequence]) -> list[Table]:
+    """The device blocks of sequences that are not swapped out."""
+    return [(sequence.block_ids, sequence.shared_blocks) for sequence in sequences]
+
+
+def host_tables(sequences: Iterable[Sequence]) -> list[Table]:
+    """The host blocks of swapped-out sequences."""
+    return [(sequence.host_block_ids, sequence.shared_blocks) for sequence in sequences]
+
+
+def clear_tables(sequence: Sequence) -> None:
+    """Empty the block tables of a sequence."""
+    sequence.block_ids = []
+    sequence.host_block_ids = []
+    sequence.shared_blocks = None
+    sequence.num_cached_blocks, sequence.cache_node = 0, None
+
+
+def is_shared_by_group(sequence: Sequence, index: int) -> bool:
+    """Whether the block at this index is one of those that its group shares, and has another holder in the group."""
+    shared = sequence.shared_blocks
+    return shared is not None and shared.num_holders > 1 and index < len(shared.block_ids)
+
+
+def have_same_blocks(left: Sequence, right: Sequence, num_blocks: int) -> bool:
+    """Whether two sequences have the same first blocks on the device."""
+    shared = left.shared_blocks
+    if shared is not None and shared is right.shared_blocks and num_blocks <= len(shared.block_ids):
+        return True
+    return left.block_ids[:num_blocks] == right.block_ids[:num_blocks]
+
+
+def distinct_blocks(tables: Iterable[Table]) -> dict[int, None]:
+    """The distinct blocks of these tables, in the order in which they come first."""
+    return dict.fromkeys(chain.from_iterable(_counted(tables)))
+
+
+def hold_moved(
+    pool: BlockPool, moved_to: dict[int, int], table: Table, shared_of: dict[SharedBlocks, SharedBlocks]
+) -> Table:
+    """Let a sequence hold the blocks of this pool that those of its table moved to; returns its new table.
+
+    `shared_of`: by what a group shared before, what it shares now; added to.
+    """
+    block_ids, shared = table
+    if shared is None:
+        moved = list(map(moved_to.__getitem__, block_ids))
+        pool.share_all(moved)
+        return moved, None
+    moved_shared = shared_of.get(shared)
+    if moved_shared is None:
+        moved_shared = shared_of[shared] = pool.start_sharing(list(map(moved_to.__getitem__, shared.block_ids)))
+        pool.share_all(moved_shared.block_ids)
+    else:
+        pool.join(moved_shared)
+    own = list(map(moved_to.__getitem__, block_ids[len(shared.block_ids) :]))
+    pool.share_all(own)
+    return moved_shared.block_ids + own, moved_shared
+
+
+def check_table(sequence: Sequence, num_blocks: int) -> None:
+    """Check the block tables of a sequence whose KV is in its first `num_blocks` blocks; raises InvariantError."""
+    table, host_table = sequence.block_ids, sequence.host_block_ids
+    if len(set(table)) != len(table) or len(set(host_table)) != len(host_table):
+        raise InvariantError(f"sequence {sequence.sequence_id} holds a block twice")
+    if table and host_table:
+        raise InvariantError(f"sequence {sequence.sequence_id} is both swapped out and not")
+    if num_blocks > len(table or host_table):
+        raise InvariantError(f"sequence {sequence.sequence_id} has KV outside of its blocks")
+    if sequence.num_cached_blocks > len(table):
+        raise InvariantError(f"sequence {sequence.sequence_id} has more cached blocks than blocks")
+    shared = sequence.shared_blocks
+    if shared is not None and shared.block_ids != (table or host_table)[: len(shared.block_ids)]:
+        raise InvariantError(f"sequence {sequence.sequence_id} has other first blocks than it shares")
+
+
+def shared_of(tables: Iterable[Table]) -> Counter[SharedBlocks]:
+    """What groups share of these tables, each with the number of its tables."""
+    return Counter(shared for _, shared in tables if shared is not None)
+
+
+def count_holders(tables: Iterable[Table]) -> Counter[int]:
+    """By block, the number of holders that these tables give it, where those that share it in a group count as one."""
+    return Counter(chain.from_iterable(_counted(tables)))
+
+
+def _counted(tables: Iterable[Table]) -> Iterator[list[int]]:
+    """The blocks of each table, without those that it shares with an earlier one of its group."""
+    seen: set[SharedBlocks] = set()
+    for block_ids, shared in tables:
+        yield block_ids[len(shared.block_ids) :] if shared is not None and shared in seen else block_ids
+        if shared is not None:
+            seen.add(shared)

@@ -105,6 +105,13 @@ class BlockManager:
         """Number of tokens of the prefix that `find_cached_prefix` returns; 0 without a prefix cache."""
         return self._lookups.num_tokens(sequence) if self.caching and _may_hit(sequence) else 0
 
+    def look_up_more(self, sequence: Sequence, most: int) -> int:
+        """Look up at most that many more blocks of a waiting sequence's cached prefix; returns their number.
+
+        Fewer than `most`: `find_cached_prefix` takes little time now.
+        """
+        return self._lookups.look_up_more(sequence, most) if self.caching and _may_hit(sequence) else 0
+
     def forget_lookup(self, sequence: Sequence) -> None:
         """Forget what is remembered of the lookups of a sequence that does not wait here any more."""
         self._lookups.forget(sequence)

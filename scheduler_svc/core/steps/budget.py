@@ -16,6 +16,10 @@ MAX_ADMITTED_TOKENS = 128 * 1024
 """Maximum tokens of the sequences admitted by one plan, unless one group has more: for a cached block of them a plan
 takes 0.3 us (docs/decisions/0025)."""
 
+MAX_PROMPT_LOGPROBS = 128 * 1024
+"""Maximum prompt logprobs of one step: the chosen and the top ones of each prompt token. A scheduler parses so many in
+0.8 ms (docs/decisions/0025)."""
+
 MAX_GROUP_TOKENS = 512 * 1024
 """Maximum prompt tokens of all sequences of a group together, since each keeps a list of them, and holds their blocks:
 adding, planning and ending so many take under 5 ms each (docs/decisions/0025)."""
@@ -59,6 +63,8 @@ class StepBudget:
     """Maximum tokens of one prompt; 0: no limit other than the budget."""
     num_values: int = MAX_ADMITTED_VALUES
     """Numbers left for the descriptions of admitted sequences."""
+    num_prompt_logprobs: int = MAX_PROMPT_LOGPROBS
+    """Prompt logprobs left for the result of this step."""
 
     @property
     def exhausted(self) -> bool:
@@ -76,6 +82,16 @@ class StepBudget:
         if fits:
             self.num_values -= count
         return fits
+
+    def take_prompt_logprobs(self, num_tokens: int, width: int) -> int:
+        """Reserve the logprobs of prompt tokens, `width` each; returns how many of the tokens fit.
+
+        The first token of a step always fits.
+        """
+        least = 1 if self.num_prompt_logprobs == MAX_PROMPT_LOGPROBS else 0
+        fitting = min(num_tokens, max(least, self.num_prompt_logprobs // width))
+        self.num_prompt_logprobs -= fitting * width
+        return fitting
 
     def spend(self, num_tokens: int, num_sequences: int = 1) -> None:
         """Subtract the tokens of one or several sequences."""

@@ -181,7 +181,7 @@ class Session:
             self._fail(entry, exc)
 
     def _submit(self, entry: _Entry, request: EngineRequest) -> None:
-        self._attach(entry, self._front.engine.submit(request))
+        self._attach(entry, self._front.submit(request))
 
     def _attach(self, entry: _Entry, live: LiveRequest) -> None:
         """Serve a request; one that this session serves already goes on from the new resume point."""

@@ -85,31 +85,36 @@ async def watched(module: str, file: Path, *options: str) -> AsyncIterator[Watch
 
 
 @contextlib.asynccontextmanager
-async def services(tokenizer: str) -> AsyncIterator[tuple[Watched, Watched]]:
-    """A scheduler and a simulated executor whose model has 131,072 positions."""
+async def services(tokenizer: str, *, num_executors: int = 1) -> AsyncIterator[list[Watched]]:
+    """A scheduler, then simulated executors whose model has 131,072 positions."""
     simulated = (
         *("--simulate", "instant", "--simulate-vocab-size", str(VOCAB_SIZE), "--max-model-len", str(MAX_MODEL_LEN)),
         *("--max-num-seqs", "256", "--max-num-batched-tokens", "8192", "--num-gpu-blocks", "40000"),
     )
-    with tempfile.TemporaryDirectory() as folder:
-        async with (
-            watched("executor_svc", Path(folder) / "executor", *simulated) as executor,
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        executors = [
+            await stack.enter_async_context(watched("executor_svc", folder / f"executor {index}", *simulated))
+            for index in range(num_executors)
+        ]
+        scheduler = await stack.enter_async_context(
             watched(
-                *("scheduler_svc", Path(folder) / "scheduler", "--executor", executor.address),
+                *("scheduler_svc", folder / "scheduler"),
+                *(option for executor in executors for option in ("--executor", executor.address)),
                 *(("--tokenizer", tokenizer) if tokenizer else ("--skip-tokenizer-init",)),
-            ) as scheduler,
-        ):
-            yield scheduler, executor
+            )
+        )
+        yield [scheduler, *executors]
 
 
 async def send(channel: grpc.aio.Channel, case: Case) -> list[str]:
-    """Send the messages of a case, one after the other, or as one Session; returns the statuses."""
+    """Send the messages of a case, one after the other, or as one Session a round; returns the statuses."""
     if case.method == "Session":
         session: Any = channel.stream_stream(f"{SERVICE}/Session")
-        return [await _status(session(_all(case.messages), timeout=_TIMEOUT_S))]
+        return [await _status(session(_all(case.messages), timeout=_TIMEOUT_S)) for _ in range(case.num_rounds)]
     kind = channel.unary_stream if case.method == "Generate" else channel.unary_unary
     method: Any = kind(f"{SERVICE}/{case.method}")
-    return [await _status(method(message, timeout=_TIMEOUT_S)) for message in case.messages]
+    return [await _status(method(message, timeout=_TIMEOUT_S)) for message in case.messages * case.num_rounds]
 
 
 async def _all(messages: list[bytes]) -> AsyncIterator[bytes]:
@@ -132,8 +137,16 @@ async def _status(call: Any) -> str:
 async def measure(tokenizer: str, chosen: list[Case]) -> dict[str, dict[str, Any]]:
     """Run each case; by case and loop, what the watch found, and the statuses."""
     found: dict[str, dict[str, Any]] = {}
+    for num_executors in sorted({case.num_executors for case in chosen}):
+        some = [case for case in chosen if case.num_executors == num_executors]
+        found |= await _measure(tokenizer, some, num_executors)
+    return found
+
+
+async def _measure(tokenizer: str, chosen: list[Case], num_executors: int) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
     async with (
-        services(tokenizer) as watches,
+        services(tokenizer, num_executors=num_executors) as watches,
         grpc.aio.insecure_channel(watches[0].address, options=channel_options()) as channel,
     ):
         for case in chosen:
@@ -143,7 +156,8 @@ async def measure(tokenizer: str, chosen: list[Case]) -> dict[str, dict[str, Any
             # A status is sent before the callback that sends it ends, and only whole callbacks are counted.
             await send(channel, AFTER)
             await asyncio.sleep(_SETTLE_S)
-            reports = [await each.report() for each in watches]
+            scheduler, *executors = [await each.report() for each in watches]
+            reports = [scheduler, max(executors, key=lambda report: float(report["cpu_ms"]))]
             found[case.name] = dict(zip(_LOOPS, reports, strict=True)) | {"statuses": sorted(set(statuses))}
             progress(f"{NAME}: {_line(case.name, found[case.name])}")
     return found

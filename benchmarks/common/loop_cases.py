@@ -20,6 +20,9 @@ class Case:
     method: str
     messages: list[bytes]
     needs_tokenizer: bool = False
+    num_rounds: int = 1
+    """How often the messages are sent, each time after the ends of the last."""
+    num_executors: int = 1
 
 
 AFTER = Case("after each case", "Abort", [pb.AbortRequest(request_id="none").SerializeToString()])
@@ -28,7 +31,14 @@ AFTER = Case("after each case", "Abort", [pb.AbortRequest(request_id="none").Ser
 
 def cases(rng: random.Random, vocab_size: int) -> list[Case]:
     """All cases; token ids are below vocab_size."""
-    return [*_prompts(rng, vocab_size), *_sampling(rng, vocab_size), *_texts(rng, vocab_size), *_others(rng)]
+    return [
+        *_prompts(rng, vocab_size),
+        *_sampling(rng, vocab_size),
+        *_texts(rng, vocab_size),
+        *_sessions(rng, vocab_size),
+        *_others(rng),
+        *_placed(rng, vocab_size),
+    ]
 
 
 def ids(rng: random.Random, count: int, vocab_size: int) -> types_pb2.PromptPart:
@@ -104,17 +114,61 @@ def _texts(rng: random.Random, vocab_size: int) -> list[Case]:
     ]  # fmt: skip
 
 
-def _others(rng: random.Random) -> list[Case]:
-    small = [
+def session(requests: list[tuple[types_pb2.PromptPart, dict[str, object]]]) -> list[bytes]:
+    """The messages of a Session with these prompts and sampling parameters."""
+    return [
         pb.SessionRequest(
             generate=pb.GenerateRequest(
                 request_id=str(index),
-                prompt=[ids(rng, 8, 1000)],
-                sampling_params=types_pb2.SamplingParams(max_tokens=2),
+                prompt=[prompt],
+                sampling_params=types_pb2.SamplingParams(**{"max_tokens": 1, **sampling}),  # type: ignore[arg-type]
             )
         ).SerializeToString()
-        for index in range(2000)
+        for index, (prompt, sampling) in enumerate(requests)
     ]
+
+
+def _sessions(rng: random.Random, vocab_size: int) -> list[Case]:
+    """Many requests at once, in what they share: an arrival, a plan, a result, an end."""
+
+    def case(name: str, count: int, num_tokens: int, *, same: bool = False, **sampling: object) -> Case:
+        first = ids(rng, num_tokens, vocab_size)
+        prompts = [first if same else ids(rng, num_tokens, vocab_size) for _ in range(count)]
+        return Case(name, "Session", session([(prompt, sampling) for prompt in prompts]), num_rounds=2)
+
+    small = ids(rng, 8, vocab_size)
+    # A plan admits 64 of them.
+    ending: list[tuple[types_pb2.PromptPart, dict[str, object]]] = [
+        (small, {"max_tokens": 12 - index // 64, "ignore_eos": True}) for index in range(256)
+    ]
+    return [
+        case("256 small requests at once", 256, 8, max_tokens=2),
+        Case("256 requests that end in one step", "Session", session(ending)),
+        case("256 requests, 20 logprobs", 256, 8, max_tokens=8, logprobs=20, ignore_eos=True),
+        case("256 requests, 512 logprobs", 256, 8, max_tokens=3, logprobs=512, ignore_eos=True),
+        case("256 requests, 20 prompt logprobs of 32 ids", 256, 32, prompt_logprobs=20, logprobs=20),
+        case("prompt logprobs of 500 ids, 512 each", 4, 500, prompt_logprobs=512),
+        case("64 prompts of 1,000 ids", 64, 1000),
+        case("8 times the same 131,000 ids", 8, 131_000, same=True),
+    ]
+
+
+def _placed(rng: random.Random, vocab_size: int) -> list[Case]:
+    """Requests to be placed on one of four executors, which all get the prompts in the first round."""
+
+    def case(name: str, count: int, num_tokens: int) -> Case:
+        prompt = ids(rng, num_tokens, vocab_size)
+        return Case(name, "Session", session([(prompt, {"max_tokens": 4})] * count), num_rounds=3, num_executors=4)
+
+    return [
+        case("4 executors: 12 times 32,000 ids", 12, 32_000),
+        case("4 executors: 12 times 131,000 ids", 12, 131_000),
+        case("4 executors: 512 small requests", 512, 8),
+    ]
+
+
+def _others(rng: random.Random) -> list[Case]:
+    small = session([(ids(rng, 8, 1000), {"max_tokens": 2}) for _ in range(2000)])
     positions = [pb.SamplePosition(sample_index=index) for index in range(1024)]
     resume = pb.GenerateRequest(request_id="none", resume=pb.ResumePoint(positions=positions))
     dense = pb.GenerateRequest(prompt=[types_pb2.PromptPart()] * 95_000).SerializeToString()

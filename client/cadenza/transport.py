@@ -26,6 +26,9 @@ MAX_RECEIVED_BYTES = 2 * 1024 * 1024
 MAX_PLAN_BYTES = 2 * 1024 * 1024
 """Limit of what gRPC accepts on an executor, where only plans are long. The largest plan that a scheduler sends has 1.7
 MB: 256 Ki numbers of 4 bytes in its admissions, and changes of 4,096 slots and 32,768 blocks."""
+MAX_STEP_LOGPROBS = 128 * 1024
+"""Top logprobs of the tokens that one step samples, over all sequences, and of the prompt tokens that it computes: the
+message of a result with both has 1.9 MB, which is parsed in 1.5 ms and serialized in 2.1 ms."""
 MAX_SHORT_BYTES = 64 * 1024
 """Limit of all other messages to an executor."""
 STATUS_DETAILS_KEY = "grpc-status-details-bin"

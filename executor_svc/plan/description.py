@@ -7,12 +7,9 @@ import secrets
 from dataclasses import dataclass
 from typing import Protocol
 
-from cadenza.transport import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from cadenza.transport import MAX_STEP_LOGPROBS, PROTOCOL_VERSION
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.plan import Limits
-
-# A top logprob in a result: a float and an id of up to 21 bits, with a margin for the rest of the result.
-_LOGPROB_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +114,7 @@ def limits_of(config: ExecutorConfig, geometry: ModelGeometry, pools: Pools) -> 
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=geometry.max_model_len,
         vocab_size=geometry.vocab_size,
-        # Every token of a step may request max_logprobs, for the token sampled after it or for the next one of a
-        # prompt, and all of them fit into one message: 16,384 for steps of 512 tokens.
-        max_logprobs=min(geometry.vocab_size, MAX_MESSAGE_BYTES // (_LOGPROB_BYTES * config.max_num_batched_tokens)),
+        max_logprobs=min(geometry.vocab_size, MAX_STEP_LOGPROBS // config.max_num_seqs),
         block_size=pools.block_size,
         num_device_blocks=pools.num_device_blocks,
         num_host_blocks=pools.num_host_blocks,

@@ -12,6 +12,8 @@ requests.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExistsError, RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.lane_counts import LaneCounts
@@ -27,6 +29,7 @@ from scheduler_svc.core.steps import lane_changes
 from scheduler_svc.core.steps.beam_scheduling import finish_early, start_beam_search
 from scheduler_svc.core.steps.budget import MAX_ADMITTED_VALUES, MAX_GROUP_TOKENS
 from scheduler_svc.core.steps.kept_kv import forget_kv
+from scheduler_svc.core.steps.look_ahead import look_ahead
 from scheduler_svc.core.steps.planning import plan_step
 from scheduler_svc.core.steps.results import check_result, take_result
 from scheduler_svc.core.steps.suspects import clear_passed
@@ -253,6 +256,13 @@ class Scheduler:
         self._requests.draining = draining
 
     # --- steps -------------------------------------------------------------------------------------------------------
+
+    def look_ahead(self, executor_id: int, now: float) -> Generator[None, None, None]:
+        """Look up the cached prefixes that the next plan needs; pauses after each slice of under 1 ms.
+
+        Without it the plan is the same, but may take longer: a lookup of 131,072 tokens takes up to 8 ms.
+        """
+        return look_ahead(self._requests, self.lanes[executor_id], now)
 
     def plan_step(self, executor_id: int, now: float) -> StepPlan | None:
         """Plan the next step; None if it would be empty. Finishes that planning causes are in `take_outputs`."""

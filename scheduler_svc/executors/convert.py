@@ -29,6 +29,10 @@ _ALLOWED = "allowed_token_ids"
 """The longest list of the sampling parameters."""
 _SEQUENCE_ITEMS = 128
 """The work of describing one sequence, in numbers that take as long: 20 us (measured)."""
+_ENTRY_ITEMS = 64
+"""The work of reading the logprobs of one token, in numbers that take as long: 4 us (measured)."""
+_PLAN_ITEMS = 4096
+"""A plan with more numbers in its admissions becomes a message after a pause: making it was a slice of its own."""
 _DIGEST_DIGITS = 12
 """Hexadecimal digits of a digest in a message: enough to see that two differ."""
 
@@ -117,13 +121,13 @@ def request_in_slices(plan: StepPlan, epoch: int) -> Work[pb.ExecuteRequest]:
     """
     request = pb.ExecuteRequest(plan=_without_admissions(plan, epoch))
     num_items = sum(map(_num_items, plan.admitted))
-    if num_items <= SLICE_ITEMS:
+    if num_items <= _PLAN_ITEMS:
         for sequence in plan.admitted:
             message = request.plan.admitted.add()
             message.token_ids.extend(sequence.token_ids)
             _fill_admitted(message, sequence)
         return request
-    yield  # Making the plan was a slice of its own.
+    yield
     num_items = 0
     for sequence in plan.admitted:
         message = request.plan.admitted.add()
@@ -194,7 +198,9 @@ def step_result(message: pb.StepResult) -> StepResult:
 
 
 def result_in_slices(message: pb.StepResult) -> Work[StepResult]:
-    """Return a result, with a pause after each slice of its prompt logprobs; raises ProtocolError."""
+    """Return a result, with a pause after each slice of its logprobs; raises ProtocolError."""
+    if len(message.logprobs) * _ENTRY_ITEMS + _num_prompt_values(message) > SLICE_ITEMS:
+        yield  # Parsing it was a slice of its own.
     try:
         status = StepStatus(message.status)
     except ValueError as exc:
@@ -210,6 +216,7 @@ def result_in_slices(message: pb.StepResult) -> Work[StepResult]:
             f"result of step {message.step_id}: {len(message.errors)} errors of {len(message.error_slots)} slots"
         )
     timings = message.timings
+    logprobs = yield from _logprobs(message)
     prompt_logprobs = yield from _prompt_logprobs(message)
     return StepResult(
         step_id=message.step_id,
@@ -220,7 +227,7 @@ def result_in_slices(message: pb.StepResult) -> Work[StepResult]:
         token_ids=token_ids,
         error_slots=list(message.error_slots),
         errors=[_slot_error(error) for error in message.errors],
-        logprobs={entry.slot: _token_logprobs(entry) for entry in message.logprobs},
+        logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         candidates=_candidates(message),
         debug_digest=message.debug_digest,
@@ -314,6 +321,18 @@ def _plain_value(value: Any) -> SamplingValue:
     return tuple(tuple(each.ids) if isinstance(each, types_pb2.TokenIds) else each for each in value)
 
 
+def _logprobs(message: pb.StepResult) -> Work[dict[int, TokenLogprobs]]:
+    by_slot = {}
+    num_items = 0
+    for entry in message.logprobs:
+        by_slot[entry.slot] = _token_logprobs(entry)
+        num_items += _ENTRY_ITEMS + entry.columns.num_top
+        if num_items > SLICE_ITEMS:
+            num_items = 0
+            yield
+    return by_slot
+
+
 def _token_logprobs(entry: pb.SlotLogprobs) -> TokenLogprobs:
     """Return logprobs in compact arrays, as `_prompt_columns`: Python numbers would take eight times the memory."""
     columns = entry.columns
@@ -350,6 +369,10 @@ def _slot_error(number: int) -> SlotError:
         return SlotError.UNSPECIFIED
 
 
+def _num_prompt_values(message: pb.StepResult) -> int:
+    return sum(len(entry.columns.chosen_logprobs) * (1 + entry.columns.num_top) for entry in message.prompt_logprobs)
+
+
 def _prompt_logprobs(message: pb.StepResult) -> Work[dict[int, PromptLogprobs]]:
     by_slot = {}
     for entry in message.prompt_logprobs:
@@ -372,17 +395,21 @@ def _prompt_columns(entry: pb.SlotLogprobs) -> Work[PromptLogprobs]:
             f"slot {entry.slot}: {num_top} top tokens and {len(columns.top_logprobs)} logprobs "
             f"for {num_tokens} prompt tokens with {columns.num_top} each"
         )
-    top_token_ids, top_logprobs = array("I"), array("f")
-    for ids, logprobs in zip(slices_of(columns.top_token_ids), slices_of(columns.top_logprobs), strict=True):
-        top_token_ids.extend(ids)
-        top_logprobs.extend(logprobs)
-        if num_top > SLICE_ITEMS:
-            yield
     return PromptLogprobs(
         start=entry.start,
-        logprobs=array("f", columns.chosen_logprobs),
-        ranks=array("I", columns.chosen_ranks),
+        logprobs=(yield from _to_array("f", columns.chosen_logprobs)),
+        ranks=(yield from _to_array("I", columns.chosen_ranks)),
         num_top=columns.num_top,
-        top_token_ids=top_token_ids,
-        top_logprobs=top_logprobs,
+        top_token_ids=(yield from _to_array("I", columns.top_token_ids)),
+        top_logprobs=(yield from _to_array("f", columns.top_logprobs)),
     )
+
+
+def _to_array(typecode: str, values: Any) -> Work[array[Any]]:
+    """Copy a repeated field, with a pause after each slice of a long one."""
+    copied = array(typecode)
+    for part in slices_of(values):
+        copied.extend(part)
+        if len(values) > SLICE_ITEMS:
+            yield
+    return copied

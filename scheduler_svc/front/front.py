@@ -17,7 +17,9 @@ from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
+from scheduler_svc.front.process_memory import leave_out_long_prompt
 from scheduler_svc.front.stream_turns import StreamTurns
+from scheduler_svc.plan_loop.ports import EngineRequest
 from scheduler_svc.requests.builder import RequestBuilder, check_resume
 from scheduler_svc.requests.fields import OutputMode, RequestFields
 
@@ -80,6 +82,12 @@ class Front:
             raise NotServingError(f"the service is stopping: {self.engine.failure}")
         if self._builder is None:
             raise NotServingError(f"the service is starting: it waits for {', '.join(self.config.executor)}")
+
+    def submit(self, request: EngineRequest) -> LiveRequest:
+        """Queue a request; raises as Engine.submit."""
+        live = self.engine.submit(request)
+        leave_out_long_prompt(len(request.spec.prompt_token_ids))
+        return live
 
     def attach(self, fields: RequestFields) -> LiveRequest:
         """The existing request that a message resumes.

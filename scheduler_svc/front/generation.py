@@ -42,7 +42,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 engine_request = await self._front.builder.build_off_loop(
                     fields, now=self._front.engine.clock.monotonic(), time_left_s=context.time_remaining()
                 )
-                live = self._front.engine.submit(engine_request)
+                live = self._front.submit(engine_request)
             else:
                 live = self._front.attach(fields)
             reader = open_reader(live, fields)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from cadenza.slices import run_in_slices
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import InvariantError, LimitsError
 from scheduler_svc.core.lanes.lane import Lane
@@ -313,6 +314,7 @@ class PlanLoop:
     async def _send_plans(self, stream: PlanStream) -> None:
         while True:
             await self._wait_until_due()
+            await run_in_slices(self._core.look_ahead(self._executor_id, self._clock.monotonic()))
             now = self._clock.monotonic()
             plan = self._core.plan_step(self._executor_id, now)
             self._undelivered.append(partial(self._listener.on_outputs, self._core.take_outputs()))

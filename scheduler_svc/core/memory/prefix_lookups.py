@@ -81,6 +81,17 @@ class PrefixLookups:
         """Number of tokens of the prefix that `find` returns."""
         return self._num_usable(self._refresh(sequence)) * self._block_size
 
+    def look_up_more(self, sequence: Sequence, most: int) -> int:
+        """Look up at most that many more blocks of its longest cached prefix; returns their number.
+
+        Fewer than `most`: the lookup is complete, so the next `find` takes little time.
+        """
+        if _is_replaced(sequence):
+            return 0
+        known = self._lookups.get(sequence.sequence_id)
+        num_before = 0 if known is None else len(known.nodes)
+        return max(0, len(self._refresh(sequence, most).nodes) - num_before)
+
     def nodes_of(self, sequence: Sequence) -> list[int]:
         """All nodes of its longest cached prefix."""
         return self._refresh(sequence).nodes.copy()
@@ -106,8 +117,11 @@ class PrefixLookups:
             places = places[: next(moving, len(places))]
         return self._tiers.num_worth_using(places)
 
-    def _refresh(self, sequence: Sequence) -> _Lookup:
-        """The lookup of a sequence as of now; it becomes the most recently used one."""
+    def _refresh(self, sequence: Sequence, most: int | None = None) -> _Lookup:
+        """The lookup of a sequence as of now; it becomes the most recently used one.
+
+        `most`: the most blocks by which it is extended; None: to its end.
+        """
         key, cache = sequence.sequence_id, self._tiers.cache
         lookup = self._lookups.pop(key, None)
         if lookup is None:
@@ -116,9 +130,8 @@ class PrefixLookups:
         if lookup.num_changes != cache.num_changes:
             self._take_changes(lookup)
         if len(lookup.nodes) < (sequence.num_tokens - 1) // self._block_size:
-            self._extend(lookup, sequence)
-        if sequence.is_beam and sequence.num_output_tokens:
-            # Not remembered: the tokens of a beam are replaced by those of another one.
+            self._extend(lookup, sequence, most)
+        if _is_replaced(sequence):
             self._num_nodes -= num_before
             return lookup
         self._lookups[key] = lookup
@@ -138,7 +151,8 @@ class PrefixLookups:
         cache, nodes = self._tiers.cache, lookup.nodes
         changed = cache.changed_since(lookup.num_changes)
         lookup.num_changes = cache.num_changes
-        if changed is None or len(changed) > len(nodes):
+        # Finding one change by bisection takes as long as walking four nodes.
+        if changed is None or 4 * len(changed) > len(nodes):
             present = sum(1 for _ in itertools.takewhile(cache.__contains__, nodes))
             places = cache.places(nodes[:present])
             if places != lookup.places:
@@ -159,11 +173,13 @@ class PrefixLookups:
         if is_changed:
             self._set_places(lookup, places)
 
-    def _extend(self, lookup: _Lookup, sequence: Sequence) -> None:
+    def _extend(self, lookup: _Lookup, sequence: Sequence, most: int | None) -> None:
         """Follow the chain from its end, without the last token, which is computed in any case."""
         cache, size, nodes = self._tiers.cache, self._block_size, lookup.nodes
         parent: Parent = nodes[-1] if nodes else root_of(sequence)
         first, num_blocks, num_before = len(nodes), (sequence.num_tokens - 1) // size, len(nodes)
+        if most is not None:
+            num_blocks = min(num_blocks, first + most)
         piece = 1
         while first < num_blocks:
             last = min(first + piece, num_blocks)
@@ -173,12 +189,20 @@ class PrefixLookups:
                 break
             first, parent, piece = last, nodes[-1], piece * _PIECE_GROWTH
         if len(nodes) > num_before:
-            self._set_places(lookup, lookup.places + cache.places(nodes[num_before:]))
+            more_places = cache.places(nodes[num_before:])
+            lookup.places += more_places
+            lookup.has_host_blocks = lookup.has_host_blocks or min(more_places) < 0
+            lookup.found = None
 
     def _set_places(self, lookup: _Lookup, places: list[int]) -> None:
         lookup.places = places
         lookup.has_host_blocks = min(places, default=0) < 0
         lookup.found = None
+
+
+def _is_replaced(sequence: Sequence) -> bool:
+    """Whether its tokens may be replaced, so that its lookup is not remembered: a beam takes those of another one."""
+    return sequence.is_beam and sequence.num_output_tokens > 0
 
 
 def root_of(sequence: Sequence) -> tuple[str, bytes, int]:

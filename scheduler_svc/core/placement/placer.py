@@ -10,6 +10,7 @@ is expected to serve it sooner.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
@@ -24,6 +25,8 @@ MAX_PASS_OVER_S = 1.0
 """For how long after its arrival a lane with room for the head of the queue may pass it over."""
 _MAX_LOOKED_UP = 65_536
 """Tokens, times lanes, whose lookup ends the placements of one plan: the rest are placed by the next plans."""
+_MIN_LOOKED_UP = 512
+"""Tokens as which a shorter group counts: placing it takes as long for each lane."""
 
 
 class Placer:
@@ -115,18 +118,33 @@ class Placer:
         """Number of groups that the next plans, of whichever lanes, will place."""
         return len(self._unplaced)
 
+    def next_to_place(self) -> list[SequenceGroup]:
+        """The groups that the next `place` will place."""
+        found: list[SequenceGroup] = []
+        num_looked_up = 0
+        for group in self._unplaced:
+            if num_looked_up >= _MAX_LOOKED_UP:
+                break
+            found.append(group)
+            num_looked_up += len(self._lanes) * max(_MIN_LOOKED_UP, _num_tokens(group))
+        return found
+
     def place(self, now: float) -> None:
         """Place the next groups that are not placed yet."""
-        num_looked_up = 0
-        while self._unplaced and num_looked_up < _MAX_LOOKED_UP:
-            group = next(iter(self._unplaced))
+        for group in self.next_to_place():
             del self._unplaced[group]
-            num_looked_up += len(self._lanes) * max(1, _num_tokens(group))
             found = self._choice(group, now)
             if found is None:
                 self._stranded[group] = None
             else:
                 self._put(group, found)
+
+    def admissible(self, lane: Lane, now: float, most: int) -> list[SequenceGroup]:
+        """Groups that a plan of this lane may admit, the next one first, the others by arrival; `most` or two more."""
+        head, own = self._waiting.head(now), self.own_head(lane, now)
+        queue = self._queues.get(lane.executor_id, ()) if self._is_active else self._waiting
+        heads = [group for group in (own, head) if group is not None]
+        return [*dict.fromkeys([*heads, *islice(queue, most)])]
 
     def heads(self, lane: Lane, now: float, passed: Collection[SequenceGroup]) -> Iterator[SequenceGroup]:
         """The groups that a lane may admit next, one of which it takes or stops at: the first that is not in `passed`.

@@ -13,7 +13,7 @@ from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.steps.allocation import Allocation, allocations_of, have_blocks
 from scheduler_svc.core.steps.beam_scheduling import finish_early
-from scheduler_svc.core.steps.budget import StepBudget
+from scheduler_svc.core.steps.budget import AdmissionBudget, StepBudget
 from scheduler_svc.core.steps.chunks import plan_chunk
 from scheduler_svc.core.steps.plain_admission import admit_plain
 from scheduler_svc.core.types import Finish, FinishDetail, SequenceState
@@ -22,14 +22,19 @@ from scheduler_svc.core.types import Finish, FinishDetail, SequenceState
 def admit(
     requests: RequestTable, lane: Lane, step: PlannedStep, budget: StepBudget, num_admissible: int
 ) -> list[Sequence]:
-    """Admit waiting groups while slots, blocks and budget last; returns sequences whose last token is planned now."""
+    """Admit waiting groups while slots, blocks and budgets last; returns sequences whose last token is planned now.
+
+    A batch that is larger than a plan may admit goes on in the next plan, as one that exceeds the token budget.
+    """
     fully_planned: list[Sequence] = []
-    memory_is_full, num_joined = False, 0
+    memory_is_full, admissions = False, AdmissionBudget(num_admissible)
     passed: set[SequenceGroup] = set()
-    while num_joined < num_admissible and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:
+    while admissions.num_groups > 0 and (num_free_slots := _num_free_slots(lane)) and not budget.exhausted:
         alone = not lane.running.sequences
         memory_is_full = not lane.blocks.can_take(1, alone=alone)
         if memory_is_full or (group := next(requests.placer.heads(lane, step.planned_at, passed), None)) is None:
+            break
+        if not admissions.allows(group):
             break
         is_free = requests.is_free_for(group, lane) and not (
             step.swapped_out and any(each.group is group for each in step.swapped_out)
@@ -42,7 +47,7 @@ def admit(
             break
         planned = admit_plain(requests, lane, step, budget, group, alone=alone)
         if planned is not None:
-            num_joined += 1
+            admissions.spend(group)
             fully_planned += planned
             continue
         if _finish_oversized(requests, lane, group):
@@ -62,11 +67,11 @@ def admit(
         requests.bind(group, lane)
         _allocate(lane, step, allocations)
         requests.record_admission(group, lane)
-        num_joined += 1
+        admissions.spend(group)
         for sequence in [allocation.sequence for allocation in allocations if allocation.sequence.may_compute]:
             if not budget.exhausted:
                 fully_planned += plan_chunk(lane, step, budget, sequence)
-    requests.policies.batching.record_admissions(lane, num_joined, memory_is_full=memory_is_full)
+    requests.policies.batching.record_admissions(lane, admissions.num_admitted, memory_is_full=memory_is_full)
     return fully_planned
 
 

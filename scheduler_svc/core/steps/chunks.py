@@ -15,10 +15,13 @@ from scheduler_svc.core.types import AdmittedSequence, PrefixSource
 def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequence) -> list[Sequence]:
     """Schedule as many of a sequence's tokens as the budget allows; returns sequences now fully planned."""
     group = sequence.group
+    num_top = group.spec.sampling.num_prompt_logprobs
     siblings = group.running[1:] if not group.forked and group.beam_search is None else []
     num_tokens = min(sequence.num_uncomputed_tokens, budget.chunk)
     if sequence.suspected is not None and not step.is_trial:
         num_tokens = min(num_tokens, max(0, sequence.suspected.start - sequence.num_computed_tokens))
+    if num_top is not None and sequence.needs_prompt_logprobs:
+        num_tokens = budget.take_prompt_logprobs(num_tokens, 1 + num_top)
     if siblings and num_tokens == sequence.num_uncomputed_tokens:
         values = group.spec.sampling.num_values * len(siblings)  # The prompt is the source's.
         if budget.num_sequences <= len(siblings) or not budget.take_values(values):

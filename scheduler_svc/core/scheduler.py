@@ -198,14 +198,16 @@ class Scheduler:
         """Queue a request; raises RequestRejectedError, RequestExistsError."""
         if spec.key in self.groups:
             raise RequestExistsError(f"request {spec.request_id!r} is being served already")
-        self._check_fits(spec)
-        max_model_len = max(lane.spec.max_model_len for lane in self.lanes.values())
+        executors = [lane.spec for lane in self.lanes.values()]
+        _check_fits(spec, executors)
+        max_model_len = max([executor.max_model_len for executor in executors])
         group = SequenceGroup(spec, self._num_arrivals, now, max_model_len)
         self._num_arrivals += 1
         for index in range(spec.num_sequences):
             self._num_sequences += 1
             group.sequences.append(Sequence(self._num_sequences, group, index))
-        start_beam_search(group)
+        if spec.beams is not None:
+            start_beam_search(group)
         if spec.known_outputs:
             _restore_outputs(group)
         self._requests.add(group)
@@ -308,25 +310,6 @@ class Scheduler:
         if {sequence for sequence in unfinished if sequence.suspected is not None} != suspected & unfinished:
             raise InvariantError("a sequence is suspected that its request's suspicion does not name, or the reverse")
 
-    def _check_fits(self, spec: RequestSpec) -> None:
-        """Reject a request that no executor can hold; the message has the numbers."""
-        if not spec.prompt_token_ids:
-            raise RequestRejectedError("prompt", "the prompt has no tokens")
-        count, num_prompt = spec.num_sequences, len(spec.prompt_token_ids)
-        check_fits_one(spec, [lane.spec for lane in self.lanes.values()], count)
-        if count > 1 and count * num_prompt > MAX_GROUP_TOKENS:
-            raise RequestRejectedError(
-                count_field(spec),
-                f"{count} sequences of {num_prompt} prompt tokens have over {MAX_GROUP_TOKENS} tokens in all",
-            )
-        # Sequences after the first take the prompt from its slot.
-        if count > 1 and num_prompt + count * spec.sampling.num_values > MAX_ADMITTED_VALUES:
-            raise RequestRejectedError(
-                count_field(spec),
-                f"{num_prompt} prompt tokens and {count} sequences with {spec.sampling.num_values} numbers each in "
-                f"their sampling parameters exceed {MAX_ADMITTED_VALUES} numbers in a plan",
-            )
-
 
 def _restore_outputs(group: SequenceGroup) -> None:
     """Give samples the output that they had in an earlier process. As after a preemption, no KV is there."""
@@ -334,3 +317,23 @@ def _restore_outputs(group: SequenceGroup) -> None:
         sequence.set_output(list(output))
         sequence.reset_computed_tokens()
     group.forked = True
+
+
+def _check_fits(spec: RequestSpec, executors: list[ExecutorSpec]) -> None:
+    """Reject a request that no executor can hold; the message has the numbers."""
+    if not spec.prompt_token_ids:
+        raise RequestRejectedError("prompt", "the prompt has no tokens")
+    count, num_prompt = spec.num_sequences, len(spec.prompt_token_ids)
+    check_fits_one(spec, executors, count)
+    if count > 1 and count * num_prompt > MAX_GROUP_TOKENS:
+        raise RequestRejectedError(
+            count_field(spec),
+            f"{count} sequences of {num_prompt} prompt tokens have over {MAX_GROUP_TOKENS} tokens in all",
+        )
+    # Sequences after the first take the prompt from its slot.
+    if count > 1 and num_prompt + count * spec.sampling.num_values > MAX_ADMITTED_VALUES:
+        raise RequestRejectedError(
+            count_field(spec),
+            f"{num_prompt} prompt tokens and {count} sequences with {spec.sampling.num_values} numbers each in "
+            f"their sampling parameters exceed {MAX_ADMITTED_VALUES} numbers in a plan",
+        )

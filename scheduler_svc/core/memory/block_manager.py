@@ -267,6 +267,15 @@ class BlockManager:
             self._tiers.drop_host(sequence.host_block_ids)
         _clear(sequence)
 
+    def free_all(self, sequences: Collection[Sequence]) -> None:
+        """Free all device blocks of sequences, one after the other as `free`; they have no others."""
+        if self.caching:
+            for sequence in sequences:
+                self.cache_full_blocks(sequence)
+        self._tiers.drop([block_id for sequence in sequences for block_id in reversed(sequence.block_ids)])
+        for sequence in sequences:
+            _clear(sequence)
+
     def num_reserved(self, sequence: Sequence) -> int:
         """Number of blocks that it holds beyond those of its computed and known tokens."""
         present = max(sequence.num_computed_tokens, len(sequence.token_ids))

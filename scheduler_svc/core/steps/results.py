@@ -55,6 +55,11 @@ def _check_errors(step: PlannedStep, result: StepResult) -> None:
 def _check_samples(lane: Lane, expected: list[int], slots: list[int], result: StepResult) -> None:
     """Check a result in which some scheduled slots sampled no token: only finished sequences may lack one."""
     counts = result.num_tokens
+    if not counts and slots == [slot for slot in expected if slot not in lane.discarding_slots]:
+        # Only the slots of finished sequences gave nothing.
+        if len(result.token_ids) != len(slots):
+            raise InvariantError(f"step {result.step_id}: token counts do not add up")
+        return
     reported, sampling = set(slots), set(expected)
     if len(reported) != len(slots) or not reported <= sampling:
         raise InvariantError(f"step {result.step_id}: tokens of slots {slots}, not of {expected}")
@@ -152,11 +157,9 @@ def _finish_stopped(requests: RequestTable, lane: Lane, sequences: list[Sequence
     if stop_ids.isdisjoint(token_ids):
         return
     # Found before the first of them finishes: stop ids that no other sequence has leave `stop_ids` with it.
-    for sequence, token_id in list(
-        compress(zip(sequences, token_ids, strict=True), map(stop_ids.__contains__, token_ids))
-    ):
-        if (finish := sequence.check_stop(token_id)) is not None:
-            requests.finish(sequence, finish)
+    stopped = list(compress(zip(sequences, token_ids, strict=True), map(stop_ids.__contains__, token_ids)))
+    finishes = {sequence: sequence.check_stop(token_id) for sequence, token_id in stopped}
+    requests.finish_all(lane, {sequence: finish for sequence, finish in finishes.items() if finish is not None})
 
 
 def context_lens(lane: Lane, step: PlannedStep, *, applied: Collection[Sequence] = ()) -> dict[Sequence, int]:

@@ -37,7 +37,7 @@ from scheduler_svc.front.generation import GenerationServicer
 from scheduler_svc.front.health import HealthServicer
 from scheduler_svc.front.model_front import ModelFront
 from scheduler_svc.front.prepared_responses import PreparedResponses
-from scheduler_svc.front.process_memory import release_free_memory
+from scheduler_svc.front.process_memory import collect_rarely, release_free_memory
 from scheduler_svc.front.unreadable import UnreadableMessages
 from scheduler_svc.journal.errors import JournalError
 from scheduler_svc.journal.journal import SchedulerJournal, connect
@@ -228,6 +228,7 @@ async def serve(
             # Objects loaded so far live as long as the process; freezing them saves the collector a walk over them,
             # which would block every stream for 50 ms (measured).
             gc.freeze()
+            collect_rarely()
             print(f"ready {address}", flush=True)
             await service.run(signals.stop)
             await service.drain(signals.at_once)

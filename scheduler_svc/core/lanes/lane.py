@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, KeysView
+from collections.abc import Collection, KeysView
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.batching_state import BatchingState
@@ -21,8 +21,8 @@ from scheduler_svc.core.sequences.decode_batch import DecodeBatch
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, SequenceState, StepResult
 
-_discard: Callable[[int], None] = deque[int](maxlen=0).append
-"""Discards a token."""
+_NO_TOKENS: list[int] = []
+"""Stands for the tokens of a slot from which none are expected."""
 
 
 class Lane:
@@ -105,10 +105,10 @@ class Lane:
 
         None once these results are in: a sequence that has ended is not kept.
         """
-        self.append_at: list[Callable[[int], None]] = [
-            _discard if sequence is None else sequence.token_ids.append for sequence in self.sequence_at
+        self.tokens_at: list[list[int]] = [
+            _NO_TOKENS if sequence is None else sequence.token_ids for sequence in self.sequence_at
         ]
-        """By slot: the function that takes a sampled token."""
+        """By slot: the tokens of this sequence, to which those that the slot samples are appended."""
         self.discarding_slots: set[int] = set()
         """Slots of finished sequences, for which tokens may still arrive."""
         self._vacated: dict[int, int] = {}
@@ -174,7 +174,7 @@ class Lane:
         slot = self.slots.take()
         sequence.slot = sequence.last_slot = slot
         self.sequence_at[slot] = sequence
-        self.append_at[slot] = sequence.token_ids.append
+        self.tokens_at[slot] = sequence.token_ids
         self.discarding_slots.discard(slot)
         self._vacated.pop(slot, None)
         if self.swapped:
@@ -194,7 +194,7 @@ class Lane:
         self.decode_batch.start_all(sequences, slots)
         for sequence, slot in zip(sequences, slots, strict=True):
             self.sequence_at[slot] = sequence
-            self.append_at[slot] = sequence.token_ids.append
+            self.tokens_at[slot] = sequence.token_ids
             self._vacated.pop(slot, None)
         self.discarding_slots.difference_update(slots)
         self._stop_ids.add(sequences)
@@ -210,8 +210,6 @@ class Lane:
         self.blocks.free_all(sequences)
         self.running.remove_all(sequences)
         self.slots.release_all(slots)
-        for slot in slots:
-            self.append_at[slot] = _discard
         self.discarding_slots.update(slots)
         self._stop_ids.remove(sequences)
 
@@ -272,7 +270,7 @@ class Lane:
 
     def _forget_holder(self, slot: int) -> None:
         self.sequence_at[slot] = None
-        self.append_at[slot] = _discard
+        self.tokens_at[slot] = _NO_TOKENS
         self.discarding_slots.discard(slot)
 
     def swap_out(self, sequences: list[Sequence]) -> None:
@@ -319,7 +317,6 @@ class Lane:
         slot = sequence.last_slot
         # The slot may date from an executor with more slots.
         if slot is not None and slot < self.spec.num_slots and self.sequence_at[slot] is sequence:
-            self.append_at[slot] = _discard
             self.discarding_slots.add(slot)
 
     @property

@@ -74,6 +74,7 @@ class Sequence:
 
     def __init__(self, sequence_id: int, group: SequenceGroup, sample_index: int) -> None:
         spec = group.spec
+        prompt = spec.prompt_token_ids
         self.sequence_id = sequence_id
         self.group = group
         self.sample_index = sample_index
@@ -83,10 +84,9 @@ class Sequence:
         """Sort key in the running queue."""
         self.state = SequenceState.WAITING
         self.finish: Finish | None = None
-        self.token_ids: list[int] = list(spec.prompt_token_ids)
-        self.num_prompt_tokens = len(spec.prompt_token_ids)
+        self.token_ids: list[int] = list(prompt)
+        self.num_prompt_tokens = self._num_planned = len(prompt)
         self._num_computed = 0
-        self._num_planned = len(spec.prompt_token_ids)
         self._step_counter: StepCounter | None = None
         self._step_offset = 0
         self.slot: int | None = None
@@ -111,7 +111,7 @@ class Sequence:
         """Positions at which it may have killed an executor; only a trial computes them. None: it is no suspect."""
         self.requested_prompt_logprobs = False
         """Whether prompt logprobs were requested from the executor at the last admission."""
-        self.max_len, self.length_detail = group.length_limit(group.max_model_len)
+        self.max_len, self.length_detail = spec.length_limit(group.max_model_len)
 
     @property
     def num_output_tokens(self) -> int:

@@ -29,7 +29,8 @@ def admit_new(requests: RequestTable, lane: Lane, step: PlannedStep, budget: Ste
     num_running, most = len(lane.running), min(num_admissible, budget.num_sequences, lane.slots.num_free)
     joining: list[SequenceGroup] = []
     for group in islice(requests.waiting, max(0, min(most, lane.spec.max_num_seqs - num_running))):
-        if not _is_new(group, lane) or not _allocate(requests, lane, budget, group, alone=not (num_running or joining)):
+        alone = not (num_running or joining)
+        if not (_is_new(group, lane) and _take_blocks(requests, lane, budget, group.sequences[0], alone=alone)):
             break
         joining.append(group)
     if joining:
@@ -53,22 +54,21 @@ def _is_new(group: SequenceGroup, lane: Lane) -> bool:
     )
 
 
-def _allocate(requests: RequestTable, lane: Lane, budget: StepBudget, group: SequenceGroup, *, alone: bool) -> bool:
-    """Give a new group the blocks of its sequence, and take it from the budget; False without any change if it cannot
-    be computed whole."""
-    blocks, executor, sequence = lane.blocks, lane.spec, group.sequences[0]
-    num_prompt = sequence.num_prompt_tokens
-    wanted = requests.policies.batching.num_reserved_tokens(sequence)
-    num_tokens = max(num_prompt, min(wanted, executor.num_blocks * executor.block_size))
-    num_blocks = blocks.num_blocks_for(num_tokens)
+def _take_blocks(requests: RequestTable, lane: Lane, budget: StepBudget, sequence: Sequence, *, alone: bool) -> bool:
+    """Give a new sequence its blocks, and subtract it from the budget; False without any change if this step cannot
+    compute it whole."""
+    blocks, num_prompt = lane.blocks, sequence.num_prompt_tokens
+    num_reserved = requests.policies.batching.num_reserved_tokens(sequence)
+    # More than its prompt only where the length is reserved, and never more than the pool has.
+    num_tokens = num_prompt if num_reserved <= num_prompt else max(num_prompt, min(num_reserved, lane.num_kv_tokens))
+    num_blocks = -(-num_tokens // lane.spec.block_size)
     found = blocks.find_cached_prefix(sequence)
     num_new = num_prompt - found.num_tokens
     # A single token is scheduled as the next token of a decoding sequence is.
-    if not 1 < num_new <= budget.chunk or not blocks.can_take(found.num_to_take(num_blocks), alone=alone):
+    if num_new == 1 or not blocks.can_take(found.num_to_take(num_blocks), alone=alone):
         return False
-    if not budget.take_values(num_prompt + num_blocks + group.spec.sampling.num_values):
+    if not budget.take_whole(num_new, num_prompt + num_blocks + sequence.group.spec.sampling.num_values):
         return False
-    budget.spend(num_new)
     blocks.allocate(sequence, num_tokens, found=found)
     sequence.num_hit_tokens = found.num_tokens
     return True
